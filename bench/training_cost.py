@@ -36,10 +36,8 @@ from mlx_redrafter.training.teacher import BATCH_SEQUENCES, LOGITS_BYTES, MAX_CH
 FORWARD = 2
 # The same of a forward and a backward pass.
 STEP = 6
-# Cost of an evaluation with trees, in evaluations with chains, as timed on a CPU.
-TREE_CHAINS = 2
-# Cost of the calibration, in evaluations with chains, as timed on a CPU.
-CALIBRATION_CHAINS = 6
+# Cost of the calibration, in evaluations, as timed on a CPU.
+CALIBRATION_MEASUREMENTS = 6
 
 
 @dataclass(frozen=True)
@@ -93,16 +91,14 @@ class TrainingCost:
             return levels * (operations * weights / flops + logits / bandwidth)
 
         optimiser = 2 * COPIES_IN_MEMORY * 4 * weights / bandwidth
-        chain = drafting(FORWARD)
+        measuring = drafting(FORWARD)
         return Pace(
             generating=_pass_seconds(shape, chip, BATCH_SIZE) / BATCH_SIZE,
             reading=_pass_seconds(shape, chip, at_once * BATCH_SEQUENCES)
             / (at_once * BATCH_SEQUENCES),
-            rollout=0.0,
             step=positions * drafting(STEP) + optimiser,
-            chain=chain,
-            tree=TREE_CHAINS * chain,
-            calibration=CALIBRATION_CHAINS * chain,
+            measuring=measuring,
+            calibration=CALIBRATION_MEASUREMENTS * measuring,
         )
 
 

@@ -22,15 +22,14 @@ from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.launch import launch
-from mlx_redrafter.cli.machines import join_machines
+from mlx_redrafter.cli.machines import join_machines, leave_machines
 from mlx_redrafter.cli.models import list_models, pull, remove
 from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
 from mlx_redrafter.cli.try_out import try_out
 from mlx_redrafter.cli.typer_app import Application
-from mlx_redrafter.errors import ConfigError, RedrafterError, explain
-from mlx_redrafter.escaping import one_line
+from mlx_redrafter.errors import ConfigError, RedrafterError, explain, one_line
 from mlx_redrafter.version import __version__
 
 app = Application(
@@ -68,7 +67,9 @@ def run() -> None:
     # Python has no object for a stream that the shell closed, as in `generate ... >&-`.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    leave_machines(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str]) -> int:

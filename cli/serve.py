@@ -208,7 +208,8 @@ def serve(
     listener = listen(address.host, address.port)
     pairs = models.pairs()
     served = _name_models(pairs, address.model_name)
-    if launched_group() is not None:
+    is_split = launched_group() is not None
+    if is_split:
         limits = _for_machines(served, limits)
 
     from mlx_redrafter.measured import cache_folder
@@ -220,6 +221,10 @@ def serve(
         address.host, address.allow_host or (), address.allow_origin or (), address.api_key
     )
     worker = Worker(limits)
+    if is_split:
+        from mlx_redrafter.machines.line import before_end
+
+        before_end.append(worker.abandon)
     folder = cache_folder() / "prompts"
     known = Models(served, defaults, limits, worker.is_busy, address.strict_names, folder)
     if len(served) == 1:

@@ -125,8 +125,7 @@ class RunOptions:
         str,
         training_option(
             help="Objective: soft (the model's distributions), coupled (the same, for sampled "
-            "text), overlap (DSpark's), apple (the tokens of the texts) or rollouts (greedy "
-            "continuations)."
+            "text), overlap (DSpark's) or apple (the tokens of the texts)."
         ),
     ] = "soft"
     epochs: Annotated[int, training_option(help="Number of passes over the texts.")] = 3
@@ -212,7 +211,6 @@ def _make_request(options: RunOptions) -> TrainingRequest:
     """Make the request of a run; restored paths are strings."""
     from mlx_redrafter.training import (
         DataOptions,
-        LossOptions,
         NetworkOptions,
         TrainingOptions,
         TrainingRequest,
@@ -244,7 +242,7 @@ def _make_request(options: RunOptions) -> TrainingRequest:
             beam_length=options.length,
             draft_vocab=options.draft_vocab,
         ),
-        loss=LossOptions(recipe=options.recipe),  # type: ignore[arg-type]
+        recipe=options.recipe,  # type: ignore[arg-type]
         training=TrainingOptions(
             epochs=options.epochs,
             minutes=options.minutes,
@@ -255,12 +253,12 @@ def _make_request(options: RunOptions) -> TrainingRequest:
 
 
 def _print_result(result: TrainingResult, request: TrainingRequest) -> None:
-    for name, stats in result.measured.items():
-        rates = ", ".join(f"{rate:.0%}" for rate in stats.acceptance_rate_by_depth) or "none"
-        typer.echo(
-            f"{name}: {stats.tokens_per_step or 1:.2f} tokens/step on held-out text (simulated), "
-            f"acceptance rate by position: {rates}"
-        )
+    stats, length = result.measured, request.network.beam_length
+    rates = ", ".join(f"{rate:.0%}" for rate in stats.acceptance_rate_by_depth) or "none"
+    typer.echo(
+        f"chain of {length - 1}: {stats.tokens_per_step or 1:.2f} tokens/step on held-out text "
+        f"(simulated), acceptance rate by position: {rates}"
+    )
     typer.echo(f"wrote {request.out}; you may delete its cache")
     typer.echo(
         f"use it: redrafter-mlx generate --model {request.model} --drafter {request.out} "

@@ -52,8 +52,6 @@ def _check_expressible(config: DrafterConfig) -> None:
     reasons = []
     if config.rnn and (config.rnn_activation != "silu" or not config.rnn_first_step_bias):
         reasons.append("TensorRT-LLM's recurrence, which Apple's code does not support")
-    if config.captured_layers is not None:
-        reasons.append("states of several layers, which Apple's code does not read")
     if config.draft_vocab_size is not None:
         reasons.append(f"a head of {config.draft_vocab_size} out of {config.vocab_size} tokens")
     if reasons:

@@ -1,8 +1,13 @@
-"""Checks of numbers from callers."""
+"""Checks of values from callers."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+from typing import Any
+
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.escaping import shown
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None, hint: str = "") -> None:
@@ -18,6 +23,37 @@ def check_max_tokens(value: object) -> None:
     check_int("max_tokens", value, -1, hint=" (-1: no limit)")
     if value == 0:
         raise ConfigError("max_tokens must be 1 or more, or -1 for no limit, got 0")
+
+
+def check_instance(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """Raise `ConfigError` unless ``value`` is of this kind, which ``expected`` describes."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} must be {expected}, got {shown(value)}")
+
+
+def token_ids(name: str, values: Any, expected: str = "a list of token ids") -> list[int]:
+    """Return token ids as a list of integers.
+
+    Raises:
+        ConfigError: They are not a sequence of whole numbers.
+    """
+    try:
+        ids = list(values.tolist() if hasattr(values, "tolist") else values)
+        if isinstance(values, bytes) or any(isinstance(token, bool) for token in ids):
+            raise TypeError
+        return [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise ConfigError(f"{name} must be {expected}, got {shown(values)}") from error
+
+
+def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise `ConfigError` unless all token ids are in the vocabulary.
+
+    For other ids, MLX reads memory beyond the embedding.
+    """
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise ConfigError(f"{name} must be from 0 to {vocab_size - 1}, got {token}")
 
 
 def is_number(value: object) -> bool:

@@ -23,6 +23,12 @@ def to_ints(values: mx.array) -> list[int]:
         return cast("list[int]", values.tolist())
 
 
+def to_rows(values: mx.array) -> list[list[int]]:
+    """Read an integer or bool array of shape (n, m)."""
+    with waiting():
+        return cast("list[list[int]]", values.tolist())
+
+
 def to_floats(values: mx.array) -> list[float]:
     """Read a floating-point array of shape (n,)."""
     with waiting():

@@ -5,6 +5,9 @@ Every message gives what was expected, what was found, and what to do.
 
 import errno
 
+# Maximum number of characters of an error, about seven lines of a terminal.
+MAX_LINE = 1000
+
 _MAKE_ROOM = "make room on the disk, or choose another one"
 _CHANGE_PERMISSIONS = "choose a path that you may use, or change its permissions"
 # Advice about a file or a disk, by error number.
@@ -28,8 +31,23 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def printable(text: str) -> str:
+    """Escape line ends and control characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def one_line(text: str) -> str:
+    """Make one line of a text: escape it, and cut its middle if it is long; the end is advice."""
+    line = printable(" ".join(text.split()))
+    half = MAX_LINE // 2
+    return line if len(line) <= MAX_LINE else f"{line[:half]} [...] {line[-half:]}"
+
+
 class RedrafterError(Exception):
-    """Base class of every error that this package raises on purpose."""
+    """Base class of every error that this package raises on purpose; its text is one line."""
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class ConfigError(RedrafterError, ValueError):

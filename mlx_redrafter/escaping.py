@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 
-from mlx_redrafter.errors import first_line
+from mlx_redrafter.errors import first_line, one_line, printable
 
 # Maximum number of characters of a name.
 MAX_NAME = 80
 # Maximum number of items of a list.
 MAX_LISTED = 12
-# Maximum number of characters of an error, about seven lines of a terminal.
-MAX_LINE = 1000
 
 
 def quote(name: str) -> str:
@@ -19,11 +18,9 @@ def quote(name: str) -> str:
     return ascii(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...")
 
 
-def one_line(text: str) -> str:
-    """Make one line of a text: escape it, and cut its middle if it is long; the end is advice."""
-    line = printable(" ".join(text.split()))
-    half = MAX_LINE // 2
-    return line if len(line) <= MAX_LINE else f"{line[:half]} [...] {line[-half:]}"
+def shown(value: object) -> str:
+    """Represent any value in one short line."""
+    return one_line(reprlib.repr(value))
 
 
 def join_shortened(parts: Iterable[str], separator: str = ", ") -> str:
@@ -32,11 +29,6 @@ def join_shortened(parts: Iterable[str], separator: str = ", ") -> str:
     shown = separator.join(parts[:MAX_LISTED])
     hidden = len(parts) - MAX_LISTED
     return f"{shown}{separator}and {hidden} more" if hidden > 0 else shown
-
-
-def printable(text: str) -> str:
-    """Escape line ends and control characters."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def describe_error(error: BaseException) -> str:

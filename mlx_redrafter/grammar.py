@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.escaping import describe_error
 
@@ -44,6 +45,7 @@ class Grammar:
     source: str = field(repr=False)
 
     def __post_init__(self) -> None:
+        _check_text(self.source)
         validate = _guidance().LLMatcher.validate_grammar_with_warnings
         is_error, messages = validate(self.source, limits=_limits())
         _check(messages[0] if is_error else "")
@@ -84,6 +86,7 @@ class Grammar:
                 little depth.
         """
         _check_text(rules)
+        check_int("scale", scale, 1)
         _check_size(rules, len(rules.splitlines()), MAX_RULES, "lines", scale)
         return cls(_convert("grammar_from_lark", rules))
 

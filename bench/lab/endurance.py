@@ -152,6 +152,10 @@ class Watch:
         """See `DraftPolicy.keep`."""
         return self.policy.keep(plan, tree)
 
+    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
+        """See `DraftPolicy.keep_early`."""
+        return self.policy.keep_early(plan, tree)
+
     def observe(self, step: Step) -> None:
         """See `DraftPolicy.observe`."""
         if step.seconds is not None:

@@ -194,23 +194,16 @@ def _heads(results: Results) -> Lines:
 BATCH_SIZES = (1, 2, 4, 8, 16)
 
 
-def _batches(cell: Callable[[Mapping[str, Any]], str], results: Results) -> Lines:
+def _batches(results: Results) -> Lines:
     """Yield a row per method of batch generation, with a cell for each batch size."""
     for name, result in _of_kind(results, "throughput"):
         methods: dict[str, dict[int, str]] = {}
-        for one in result["found"]:
-            methods.setdefault(one["way"], {})[one["batch_size"]] = cell(one)
+        for one in result["rows"]:
+            speed = f"{_median(one['tokens_per_second'], '.0f')} ({_median(one['speedup'])})"
+            methods.setdefault(one["method"], {})[one["batch_size"]] = speed
         for method, cells in methods.items():
             columns = (cells.get(size, "") for size in BATCH_SIZES)
             yield name, _code(result), _temp(result), method, *columns, _quiet(result)
-
-
-def _throughput(one: Mapping[str, Any]) -> str:
-    return f"{_median(one['throughput'], '.0f')} ({_median(one['speedup'])})"
-
-
-def _latency(one: Mapping[str, Any]) -> str:
-    return f"{1e3 * one['latency']['median']:.1f}"
 
 
 def _prediction(results: Results) -> Lines:
@@ -228,11 +221,6 @@ def _columns(names: str) -> list[str]:
     return names.split(" | ")
 
 
-_BY_BATCH_SIZE = (
-    *_columns("file | git commit | temperature | method"),
-    *map(str, BATCH_SIZES),
-    "idle machine",
-)
 TABLES: Mapping[str, tuple[Sequence[str], Callable[[Results], Lines]]] = {
     "speed": (
         _columns(
@@ -294,8 +282,14 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[Results], Lines]]] = {
         ),
         _heads,
     ),
-    "throughput": (_BY_BATCH_SIZE, partial(_batches, _throughput)),
-    "latency": (_BY_BATCH_SIZE, partial(_batches, _latency)),
+    "throughput": (
+        [
+            *_columns("file | git commit | temperature | method"),
+            *map(str, BATCH_SIZES),
+            "idle machine",
+        ],
+        _batches,
+    ),
     "prediction": (
         _columns("left out | steps | median error | signed | largest | its best shape has"),
         _prediction,

@@ -41,7 +41,6 @@ from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.target import FINAL
 
 # Standard deviation of arbitrary weights; any finite one would do.
 NOISE = 0.02
@@ -166,7 +165,6 @@ def widened_drafter(
     hidden = np.arange(old.hidden_size)
     pair = np.concatenate([hidden, hidden + hidden_size])  # places of [h, s] in [h, 0, s, 0]
     exit_dim = _widened_exit_dim(old, hidden_size, exit_dim)
-    states = [hidden + i * hidden_size for i in range(len(old.captured_layers or ()))]
     inner = np.arange(old.exit_dim) if old.has_input_proj else pair
     new = dataclasses.replace(old, hidden_size=hidden_size, exit_dim=exit_dim)
     weights = []
@@ -178,13 +176,6 @@ def widened_drafter(
         value = np.array(tensor.astype(mx.float32))
         if name.startswith("rnn_"):
             rows, columns, size = hidden, hidden, (hidden_size, hidden_size)
-        elif name.startswith("fusion."):
-            # The mean square of states that end in zeros is smaller.
-            grown = np.sqrt(hidden_size / old.hidden_size)
-            is_input = np.array(old.captured_layers) != FINAL
-            value = value / np.repeat(np.where(is_input, grown, 1.0), old.hidden_size)
-            rows, columns = hidden, np.concatenate(states)
-            size = (hidden_size, len(states) * hidden_size)
         elif name.startswith("input_proj"):
             rows, columns, size = inner, pair, (exit_dim, 2 * hidden_size)
         elif name.startswith(f"lm_head.{old.num_draft_layers}."):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, is_auto
 from mlx_redrafter.checkpoints.recognition import find_kind
+from mlx_redrafter.checks import check_instance
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.kernels.selection import use_kernels
@@ -89,6 +91,10 @@ def load(
             model cannot be split over so many machines.
     """
     end_streams_with_thread()
+    check_instance("tokenizer_config", tokenizer_config, (Mapping, NoneType), "a mapping or None")
+    check_instance("adapter_path", adapter_path, (str, Path, NoneType), "a folder or None")
+    expected = "a group of mx.distributed.init() or None"
+    check_instance("group", group, (mx.distributed.Group, NoneType), expected)
     machines = None if group is None or group.size() == 1 else meet(group)
     if machines is not None:
         if not machines.leads:
@@ -152,10 +158,13 @@ def _check_for_machines(
             "expected a model to split over several machines, found none; the bundled one is for "
             "one machine, so name another"
         )
-    given = {"adapter_path": adapter_path, "trust_remote_code": trust_remote_code}
-    for option, value in given.items():
-        if value:
-            raise ConfigError(f"{option} is not supported on several machines; leave it out")
+    if adapter_path is not None:
+        raise ConfigError(
+            "adapter_path is not supported on several machines, as mlx-lm cannot split an adapter; "
+            "fuse it into the model with mlx_lm.fuse, and name that model"
+        )
+    if trust_remote_code:
+        raise ConfigError("trust_remote_code is not supported on several machines; leave it out")
 
 
 def load_drafter(path_or_repo: str | Path) -> Proposer:

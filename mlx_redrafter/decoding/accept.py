@@ -6,8 +6,6 @@ Axes: N nodes of the tree, L its levels, the root's included (`TokenTree.max_dep
 from __future__ import annotations
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -56,33 +54,3 @@ def _accept_chain(tree: TokenTree, chosen: mx.array) -> Accepted:
     matches = (tree.tokens[1:] == chosen[:-1]).astype(mx.int32)
     num_accepted = mx.sum(mx.cumprod(matches), keepdims=True)
     return tree.depths, num_accepted, chosen[num_accepted], num_accepted, tree.tokens
-
-
-def count_matches(
-    tokens: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    depths: NDArray[np.int32],
-    text: NDArray[np.int32],
-) -> NDArray[np.int64]:
-    """Count the drafts of p trees that `accept` would accept, on the host, given the text.
-
-    Node by node: under ``mx.vmap`` the operators ``|`` and ``&`` of MLX 0.32 read past the end of
-    an operand that is not mapped.
-
-    Args:
-        tokens: Token ids, int32, shape (p, N).
-        parents: Node index of each node's parent, int32, shape (p, N).
-        depths: Edges from the root, int32, shape (p, N).
-        text: Tokens that follow each root, int32, shape (p, L).
-
-    Returns:
-        Number of accepted drafts, int64, shape (p,).
-    """
-    rows = np.arange(len(tokens))
-    on_path = np.zeros(tokens.shape, np.bool_)
-    on_path[:, 0] = True
-    for node in range(1, tokens.shape[1]):
-        parent = parents[:, node]
-        matches = tokens[:, node] == text[rows, depths[rows, parent]]
-        on_path[:, node] = on_path[rows, parent] & matches
-    return on_path.sum(axis=1) - 1

@@ -113,7 +113,8 @@ class JointStep:
                     sequence.receive(wish, tree)
                     if tree is not None and tree.known is None:
                         arrays.extend(tree.arrays)
-            mx.async_eval(arrays)
+            if arrays:
+                mx.async_eval(arrays)
 
     def _ask(self, live: Sequence[SequenceDecoder]) -> Asked:
         """Return what the target is to process next, by sequence; none for those at their end."""

@@ -12,13 +12,15 @@ import mlx.core as mx
 
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.errors import ConfigError, NonFiniteError
 from mlx_redrafter.trees.tree import Drafts
 
 ProgressCallback = Callable[[int, int], None]
 
 # Stands for the token after logits that are NaN. Padding nodes have another number, `NO_TOKEN`.
 NOT_A_NUMBER = -2
+# Stands for a token id of the user's sampler that is not in the vocabulary.
+NOT_A_TOKEN = -3
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ class PendingPass:
     decoder adds its place in the sequence, and what the sequence keeps of it.
 
     Attributes:
-        outcome: Bonus token or `NOT_A_NUMBER`, and for a tree, number of accepted drafts, node
-            indices and tokens of the path, int32, shape (1,) or (2 + 2 L,). For one token, a
-            token in any case.
+        outcome: Bonus token, `NOT_A_NUMBER` or `NOT_A_TOKEN`, and for a tree, number of accepted
+            drafts, node indices and tokens of the path, int32, shape (1,) or (2 + 2 L,). For one
+            token, never `NOT_A_NUMBER`.
         root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
         hidden_state: Target state that predicted it, shape (H,).
         log_probs: Natural log-probabilities after the nodes, shape (N, V).
@@ -120,6 +122,11 @@ class PendingPass:
     num_kept: int = 0
     finish_reason: str | None = None
     _known_values: list[int] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the host knows the outcome."""
+        return self._known_values is not None
 
     @property
     def num_accepted(self) -> mx.array:
@@ -178,7 +185,7 @@ class PendingPass:
         accepted = path[length + 1 : length + len(self.rows)]
         if not accepted:
             self.check_finite()
-        return accepted if bonus == NOT_A_NUMBER else [*accepted, bonus]
+        return accepted if bonus < 0 else [*accepted, bonus]
 
     @property
     def kept_tokens(self) -> list[Token]:
@@ -202,11 +209,19 @@ class PendingPass:
     @property
     def is_finite(self) -> bool:
         """Whether there is a bonus token; waits for the device."""
-        return self._values[0] != NOT_A_NUMBER
+        return self._values[0] >= 0
 
     def check_finite(self) -> None:
-        """Raise `NonFiniteError` unless there is a bonus token; waits for the device."""
+        """Raise an error unless there is a bonus token; waits for the device.
+
+        Raises:
+            ConfigError: The user's sampler has returned no token of the vocabulary.
+            NonFiniteError: The logits are NaN.
+        """
         if not self.is_finite:
+            if self._values[0] == NOT_A_TOKEN:
+                size = self.log_probs.shape[-1]
+                raise ConfigError(f"sampler must return token ids from 0 to {size - 1}")
             where = "in the text" if self.num_nodes else "after the prompt"
             raise NonFiniteError(
                 f"the target's logits {where} are NaN; its weights are damaged, its dtype "

@@ -18,7 +18,7 @@ from typing import Protocol
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from mlx_redrafter.decoding.records import NOT_A_NUMBER
+from mlx_redrafter.decoding.records import NOT_A_NUMBER, NOT_A_TOKEN
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 
@@ -319,7 +319,10 @@ class StockSampler:
         if not isinstance(token, mx.array) or token.size != 1:
             found = getattr(token, "shape", type(token).__name__)
             raise ConfigError(f"sampler must return one token id per row, as an array, got {found}")
-        return token.reshape(1)
+        # MLX reads memory beyond the embedding for ids that are not in the vocabulary.
+        chosen = token.reshape(1).astype(mx.int32)
+        is_known = chosen.astype(mx.uint32) < log_probs.shape[-1]
+        return mx.where(is_known, chosen, NOT_A_TOKEN)
 
 
 def choose(

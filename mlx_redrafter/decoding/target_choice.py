@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, partial
 
 import mlx.core as mx
 
@@ -25,7 +25,7 @@ from mlx_redrafter.decoding.sampling import (
     gumbel_noise,
     mark_nan,
 )
-from mlx_redrafter.device_read import to_floats, to_ints
+from mlx_redrafter.device_read import to_floats, to_ints, to_rows
 from mlx_redrafter.target.target import TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
@@ -85,19 +85,25 @@ def sample_roots(
     log_probs, tokens, normalisers = choose(
         first, outputs.logits[:, 0], mx.arange(count), noise, count
     )
-    chosen = mark_nan(tokens, normalisers)
-    outcomes = _Outcomes(chosen[:, None])
-    mx.async_eval(chosen, log_probs, outputs.hidden_states, outputs.states)
+    mx.async_eval(tokens, normalisers, log_probs, outputs.hidden_states, outputs.states)
+
+    @cache
+    def read() -> list[list[int]]:
+        found = zip(to_ints(tokens), to_floats(normalisers), strict=True)
+        return [[token if math.isfinite(one) else NOT_A_NUMBER] for token, one in found]
+
     states = [None] * count if outputs.states is None else outputs.states[:, :1]
     parts = zip(
-        outcomes.values,
-        mx.split(mx.maximum(chosen, 0), count),
+        mx.split(tokens, count),
         outputs.hidden_states[:, 0],
         mx.split(log_probs, count),
         states,
         strict=True,
     )
-    return [PendingPass(*part, read=outcomes.reader(i)) for i, part in enumerate(parts)]
+    return [
+        PendingPass(root, root, hidden_state, one, state, read=partial(_item, read, number))
+        for number, (root, hidden_state, one, state) in enumerate(parts)
+    ]
 
 
 def sample_and_accept_all(
@@ -126,11 +132,13 @@ def sample_and_accept_all(
     chosen = mark_nan(sampled, normalisers).reshape(count, size)
     paths, num_accepted, bonus, last, tokens = _accept_all(trees, chosen)
     hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
-    outcomes = _Outcomes(mx.concatenate([bonus, num_accepted, paths, tokens], axis=1))
-    mx.async_eval(outcomes.values, hidden_states, log_probs, outputs.states)
+    outcomes = mx.concatenate([bonus, num_accepted, paths, tokens], axis=1)
+    mx.async_eval(outcomes, hidden_states, log_probs, outputs.states)
+    # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
+    read = cache(lambda: to_rows(outcomes))
     states = [None] * count if outputs.states is None else outputs.states
     parts = zip(
-        outcomes.values,
+        outcomes,
         mx.maximum(bonus, 0),
         hidden_states[:, 0],
         mx.split(log_probs, count),
@@ -139,9 +147,14 @@ def sample_and_accept_all(
         strict=True,
     )
     return [
-        PendingPass(outcome, root, hidden_state, one, state, path, outcomes.reader(i))
-        for i, (outcome, root, hidden_state, one, state, path) in enumerate(parts)
+        PendingPass(outcome, root, hidden_state, one, state, path, partial(_item, read, number))
+        for number, (outcome, root, hidden_state, one, state, path) in enumerate(parts)
     ]
+
+
+def _item(read: Callable[[], list[list[int]]], number: int) -> list[int]:
+    """Return the outcome of one of several sequences, which the host reads together."""
+    return read()[number]
 
 
 def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:
@@ -160,24 +173,3 @@ def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:
 
     accept_each: Callable[..., tuple[mx.array, ...]] = mx.vmap(accept_one)
     return accept_each(trees.tokens, trees.parents, trees.depths, trees.ancestors, chosen)
-
-
-class _Outcomes:
-    """Outcomes of several sequences, which the host reads together.
-
-    Args:
-        values: int32, shape (G, numbers of an outcome).
-    """
-
-    def __init__(self, values: mx.array):
-        self.values = values
-
-    def reader(self, number: int) -> Callable[[], list[int]]:
-        """Return a function that reads the outcome of one sequence."""
-        return lambda: self._read[number]
-
-    @cached_property
-    def _read(self) -> list[list[int]]:
-        count, width = self.values.shape
-        values = to_ints(self.values.reshape(-1))
-        return [values[i * width : (i + 1) * width] for i in range(count)]

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from operator import eq
+from types import NoneType
 from typing import Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
+from mlx_redrafter.checks import check_instance
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.prompt_encoding import Message, encode_chat
 from mlx_redrafter.engine.responses import GenerationResponse
@@ -42,6 +44,10 @@ class Conversation:
         system_prompt: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ):
+        check_instance("engine", engine, Engine, "an Engine")
+        check_instance("system_prompt", system_prompt, (str, NoneType), "a text or None")
+        expected = "a mapping of options"
+        check_instance("template_options", template_options, (Mapping, NoneType), expected)
         if not engine.tokenizer.has_chat_template:
             raise ConfigError(
                 "a chat needs a model with a chat template, and this one has none; it continues "
@@ -66,6 +72,7 @@ class Conversation:
         Raises:
             ConfigError: The chat template rejects the message, or the chat has become too long.
         """
+        check_instance("text", text, str, "a text")
         messages = [*self.messages, {"role": "user", "content": text}]
         tokens = encode_chat(self._engine.tokenizer, messages, self._options)
         # A template may render earlier messages differently than the model wrote them.

@@ -11,7 +11,6 @@ that reads its stream; any thread may cancel it.
 
 from __future__ import annotations
 
-import reprlib
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.checks import check_instance, check_int
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks, Masks
 from mlx_redrafter.decoding.late_masks import LateMasks, TokenBytes
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
@@ -39,6 +39,7 @@ from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
 from mlx_redrafter.engine.responses import BatchStream, ResponseStream
 from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.escaping import shown
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.grammar import Grammar, read_vocabulary
 from mlx_redrafter.late_grammar import LateGrammar
@@ -86,11 +87,16 @@ class Engine:
         step_costs: CostFunction | None = None,
     ):
         end_streams_with_thread()
-        _check_pair(model, tokenizer)
+        expected = "a model that mlx_redrafter.load or mlx_lm.load has loaded"
+        check_instance("model", model, nn.Module, expected)
+        if isinstance(tokenizer, type) or not hasattr(tokenizer, "eos_token_id"):
+            raise ConfigError(f"tokenizer must be the model's tokenizer, got {shown(tokenizer)}")
         is_wrapped = isinstance(tokenizer, TokenizerWrapper)
         self.tokenizer = tokenizer if is_wrapped else TokenizerWrapper(tokenizer)
         self.target = target_of(model)
         self.memory = LearnedState() if memory is None else memory
+        check_instance("memory", self.memory, LearnedState, "the `memory` of an engine")
+        _check_callable(step_costs=step_costs)
         self._step_costs = step_costs
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
@@ -158,6 +164,11 @@ class Engine:
         _check_callable(**{f"logits_processors[{i}]": one for i, one in enumerate(processors)})
         if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
             raise ConfigError("prompt_cache must be a list with kv_bits, which replaces its layers")
+        if shared is not None:
+            expected = "the scheduler of engine.share()"
+            check_instance("shared", shared, Scheduler, expected)
+            if shared.target.model is not self.target.model:
+                raise ConfigError("shared is the scheduler of another model; make one by share()")
         masks = None if grammar is None else self.masks(grammar)
         request = self._request(
             prompt,
@@ -166,8 +177,11 @@ class Engine:
             leave_as_stock=prompt_cache is not None or sampler is not None,
             chunk_size=prompt_chunk_size,
         )
-        known = [_as_list("history[...]", one) for one in _as_list("history", history)]
-        sequence = self._open(request, chosen, known, sampler, processors, prompt_cache, masks)
+        earlier = Lookup(history)
+        earlier.check_fit(self.target, self.tokenizer)
+        sequence = self._open(
+            request, chosen, earlier.history, sampler, processors, prompt_cache, masks
+        )
         stream = ResponseStream(sequence, self.tokenizer, shared)
         _claims.claim(layers, stream)
         self._streams.add(stream)
@@ -193,10 +207,10 @@ class Engine:
             ConfigError: As `stream`; an error says which prompt is meant.
         """
         chosen = self._options(options)
-        if type(batch_size) is not int or batch_size < 1:
-            raise ConfigError(f"batch_size must be a whole number from 1, got {batch_size!r}")
+        check_int("batch_size", batch_size, 1)
         if grammar is not None:
             self.masks(grammar)  # raises for one that does not go with the tokenizer
+        check_instance("prompts", prompts, (list, tuple), "a list")
         requests = [self._request(one, chosen) for one in prompts]
         sequences = (
             self._open(request, chosen, masks=None if grammar is None else self.masks(grammar))
@@ -234,11 +248,8 @@ class Engine:
                 grammar.is_last,
                 grammar.may_end_before,
             )
-        if not isinstance(grammar, Grammar):
-            raise ConfigError(
-                "grammar must be a Grammar, such as Grammar.json_schema(...), got "
-                f"{reprlib.repr(grammar)}"
-            )
+        expected = "a Grammar, such as Grammar.json_schema(...)"
+        check_instance("grammar", grammar, Grammar, expected)
         return GrammarMasks(lambda: grammar.matcher(tokenizer, size))
 
     def new_prompt_cache(self) -> list[Any]:
@@ -391,22 +402,11 @@ def _find_proposer(drafter: AnyDrafter, memory: LearnedState) -> Proposer | None
         return None
     if isinstance(drafter, str) and drafter == "lookup":
         return memory.lookup
-    if not isinstance(drafter, Proposer):
-        raise ConfigError(
-            "drafter must be a drafter that mlx_redrafter.load has loaded, 'lookup' or None, got "
-            f"{reprlib.repr(drafter)}"
-        )
+    expected = "a drafter that mlx_redrafter.load has loaded, 'lookup' or None"
+    # Classes have the attributes of a proposer, too.
+    if isinstance(drafter, type) or not isinstance(drafter, Proposer):
+        raise ConfigError(f"drafter must be {expected}, got {shown(drafter)}")
     return drafter
-
-
-def _check_pair(model: object, tokenizer: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            "model must be a model that mlx_redrafter.load or mlx_lm.load has loaded, got "
-            f"{reprlib.repr(model)}"
-        )
-    if not hasattr(tokenizer, "encode"):
-        raise ConfigError(f"tokenizer must be the model's tokenizer, got {reprlib.repr(tokenizer)}")
 
 
 def _check_layers(layers: Sequence[object]) -> None:
@@ -414,21 +414,20 @@ def _check_layers(layers: Sequence[object]) -> None:
         if not hasattr(layer, "state"):
             raise ConfigError(
                 "prompt_cache must hold caches from mlx_lm.models.cache.make_prompt_cache(model), "
-                f"got {reprlib.repr(layer)}"
+                f"got {shown(layer)}"
             )
 
 
 def _as_list(name: str, values: Any) -> list[Any]:
     """Return the values of an option as a list, which is empty for None."""
-    if not isinstance(values, (list, tuple, type(None))):
-        raise ConfigError(f"{name} must be a list, got {reprlib.repr(values)}")
+    check_instance(name, values, (list, tuple, type(None)), "a list")
     return list(values or ())
 
 
 def _check_callable(**given: object) -> None:
     for name, value in given.items():
         if value is not None and not callable(value):
-            raise ConfigError(f"{name} must be a function, got {reprlib.repr(value)}")
+            raise ConfigError(f"{name} must be a function, got {shown(value)}")
 
 
 def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:

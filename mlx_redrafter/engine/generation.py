@@ -98,9 +98,9 @@ def generate_batch(
         CheckpointError: The drafter was made for another model.
         NonFiniteError: The logits after one of the prompts or texts are NaN.
     """
-    texts = ["" for _ in prompts]
     engine = _engine(model, tokenizer, drafter)
     stream = engine.stream_batch(prompts, batch_size=batch_size, grammar=grammar, **options)
+    texts = ["" for _ in prompts]
     for number, response in stream:
         texts[number] += response.text
     return texts

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.checks import check_vocabulary, token_ids
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.target import Target
 
@@ -55,16 +54,7 @@ def encode_prompt(
     if isinstance(prompt, str):
         starts_special = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         return _encode(tokenizer, prompt, limit, add_special_tokens=not starts_special)
-    values: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
-    try:
-        ids = list(values)
-        if isinstance(prompt, bytes) or any(isinstance(token, bool) for token in ids):
-            raise TypeError
-        return [operator.index(token) for token in ids]
-    except TypeError as error:
-        raise ConfigError(
-            f"the prompt must be a text or token ids, got {reprlib.repr(prompt)}"
-        ) from error
+    return token_ids("the prompt", prompt, "a text or token ids")
 
 
 def encode_question(tokenizer: TokenizerWrapper, text: str, use_template: bool = True) -> list[int]:
@@ -173,11 +163,7 @@ def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
         ConfigError: It is empty or too long, or the target has no such token id.
     """
     check_not_empty(prompt)
-    if min(prompt) < 0 or max(prompt) >= target.vocab_size:
-        raise ConfigError(
-            f"prompt token ids must be from 0 to {target.vocab_size - 1}, got "
-            f"{min(prompt) if min(prompt) < 0 else max(prompt)}"
-        )
+    check_vocabulary("prompt token ids", prompt, target.vocab_size)
     total, limit = num_cached + len(prompt), target.context_length
     if limit is not None and total > limit:
         cached = f" after {num_cached} cached ones" if num_cached else ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -13,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.errors import CheckpointError, RedrafterError, first_line
+from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.machines.drafts import NUM_FACTS, num_values, rebuild
 from mlx_redrafter.machines.frames import Do, Frame
@@ -25,9 +24,6 @@ from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
-
-# Seconds that the last pass may take after rank 0 has ended, of which it may have computed no part.
-LAST_SECONDS = 5.0
 
 
 def follow(machines: Machines, own_name: str | None = None) -> NoReturn:
@@ -46,7 +42,7 @@ def follow(machines: Machines, own_name: str | None = None) -> NoReturn:
             obey(machines, model)
     except Exception as error:
         line.fail(f"{type(error).__name__}: {first_line(error)}")
-    _end()
+    machines.leave(0)
 
 
 def obey(machines: Machines, model: nn.Module) -> None:
@@ -55,17 +51,6 @@ def obey(machines: Machines, model: nn.Module) -> None:
     with mx.stream(generation_stream):
         while (frame := line.receive()).do is not Do.END:
             follower.obey(frame)
-
-
-def _end() -> NoReturn:
-    """End this process once its part of the last pass is done, for which rank 0 may wait."""
-    timer = threading.Timer(LAST_SECONDS, os._exit, (0,))
-    timer.daemon = True
-    timer.start()
-    mx.synchronize(generation_stream)
-    mx.synchronize(mx.default_stream(mx.cpu))
-    # An orderly exit would wait for threads that read what will never come.
-    os._exit(0)
 
 
 def _load_when_asked(machines: Machines, own_name: str | None) -> nn.Module | None:
@@ -104,7 +89,7 @@ class Follower:
             Do.BATCH: self._verify_batch,
             Do.BARE: self._call,
             Do.STOCK: self._call_stock,
-            Do.REOPEN: self._reopen,
+            Do.OPEN: self._open,
             Do.COMMIT: lambda cache, *path: self._cache(cache).commit(path),
             Do.SETTLE: lambda cache, length: self._cache(cache).settle(length),
             Do.RESERVE: lambda cache, rows: self._target.reserve(self._cache(cache), rows),
@@ -155,11 +140,12 @@ class Follower:
     def _call_stock(self, cache: int, size: int) -> None:
         mx.async_eval(self._target.model(self._shared(size)[None], cache=self._cache(cache).stock))
 
-    def _reopen(self, number: int, length: int) -> None:
-        """Continue a cache in another text, at the length that it has on rank 0."""
+    def _open(self, number: int, length: int, *quantisation: int) -> None:
+        """Continue a cache in another text, at the length that it has on rank 0, or begin one."""
         cache = self._cache(number)
         cache.settle(length)
-        self._caches[number] = self._target.new_cache(cache.stock)
+        how = Quantisation(*quantisation) if quantisation else None
+        self._caches[number] = self._target.new_cache(cache.stock, how)
         if self._caches[number].length != length:
             raise CheckpointError(
                 f"expected a cache of {length} tokens, as on rank 0, found "

@@ -32,7 +32,7 @@ class Do(IntEnum):
     BARE = 14  # number of tokens
     STOCK = 15  # cache, number of tokens
     # Operations on caches.
-    REOPEN = 20  # cache, length
+    OPEN = 20  # cache, length, fields of its quantization if it has one
     COMMIT = 21  # cache, path
     SETTLE = 22  # cache, length
     RESERVE = 23  # cache, rows

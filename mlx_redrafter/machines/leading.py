@@ -12,9 +12,10 @@ import signal
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +30,7 @@ from mlx_redrafter.machines.line import BEAT, end_process
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor
+from mlx_redrafter.target.caches.quantised import QuantisingCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
@@ -59,6 +61,7 @@ class Leader:
         self._count = itertools.count(1)
         # Numbers of the caches, by their first layer: mlx-lm's objects, which outlive a text.
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._num_owners: Counter[int] = Counter()
         self._dropped: deque[int] = deque()
         # Stream of the thread that ran the newest pass.
         self._stream = mx.default_stream(mx.cpu)
@@ -68,11 +71,25 @@ class Leader:
         """Return the number of the cache with this first layer; None for a foreign one."""
         return self._numbers.get(layer)
 
-    def add(self, owner: Any) -> int:
-        """Give a number to a cache by its first layer, or to a batch, until it is dropped."""
-        number = self._numbers[owner] = next(self._count)
-        weakref.finalize(owner, self._dropped.append, number)
+    def add(self, owner: Any, number: int | None = None) -> int:
+        """Give a number to a cache by its first layer, or to a batch, until no owner is left.
+
+        Args:
+            owner: The first layer, or the batch.
+            number: The number that other owners have already; a new one by default.
+        """
+        number = next(self._count) if number is None else number
+        if self._numbers.get(owner) != number:
+            self._numbers[owner] = number
+            self._num_owners[number] += 1
+            weakref.finalize(owner, self._drop, number)
         return number
+
+    def _drop(self, number: int) -> None:
+        self._num_owners[number] -= 1
+        if not self._num_owners[number]:
+            del self._num_owners[number]
+            self._dropped.append(number)
 
     @contextmanager
     def together(self, do: Do | None = None, *numbers: int) -> Iterator[None]:
@@ -148,10 +165,16 @@ class Leader:
 
 
 class LedCache(TreeCache):
-    """A sequence's cache on rank 0, which tells the other ranks what becomes of theirs."""
+    """A sequence's cache on rank 0, which tells the other ranks what becomes of theirs.
 
-    def __init__(self, leader: Leader, number: int, cache: TreeCache):
-        super().__init__(cache.layers, cache.length, cache.has_buckets)
+    Args:
+        leader: Connection to them.
+        number: The cache's number.
+        *given: Arguments of `TreeCache`, or of the class that is mixed in.
+    """
+
+    def __init__(self, leader: Leader, number: int, *given: Any):
+        super().__init__(*given)
         self._leader = leader
         self.number = number
 
@@ -167,6 +190,16 @@ class LedCache(TreeCache):
     def settle(self, length: int) -> None:
         with self._leader.together(Do.SETTLE, self.number, length):
             super().settle(length)
+
+
+class LedQuantisingCache(LedCache, QuantisingCache):
+    """The same for a cache that quantises its entries, which replaces mlx-lm's caches."""
+
+    def grow(self, num_tokens: int) -> None:
+        before = self.stock[0]  # lives until the number has its new owner
+        super().grow(num_tokens)
+        if self.stock[0] is not before:
+            self._leader.add(self.stock[0], self.number)
 
 
 class LedBatchCache(BatchCache):
@@ -245,13 +278,21 @@ class LeadingTarget(Target):
         quantisation: Quantisation | None = None,
         given: list[Any] | None = None,
     ) -> TreeCache:
-        if quantisation is not None:
-            raise ConfigError("kv_bits is not supported on several machines; leave it out")
-        cache = super().new_cache(prompt_cache)
-        return LedCache(self.leader, self.number_of(cache.stock, cache.length), cache)
+        cache = super().new_cache(prompt_cache, quantisation, given)
+        how = () if quantisation is None else (min(one, MOST) for one in astuple(quantisation))
+        number = self.number_of(cache.stock, cache.length, tuple(how))
+        facts = self.leader, number, cache.layers, cache.length
+        if quantisation is None:
+            return LedCache(*facts, cache.has_buckets)
+        return LedQuantisingCache(*facts, quantisation, given, cache.has_buckets)
 
-    def number_of(self, stock: Sequence[Any], length: int) -> int:
+    def number_of(self, stock: Sequence[Any], length: int, quantisation: Sequence[int] = ()) -> int:
         """Return the number of mlx-lm's caches, which are new or hold what these ranks computed.
+
+        Args:
+            stock: The caches.
+            length: Number of tokens that they hold.
+            quantisation: The fields of their `Quantisation`, if they have one.
 
         Raises:
             ConfigError: They hold other tokens.
@@ -262,10 +303,12 @@ class LeadingTarget(Target):
                 "prompt_cache must be empty or of a text of this process on several machines, "
                 "found one with other tokens, which the other machines lack; give the whole prompt"
             )
-        if number is None:
-            return self.leader.add(stock[0])
-        with self.leader.together(Do.REOPEN, number, length):
-            return number
+        is_new = number is None
+        number = self.leader.add(stock[0], number)
+        if not is_new or quantisation:
+            with self.leader.together(Do.OPEN, number, length, *quantisation):
+                pass
+        return number
 
     def reserve(self, cache: TreeCache, num_rows: int) -> None:
         with self.leader.together(Do.RESERVE, _number(cache), num_rows):

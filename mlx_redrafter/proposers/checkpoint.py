@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -24,8 +25,15 @@ from mlx_redrafter.checkpoint_files import (
     read_tensors,
     write_checkpoint,
 )
+from mlx_redrafter.checks import check_instance
 from mlx_redrafter.device_read import to_ints
-from mlx_redrafter.errors import CheckpointError, NonFiniteError
+from mlx_redrafter.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    explain,
+    first_line,
+)
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.kind import Shapes
@@ -93,12 +101,25 @@ class Checkpoint:
 def save_drafter(
     drafter: DraftNetwork, folder: str | Path, extra_config: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a drafter so that `load_drafter` reads it back; files appear whole or not at all."""
+    """Write a drafter so that `load_drafter` reads it back; files appear whole or not at all.
+
+    Raises:
+        CheckpointError: The files cannot be written.
+        ConfigError: An argument is of another kind.
+    """
+    check_instance("drafter", drafter, DraftNetwork, "a network that drafts, from load_drafter")
+    check_instance("folder", folder, (str, Path), "the path of a folder")
+    check_instance("extra_config", extra_config, (Mapping, NoneType), "a mapping or None")
     config = drafter.stored_config()
     if (quantization := quantization_of(drafter)) is not None:
         config["quantization"] = quantization
     tensors = {drafter.stored_name(own): one for own, one in named_parameters(drafter).items()}
-    write_checkpoint(Path(folder), {**config, **(extra_config or {})}, tensors)
+    try:
+        write_checkpoint(Path(folder), {**config, **(extra_config or {})}, tensors)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder}: {explain(error)}") from error
+    except (TypeError, ValueError) as error:  # JSON has no such value, or no path such a name
+        raise ConfigError(f"cannot write {folder}: {first_line(error)}") from error
 
 
 def collect_sources(

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_redrafter.checks import check_instance
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
@@ -54,6 +55,7 @@ class DraftModel:
     max_length: int | None = None
 
     def __init__(self, model: nn.Module, tokenizer: Any):
+        check_instance("model", model, nn.Module, "a model of mlx-lm")
         self.target = Target(model)
         others = _other_caches(make_prompt_cache(model))
         if others:

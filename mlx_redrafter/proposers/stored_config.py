@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar, Self
 
-from mlx_redrafter.checks import is_number
+from mlx_redrafter.checks import check_instance, is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Largest size that a config file may claim, far above any model.
@@ -29,6 +29,7 @@ class StoredConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read a ``config.json``; keys that belong to other programs are ignored."""
+        check_instance("config", values, Mapping, "a mapping, as of a drafter's config.json")
         model_type = values.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise CheckpointError(

@@ -18,14 +18,11 @@ from numpy.typing import NDArray
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.loss import IMPOSSIBLE, TrainingBatch
 from mlx_redrafter.training.teacher_cache import (
-    EXTRAS,
     Shard,
     Split,
     TeacherCache,
-    extras_of,
     find_draftable_steps,
 )
-from mlx_redrafter.training.training_request import Recipe
 
 # Maximum size of the shards that are in memory and shuffled together, in bytes.
 GROUP_BYTES = 2**29
@@ -35,7 +32,6 @@ class BatchOptions(NamedTuple):
     """Options of `BatchOrder`.
 
     Attributes:
-        recipe: Training objective; "rollouts" trains on rollouts, the others on the text.
         beam_length: L, root included.
         batch_tokens: Number of positions per batch; positions of weight 0 pad the last batch of a
             group.
@@ -44,7 +40,6 @@ class BatchOptions(NamedTuple):
         layers: Layers of the target whose inputs the drafter reads, () for its last hidden states.
     """
 
-    recipe: Recipe
     beam_length: int
     batch_tokens: int
     seed: int
@@ -176,22 +171,14 @@ class BatchOrder:
         return groups, counts
 
     def _mark_steps(self, shard: Shard) -> NDArray[np.bool_]:
-        length = self.options.beam_length
         tokens, is_trained, starts = map(np.array, (shard.tokens, shard.is_trained, shard.starts))
-        steps = find_draftable_steps(tokens, is_trained, starts, length)
-        if self.options.recipe == "rollouts":
-            # Rollouts are not cut at the end of a sequence: only the root must be trained.
-            trained = np.append(np.array(shard.is_trained)[1:], False)
-            trained[np.array(shard.starts)[1:] - 1] = False
-            steps = np.repeat(trained[:, None], length - 1, axis=1)
-        return steps
+        return find_draftable_steps(tokens, is_trained, starts, self.options.beam_length)
 
     def _load(self, number: int) -> ShardGroup:
         if self._group is None or self._group[0] != number:
             self._group = None  # free its memory before the next group is read
-            length = self.options.beam_length if self.options.recipe == "rollouts" else None
-            extras = extras_of(self.options.layers, length)
-            shards = [self.cache.load(self.split, n, extras) for n in self.groups[number]]
+            layers = self.options.layers
+            shards = [self.cache.load(self.split, n, layers) for n in self.groups[number]]
             steps = np.concatenate([self._mark_steps(shard) for shard in shards])
             self._group = (number, make_group(concatenate(shards), steps, self.options.stretch))
         return self._group[1]
@@ -217,10 +204,9 @@ def concatenate(shards: list[Shard]) -> Shard:
         for name in shards[0].arrays()
         if name != "starts"
     }
-    for name in EXTRAS:
-        arrays = [getattr(shard, name) for shard in shards]
-        if all(array is not None for array in arrays):
-            joined[name] = mx.concatenate(arrays)
+    states = [shard.states for shard in shards if shard.states is not None]
+    if states:
+        joined["states"] = mx.concatenate(states)
     end = mx.array([int(offsets[-1])], dtype=mx.int32)
     shard = Shard(starts=mx.concatenate([*starts, end]), **joined)
     mx.eval(list(shard.arrays().values()))
@@ -244,14 +230,10 @@ def gather(
     sequences = np.searchsorted(np.array(shard.starts), padded, side="right")
     sequences = np.where(is_there, sequences, 0).astype(np.int32)
     here = mx.array(padded.astype(np.int32))
-    if shard.rollouts is None:
-        ahead = np.minimum(padded[:, None] + np.arange(1, length + 1), last).astype(np.int32)
-        tokens = shard.tokens[mx.array(ahead)]
-    else:
-        tokens = shard.rollouts[here]
+    ahead = np.minimum(padded[:, None] + np.arange(1, length + 1), last).astype(np.int32)
+    tokens = shard.tokens[mx.array(ahead)]
     # The distribution at the root and at each draft but the last: P_{t+1} to P_{t+S}.
-    seen = np.minimum(padded[:, None] + np.arange(1, length), last).astype(np.int32)
-    where = mx.array(seen)
+    where = mx.array(ahead[:, :-1])
     top_ids, log_probs, tail = rows.map_distributions(
         shard.top_ids[where], shard.top_log_probs[where].astype(mx.float32), shard.tail[where]
     )

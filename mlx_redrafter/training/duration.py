@@ -70,20 +70,15 @@ class Pace:
     Attributes:
         generating: Seconds per token that the target generates, many texts at once.
         reading: Seconds per token that the target reads.
-        rollout: Seconds per token whose greedy continuation the target generates; 0 for the
-            recipes without rollouts.
         step: Seconds per optimiser step.
-        chain: Seconds per held-out token of a measurement with a chain.
-        tree: Seconds per held-out token of the other measurements of a finished drafter.
+        measuring: Seconds per held-out token of a measurement.
         calibration: Seconds per held-out token of the calibration, which stops at `ENOUGH`.
     """
 
     generating: float
     reading: float
-    rollout: float
     step: float
-    chain: float
-    tree: float
+    measuring: float
     calibration: float
 
 
@@ -109,21 +104,20 @@ class Timetable:
         made less often. Without ``minutes``, only the numbers of tokens decide how often, so that
         equal runs are equal.
         """
-        given_and_generated = work.tokens - work.held_out
-        chain = pace.chain * work.held_out
+        measuring = pace.measuring * work.held_out
         # Calibration reads two predictions per token.
         calibration = pace.calibration * min(work.held_out, ENOUGH // 2)
-        finishing = chain + pace.tree * work.held_out + calibration
+        finishing = measuring + calibration
         if minutes is not None:
-            room = (EVALUATION_SHARE * 60 * minutes - finishing) / chain - 1
+            room = (EVALUATION_SHARE * 60 * minutes - finishing) / measuring - 1
         else:
             room = work.steps * work.batch_tokens / (TRAINED_PER_MEASURED * work.held_out)
         num_evaluations = min(work.num_evaluations, max(LEAST_EVALUATIONS, int(room)))
         stages = {
             "generating": pace.generating * (work.generated + work.held_out),
-            "reading": pace.reading * work.tokens + pace.rollout * given_and_generated,
+            "reading": pace.reading * work.tokens,
             "training": work.steps * pace.step,
-            "evaluation": (num_evaluations + 1) * chain + finishing,
+            "evaluation": (num_evaluations + 1) * measuring + finishing,
         }
         if minutes is not None:
             others = sum(stages.values()) - stages["training"]

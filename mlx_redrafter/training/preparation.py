@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.errors import DataError
+from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.corpus import Corpus, as_prompt_source, build_corpus, divide
 from mlx_redrafter.training.data import Encoder, read_items
@@ -26,7 +27,7 @@ from mlx_redrafter.training.resources import (
 from mlx_redrafter.training.self_generated import ROUND_SIZE, TextGenerator
 from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.students.student_kinds import load_student, new_student
-from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
+from mlx_redrafter.training.teacher import TOP_K, fill_cache, fill_states
 from mlx_redrafter.training.teacher_cache import Split, TeacherCache
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
@@ -72,8 +73,8 @@ class Preparation:
             "target": self.target_fingerprint,
             "texts": self._sources.text_fingerprint,
             "chat template": str(getattr(self._tokenizer, "chat_template", None)),
-            "top_k": request.top_k,
-            "top_k held out": request.held_out_top_k,
+            "top_k": TOP_K,
+            "top_k held out": TOP_TOKENS,
             **vars(options),
         }
         self.cache = TeacherCache(request.cache_folder, identity)
@@ -138,7 +139,7 @@ class Preparation:
 
     def _fill_cache(self, split: Split, corpus: Corpus) -> None:
         """Compute the target's outputs on the texts of a split, unless the cache has them."""
-        is_train, request = split == "train", self.request
+        is_train = split == "train"
         sequences = corpus.train if is_train else corpus.held_out
         total = sum(map(len, sequences))
         cache, target, layers = self.cache, self._target, self.student.layers
@@ -146,13 +147,10 @@ class Preparation:
         def report(stage: str, done: int) -> None:
             self._reporter.progress(stage, done, total)
 
-        k = request.top_k if is_train else request.held_out_top_k
+        k = TOP_K if is_train else TOP_TOKENS
         fill_cache(cache, split, target, sequences, k, lambda n: report(f"reading {split} text", n))
         if layers:
             fill_states(cache, split, target, layers, lambda n: report("reading layers", n))
-        if is_train and request.loss.recipe == "rollouts":
-            length = request.network.beam_length
-            fill_rollouts(cache, split, target, length, lambda n: report("rollouts", n))
 
     def _initialise(self, corpus: Corpus) -> None:
         student, target, token_ids = self.student, self._target, None

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import mean
 from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import ShardGroup, gather
 from mlx_redrafter.training.data import TokenSequence
@@ -27,13 +27,7 @@ from mlx_redrafter.training.self_generated import (
 )
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher import (
-    BATCH_SEQUENCES,
-    ROLLOUT_POSITIONS,
-    read_sequences,
-    read_states,
-    roll_out,
-)
+from mlx_redrafter.training.teacher import BATCH_SEQUENCES, TOP_K, read_sequences, read_states
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Optimiser, choose_stretch
 from mlx_redrafter.training.training_request import TrainingRequest
@@ -72,23 +66,17 @@ def rehearse(
     on_stage(0, NUM_STAGES)
     sequences, generating = _generate(request, target, prompts)
     on_stage(1, NUM_STAGES)
-    k = request.top_k
     beginnings = [
         TokenSequence(one.tokens[:WARM_UP_TOKENS], one.is_trained[:WARM_UP_TOKENS])
         for one in sequences
     ]
-    few = read_sequences(target, beginnings, k)
-    shard, seconds = _timed(lambda: read_sequences(target, sequences, k), is_warm=True)
+    few = read_sequences(target, beginnings, TOP_K)
+    shard, seconds = _timed(lambda: read_sequences(target, sequences, TOP_K), is_warm=True)
     if student.layers:
         read_states(target, few, student.layers)
         states, extra = _timed(lambda: read_states(target, shard, student.layers), is_warm=True)
         shard, seconds = replace(shard, states=states), seconds + extra
     reading = seconds / shard.tokens.shape[0]
-    rollout = 0.0
-    if request.loss.recipe == "rollouts":
-        few, length = _first_tokens(shard, ROLLOUT_POSITIONS), request.network.beam_length
-        _, seconds = _timed(lambda: roll_out(target, few, length))
-        rollout = seconds / few.tokens.shape[0]
     on_stage(2, NUM_STAGES)
     ids = None if student.row_ids is None else np.arange(student.head_rows, dtype=np.int32)
     student.initialise(None, 0, ids)
@@ -96,7 +84,7 @@ def rehearse(
     on_stage(3, NUM_STAGES)
     evaluation = _time_evaluation(request, student, shard)
     on_stage(4, NUM_STAGES)
-    return Pace(generating, reading, rollout, step, *evaluation)
+    return Pace(generating, reading, step, *evaluation)
 
 
 def _generate(
@@ -132,7 +120,7 @@ def _time_step(request: TrainingRequest, student: Student, shard: Shard) -> floa
     count = shard.tokens.shape[0]
     group = ShardGroup(shard, np.arange(count), np.ones((count, length - 1), np.bool_))
     rows = student.rows
-    optimiser = Optimiser(student, stretch, request.loss, request.training, total_steps=1000)
+    optimiser = Optimiser(student, stretch, request.recipe, request.training, total_steps=1000)
 
     def step() -> None:
         batch = gather(group, np.arange(size) % count, size, length, rows)
@@ -147,21 +135,17 @@ def _time_step(request: TrainingRequest, student: Student, shard: Shard) -> floa
 
 def _time_evaluation(
     request: TrainingRequest, student: Student, shard: Shard
-) -> tuple[float, float, float]:
-    """Time a measurement with a chain, all others, and calibration, in seconds per token."""
+) -> tuple[float, float]:
+    """Time a measurement and a calibration, in seconds per token."""
     few, fewer = (_first_tokens(shard, n) for n in (MEASURED_TOKENS, CALIBRATED_TOKENS))
-
-    def time_simulation(plan: DraftPlan) -> float:
-        """Average over greedy and sampled texts, each of which are half of the held-out texts."""
-        temps = (0.0, request.data_options.temp)
-        return sum(
-            _timed(lambda temp=temp: simulate(student, [few], plan, temp))[1]  # type: ignore[misc]
-            for temp in temps
-        ) / (len(temps) * few.tokens.shape[0])
-
-    chain, *others = map(time_simulation, student.plans(request.network.beam_length).values())
-    _, seconds = _timed(lambda: student.calibrate([fewer]))
-    return chain, sum(others), seconds / fewer.tokens.shape[0]
+    length = request.network.beam_length
+    # Half of the held-out texts are greedy, half are sampled.
+    chains = [
+        _timed(lambda temp=temp: simulate(student, [few], length, temp))[1]  # type: ignore[misc]
+        for temp in (0.0, request.data_options.temp)
+    ]
+    _, calibration = _timed(lambda: student.calibrate([fewer]))
+    return mean(chains) / few.tokens.shape[0], calibration / fewer.tokens.shape[0]
 
 
 def _first_tokens(shard: Shard, count: int) -> Shard:

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
+from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import batches, teacher, trainer
 from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources
@@ -137,12 +138,10 @@ def estimate(
 ) -> ResourceEstimate:
     """Estimate the resources for training a drafter."""
     hidden, vocab = size.hidden_size, size.vocab_size
-    k = min(request.top_k, vocab)
+    k = min(teacher.TOP_K, vocab)
     per_token = 2 * hidden * (1 + student.num_layers) + 6 * k + 9
-    if request.loss.recipe == "rollouts":
-        per_token += 4 * request.network.beam_length
     count = student.num_weights
-    held_out = work.held_out * 6 * (min(request.held_out_top_k, vocab) - k)
+    held_out = work.held_out * 6 * (min(TOP_TOKENS, vocab) - k)
     cache = work.tokens * per_token + held_out
     group = 2 * min(cache, batches.GROUP_BYTES + teacher.SHARD_TOKENS * per_token)
     # Three copies of the head as a float32 matrix: joined, for numpy, and projected.

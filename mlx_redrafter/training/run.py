@@ -19,7 +19,7 @@ from mlx_redrafter.training.preparation import Preparation
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher_cache import TeacherCache, extras_of
+from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer, TrainingTask, choose_stretch
 from mlx_redrafter.training.training_report import write_csv, write_picture, write_training_card
 from mlx_redrafter.training.training_request import Reporter, TrainingOptions, TrainingRequest
@@ -31,12 +31,11 @@ class TrainingResult:
 
     Attributes:
         student: The drafter in ``out``, but in float32.
-        measured: Statistics of simulated decoding on held-out texts, by the name of the draft
-            shape.
+        measured: Statistics of simulated decoding of held-out texts with chains.
     """
 
     student: Student
-    measured: dict[str, DecodingStats]
+    measured: DecodingStats
 
 
 def train_drafter(
@@ -80,10 +79,7 @@ def train_drafter(
         on_best=lambda student: _save(student, request, fingerprint),
     )
     best.calibrate(task.held_out)
-    measured = {
-        name: simulate(best, task.held_out, plan, task.temp)
-        for name, plan in best.plans(request.network.beam_length).items()
-    }
+    measured = simulate(best, task.held_out, request.network.beam_length, task.temp)
     _save(best, request, fingerprint)
     write_csv(request.out, trainer.progress.curve)
     write_training_card(request, fingerprint, corpus, best, trainer.progress, measured)
@@ -96,19 +92,17 @@ def _make_task(
     request: TrainingRequest, student: Student, cache: TeacherCache, options: TrainingOptions
 ) -> TrainingTask:
     batch_options = BatchOptions(
-        request.loss.recipe,
         request.network.beam_length,
         options.batch_tokens,
         options.seed,
         choose_stretch(student, request),
         student.layers,
     )
-    extras = extras_of(student.layers)
     return TrainingTask(
         BatchOrder(cache, "train", batch_options, student.rows),
-        [cache.load("held-out", n, extras) for n in range(cache.num_shards("held-out"))],
+        [cache.load("held-out", n, student.layers) for n in range(cache.num_shards("held-out"))],
         request.data_options.temp,
-        request.loss,
+        request.recipe,
         options,
     )
 
@@ -121,10 +115,9 @@ def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Co
             "target": preparation.target_fingerprint,
             "start": preparation.start_fingerprint,
             "tokens": sum(map(len, corpus.train)),
-            "top_k": request.top_k,
             **asdict(request.data_options),
             **asdict(request.network),
-            **asdict(request.loss),
+            "recipe": request.recipe,
             **training,
         },
         sort_keys=True,

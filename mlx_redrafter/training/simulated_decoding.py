@@ -5,7 +5,7 @@ token of the text. So drafting from the cached hidden states, and comparing the 
 text, gives the steps of decoding. Sampled texts are drafted with posterior Gumbel noise, because
 decoding with a seed ranks drafts with the noise that the target samples with.
 
-Axes: n tokens of a shard, p positions.
+Axes: n tokens of a shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.training.generated_texts import find_generated
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
@@ -26,14 +25,14 @@ GREEDY_SHARE = 0.97
 
 
 def simulate(
-    student: Student, shards: Sequence[Shard], plan: DraftPlan, temp: float = 0.0
+    student: Student, shards: Sequence[Shard], length: int, temp: float = 0.0
 ) -> DecodingStats:
-    """Count the steps of decoding all texts; blocks until MLX has evaluated them.
+    """Count the steps of decoding all texts with chains; blocks until MLX has evaluated them.
 
     Args:
         student: The drafter.
         shards: Texts, each a prompt and the target's continuation (``is_trained``).
-        plan: One of `Student.plans`.
+        length: Number of tokens of a chain, its root included.
         temp: Sampling temperature of the texts that are not greedy; 0 drafts these texts without
             Gumbel noise, like decoding with one of mlx-lm's samplers.
 
@@ -43,17 +42,11 @@ def simulate(
     """
     total = DecodingStats(num_tokens=1)
     for shard in shards:
-        accepted = np.zeros(shard.tokens.shape[0], np.int64)
-        stretches: dict[float, list[NDArray[np.int64]]] = {0.0: [], temp: []}
         for start, generated in find_generated(shard):
-            stretch = np.arange(start + generated[0], start + generated[-1])
-            stretches[0.0 if _is_greedy(shard, start + generated) else temp].append(stretch)
-        for noise_temp, roots in stretches.items():
-            if roots:
-                places = np.concatenate(roots)
-                accepted[places] = student.count_accepted(shard, places, plan, noise_temp)
-            for stretch in roots:
-                _walk(accepted, int(stretch[0]), int(stretch[-1]) + 1, plan, total)
+            roots = np.arange(start + generated[0], start + generated[-1])
+            noise_temp = 0.0 if _is_greedy(shard, start + generated) else temp
+            accepted = student.count_accepted(shard, roots, length, noise_temp)
+            _walk(accepted.tolist(), length, total)
     return total
 
 
@@ -63,13 +56,12 @@ def _is_greedy(shard: Shard, generated: NDArray[np.int64]) -> bool:
     return bool(np.mean(best == np.array(shard.tokens)[generated]) > GREEDY_SHARE)
 
 
-def _walk(
-    accepted: NDArray[np.int64], root: int, last: int, plan: DraftPlan, total: DecodingStats
-) -> None:
-    nodes = plan.num_nodes
-    while root < last:
+def _walk(accepted: Sequence[int], length: int, total: DecodingStats) -> None:
+    """Count the steps over a text with so many accepted drafts after each of its tokens."""
+    root = 0
+    while root < len(accepted):
         # The token after the accepted drafts is the bonus token, unless the text ends before it.
-        step = min(int(accepted[root]) + 1, last - root)
-        total.count_step(int(accepted[root]), nodes, nodes)
+        step = min(accepted[root] + 1, len(accepted) - root)
+        total.count_step(accepted[root], length, length)
         total.num_tokens += step
         root += step

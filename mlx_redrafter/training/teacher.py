@@ -1,7 +1,7 @@
-"""The target's outputs on all sequences, the inputs of its layers, and greedy rollouts.
+"""The target's outputs on all sequences, and the inputs of its layers.
 
 Axes: n tokens, B sequences at once, c tokens of each sequence at once, V vocabulary, H hidden size,
-C layers, k kept tokens, L beam length.
+C layers, k kept tokens.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.device_read import to_ints
-from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.loss import IMPOSSIBLE
 from mlx_redrafter.training.self_generated import pack_sequences
-from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, extras_of
+from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache
 from mlx_redrafter.trees.topk import top_k
-from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
+# Number of next tokens whose probabilities are cached; of held-out texts, which calibrate the
+# drafter, `TOP_TOKENS`.
+TOP_K = 32
 # Number of tokens that closes a shard.
 SHARD_TOKENS = 16384
 # Number of sequences per forward pass.
@@ -34,8 +35,6 @@ BATCH_SEQUENCES = 8
 MAX_CHUNK_TOKENS = 2048
 # Maximum size of the float32 logits of a forward pass, in bytes.
 LOGITS_BYTES = 2**27
-# Number of positions whose rollouts are verified in one tree.
-ROLLOUT_POSITIONS = 48
 
 OnTokens = Callable[[int], None]
 
@@ -113,32 +112,11 @@ def fill_states(
     cache: TeacherCache, split: Split, target: Target, layers: Sequence[int], on_tokens: OnTokens
 ) -> None:
     """Add the inputs of watched layers at every token of all shards; existing ones are kept."""
-    (extra,) = extras_of(layers)
-    _fill_extra(cache, split, extra, lambda shard: read_states(target, shard, layers), on_tokens)
-
-
-def fill_rollouts(
-    cache: TeacherCache, split: Split, target: Target, length: int, on_tokens: OnTokens
-) -> None:
-    """Add greedy continuations of L tokens of every position; existing ones are kept."""
-    (extra,) = extras_of((), length)
-    _fill_extra(
-        cache, split, extra, lambda shard: mx.array(roll_out(target, shard, length)), on_tokens
-    )
-
-
-def _fill_extra(
-    cache: TeacherCache,
-    split: Split,
-    extra: str,
-    compute: Callable[[Shard], mx.array],
-    on_tokens: OnTokens,
-) -> None:
     done = 0
     for number in range(cache.num_shards(split)):
         shard = cache.load(split, number)
-        if not cache.has(split, number, extra):
-            cache.save_extra(split, number, extra, compute(shard))
+        if not cache.has(split, number, layers):
+            cache.save_states(split, number, layers, read_states(target, shard, layers))
         done += shard.tokens.shape[0]
         on_tokens(done)
 
@@ -213,54 +191,3 @@ def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
     )
     mx.eval(arrays)
     return TokenOutputs(*(np.array(array) for array in arrays))
-
-
-def roll_out(target: Target, shard: Shard, length: int) -> NDArray[np.int32]:
-    """Continue every position of every sequence greedily, int32, shape (n, L).
-
-    The positions of a stretch of text and their continuations form one tree with the text as its
-    trunk. The target verifies the tree once for each further token.
-    """
-    tokens, starts = np.array(shard.tokens), np.array(shard.starts)
-    first = np.array(shard.top_ids[:, 0])
-    rollouts = np.zeros((len(tokens), length), np.int32)
-    rollouts[:, 0] = first
-    for start, end in pairwise(starts):
-        cache = target.new_cache()
-        size = ROLLOUT_POSITIONS
-        if end - start + length > (target.context_length or 0):
-            # Positions may change with the length of the text there, and `Target.verify` places
-            # only trees as deep as drafts exactly.
-            size = MAX_BEAM_LENGTH - length + 1
-        for begin in range(start, end, size):
-            stop = min(begin + size, end)
-            trunk = tokens[begin:stop]
-            for known in range(1, length):
-                tree = build_trunk_tree(trunk, rollouts[begin:stop, :known])
-                logits = target.verify(tree, cache).logits[-len(trunk) :]
-                rollouts[begin:stop, known] = np.array(mx.argmax(logits, axis=-1))
-            cache.commit(range(len(trunk)))
-            mx.clear_cache()
-    return rollouts
-
-
-def build_trunk_tree(trunk: NDArray[np.int32], branches: NDArray[np.int32]) -> TokenTree:
-    """Build the tree of a text of m tokens, shape (m,), each with a branch of j, shape (m, j).
-
-    Its nodes are the trunk, then the branches level by level.
-    """
-    size, levels = branches.shape
-    nodes = np.arange(size)
-    parents = np.concatenate([np.maximum(nodes - 1, 0), np.arange(size * levels)])
-    depths = np.concatenate([nodes + level for level in range(levels + 1)])
-    parent_nodes = mx.array(parents.astype(np.int32))
-    count = len(parents)
-    return TokenTree(
-        tokens=mx.array(np.concatenate([trunk, branches.T.flatten()])),
-        parents=parent_nodes,
-        depths=mx.array(depths.astype(np.int32)),
-        ancestors=ancestor_mask(parent_nodes, int(depths.max())),
-        num_nodes=count,
-        num_unmerged=count,
-        max_depth=int(depths.max()),
-    )

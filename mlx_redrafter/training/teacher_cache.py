@@ -5,7 +5,7 @@ so the target runs once however long the drafter trains. A cache belongs to one 
 texts and one set of options; opening it with others is an error.
 
 Axes: n tokens of a shard, d sequences, H hidden size, C layers of the target, k kept tokens, L beam
-length.
+length of a drafter.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ FORMAT = 2
 # Name of the file with the identity of a cache.
 MANIFEST = "manifest.json"
 Split = Literal["train", "held-out"]
-# Extra arrays of a shard, which only some drafters need, each in a file of its own.
-EXTRAS = ("rollouts", "states")
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,8 @@ class Shard:
         top_log_probs: Natural log-probabilities of the tokens of ``top_ids``, float16, shape
             (n, k).
         tail: Probability of all next tokens outside ``top_ids``, float32, shape (n,).
-        rollouts: Greedy continuation of every token, or None, int32, shape (n, L).
-        states: The concatenated inputs of C of the target's layers, or None, float16, shape
-            (n, C * H).
+        states: The concatenated inputs of C of the target's layers, which only some drafters read
+            and which have a file of their own, or None, float16, shape (n, C * H).
     """
 
     tokens: mx.array
@@ -63,12 +60,11 @@ class Shard:
     top_ids: mx.array
     top_log_probs: mx.array
     tail: mx.array
-    rollouts: mx.array | None = None
     states: mx.array | None = None
 
     def arrays(self) -> Arrays:
         """Return the arrays in the shard's file, by name."""
-        return {name: value for name, value in vars(self).items() if name not in EXTRAS}
+        return {name: value for name, value in vars(self).items() if name != "states"}
 
 
 class TeacherCache:
@@ -100,29 +96,31 @@ class TeacherCache:
         if not self._manifest.exists():
             save_json(self._manifest, self.identity)
 
-    def path(self, split: Split, number: int, extra: str = "") -> Path:
-        """Name the file of a shard, or of an extra array of the shard, named by `extras_of`."""
-        return self.folder / f"{split}-{extra}{'-' if extra else ''}{number:05d}.safetensors"
+    def path(self, split: Split, number: int, layers: Sequence[int] = ()) -> Path:
+        """Name the file of a shard, or of the inputs of layers at its tokens."""
+        names = ["states", *map(str, layers)] if layers else []
+        return self.folder / f"{'-'.join([split, *names])}-{number:05d}.safetensors"
 
-    def has(self, split: Split, number: int, extra: str = "") -> bool:
-        return self.path(split, number, extra).exists()
+    def has(self, split: Split, number: int, layers: Sequence[int] = ()) -> bool:
+        return self.path(split, number, layers).exists()
 
     def save(self, split: Split, number: int, shard: Shard) -> None:
         """Store a shard; blocks until MLX has evaluated its arrays."""
         self.begin()
         save_arrays(self.path(split, number), shard.arrays())
 
-    def save_extra(self, split: Split, number: int, extra: str, array: mx.array) -> None:
-        """Store an extra array of a shard; blocks until MLX has evaluated it."""
-        save_arrays(self.path(split, number, extra), {_field(extra): array})
+    def save_states(
+        self, split: Split, number: int, layers: Sequence[int], states: mx.array
+    ) -> None:
+        """Store the inputs of layers at a shard's tokens; blocks until MLX has evaluated them."""
+        save_arrays(self.path(split, number, layers), {"states": states})
 
-    def load(self, split: Split, number: int, extras: Sequence[str] = ()) -> Shard:
-        """Read a shard with some of its extra arrays."""
+    def load(self, split: Split, number: int, layers: Sequence[int] = ()) -> Shard:
+        """Read a shard, with the inputs of some layers if any are given."""
         path = self.path(split, number)
         arrays, _ = load_arrays(path)
-        for extra in extras:
-            found, _ = load_arrays(self.path(split, number, extra))
-            arrays[_field(extra)] = found[_field(extra)]
+        if layers:
+            arrays |= load_arrays(self.path(split, number, layers))[0]
         try:
             return Shard(**arrays)
         except TypeError as error:
@@ -137,17 +135,6 @@ class TeacherCache:
         while self.has(split, number):
             number += 1
         return number
-
-
-def extras_of(layers: Sequence[int], rollout_length: int | None = None) -> list[str]:
-    """Name the extra arrays with the inputs of layers, and with rollouts of a length, if any."""
-    names = ["-".join(["states", *map(str, layers)])] if layers else []
-    return names if rollout_length is None else [*names, f"rollouts-{rollout_length}"]
-
-
-def _field(extra: str) -> str:
-    """Name the field of `Shard` that holds an extra array."""
-    return extra.partition("-")[0]
 
 
 def find_draftable_steps(

@@ -11,7 +11,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.device_read import to_rows
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
 
 
@@ -67,8 +67,7 @@ class TreeBatch:
         read: list[list[int]] = []
         for one in self.drafts:
             if isinstance(one, TokenTree) and one.known is None:
-                values = to_ints(self.parents.reshape(-1))
-                return [values[i : i + self.size] for i in range(0, len(values), self.size)]
+                return to_rows(self.parents)
             known = one.known.parents if isinstance(one, TokenTree) and one.known else []
             read.append([0, *known, *[0] * (self.size - 1 - len(known))])
         return read

@@ -18,11 +18,11 @@ from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
 from mlx_redrafter.bench.timing import estimate
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.errors import ConfigError, RedrafterError
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.bench.commands import run_lab
 
 PROMPTS = [EncodedPrompt("p", "c", [5, 6, 7, 5, 6])]
@@ -59,9 +59,12 @@ def test_chains_are_as_long_as_the_drafter_reaches(folders):
 
 def test_layers_that_a_drafter_reads_are_watched_in_the_target_at_hand(folders):
     model, tokenizer, _ = load(*folders)
-    fused = Drafter(DrafterConfig(320, 32, 32, 1, captured_layers=(0, 1, -1)))
-    mx.eval(fused.parameters())
-    found = compare(model, tokenizer, [Head("fused", fused)])
+    sizes = {"intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    eagle = Eagle(
+        EagleConfig(3, hidden_size=32, vocab_size=320, captured_layers=(0, 1, 1), **sizes)
+    )
+    mx.eval(eagle.parameters())
+    found = compare(model, tokenizer, [Head("eagle", eagle)])
     assert found.rows[0].chain.num_different == 0
 
 
@@ -73,7 +76,7 @@ def test_drafting_is_counted_in_plain_steps():
 def test_the_command(folders, tmp_path):
     target, drafter = folders
     trained = shutil.copytree(drafter, tmp_path / "trained")
-    run_file = {"tokens": 5000, "head": "redrafter", "fused": True, "layers_read": "1,-1"}
+    run_file = {"tokens": 5000, "head": "redrafter"}
     run_file |= {"recipe": "apple", "self_generated": 0.0, "seed": 1}
     (trained / "run.json").write_text(json.dumps(run_file))
     prompts, out = tmp_path / "p.txt", tmp_path / "h.json"
@@ -85,7 +88,7 @@ def test_the_command(folders, tmp_path):
     result = json.loads(out.read_text())
     assert result["configuration"]["drafters"] == ["drafter", "trained", "lookup"]
     assert [cost["trained_tokens"] for cost in result["found"]["costs"]] == [None, 5000, None]
-    kind = "redrafter, fused, layers 1,-1, apple, self-generated 0.0"
+    kind = "redrafter, apple, self-generated 0.0"
     assert [cost["kind"] for cost in result["found"]["costs"]] == ["", kind, ""]
     assert len(result["runs"]) == 2 * 2 * (2 + 2 * 3)
     assert out.with_suffix(".png").exists() == ("matplotlib" in sys.modules)

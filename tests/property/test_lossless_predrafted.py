@@ -43,7 +43,6 @@ def _same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 DRAFTERS: dict[str, Callable[[], Any]] = {
     "recurrent": lambda: random_drafter(VOCAB_SIZE, 32),
-    "recurrent, fused": lambda: random_drafter(VOCAB_SIZE, 32, captured_layers=(0, 1, -1)),
     "recurrent, of some tokens": lambda: random_drafter(VOCAB_SIZE, 32, draft_vocab_size=40),
     "the target itself": lambda: DraftModel(MODEL, None),
     "another model": lambda: DraftModel(tiny_qwen3(seed=8), None),

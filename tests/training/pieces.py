@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
-
-from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.target import FINAL, Target
-from mlx_redrafter.training import NetworkOptions
-from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
-from mlx_redrafter.training.students.student_kinds import choose_drafter_config
 
 
 class WordTokenizer:
@@ -42,14 +35,6 @@ class WordTokenizer:
             raise ValueError("the first message must be the user's")
         turns = [f"[{m['role']}] {m['content']} </s> eol" for m in messages]
         return " ".join(["<s>", *turns, *(["[assistant]"] if add_generation_prompt else [])])
-
-
-def layered_student(target: Target, options: NetworkOptions) -> RecurrentStudent:
-    """Create an untrained recurrent drafter that reads two layers and the last hidden state."""
-    config = choose_drafter_config(target.hidden_size, target.vocab_size, options)
-    layers = (min(1, len(target.blocks) - 1), len(target.blocks) // 2, FINAL)
-    target.watch(layers)
-    return RecurrentStudent(Drafter(replace(config, captured_layers=layers)), target.embed)
 
 
 class Silent:

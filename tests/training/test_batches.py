@@ -21,7 +21,6 @@ from mlx_redrafter.training.self_generated import pack_sequences
 from mlx_redrafter.training.teacher_cache import (
     Shard,
     TeacherCache,
-    extras_of,
     find_draftable_steps,
 )
 
@@ -38,7 +37,6 @@ def _shard(sequences: list[TokenSequence], first: int) -> Shard:
         top_ids=mx.array(np.stack([numbers, numbers + 1], axis=1).astype(np.int32)),
         top_log_probs=mx.array((-numbers[:, None] / np.array([1, 2])).astype(np.float16)),
         tail=mx.array(numbers.astype(np.float32)),
-        rollouts=mx.array(numbers[:, None] * 10 + np.arange(L)).astype(mx.int32),
     )
 
 
@@ -84,7 +82,7 @@ def test_every_position_once_per_epoch_with_its_own_neighbours(
     cache: TeacherCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "GROUP_BYTES", 1)  # each shard for itself
-    order = BatchOrder(cache, "train", BatchOptions("soft", L, 4, seed=1))
+    order = BatchOrder(cache, "train", BatchOptions(L, 4, seed=1))
     assert sum(order.counts) == 3 + 7
     assert order.steps_per_epoch == 1 + 2
     seen: list[int] = []
@@ -103,7 +101,7 @@ def test_every_position_once_per_epoch_with_its_own_neighbours(
 
 
 def test_order_depends_on_seed_and_step_alone(cache: TeacherCache) -> None:
-    options = BatchOptions("soft", L, 4, seed=1)
+    options = BatchOptions(L, 4, seed=1)
     steps = _batches(BatchOrder(cache, "train", options), 6)
     late = BatchOrder(cache, "train", options).batch(5)
     assert all(mx.array_equal(a, b).item() for a, b in zip(steps[5], late, strict=True))
@@ -120,25 +118,10 @@ def test_a_group_mixes_shards_from_all_over_the_cache(
         cache.save("train", number, shard)
     size = sum(array.nbytes for array in shards[0].arrays().values())
     monkeypatch.setattr(batches, "GROUP_BYTES", 4 * size)
-    groups = BatchOrder(cache, "train", BatchOptions("soft", L, 4, seed=1)).groups
+    groups = BatchOrder(cache, "train", BatchOptions(L, 4, seed=1)).groups
     assert sorted(number for group in groups for number in group) == list(range(12))
     assert [len(group) for group in groups] == [4, 4, 4]
     assert all(max(group) - min(group) > 3 for group in groups)
-
-
-def test_rollouts_replace_the_text(cache: TeacherCache) -> None:
-    for number in range(3):
-        shard = cache.load("train", number)
-        first = 0 if number == 0 else 7 if number == 1 else 16
-        numbers = np.arange(first, first + shard.tokens.shape[0])
-        rollouts = mx.array((numbers[:, None] * 10 + np.arange(L)).astype(np.int32))
-        cache.save_extra("train", number, *extras_of((), L), rollouts)
-    order = BatchOrder(cache, "train", BatchOptions("rollouts", L, 32, seed=1))
-    batch = order.batch(0)
-    assert sum(order.counts) == 4 + 1 + 8  # wherever the next token is the target's
-    for row in np.flatnonzero(np.array(batch.weights).any(axis=1)):
-        here = round(to_floats(batch.states[int(row), :1])[0])
-        assert batch.tokens[int(row)].tolist() == [here * 10, here * 10 + 1, here * 10 + 2]
 
 
 def test_tokens_without_a_row_join_the_tail() -> None:
@@ -168,4 +151,4 @@ def test_too_short_texts_are_refused(tmp_path: Path) -> None:
     cache = TeacherCache(tmp_path, {})
     cache.save("train", 0, _shard([_sequence(0, [1, 1])], 0))
     with pytest.raises(DataError, match="expected texts of more than 3 tokens"):
-        BatchOrder(cache, "train", BatchOptions("soft", L, 4, seed=1))
+        BatchOrder(cache, "train", BatchOptions(L, 4, seed=1))

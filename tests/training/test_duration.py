@@ -20,7 +20,7 @@ REQUEST = TrainingRequest(
     training=TrainingOptions(epochs=2, batch_tokens=300, num_evaluations=8),
 )
 WORK = Workload.of(REQUEST, given=1000, generated=500, prompt=10, num_held_out=2)
-PACE = Pace(0.1, reading=0.01, rollout=0.0, step=3.0, chain=0.02, tree=0.04, calibration=0.05)
+PACE = Pace(0.1, reading=0.01, step=3.0, measuring=0.02, calibration=0.05)
 
 
 def test_the_work_of_a_request() -> None:
@@ -33,16 +33,14 @@ def test_the_work_of_a_request() -> None:
 def test_every_stage_counts() -> None:
     timetable = Timetable.of(WORK, PACE, None)
     # 3,000 tokens are trained on: 3 measurements, each after 4 times the tokens that it takes.
-    # These and the first with a chain, and after training one with a chain, a tree, a calibration.
+    # These and the first one, and after training another and a calibration.
     assert timetable.num_evaluations == 3
-    evaluation = 200 * (4 * 0.02 + 0.02 + 0.04 + 0.05)
+    evaluation = 200 * (4 * 0.02 + 0.02 + 0.05)
     stages = {"generating": 70.0, "reading": 17.8, "training": 30.0, "evaluation": evaluation}
     assert timetable.stages == pytest.approx(stages)
     assert str(timetable) == (
-        "about 3 min: generating 70 s, reading 18 s, training 30 s, evaluation 38 s"
+        "about 2 min: generating 70 s, reading 18 s, training 30 s, evaluation 30 s"
     )
-    rolled = Timetable.of(WORK, replace(PACE, rollout=0.1), None)
-    assert rolled.stages["reading"] == pytest.approx(17.8 + 158)
 
 
 def test_calibration_looks_at_so_many_tokens_only() -> None:
@@ -56,21 +54,21 @@ def test_calibration_looks_at_so_many_tokens_only() -> None:
 def test_minutes_are_for_all_stages() -> None:
     timetable = Timetable.of(WORK, PACE, 5)
     assert timetable.total == pytest.approx(300)
-    # A quarter of the time is 75 s: after the 22 at the end, enough for 13 measurements.
+    # A quarter of the time is 75 s: after the 14 at the end, enough for 14 measurements.
     assert timetable.num_evaluations == 8
-    assert timetable.stages["training"] == pytest.approx(300 - 70 - 17.8 - 58)
+    assert timetable.stages["training"] == pytest.approx(300 - 70 - 17.8 - 50)
     check_minutes(timetable, 5)
-    # 242 s before the evaluation, of which 100 are gone.
-    assert timetable.count_steps(5, elapsed=100) == round(142 / 3)
+    # 250 s before the evaluation, of which 100 are gone.
+    assert timetable.count_steps(5, elapsed=100) == round(150 / 3)
     assert timetable.count_steps(5, elapsed=1000) == 25, "the minimum share, however late it is"
 
 
 def test_short_runs_are_measured_less_often_and_too_short_ones_refused() -> None:
-    # 45 s for evaluation: 22 at the end, 23 for the first and four more of 4 s each.
-    assert Timetable.of(WORK, PACE, 3).num_evaluations == 4
+    # 45 s for evaluation: 14 at the end, 31 for the first and six more of 4 s each.
+    assert Timetable.of(WORK, PACE, 3).num_evaluations == 6
     short = Timetable.of(WORK, PACE, 2)
-    assert short.num_evaluations == 2
-    stages = r"\(generating 70 s, reading 18 s, evaluation 34 s\); give more --minutes"
+    assert short.num_evaluations == 3
+    stages = r"\(generating 70 s, reading 18 s, evaluation 30 s\); give more --minutes"
     with pytest.raises(ResourceError, match=rf"--minutes 2 is for the whole run.* {stages}"):
         check_minutes(short, 2)
 

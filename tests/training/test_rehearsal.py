@@ -13,7 +13,6 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
     DataOptions,
-    LossOptions,
     NetworkOptions,
     TrainingOptions,
     TrainingRequest,
@@ -27,7 +26,6 @@ from mlx_redrafter.training.self_generated import AnswerLimits
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.training_request import RECIPES, Recipe
 from tests.helpers.models import tiny_llama
-from tests.training.pieces import layered_student
 
 REQUEST = TrainingRequest(
     "model", Path("none"), data=[Path("texts")], training=TrainingOptions(batch_tokens=64)
@@ -41,13 +39,12 @@ def target() -> Target:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_stage_takes_time(target: Target, recipe: Recipe) -> None:
-    request = replace(REQUEST, loss=LossOptions(recipe=recipe))
+    request = replace(REQUEST, recipe=recipe)
     stages: list[int] = []
     student = new_student(target, request.network)
     pace = rehearse(request, target, student, [[1, 2, 3]], lambda done, _: stages.append(done))
     assert stages == [0, 1, 2, 3, 4]
-    assert (pace.rollout > 0) == (recipe == "rollouts")
-    assert all(seconds > 0 for seconds in astuple(replace(pace, rollout=1.0)))
+    assert all(seconds > 0 for seconds in astuple(pace))
 
 
 def test_short_contexts_and_reduced_heads(target: Target) -> None:
@@ -87,7 +84,7 @@ def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.Monke
     monkeypatch.setattr(rehearsal, "read_sequences", read_sequences)
     monkeypatch.setattr(rehearsal.TextGenerator, "generate_round", generate)
     request = REQUEST
-    student = layered_student(target, request.network)
+    student = new_student(target, NetworkOptions("eagle"))
     rehearse(request, target, student, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], lambda done, total: None)
     # The first call of each is not timed, and short if its length does not matter.
     assert written == [10, 10, 26]

@@ -12,9 +12,7 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import load_drafter, stream_generate
-from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
@@ -27,21 +25,17 @@ from tests.helpers.models import random_drafter, tiny_llama
 from tests.training.conftest import Run
 
 PROMPTS = ("One day, a little", "Tom had a red ball.", "The cat and the dog", "It was night")
-PLANS = {
-    "chain": DraftPlan.of(1, 5),
-    "tree": DraftPlan.of(4, 5, 9),
-    "short": DraftPlan.of(2, 2, 3),
-}
+LENGTH = 5
 
 
 def _decode(
-    stories: Trained, drafter: Drafter, plan: DraftPlan, samplings: Sequence[dict[str, Any]]
+    stories: Trained, drafter: Drafter, samplings: Sequence[dict[str, Any]]
 ) -> tuple[list[TokenSequence], int, int]:
     """Texts after every prompt, sampled in every way; their tokens, and the steps they took."""
     sequences, tokens, steps = [], 0, 0
     for sampling, prompt in itertools.product(samplings, PROMPTS):
         ids = stories.tokenizer.encode(prompt)
-        options = {**plan.options, **sampling, "max_tokens": 80}
+        options = {"beam_width": 1, "beam_length": LENGTH, **sampling, "max_tokens": 80}
         responses = list(
             stream_generate(stories.model, stories.tokenizer, ids, drafter=drafter, **options)
         )
@@ -53,70 +47,53 @@ def _decode(
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["chain", "tree"])
 def test_simulated_equals_measured_within_five_percent(
-    stories: Trained, finished: Run, name: str, temp: float
+    stories: Trained, finished: Run, temp: float
 ) -> None:
-    plan = PLANS[name]
     drafter = load_drafter(finished.request.out)
     drafter.set_dtype(mx.float32)
     # A stock sampler: with noise of their own, drafts would be ranked by it too, which only
     # decoding with a seed can know.
     mx.random.seed(3)
     sampler = make_sampler(temp=temp)
-    sequences, tokens, steps = _decode(stories, drafter, plan, [{"sampler": sampler}])
+    sequences, tokens, steps = _decode(stories, drafter, [{"sampler": sampler}])
     target = Target(stories.model)
-    found = simulate(
-        RecurrentStudent(drafter, target.embed), [read_sequences(target, sequences, 4)], plan
-    )
+    shard = read_sequences(target, sequences, 4)
+    found = simulate(RecurrentStudent(drafter, target.embed), [shard], LENGTH)
     assert found.num_tokens - 1 == tokens
     assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
     assert tokens / steps > 1.3  # the drafter has learnt something
 
 
-@pytest.mark.parametrize("name", ["chain", "tree"])
-def test_simulated_with_noise_equals_decoding_with_a_seed(
-    stories: Trained, finished: Run, name: str
-) -> None:
+def test_simulated_with_noise_equals_decoding_with_a_seed(stories: Trained, finished: Run) -> None:
     """Compare averages, because the simulation draws other noise."""
-    plan, temp = PLANS[name], 0.8
+    temp = 0.8
     drafter = load_drafter(finished.request.out)
     drafter.set_dtype(mx.float32)
     samplings = [{"temp": temp, "seed": seed} for seed in range(6)]
-    sequences, tokens, steps = _decode(stories, drafter, plan, samplings)
+    sequences, tokens, steps = _decode(stories, drafter, samplings)
     target = Target(stories.model)
     shard = read_sequences(target, sequences, 512)
-    found = simulate(RecurrentStudent(drafter, target.embed), [shard], plan, temp)
-    without = simulate(RecurrentStudent(drafter, target.embed), [shard], plan)
+    found = simulate(RecurrentStudent(drafter, target.embed), [shard], LENGTH, temp)
+    without = simulate(RecurrentStudent(drafter, target.embed), [shard], LENGTH)
     assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
     assert without.tokens_per_step < 0.95 * found.tokens_per_step
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_counts_are_those_of_the_acceptance_walk(name: str) -> None:
+@pytest.mark.parametrize("length", [2, LENGTH])
+def test_counts_are_those_of_drafting(length: int) -> None:
     """Compare all positions at once with one at a time by the functions of decoding."""
-    plan = PLANS[name]
     target = Target(tiny_llama(vocab_size=16))
     drafter = random_drafter(16, 32)
-    rng = np.random.default_rng(1)
-    sequences = [
-        TokenSequence(rng.integers(0, 16, n).astype(np.int32), np.arange(n) >= 1) for n in (60, 9)
-    ]
-    shard = read_sequences(target, sequences, 4)
-    roots = np.array([*range(1, 60), *range(61, 69)])
-    found = RecurrentStudent(drafter, target.embed).count_accepted(shard, roots, plan, 0.0)
-    enter = drafter.input_of(target.embed)
-    tokens = np.array(shard.tokens)
-    for root, count in zip(roots, found, strict=True):
-        end = 60 if root < 60 else 69
-        following = [*tokens[root + 1 : min(root + 1 + plan.shape.length, end)].tolist()]
-        following += [-2] * (plan.shape.length - len(following))
-        node = mx.array([int(tokens[root])])
-        hidden = shard.hidden[int(root) - 1]
-        expansion = expand(drafter, enter, hidden, node, plan.shape)
-        tree = best_nodes(expansion, node, plan)
-        _, num_accepted, *_ = accept(tree, mx.array(following)[tree.depths])
-        assert num_accepted.item() == count
+    text = np.random.default_rng(1).integers(0, 16, 60).astype(np.int32)
+    shard = read_sequences(target, [TokenSequence(text, np.arange(60) >= 1)], 4)
+    student = RecurrentStudent(drafter, target.embed)
+    found = student.count_accepted(shard, np.arange(1, 60), length, 0.0)
+    enter, shape = drafter.input_of(target.embed), DraftPlan.of(1, length).shape
+    for root, count in zip(range(1, 60), found, strict=True):
+        drafts = expand(drafter, enter, shard.hidden[root - 1], mx.array(text[root, None]), shape)
+        matches = [a == b for a, b in zip(drafts.tokens.tolist(), text[root + 1 :], strict=False)]
+        assert count == [*matches, False].index(False)
     assert found.max() > 0
 
 
@@ -124,8 +101,6 @@ def test_texts_with_nothing_to_draft_are_left_out() -> None:
     target = Target(tiny_llama(vocab_size=16))
     short = TokenSequence(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
     shard = read_sequences(target, [short], 4)
-    found = simulate(
-        RecurrentStudent(random_drafter(16, 32), target.embed), [shard], PLANS["chain"]
-    )
+    found = simulate(RecurrentStudent(random_drafter(16, 32), target.embed), [shard], LENGTH)
     assert found.steps == 0
     assert found.tokens_per_step is None

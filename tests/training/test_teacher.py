@@ -8,17 +8,15 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import teacher
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.fingerprinting import fingerprint_weights
-from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, read_sequences, roll_out
-from mlx_redrafter.training.teacher_cache import Shard, TeacherCache, extras_of
+from mlx_redrafter.training.teacher import fill_cache, fill_states, read_sequences
+from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.models.tiny_models import build, tiny_config, windowed_config
 
@@ -71,36 +69,17 @@ def test_all_tokens_kept_leave_no_tail() -> None:
     assert not np.array(shard.tail).any()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_rollouts_are_greedy_continuations(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(teacher, "ROLLOUT_POSITIONS", 7)  # several stretches
-    target = Target(MODELS[name]())
-    sequences = _sequences([19, 5])
-    shard = read_sequences(target, sequences, K)
-    rollouts = roll_out(target, shard, 4)
-    row = 0
-    for sequence in sequences:
-        for end in range(1, len(sequence) + 1):
-            cache = make_prompt_cache(target.model)
-            logits = target.model(mx.array(sequence.tokens[:end])[None], cache=cache)
-            expected: list[int] = []
-            for _ in range(4):
-                expected += to_ints(mx.argmax(logits[0, -1:], axis=-1))
-                logits = target.model(mx.array([[expected[-1]]]), cache=cache)
-            assert rollouts[row].tolist() == expected
-            row += 1
-
-
 def test_complete_shards_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(teacher, "SHARD_TOKENS", 20)
     target = Target(tiny_llama())
+    target.watch((0,))
     sequences = _sequences([12, 12, 12, 12, 5])
     cache = TeacherCache(tmp_path, {"target": fingerprint_weights(target.model)})
     done: list[int] = []
     fill_cache(cache, "train", target, sequences, K, done.append)
-    fill_rollouts(cache, "train", target, 3, lambda n: None)
+    fill_states(cache, "train", target, (0,), lambda n: None)
     assert done == [24, 48, 53]
     assert cache.num_shards("train") == 3
     first = cache.path("train", 0).read_bytes()
@@ -115,7 +94,9 @@ def test_complete_shards_are_not_read_again(
     fill_cache(cache, "train", target, sequences, K, lambda n: None)
     assert len(calls) == 1
     assert cache.path("train", 0).read_bytes() == first
-    assert cache.load("train", 1, extras_of((), 3)).rollouts is not None
+    states = cache.load("train", 1, (0,)).states
+    assert states is not None
+    assert states.shape[0] == 24
 
 
 def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:

@@ -22,14 +22,13 @@ from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.state import STATE_FILE, TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.students.student_kinds import new_student
-from mlx_redrafter.training.teacher import fill_cache, fill_rollouts, fill_states
-from mlx_redrafter.training.teacher_cache import TeacherCache, extras_of
+from mlx_redrafter.training.teacher import fill_cache, fill_states
+from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer, TrainingTask
 from mlx_redrafter.training.training_request import (
     HEADS,
     RECIPES,
     Head,
-    LossOptions,
     NetworkOptions,
     Recipe,
     TrainingOptions,
@@ -52,7 +51,6 @@ class TrainingSetup:
         self.cache = TeacherCache(folder / "cache", {})
         fill_cache(self.cache, "train", self.target, texts[:8], 8, lambda n: None)
         fill_cache(self.cache, "held-out", self.target, texts[8:], 8, lambda n: None)
-        fill_rollouts(self.cache, "train", self.target, 4, lambda n: None)
         for head in ("eagle", "specformer", "dspark"):
             layers = self.new_student(head).layers
             for split in ("train", "held-out"):
@@ -76,14 +74,12 @@ class TrainingSetup:
         student = self.new_student(head)
         student.initialise(compute_head_matrix(self.target), 0)
         stretch = 16 if student.reads_context else 1
-        batch_options = BatchOptions(
-            recipe, 4, options.batch_tokens, options.seed, stretch, student.layers
-        )
+        batch_options = BatchOptions(4, options.batch_tokens, options.seed, stretch, student.layers)
         task = TrainingTask(
             BatchOrder(self.cache, "train", batch_options),
-            [self.cache.load("held-out", 0, extras_of(student.layers))],
+            [self.cache.load("held-out", 0, student.layers)],
             0.8,
-            LossOptions(recipe=recipe),
+            recipe,
             options,
         )
         return Trainer(student, task, folder, identity, total_steps)
@@ -116,7 +112,6 @@ def _same(first: Student, second: Student) -> bool:
     [
         *((recipe, "redrafter") for recipe in RECIPES),
         ("coupled", "medusa"),
-        ("rollouts", "medusa"),
         ("soft", "eagle"),
         ("soft", "specformer"),
         ("soft", "dspark"),

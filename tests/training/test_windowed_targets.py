@@ -12,7 +12,6 @@ import pytest
 
 from mlx_redrafter.training import (
     DataOptions,
-    LossOptions,
     NetworkOptions,
     TrainingOptions,
     TrainingRequest,
@@ -59,7 +58,6 @@ def test_from_training_to_drafted_text(
         prompts=[file],
         data_options=DataOptions(answer_tokens=4 * WINDOW),
         network=NetworkOptions(exit_dim=64, num_layers=1),
-        loss=LossOptions("rollouts"),
         training=TrainingOptions(epochs=40, batch_tokens=64),
     )
     assert train_drafter(request, Silent()) is not None

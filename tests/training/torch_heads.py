@@ -98,13 +98,10 @@ def mlp(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def recurrent(weights: Weights, frozen: Frozen, num_layers: int) -> Head:
-    """Build the recurrent drafter that reads several layers and the last hidden state."""
+    """Build the recurrent drafter."""
 
     def logits(states: Tensor, following: Sequence[int], drafts: Sequence[int]) -> list[Tensor]:
-        *inputs, last = states[-1].reshape(-1, frozen.embedding.shape[1])
-        one = torch.ones_like(last)
-        inputs = [rms_norm(each, one, 1e-6) for each in inputs]
-        hidden = project(weights, "fusion", torch.cat([*inputs, last]))
+        hidden = states[-1]
         state = torch.zeros_like(hidden)
         found = []
         for token in (following[-1], *drafts):

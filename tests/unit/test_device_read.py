@@ -6,12 +6,14 @@ Steps that choose which drafts they verify wait for the draft as well.
 from __future__ import annotations
 
 import ast
+import io
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import stream_generate
+from mlx_redrafter import Engine, stream_generate
+from mlx_redrafter.decoding import target_choice
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.device_read import to_ints
 from tests.conftest import Trained
@@ -30,6 +32,7 @@ LOOP = [
     "decoding/processors",
     "decoding/records",
     "decoding/sampling",
+    "decoding/scheduler",
     "decoding/stats",
     "decoding/sequence",
     "decoding/target_choice",
@@ -42,6 +45,7 @@ LOOP = [
     "proposers/redrafter/recurrence",
     "proposers/search",
     "proposers/lookup/suffix_index",
+    "target/caches/batch_pass",
     "target/caches/full",
     "target/caches/draft_cache",
     "target/caches/tree_cache",
@@ -50,6 +54,7 @@ LOOP = [
     "target/target",
     "trees/topk",
     "trees/tree",
+    "trees/tree_batch",
 ]
 
 
@@ -196,6 +201,32 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
     assert log[:6] == ["answer", "_accept", "receive", "answer", "receive", "_accept"]
     rounds = "".join(f"{name};" for name in log).count("receive;_accept;answer;")
     assert rounds >= 20
+
+
+@pytest.mark.parametrize("options", [{}, {"temp": 0.9, "seed": 1}], ids=str)
+@pytest.mark.parametrize("has_drafter", [False, True])
+def test_a_batch_reads_what_is_dispatched_and_nothing_made_of_it(
+    stories: Trained, monkeypatch: pytest.MonkeyPatch, has_drafter: bool, options: dict[str, Any]
+) -> None:
+    """MLX would compute a part of an array behind all that is dispatched meanwhile."""
+    graphs: list[str] = []
+    for name in ("to_ints", "to_floats", "to_rows"):
+        read = getattr(target_choice, name)
+
+        def watched(values: mx.array, read: Any = read) -> Any:
+            graph = io.StringIO()
+            mx.export_to_dot(graph, values)
+            graphs.append(graph.getvalue())
+            return read(values)
+
+        monkeypatch.setattr(target_choice, name, watched)
+    shape = {"beam_width": 2, "tree_nodes": 4} if has_drafter else {}
+    drafter = stories.drafter if has_drafter else None
+    engine = Engine(stories.model, stories.tokenizer, drafter)
+    for _ in engine.stream_batch([[1], [1, 7, 9]], max_tokens=8, **shape, **options):
+        pass
+    assert len(graphs) > 4
+    assert not any("rectangle" in graph for graph in graphs), "an operation is left"
 
 
 # Once per chunk of a prompt, once per set of a drafter's weights, and in blank caches for timing.

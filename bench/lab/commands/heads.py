@@ -114,10 +114,6 @@ def _kind(values: dict[str, Any]) -> str:
     if not isinstance(values.get("head"), str):
         return ""
     words = [values["head"]]
-    if values.get("fused"):
-        words.append("fused")
-    if values.get("layers_read") is not None:
-        words.append(f"layers {values['layers_read']}")
     if values.get("recipe", RunOptions.recipe) != RunOptions.recipe:
         words.append(str(values["recipe"]))
     if values.get("self_generated", RunOptions.self_generated) != RunOptions.self_generated:

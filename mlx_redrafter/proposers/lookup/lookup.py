@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
@@ -74,17 +75,20 @@ class Lookup:
     networks: tuple[nn.Module, ...] = ()
 
     def __init__(self, history: Sequence[Sequence[int]] = ()):
-        self.history: list[Sequence[int]] = [list(tokens) for tokens in history]
+        check_instance("history", history, (list, tuple), "a list of texts' token ids")
+        self.history = [token_ids("history[...]", tokens) for tokens in history]
         self.rates = MatchRates()
 
     def after(self, history: Sequence[Sequence[int]]) -> Lookup:
         """Return a lookup in more earlier requests that shares the rates of this one."""
         other = copy(self)
-        other.history = [*self.history, *history]
+        other.history = [*self.history, *Lookup(history).history]
         return other
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """Accept every target."""
+        """Raise `ConfigError` unless the target has all tokens of the history."""
+        for tokens in self.history:
+            check_vocabulary("history token ids", tokens, target.vocab_size)
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]

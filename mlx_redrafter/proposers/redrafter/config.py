@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.layer_sizes import check_captured_layers
 from mlx_redrafter.proposers.stored_config import (
     COUPLING_WEIGHT,
     INVERSE_TEMPERATURE,
@@ -15,7 +14,6 @@ from mlx_redrafter.proposers.stored_config import (
     StoredConfig,
     check_ranking,
 )
-from mlx_redrafter.target.target import FINAL
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 # Largest number of blocks that a config file may claim, far above any model.
@@ -41,8 +39,6 @@ class DrafterConfig(StoredConfig):
         draft_top_k: Keep only this many logits per distribution before normalising (Apple: 50),
             or None to keep them all.
         draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
-        captured_layers: Layers of the target whose inputs the drafter reads next to each other,
-            and -1 for its last hidden state; None for this state alone, as in the paper.
         inverse_temperature: Calibration: factor on the logits of drafts for a greedy target. It
             makes probabilities the chances of acceptance (temperature scaling, Guo et al. 2017);
             ``score_scale`` in the file.
@@ -60,7 +56,6 @@ class DrafterConfig(StoredConfig):
     rnn_first_step_bias: bool = True
     draft_top_k: int | None = None
     draft_vocab_size: int | None = None
-    captured_layers: tuple[int, ...] | None = None
     inverse_temperature: float = INVERSE_TEMPERATURE
     coupling_weight: float = COUPLING_WEIGHT
 
@@ -81,9 +76,6 @@ class DrafterConfig(StoredConfig):
             if getattr(self, name) is not None:
                 check_int(f"drafter {name}", getattr(self, name), 1, self.vocab_size)
         check_ranking(self.inverse_temperature, self.coupling_weight)
-        if self.captured_layers is not None:
-            layers = check_captured_layers(self.captured_layers, FINAL)
-            object.__setattr__(self, "captured_layers", layers)
 
     @property
     def has_input_proj(self) -> bool:
@@ -93,8 +85,6 @@ class DrafterConfig(StoredConfig):
     @property
     def summary(self) -> str:
         state = f"RNN ({self.rnn_activation})" if self.rnn else "sum of embeddings"
-        if self.captured_layers is not None:
-            state += f", states of {len(self.captured_layers)} layers"
         return (
             f"hidden_size {self.hidden_size}, exit_dim {self.exit_dim}, num_draft_layers "
             f"{self.num_draft_layers}, head of {self.head_rows} tokens, {state}"

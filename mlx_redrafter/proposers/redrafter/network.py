@@ -25,11 +25,6 @@ from mlx_redrafter.trees.tree import TokenTree
 class Drafter(RecurrentNetwork):
     """A recurrent drafter, as `Proposer`; see `RecurrentNetwork` for its equations."""
 
-    def check_fit(self, target: Target, tokenizer: Any) -> None:
-        super().check_fit(target, tokenizer)
-        if self.config.captured_layers is not None:
-            target.watch(self.config.captured_layers)
-
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> RecurrentDrafting:
@@ -39,39 +34,30 @@ class Drafter(RecurrentNetwork):
 class RecurrentDrafting(StatelessDrafting, NetworkDrafting):
     """Drafts of one sequence."""
 
+    reader = None
+
     def __init__(self, drafter: RecurrentNetwork, project_input: Embed, couple_noise: bool):
         self.drafter = drafter
         self.project_input = project_input
         self.couple_noise = couple_noise
-        self.layers: Sequence[int] = drafter.config.captured_layers or ()
-
-    @property
-    def reader(self) -> RecurrentDrafting | None:
-        """Itself if the drafter reads layers of the target, else None."""
-        return self if self.layers else None
-
-    def read(self, states: mx.array) -> None:
-        """Ignore states of the prompt: the drafter reads those of the newest pass alone."""
 
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        origin, rank = self.origin(flight), self.rank(noise)
-        found = expand(self.drafter, self.project_input, origin, flight.root, plan.shape, rank)
+        found = expand(
+            self.drafter,
+            self.project_input,
+            flight.hidden_state,
+            flight.root,
+            plan.shape,
+            self.rank(noise),
+        )
         return build_tree(found, flight.root, plan)
 
     def expand_all(self, wishes: Sequence[Wish], rank: Rank | None) -> Expansion:
-        draftings: list[Any] = [one.drafting for one in wishes]
-        pairs = zip(draftings, wishes, strict=True)
-        origins = mx.stack([drafting.origin(one.pending) for drafting, one in pairs])
+        hidden = mx.stack([one.pending.hidden_state for one in wishes])
         roots = mx.concatenate([one.pending.root for one in wishes])
         shape = wishes[0].plan.shape
-        return expand_all(self.drafter, self.project_input, origins, roots, shape, rank)
+        return expand_all(self.drafter, self.project_input, hidden, roots, shape, rank)
 
     def rank(self, noise: GumbelNoise | None) -> NoiseRank | None:
         """Return the function that ranks drafts, given the noise of the target's choices."""
         return coupled_rank(self.drafter, noise) if self.couple_noise else None
-
-    def origin(self, flight: PendingPass) -> mx.array:
-        """Return the state that predicted the root of a pass, shape (H,)."""
-        if not self.layers:
-            return flight.hidden_state
-        return self.drafter.fuse(flight.path_states[flight.num_accepted])[0]

@@ -1,6 +1,6 @@
 """Equations of the recurrent drafter of ReDrafter.
 
-Axes: W beams, n states, C layers of the target, H its hidden size, D exit_dim, V rows of the head.
+Axes: W beams, n states, H hidden size of the target, D exit_dim, V rows of the head.
 
 Source: arXiv 2403.09919 and Apple's ml-recurrent-drafter (``modeling_drafter.py``), whose parameter
 names are kept. The state starts from zero as in that code; the paper starts it from the embedding.
@@ -15,17 +15,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_redrafter.checks import check_instance
 from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.target.target import FINAL
 
 # Function from token ids to a row of H numbers for each.
 Embed = Callable[[mx.array], mx.array]
 
 # Logit that Apple's `warp_logits` gives to masked tokens.
 MASKED_LOGIT = -50000.0
-# Epsilon that is added to the mean square of the inputs of layers, as in their own norms.
-STATE_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,10 @@ class RecurrentNetwork(DraftNetwork):
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
+        check_instance("config", config, DrafterConfig, "a DrafterConfig")
         self.config = config
         self.input_table: InputTable | None = None
         hidden, width = config.hidden_size, config.exit_dim
-        if config.captured_layers is not None:
-            self.fusion = nn.Linear(len(config.captured_layers) * hidden, hidden, bias=False)
         if config.has_input_proj:
             self.input_proj = nn.Linear(2 * hidden, width)
         if config.rnn:
@@ -75,26 +72,6 @@ class RecurrentNetwork(DraftNetwork):
     @property
     def dtype(self) -> mx.Dtype:
         return dtype_of(self.lm_head[-1])
-
-    def fuse(self, states: mx.array) -> mx.array:
-        """Project states of several layers to one, (n, H), that replaces the last hidden state.
-
-        Inputs of layers are many times larger than the last hidden state, and of unlike sizes, so
-        each is scaled to a mean square of 1 first.
-
-        Args:
-            states: The inputs of the C layers of ``config.captured_layers`` next to each other,
-                shape (n, C * H), or the last hidden states, shape (n, H), if it names none.
-        """
-        layers = self.config.captured_layers
-        if layers is None:
-            return states
-        given = mx.split(states.astype(self.dtype), len(layers), axis=-1)
-        parts = [
-            part if layer == FINAL else mx.fast.rms_norm(part, None, STATE_EPS)
-            for layer, part in zip(layers, given, strict=True)
-        ]
-        return self.fusion(mx.concatenate(parts, axis=-1))
 
     def project_input(self, embedding: mx.array) -> mx.array:
         """Compute the term that a token adds to the state: ``rnn_w e``, or ``e`` without an RNN.

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.proposers.draft_model import DraftLevels, ModelDrafting
 from mlx_redrafter.proposers.redrafter.beam import RecurrentLevels, score_scale
@@ -35,18 +34,15 @@ class Branches(LevelScorer, Protocol):
         ...
 
 
-def origin_of(drafting: Branching, flight: PendingPass) -> mx.array | None:
-    """Return the state of a pass that a drafter starts from, shape (H,); a model needs none."""
-    return drafting.origin(flight) if isinstance(drafting, RecurrentDrafting) else None
-
-
 def branches_of(
-    drafting: Branching, tree: TokenTree, origin: mx.array | None, noise: GumbelNoise | None
+    drafting: Branching, tree: TokenTree, origin: mx.array, noise: GumbelNoise | None
 ) -> Branches:
-    """Take a network along a tree; this changes nothing of its other drafts."""
+    """Take a network along a tree; this changes nothing of its other drafts.
+
+    ``origin``, shape (H,), is the state that predicted the root; a draft model needs none.
+    """
     if isinstance(drafting, ModelDrafting):
         return ModelBranches(drafting, tree)
-    assert origin is not None
     scale = score_scale(drafting.drafter, drafting.rank(noise))
     levels = RecurrentLevels(
         drafting.drafter, drafting.project_input, origin[None], tree.tokens[:1], scale

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.decoding.protocols import Proposer, StateReader
+from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
 from mlx_redrafter.device_read import to_ints
@@ -30,7 +30,7 @@ from mlx_redrafter.proposers.expansion import Expansion, build_tree
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.scores import LEAST_LOG_PROB, bounded
 from mlx_redrafter.proposers.search import search_all
-from mlx_redrafter.proposers.speculate_ahead.branches import Branching, branches_of, origin_of
+from mlx_redrafter.proposers.speculate_ahead.branches import Branching, branches_of
 from mlx_redrafter.proposers.wrapper import Wrapper
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.topk import top_k
@@ -99,6 +99,8 @@ class _Speculation(NamedTuple):
 class SpeculateAheadDrafting:
     """Drafts of one sequence."""
 
+    reader = None
+
     def __init__(self, drafting: Branching, num_outcomes: int, hits: Hits):
         self.drafting = drafting
         self.num_outcomes = num_outcomes
@@ -109,10 +111,6 @@ class SpeculateAheadDrafting:
         self._root: mx.array | None = None
         # That tree; None if another proposer drafted it.
         self._tree: TokenTree | None = None
-
-    @property
-    def reader(self) -> StateReader | None:
-        return self.drafting.reader
 
     def outlook(self) -> Sequence[float] | None:
         return self.drafting.outlook()
@@ -146,7 +144,7 @@ class SpeculateAheadDrafting:
         self.drafting.settle(length)
 
     def _remember(self, flight: PendingPass) -> None:
-        self._origin, self._root = origin_of(self.drafting, flight), flight.root
+        self._origin, self._root = flight.hidden_state, flight.root
         # Dispatch it: in the next graph of the target's stream it would be there only at the end.
         mx.async_eval(self._origin)
 
@@ -154,15 +152,15 @@ class SpeculateAheadDrafting:
         self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
     ) -> _Speculation | None:
         """Dispatch drafts for the likeliest outcomes of a pass; None if its tree is unknown."""
-        tree = self._tree_of(flight)
-        if tree is None:
+        tree, origin = self._tree_of(flight), self._origin
+        if tree is None or origin is None:
             return None
         if noise is not None:
             # The noise of depth 0 is that of the choice after the root of the tree.
             positions = flight.length + 1 + mx.arange(tree.max_depth + 1 + plan.shape.length)
             seed, vocab_size = noise.params.seed, noise.values.shape[-1]
             noise = GumbelNoise(noise.params, gumbel_noise(seed, positions, vocab_size))
-        branches = branches_of(self.drafting, tree, self._origin, noise)
+        branches = branches_of(self.drafting, tree, origin, noise)
         rank = self.drafting.rank(noise)
         log_probs = branches.after_nodes()
         if rank is not None:

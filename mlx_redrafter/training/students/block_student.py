@@ -20,7 +20,7 @@ from mlx_redrafter.training.generated_texts import iterate_read_texts
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.students.kv_students import KvStudent
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import LossOptions
+from mlx_redrafter.training.training_request import Recipe
 
 
 class BlockStudent(KvStudent):
@@ -63,7 +63,7 @@ class BlockStudent(KvStudent):
         return score_levels(network, self.target, self.outputs(network, batch), batch.tokens)
 
     def loss(
-        self, network: BlockNetwork, batch: TrainingBatch, counts: mx.array, options: LossOptions
+        self, network: BlockNetwork, batch: TrainingBatch, counts: mx.array, recipe: Recipe
     ) -> mx.array:
         outputs = self.outputs(network, batch)
         levels = score_levels(network, self.target, outputs, batch.tokens)
@@ -75,7 +75,7 @@ class BlockStudent(KvStudent):
                 for depth in range(outputs.shape[1])
             ]
             confidences = mx.concatenate(found, axis=1)
-        return draft_loss(logits, batch, counts, options, confidences)
+        return draft_loss(logits, batch, counts, recipe, confidences)
 
     def calibrate(self, texts: Sequence[Shard]) -> None:
         found = (text for shard in texts for text in iterate_read_texts(shard))

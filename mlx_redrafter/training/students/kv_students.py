@@ -24,10 +24,10 @@ from mlx_redrafter.proposers.scores import COUPLING_WEIGHT
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.loss import TrainingBatch
-from mlx_redrafter.training.students.chain import ChainStudent
+from mlx_redrafter.training.students.student import Student
 
 
-class KvStudent(ChainStudent):
+class KvStudent(Student):
     """A network that attends to the context, and uses the target's embedding and maybe its head."""
 
     reads_context = True

@@ -11,11 +11,11 @@ from mlx_redrafter.proposers.medusa.fit_heads import calibrate, rank_accuracies
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.training.generated_texts import iterate_generated_texts
 from mlx_redrafter.training.loss import TrainingBatch
-from mlx_redrafter.training.students.chain import ChainStudent
+from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
 
 
-class MedusaStudent(ChainStudent):
+class MedusaStudent(Student):
     """Medusa heads. They begin as the target's head, after blocks that are the identity."""
 
     name = "Medusa heads (arXiv 2401.10774)"
@@ -25,10 +25,6 @@ class MedusaStudent(ChainStudent):
     def learning_rate(self) -> float:
         """1e-3 for 1,000 wide states, inverse to their width."""
         return min(1.0 / self.network.config.hidden_size, 1.6e-2)
-
-    @property
-    def coupling_weight(self) -> float:
-        return self.network.config.coupling_weight
 
     def start_from_head(self, head: mx.array | None) -> None:
         for *blocks, output in self.network.heads:

@@ -1,13 +1,17 @@
 """The interface that training needs from every kind of drafter.
 
-Axes: B positions, S unroll steps, H hidden size, V rows of the head.
+Every kind is measured by chains. A draft of a chain is accepted if this draft and all before it are
+the tokens of the text. The drafter then made it after the tokens of the text. So the logits that
+training unrolls along the text are those of decoding.
+
+Axes: B positions, S unroll steps, p roots, H hidden size, V rows of the head, L beam length.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,12 +20,12 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.checkpoint import save_drafter
-from mlx_redrafter.training.batches import HeadRows
+from mlx_redrafter.training.batches import HeadRows, ShardGroup, gather
+from mlx_redrafter.training.generated_texts import draw_noise, read_following
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import LossOptions
+from mlx_redrafter.training.training_request import Recipe
 
 
 class Student(ABC):
@@ -109,18 +113,28 @@ class Student(ABC):
         self.start_from_head(head)
         mx.eval(self.network.parameters())
 
-    @abstractmethod
-    def logits(self, network: Any, batch: TrainingBatch) -> mx.array:
-        """Compute a network's logits after the root, and after each draft but the last.
+    @property
+    def coupling_weight(self) -> float:
+        """Weight of the target's Gumbel noise in the ranking of drafts, 0 to 1."""
+        weight: float = self.network.config.coupling_weight
+        return weight
 
-        Float32, shape (B, S, V); arbitrary where the weight is 0.
+    @abstractmethod
+    def levels(self, network: Any, batch: TrainingBatch) -> Iterator[mx.array]:
+        """Compute a network's logits after the root, then after each draft but the last.
+
+        Float32, shape (B, V) each; arbitrary where the weight is 0.
         """
 
+    def logits(self, network: Any, batch: TrainingBatch) -> mx.array:
+        """Compute the logits of all `levels` at once, shape (B, S, V)."""
+        return mx.stack(list(self.levels(network, batch)), axis=1)
+
     def loss(
-        self, network: Any, batch: TrainingBatch, counts: mx.array, options: LossOptions
+        self, network: Any, batch: TrainingBatch, counts: mx.array, recipe: Recipe
     ) -> mx.array:
         """Compute the loss of a network; the other arguments are those of `draft_loss`."""
-        return draft_loss(self.logits(network, batch), batch, counts, options)
+        return draft_loss(self.logits(network, batch), batch, counts, recipe)
 
     def leave_target(self) -> None:  # noqa: B027
         """Drop the references to the target that training does not need."""
@@ -132,29 +146,45 @@ class Student(ABC):
     def calibrate(self, texts: Sequence[Shard]) -> None:  # noqa: B027
         """Fit the scalars that rank drafts to self-generated texts, if the drafter has any."""
 
-    @abstractmethod
-    def plans(self, length: int) -> dict[str, DraftPlan]:
-        """List the plans that measure the finished drafter, by name, of at most L tokens a beam.
-
-        The first is a chain.
-        """
-
-    @abstractmethod
     def count_accepted(
-        self, shard: Shard, roots: NDArray[np.int64], plan: DraftPlan, temp: float
+        self, shard: Shard, roots: NDArray[np.int64], length: int, temp: float
     ) -> NDArray[np.int64]:
-        """Count the drafts accepted in a step from each of the given roots.
+        """Count the drafts of a chain accepted in a step from each of the given roots.
 
         Args:
             shard: Texts.
-            roots: Indices of the root tokens in the shard, those of a text consecutive, none the
-                first of a text, shape (p,).
-            plan: One of `plans`.
-            temp: Sampling temperature of the texts; 0 drafts without Gumbel noise.
+            roots: Indices of the root tokens of one text in the shard, consecutive, none the first
+                token of the text, shape (p,).
+            length: L.
+            temp: Sampling temperature of the text; 0 drafts without Gumbel noise.
 
         Returns:
             Number of accepted drafts of each root, int64, shape (p,).
         """
+        starts = np.array(shard.starts)
+        # A drafter that attends to the context needs all of it.
+        begin = starts[np.searchsorted(starts, roots[0], side="right") - 1]
+        first = int(begin) if self.reads_context else int(roots[0]) - 1
+        positions = np.arange(first, int(roots[-1]))
+        group = ShardGroup(shard, roots, np.ones((shard.tokens.shape[0], length - 1), np.bool_))
+        batch = gather(group, positions, len(positions), length, HeadRows(None, 0))
+        following = read_following(shard, roots, length)
+        is_right = np.ones(len(roots), np.bool_)
+        count = np.zeros(len(roots), np.int64)
+        for depth, logits in enumerate(self.levels(self.network, batch)):
+            noise = draw_noise(shard, roots + depth, self.vocab_size, temp) if temp else None
+            is_right &= self._choose(logits[-len(roots) :], noise, temp) == following[:, depth]
+            count += is_right
+        return count
+
+    def _choose(self, logits: mx.array, noise: mx.array | None, temp: float) -> NDArray[np.int32]:
+        """Choose the drafts of one level with Gumbel noise (p, all tokens); ids, shape (p,)."""
+        ids = self.row_ids
+        if noise is not None:
+            columns = noise[:, : logits.shape[-1]] if ids is None else noise[:, ids]
+            logits = logits / temp + self.coupling_weight * columns
+        rows = mx.argmax(logits, axis=-1)
+        return np.array((rows if ids is None else ids[rows]).astype(mx.int32))
 
     def holding(self, network: nn.Module) -> Self:
         """Copy this student, with another network of the same sizes."""

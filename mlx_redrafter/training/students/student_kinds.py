@@ -86,7 +86,7 @@ def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) 
     network.set_dtype(mx.float32)
     mx.eval(network.parameters())
     if isinstance(network, Drafter):
-        return _watching(RecurrentStudent(network, target.embed), target)
+        return RecurrentStudent(network, target.embed)
     found = LINKED.get(network.config.link, "dspark")
     if found != head:
         raise ConfigError(f"expected a drafter for --head {head}, found one for --head {found}")

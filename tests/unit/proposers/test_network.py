@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.proposers.quantization import quantize_drafter
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.recurrence import MASKED_LOGIT
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import NumpyDrafter, silu
@@ -143,15 +141,3 @@ def test_groups_of_quantised_weights_are_not_cut() -> None:
     drafter = random_drafter(VOCAB_SIZE, 48, exit_dim=32)
     quantize_drafter(drafter, 4, 32)
     assert drafter.hidden_term(mx.zeros((48,))) is None
-
-
-def test_layers_inputs_count_alike_however_large() -> None:
-    config = DrafterConfig(VOCAB_SIZE, HIDDEN_SIZE, 24, 1, captured_layers=(1, 2, -1))
-    drafter = Drafter(config)
-    rng = np.random.default_rng(3)
-    low, middle, last = rng.standard_normal((3, 5, HIDDEN_SIZE)).astype(np.float32)
-    states = [mx.array(100 * low), mx.array(0.1 * middle), mx.array(last)]
-    parts = [x / np.sqrt((x**2).mean(-1, keepdims=True)) for x in (low, middle)]
-    expected = np.concatenate([*parts, last], axis=1) @ np.array(drafter.fusion.weight).T
-    found = drafter.fuse(mx.concatenate(states, axis=1))
-    np.testing.assert_allclose(np.array(found), expected, rtol=1e-3, atol=1e-4)
