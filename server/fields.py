@@ -152,17 +152,13 @@ def parse_json(body: bytes) -> Any:
         Refusal: The body is not JSON.
     """
     try:
-        return json.loads(body, parse_constant=_refuse_constant, parse_float=_parse_finite)
+        return json.loads(body, parse_constant=_parse_finite, parse_float=_parse_finite)
     except (ValueError, RecursionError) as error:
         raise Refusal(f"the body must be JSON: {shortened(str(error))}") from error
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is too large")
+        raise ValueError(f"{text[:20]} is no finite number")
     return value
