@@ -177,6 +177,13 @@ class AdaptivePolicy:
         (kept,) = self.keep_all([(self._pending, tree)], 1)
         return kept
 
+    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
+        if plan.from_text or self._newest.num_nodes is None:
+            return None
+        kept = self.keep(plan, tree)
+        self._pending[-1].is_early = True
+        return kept
+
     def keep_all(
         self, offers: Sequence[tuple[list[ScoredDrafts], TokenTree]], count: int
     ) -> list[TokenTree]:
@@ -246,7 +253,9 @@ class AdaptivePolicy:
     def observe_tokens(self, pending: list[ScoredDrafts], tokens: Sequence[int]) -> None:
         """Store the tokens of a sequence's step; `choose` learns while the device is busy."""
         for scored in pending:
-            scored.following.extend(tokens)
+            if not scored.is_early:
+                scored.following.extend(tokens)
+            scored.is_early = False
         if pending:
             self._outcomes.append(pending)
 

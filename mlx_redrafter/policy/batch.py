@@ -204,6 +204,9 @@ class MemberPolicy:
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         return self._batch.keep(self, tree)
 
+    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> None:
+        """Leave the choice to `keep`: the cache of a batch must know the outcome."""
+
     def observe(self, step: Step) -> None:
         # The last step of a sequence is observed without having been chosen.
         self._batch.observe(self, step, self._numbers.popleft() if self._numbers else 0)

@@ -342,12 +342,11 @@ def _read_message(fields: Fields, conversation: Conversation) -> None:
 
 
 def _describe(model: Model) -> dict[str, Any]:
-    size = model.estimate_bytes() if model.loaded is None else model.loaded.nbytes
     return {
         "name": model.name,
         "model": model.name,
         "modified_at": datetime.fromtimestamp(0, UTC).isoformat(),
-        "size": size,
+        "size": model.estimate_bytes(),
         "digest": "",
         "details": {"format": "safetensors", "family": "", "families": [], "parent_model": ""},
     }

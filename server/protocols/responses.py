@@ -106,7 +106,8 @@ async def answer(service: Service, client: Request) -> Response:
 
 async def fetch(service: Service, client: Request) -> Response:
     """Answer ``GET /v1/responses/{id}``."""
-    return respond(service.stored.find(client.path_params["id"], "id").response)
+    response, _ = service.stored.find(client.path_params["id"], "id")
+    return respond(response)
 
 
 async def forget(service: Service, client: Request) -> Response:
@@ -141,8 +142,8 @@ def read(body: object, defaults: GenerationOptions, stored: StoredResponses) -> 
     fields.take(*IGNORED, *_OTHERS)
     fields.one_of("background", [False])
     before = fields.typed("previous_response_id", str)
-    items = [] if before is None else stored.find(before, "previous_response_id").items
-    items = items + _read_input(fields)
+    items = [] if before is None else stored.find(before, "previous_response_id")[1]
+    items += _read_input(fields)
     effort, thinking = _read_reasoning(fields)
     request = ChatRequest(
         model=fields.typed("model", str),
