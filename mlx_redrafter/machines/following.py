@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.machines.drafts import NUM_FACTS, num_values, rebuild
 from mlx_redrafter.machines.frames import Do, Frame
 from mlx_redrafter.machines.leading import dispatch_chunk, share
+from mlx_redrafter.machines.line import BEAT
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import config_digest, load_part
 from mlx_redrafter.target.caches.batch_cache import BatchCache
@@ -43,6 +45,7 @@ def follow(machines: Machines, own_name: str | None = None) -> NoReturn:
         if model is not None:
             obey(machines, model)
     except Exception as error:
+        time.sleep(BEAT)  # if the reason is a lost rank, rank 0 ends this one with its name
         line.fail(f"{type(error).__name__}: {first_line(error)}")
     machines.leave(0)
 
