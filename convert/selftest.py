@@ -175,13 +175,8 @@ def choose_reading(
 ) -> Reading[K]:
     """Compare first drafts with the target's tokens, by each reading of a network's config.
 
-    Another reading than the first is chosen if it is better by more than chance.
-
-    Args:
-        readings: The network by each reading of its config, as the config says first.
-        target: The target.
-        tokenizer: Its tokenizer.
-        compare: Function that returns the matches of a network; see `Reading`.
+    The first reading is the config's own; another is chosen if it is better by more than chance.
+    ``compare`` returns the matches of a network; see `Reading`.
     """
     wanted = {name: network.captured_layers(target) for name, network in readings.items()}
     layers = sorted({layer for one in wanted.values() for layer in one})
