@@ -15,7 +15,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.bench.lab.contexts import bushy_tree
-from mlx_redrafter.bench.timing import Job, MedianEstimate, OnProgress, estimate, take_turns, timed
+from mlx_redrafter.bench.lab.rounds import Job, take_turns
+from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, timed
 from mlx_redrafter.bench.turns import part_of
 from mlx_redrafter.target.model_loading import make_model
 from mlx_redrafter.target.target import Target

@@ -19,8 +19,9 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.bench.lab.contexts import PREFILL_STEP, bushy_tree
 from mlx_redrafter.bench.lab.memory import Finding, allocated_rows, num_bytes
+from mlx_redrafter.bench.lab.rounds import take_turns
 from mlx_redrafter.bench.runs import PLAIN, STOCK
-from mlx_redrafter.bench.timing import take_turns, timed
+from mlx_redrafter.bench.timing import timed
 from mlx_redrafter.bench.turns import arm_name
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.decoding.decode import decode

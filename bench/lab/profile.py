@@ -16,7 +16,8 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.bench.lab.contexts import bushy_tree, filled_cache
 from mlx_redrafter.bench.lab.overhead import Overhead, measure_overhead
-from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, take_turns, timed
+from mlx_redrafter.bench.lab.rounds import take_turns
+from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, timed
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.expansion import best_nodes
 from mlx_redrafter.proposers.redrafter.beam import expand

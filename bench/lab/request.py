@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, take_turns, timed
+from mlx_redrafter.bench.lab.rounds import take_turns
+from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, timed
 from mlx_redrafter.engine.engine import AnyDrafter, Engine
 from mlx_redrafter.engine.generation import stream_generate
 

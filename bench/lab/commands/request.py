@@ -9,6 +9,7 @@ from rich.table import Table
 from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
 from mlx_redrafter.bench.lab.options import add_out, add_pair, at_least, describe_pair, load_pair
 from mlx_redrafter.bench.lab.request import measure_request
+from mlx_redrafter.bench.lab.rounds import scaled
 from mlx_redrafter.bench.result_file import new_result, write_result
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.cli.bench_output import progress, show, warn
@@ -32,7 +33,7 @@ def run(arguments: Namespace) -> None:
     tensors = len(named_parameters(target))
     table = Table("work before the prefill", "ms", "interval", title=f"{tensors} tensors")
     for name, seconds in found.items():
-        table.add_row(name, f"{1e3 * seconds.median:.2f}", seconds.scaled(1e3).span())
+        table.add_row(name, f"{1e3 * seconds.median:.2f}", scaled(seconds, 1e3).span())
     show(table)
     warn(disturbances := find_disturbances(watch.others()))
     if arguments.out is not None:
