@@ -30,6 +30,8 @@ AUTO = "auto"
 STOCK_DRAFT_TOKENS = 3
 # Maximum number of prompt tokens that a method is warmed up with.
 WARM_UP_PROMPT = 512
+# Number of tokens of the same.
+WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -257,11 +259,11 @@ def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> li
     return runs
 
 
-def warm_up(arms: Mapping[str, Arm], prompt: EncodedPrompt, num_tokens: int = 8) -> None:
+def warm_up(arms: Mapping[str, Arm], prompt: EncodedPrompt) -> None:
     """Let every decoding method compile and allocate; record nothing."""
     for arm in arms.values():
         with closing(arm(prompt.ids[:WARM_UP_PROMPT])) as responses:  # type: ignore[type-var]
-            for _ in islice(responses, num_tokens):
+            for _ in islice(responses, WARM_UP_TOKENS):
                 pass
 
 

@@ -88,7 +88,7 @@ def speed(
     from mlx_redrafter.bench.runs import AUTO, CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
     from mlx_redrafter.bench.speed_page import speed_tables
-    from mlx_redrafter.checkpoint_files import write_atomically
+    from mlx_redrafter.checkpoint_files import write_text
 
     servers = [find_server(one, api_key) for one in server or ()]
     if len({one.name for one in servers}) < len(servers):
@@ -117,8 +117,7 @@ def speed(
 
     def write(rows: list[SpeedRow]) -> None:
         if out is not None:
-            text = speed_tables(rows)
-            write_atomically(out.with_suffix(".md"), lambda file: file.write_text(text, "utf-8"))
+            write_text(out.with_suffix(".md"), speed_tables(rows))
 
     rows = _measure(work, compared, recording, write)
     refuse_texts(sum(row.num_different or 0 for row in rows if row.method == AUTO))
@@ -217,9 +216,9 @@ def share(
     """
     from mlx_redrafter.bench.result_file import read_result
     from mlx_redrafter.bench.speed_page import page
-    from mlx_redrafter.checkpoint_files import write_atomically
+    from mlx_redrafter.checkpoint_files import write_text
 
     text = page(read_result(result, "speed"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, lambda file: file.write_text(text, "utf-8"))
+    write_text(out, text)
     typer.echo(f"wrote {out}", err=True)

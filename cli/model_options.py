@@ -149,8 +149,6 @@ class Pair:
         from mlx_redrafter.proposers.lookup import Lookup
 
         group = launched_group()
-        if kv_bits is not None and group is not None:
-            raise ConfigError("kv_bits is not supported on several machines; leave it out")
         try:
             if self.model is not None:
                 machines = 1 if group is None else group.size()

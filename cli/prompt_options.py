@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.text_options import PROMPT, IgnoreChatTemplate
 from mlx_redrafter.errors import ConfigError
 
@@ -62,6 +63,10 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         parse_template_options(self.chat_template_config)  # checked before anything is loaded
+        if self.prompt == "-" and launched_group() is not None:
+            raise ConfigError(
+                "--prompt - reads an input that mlx.launch never ends; give the prompt itself"
+            )
 
     def read(self) -> str:
         """Read the prompt, from standard input if it is ``-``."""

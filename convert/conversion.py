@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from mlx_redrafter.convert.block import convert_block
 from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
 from mlx_redrafter.convert.eagle import convert_eagle
 from mlx_redrafter.convert.mtp import convert_mtp, find_mtp
-from mlx_redrafter.convert.names import map_names
-from mlx_redrafter.convert.output import ConvertedDrafter, fill, write_conversion
+from mlx_redrafter.convert.names import NamedTensors, map_names
+from mlx_redrafter.convert.output import ConvertedDrafter, finish, write_conversion
 from mlx_redrafter.convert.publication import check_destination
 from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
 from mlx_redrafter.convert.selftest import (
@@ -26,12 +27,11 @@ from mlx_redrafter.convert.selftest import (
 )
 from mlx_redrafter.convert.shapes import check_dtypes, infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
-from mlx_redrafter.convert.stored import read_weights
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers import block, eagle
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.medusa.layouts import read_heads
+from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -48,6 +48,7 @@ class _PendingDrafter:
 
     source: str
     config: DrafterConfig | MedusaConfig
+    names: Mapping[str, str]
     weights: dict[str, mx.array]
     name_set: str
     notes: list[str] = field(default_factory=list)
@@ -125,8 +126,7 @@ def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
         return _read_heads(source, options)
     named = map_names(source.tensors, source.config)
     config = infer_drafter_config(named, source.tensors, source.config, options.rnn_activation)
-    weights = read_weights(named.sources, source.tensors, options.dtype)
-    pending = _PendingDrafter(source.name, config, weights, named.name_set, list(named.notes))
+    pending = _pending(source, config, named)
     if source.config.get("speculators_model_type") == "recurrent_drafting":
         pending.warnings.append(
             "drafters of the speculators fork are trained for one step without recurrence and on "
@@ -147,14 +147,21 @@ def _read_heads(source: Source, options: ConversionOptions) -> _PendingDrafter:
         raise ConfigError(
             "a static tree needs --target, to measure how often each rank is accepted"
         )
-    weights = read_weights(found.sources, source.tensors, options.dtype)
-    return _PendingDrafter(source.name, config, weights, found.name_set, list(found.notes))
+    return _pending(source, config, found)
+
+
+def _pending(
+    source: Source, config: DrafterConfig | MedusaConfig, named: NamedTensors | NamedHeads
+) -> _PendingDrafter:
+    names, weights = named.sources, source.read(named.sources)
+    return _PendingDrafter(source.name, config, names, weights, named.name_set, list(named.notes))
 
 
 def _build(pending: _PendingDrafter, options: ConversionOptions) -> Drafter | Medusa:
     config = pending.config
     drafter = Drafter(config) if isinstance(config, DrafterConfig) else Medusa(config)
-    fill(drafter, pending.weights, pending.source, options.quantization)
+    drafter.load_weights(list(pending.weights.items()))
+    finish(drafter, pending.source, pending.names, options)
     return drafter
 
 

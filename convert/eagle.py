@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
-from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.names import NamedTensors
-from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter, fill
-from mlx_redrafter.convert.selftest import SelfTest, compare, decode_all, with_layers
+from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter, finish
+from mlx_redrafter.convert.selftest import SelfTest, choose_reading, compare, load_target
 from mlx_redrafter.convert.shapes import check_dtypes
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.convert.stored import read_weights
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes
@@ -73,9 +71,10 @@ def convert_eagle(source: Source, options: ConversionOptions) -> ConvertedDrafte
     if "quantization" in source.config:
         raise CheckpointError(QUANTISED)
     eagle, named = open_eagle(source)
-    weights = read_weights(named.sources, source.tensors, options.dtype)
+    weights = source.read(named.sources)
     resolve_offsets(weights, named.sources)
-    fill(eagle, weights, source.name, options.quantization)
+    eagle.load_weights(list(weights.items()))
+    finish(eagle, source.name, named.sources, options)
     if options.target is None:
         return ConvertedDrafter(eagle, named.name_set, None, named.notes)
     measured, note = _test(eagle, options.target)
@@ -85,38 +84,24 @@ def convert_eagle(source: Source, options: ConversionOptions) -> ConvertedDrafte
 
 def _test(eagle: Eagle, name: str | Path) -> tuple[SelfTest, str]:
     """Choose the layers that the target accepts most, and try its rotary embedding with them."""
-    model, tokenizer, _ = load(name)
-    target = Target(model)
-    eagle.check_fit(target, tokenizer)
-    readings = _readings(eagle, target)
-    layers = sorted({layer for read in readings.values() for layer in read})
-    target.watch(layers)
-    decoded = decode_all(target, tokenizer, layers)
-    texts = {
-        reading: [with_layers(text, layers, own) for text in decoded]
-        for reading, own in readings.items()
-    }
-    found = {reading: compare(eagle, target, texts[reading]) for reading in readings}
-    own, *others = found
-    best = max(others, key=lambda reading: sum(found[reading]), default=own)
-    if SelfTest.of(found[own], found[best]).other_is_better:
-        eagle.config, own = replace(eagle.config, captured_layers=readings[best]), best
+    target, tokenizer = load_target(eagle, name)
+    found = choose_reading(_readings(eagle, target), target, tokenizer, compare)
+    eagle.config = found.network.config
     values = read_config(find_checkpoint(name, CONFIG_ONLY))
     other = with_rope(eagle, rope_of(values.get("text_config", values)))
-    turned = None if other is None else compare(other, target, texts[own])
-    tried = ", ".join(f"{name} {sum(one) / len(one):.0%}" for name, one in found.items())
-    note = f"first drafts accepted by reading of the layers' numbers: {tried}"
-    return SelfTest.of(found[own], turned), note
+    turned = None if other is None else compare(other, target, found.texts)
+    return SelfTest.of(found.matches, turned), found.line
 
 
-def _readings(eagle: Eagle, target: Target) -> dict[str, tuple[int, ...]]:
-    """List the layers that a head may read, first those that its config names."""
+def _readings(eagle: Eagle, target: Target) -> dict[str, Eagle]:
+    """List the head with the layers that it may read, first those that its config names."""
     own = tuple(eagle.captured_layers(target))
-    readings = {"as they are": own}
+    readings = {"as it says": eagle}
     for name, step in (("earlier layers", -1), ("later layers", 1)):
         shifted = tuple(layer + step for layer in own)
         if FINAL not in own and 0 <= min(shifted) and max(shifted) <= len(target.blocks):
-            readings[name] = shifted
+            readings[name] = copy.copy(eagle)
+            readings[name].config = replace(eagle.config, captured_layers=shifted)
     return readings
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,6 +31,7 @@ from mlx_redrafter.proposers.fit import (
     Prediction,
     ReadSequence,
 )
+from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.medusa import fit_heads as heads
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.config import Activation
@@ -56,6 +57,7 @@ PROMPTS = (
 )
 
 N = TypeVar("N", bound=DraftNetwork)
+K = TypeVar("K", bound=KvNetwork)
 
 
 @dataclass(frozen=True)
@@ -148,14 +150,56 @@ def self_test_heads(
     return measured, heads.rank_accuracies(network, texts)
 
 
-def decode_texts(
-    network: AutoregressiveNetwork, name: str | Path
-) -> tuple[Target, list[ReadSequence]]:
-    """Load a target and let it continue `PROMPTS`, for networks that read its states."""
+@dataclass(frozen=True)
+class Reading(Generic[K]):
+    """The reading of a network's config that its target accepts most.
+
+    Attributes:
+        network: The network by this reading.
+        matches: For each token of the texts, 1 if the first draft is the target's, else 0.
+        texts: Texts of the target, with the states that the network reads.
+        line: One line that says what was tried and found.
+    """
+
+    network: K
+    matches: list[int]
+    texts: list[ReadSequence]
+    line: str
+
+
+def choose_reading(
+    readings: Mapping[str, K],
+    target: Target,
+    tokenizer: TokenizerWrapper,
+    compare: Callable[[K, Target, list[ReadSequence]], list[int]],
+) -> Reading[K]:
+    """Compare first drafts with the target's tokens, by each reading of a network's config.
+
+    The first reading is the config's own; another is chosen if it is better by more than chance.
+    ``compare`` returns the matches of a network; see `Reading`.
+    """
+    wanted = {name: network.captured_layers(target) for name, network in readings.items()}
+    layers = sorted({layer for one in wanted.values() for layer in one})
+    target.watch(layers)
+    decoded = decode_all(target, tokenizer, layers)
+    texts = {
+        name: [with_layers(text, layers, one) for text in decoded] for name, one in wanted.items()
+    }
+    found = {name: compare(network, target, texts[name]) for name, network in readings.items()}
+    own, *others = found
+    best = max(others, key=lambda name: sum(found[name]), default=own)
+    chosen = best if SelfTest.of(found[own], found[best]).other_is_better else own
+    tried = ", ".join(f"{name} {_mean(one):.0%}" for name, one in found.items())
+    line = f"first drafts accepted by reading of the config: {tried}; used {chosen}"
+    return Reading(readings[chosen], found[chosen], texts[chosen], line)
+
+
+def load_target(network: K, name: str | Path) -> tuple[Target, TokenizerWrapper]:
+    """Load the target that a network must fit."""
     model, tokenizer, _ = load(name)
     target = Target(model)
     network.check_fit(target, tokenizer)
-    return target, decode_all(target, tokenizer, network.captured_layers(target))
+    return target, tokenizer
 
 
 def compare(
@@ -186,14 +230,14 @@ def decode_all(
 def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSequence:
     """Continue a prompt greedily, and keep the states of the captured layers."""
     tokens, cache = list(prompt), target.new_cache()
-    states: list[mx.array] = []
+    states: list[Any] = []
     columns: list[tuple[mx.array, mx.array]] = []
     ids = mx.array(prompt, dtype=mx.int32)
-    outputs = target.prefill(
-        ids, cache, PREFILL_STEP_SIZE, lambda done, total: None, layers, states.append
-    )
+    for start in range(0, len(prompt) - 1, PREFILL_STEP_SIZE):
+        chunk = ids[start : min(start + PREFILL_STEP_SIZE, len(prompt) - 1)]
+        states.append(target.process_chunk(chunk, cache, layers).states)
+    outputs = target.advance(ids[-1:], cache, layers)
     while True:
-        assert outputs.states is not None
         states.append(outputs.states)
         logits = outputs.logits.astype(mx.float32)
         best = top_k(logits, min(TOP_TOKENS, target.vocab_size))

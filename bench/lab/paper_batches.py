@@ -29,7 +29,7 @@ from typing import Any
 from mlx_redrafter import load
 from mlx_redrafter.bench.plots import PlotError, figure
 from mlx_redrafter.bench.prompts import read_prompts
-from mlx_redrafter.checkpoint_files import write_atomically
+from mlx_redrafter.checkpoint_files import write_text
 from mlx_redrafter.decoding.protocols import Proposer, Step
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
@@ -51,6 +51,9 @@ BATCHES = (1, 2, 4, 8)
 
 # Beam widths of the table of saved nodes.
 SAVED_WIDTHS = (2, 4, 8, 16, 32)
+
+# Number of texts of the table of saved nodes.
+COUNTED = 8
 
 # Beam lengths of the table of saved nodes, root included.
 SAVED_LENGTHS = (3, 5, 7, 9)
@@ -186,13 +189,20 @@ def cells(names: Sequence[str], most: int) -> Iterator[Cell]:
         for width in WIDTHS if size in BATCHES else ():
             for is_merged in (True, False) if width > 1 else (True,):
                 yield Cell("recurrent", size, width, LENGTH, None, is_merged)
+
+
+def counted_cells() -> Iterator[Cell]:
+    """Yield the cells of the table of saved nodes, which need no quiet machine."""
     for width in SAVED_WIDTHS:
         for length in SAVED_LENGTHS:
-            yield Cell("recurrent", 1, width, length)
+            yield Cell("recurrent", COUNTED, width, length)
 
 
 def run(heads: Path, out: Path, minutes: float, steps: int, most: int) -> None:
-    """Measure the cells that are missing, until the time is spent; write the tables."""
+    """Measure the cells that are missing, until the time is spent; write the tables.
+
+    Without a largest batch, count saved nodes only.
+    """
     deadline = time.perf_counter() + 60 * minutes
     given = json.loads(heads.read_text())
     folders = {"recurrent": given["recurrent"], **given["drafters"]}
@@ -209,14 +219,14 @@ def run(heads: Path, out: Path, minutes: float, steps: int, most: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "batches.json"
     found = json.loads(path.read_text()) if path.exists() else {}
-    for cell in cells(names, most):
+    for cell in (*cells(names, most), *counted_cells()):
         if cell.name in found or cell.drafter not in proposers:
             continue
         if time.perf_counter() > deadline:
             sys.stdout.write("the time is spent; run the command again to go on\n")
             break
         found[cell.name] = measure(cell, target, proposers[cell.drafter], prompts, steps)
-        write_atomically(path, lambda one: one.write_text(json.dumps(found, indent=1)))
+        write_text(path, json.dumps(found, indent=1))
         sys.stdout.write(f"{cell.name}: {found[cell.name]['tokens_per_second']:.1f} tokens/s\n")
         sys.stdout.flush()
     (out / "batches.md").write_text("\n".join(tables(found, names)))
@@ -250,7 +260,7 @@ def tables(found: Found, names: Sequence[str]) -> list[str]:
     lines += [_row(["plain", "", *plain]), "", "## Nodes that merging saves", ""]
     lines += _heading(["beam width"], SAVED_LENGTHS, "L = ")
     for width in SAVED_WIDTHS:
-        known = [found.get(Cell("recurrent", 1, width, n).name) for n in SAVED_LENGTHS]
+        known = [found.get(Cell("recurrent", COUNTED, width, n).name) for n in SAVED_LENGTHS]
         shares = ["" if one is None else f"{one['saved']:.0%}" for one in known]
         lines.append(_row([str(width), *shares]))
     return [*lines, ""]
@@ -307,7 +317,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=25.0, help="begin no cell afterwards")
     parser.add_argument("--steps", type=int, default=16, help="timed steps of a cell")
-    parser.add_argument("--most", type=int, default=64, help="largest batch")
+    parser.add_argument(
+        "--most", type=int, default=64, help="largest batch; 0 counts saved nodes only"
+    )
     given = parser.parse_args()
     run(given.heads, given.out, given.minutes, given.steps, given.most)
 

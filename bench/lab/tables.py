@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +14,7 @@ from mlx_redrafter.bench.lab.pooled_heads import pool
 from mlx_redrafter.bench.result_file import write_result
 from mlx_redrafter.bench.runs import AUTO, PLAIN, TimedRun
 from mlx_redrafter.bench.timing import MedianEstimate
-from mlx_redrafter.checkpoint_files import write_atomically
+from mlx_redrafter.checkpoint_files import write_text
 from mlx_redrafter.errors import CheckpointError
 
 FOLDER = Path(__file__).parents[1] / "results"
@@ -369,4 +368,4 @@ def write_pages() -> None:
     results = read_results(FOLDER)
     for page in PAGES:
         text = fill(page.read_text(encoding="utf-8"), results)
-        write_atomically(page, partial(Path.write_text, data=text, encoding="utf-8"))
+        write_text(page, text)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -95,14 +95,8 @@ class Scheduler:
             tokens = sequence.step()
             self._begun.append(sequence)
             return tokens
-        is_alone = len(self._begun) == 1
-        if sequence in self._slots and sequence not in self._ready:
-            if is_alone:
-                return self._move_out(sequence)
-            while sequence not in self._ready:
-                self._step_batch()
-        if sequence not in self._ready:
-            return sequence.step() if is_alone else self._move_in(sequence)
+        while sequence not in self._ready:
+            self._ready |= {one.sequence: one for one in self._step_begun()}
         progress = self._ready.pop(sequence)
         if progress.error is not None:
             raise progress.error
@@ -112,24 +106,8 @@ class Scheduler:
         """Return the results of the next forward pass, or of the next step if only one has begun.
 
         There are none after a chunk of a prompt, if no other sequence waits for a step.
-
-        Raises:
-            NonFiniteError: The logits after the tokens so far of a lone sequence are NaN.
         """
-        ended = self._process_chunk()
-        if ended or not self._begun:
-            return ended
-        if len(self._begun) == 1:
-            return [Progress(self._begun[0], self.step(self._begun[0]))]
-        joining = [one for one in self._begun if one not in self._slots]
-        moved = [Progress(one, self._move_in(one)) for one in joining]
-        if any(progress.tokens and progress.sequence in self._slots for progress in moved):
-            return moved
-        if self._slots:
-            self._step_batch()
-        alone = [one for one in moved if one.tokens or one.sequence.is_finished]
-        results, self._ready = [*alone, *self._ready.values()], {}
-        return results
+        return self._process_chunk() or self._step_begun()
 
     def is_ready(self, sequence: SequenceDecoder) -> bool:
         """Whether the next tokens of a sequence are there without another step."""
@@ -190,6 +168,19 @@ class Scheduler:
         """Return the maximum size of a chunk: smaller while others wait for their next tokens."""
         return min(most, SHARED_CHUNK) if self._begun else most
 
+    def _step_begun(self) -> list[Progress]:
+        """Run the next step of all sequences that have begun but those with a result."""
+        if len(self._begun) == 1:
+            (one,) = self._begun
+            return [_progress(self._move_out if one in self._slots else SequenceDecoder.step, one)]
+        active = [one for one in self._begun if not (one in self._ready or one.is_finished)]
+        moved = [_progress(self._move_in, one) for one in active if one not in self._slots]
+        results = [one for one in moved if one.tokens or one.error or one.sequence.is_finished]
+        # A sequence that brings tokens waits until they are taken.
+        if not any(one.sequence in self._slots for one in results):
+            results += self._step_batch([one for one in active if one in self._slots])
+        return results
+
     def _move_in(self, sequence: SequenceDecoder) -> list[Token]:
         """Move a sequence into the batch, and return the tokens of its pass in flight.
 
@@ -228,27 +219,26 @@ class Scheduler:
         if not self._slots:
             self._shrink()
 
-    def _step_batch(self) -> None:
-        """Run one forward pass for all sequences of the batch but those that rest."""
+    def _step_batch(self, active: Sequence[SequenceDecoder]) -> list[Progress]:
+        """Run one forward pass for some sequences of the batch; the others rest."""
+        if not active:
+            return []
         for sequence, progress in self._ready.items():
             # The next pass overwrites the K/V entries of the tree in flight of one that rests.
             if sequence in self._slots:
                 with suppress(NonFiniteError):  # its own next step raises it again
                     progress.tokens.extend(sequence.finish_pass())
-        active = [one for one in self._slots if one not in self._ready and not one.is_finished]
         try:
             results = JointStep(self.target, self._cache, self._slots, self.policy).run(active)
         except Exception as error:  # no single sequence has caused it
-            results = [Progress(one, [], error) for one in self._slots]
-        for result in results:
-            sequence = result.sequence
-            if sequence.is_finished or sequence.is_cancelled or result.error is not None:
+            results = [Progress(one, [], error) for one in active]
+        for sequence, _, error in results:
+            if sequence.is_finished or sequence.is_cancelled or error is not None:
                 self._free(sequence)
-            if result.tokens or sequence not in self._slots:
-                self._ready[sequence] = result
         self._num_spare = self._num_spare + 1 if 2 * len(self._slots) <= self.num_slots else 0
         if self._num_spare > PATIENCE:
             self._shrink()
+        return [one for one in results if one.tokens or one.sequence not in self._slots]
 
     def _shrink(self) -> None:
         """Keep one slot for each sequence, rounded up to a power of two."""
@@ -259,6 +249,16 @@ class Scheduler:
         self._num_spare = 0
         for number, one in enumerate(self._slots.values()):
             one.slot = number
+
+
+def _progress(
+    step: Callable[[SequenceDecoder], list[Token]], sequence: SequenceDecoder
+) -> Progress:
+    """Return the result of a step of one sequence."""
+    try:
+        return Progress(sequence, step(sequence))
+    except Exception as error:
+        return Progress(sequence, [], error)
 
 
 def _of_similar_lengths(sequences: Sequence[SequenceDecoder]) -> list[list[SequenceDecoder]]:

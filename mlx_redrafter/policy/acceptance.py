@@ -128,6 +128,7 @@ class ScoredDrafts:
         plan: Plan of the drafts.
         node: Node that the sequence has reached; None once it has left the tree.
         following: Tokens of the sequence after that node that `follow` has yet to compare.
+        is_early: Whether the next step to be observed comes before these drafts.
         probabilities: The newest result of `score`; empty before.
     """
 
@@ -135,6 +136,7 @@ class ScoredDrafts:
         self.plan = plan
         self.node: int | None = 0
         self.following: list[int] = []
+        self.is_early = False
         self.probabilities: list[float] = []
         self._tree = tree
 

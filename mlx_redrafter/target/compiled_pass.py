@@ -116,11 +116,12 @@ class CompiledPasses:
         fault: Reason not to compile the model; None without one.
         is_first_use: Whether the newest pass was compiled, or the first of its size and bucket, for
             which a GPU's back end may build kernels.
+        is_warming_up: Whether to compile a pass at its first use.
     """
 
     def __init__(self, process: Process):
         self.fault: str | None = None
-        self.is_first_use = False
+        self.is_first_use = self.is_warming_up = False
         self._process = WeakMethod(process)  # its owner holds this object, too
         self._uses: Counter[tuple[Any, ...]] = Counter()
         self.passes: dict[PassKind, _CompiledPass] = {}
@@ -135,12 +136,9 @@ class CompiledPasses:
         Returns:
             The outputs of ``process``, None left out; None if no compiled pass serves.
         """
-        max_depth = tree.size - 1
-        if any(type(one) is RecurrentCache for one in cache.parts):  # else the depth plays no part
-            max_depth = min(-(-tree.max_depth // DEPTHS) * DEPTHS, max_depth)
-        use = tree.size, max_depth, tuple(captured), bucket(cache.length + tree.size)
-        self._uses[use] += 1
-        self.is_first_use = self._uses[use] == 1
+        use = _use(tree, cache, captured, cache.bound)
+        self.is_first_use = use not in self._uses
+        self._uses[use] += USES if self.is_warming_up else 1
         if self._uses[use] < USES or not self._serves(tree, cache):
             return None
         loan = _Loan(cache, tree)
@@ -148,12 +146,31 @@ class CompiledPasses:
         if kind not in self.passes and not self._compile(kind, loan):
             return None
         compiled = self.passes[kind]
-        results = iter(compiled(loan.inputs(cache.length)))
+        results = iter(compiled(loan.inputs(cache.length_on_device)))
         outputs = list(islice(results, 3 if captured else 2))
         states = iter(compiled.states)
         for part, part_kind in zip(cache.parts, flat(kind.layers), strict=True):
             _give_back(part, part_kind, results, states)
         return outputs
+
+    def may_follow(
+        self, tree: TokenTree, cache: TreeCache, captured: Sequence[int], max_length: int
+    ) -> bool:
+        """Whether a compiled pass can process a tree before the host has read the path before it.
+
+        Args:
+            tree: The tree.
+            cache: Its cache, which holds the pass with that path.
+            captured: Layers whose inputs to capture.
+            max_length: Maximum number of nodes of the path.
+        """
+        if not self.passes or not self._serves(tree, cache):
+            return False
+        end = cache.length + max_length + tree.size
+        windows = [one for one in cache.parts if isinstance(one, SlidingCache)]
+        has_room = all(one.has_room(end) for one in windows)
+        use = _use(tree, cache, captured, cache.length + max_length)
+        return has_room and self._uses[use] >= USES
 
     def _serves(self, tree: TokenTree, cache: TreeCache) -> bool:
         """Whether a pass may be compiled. A root alone has the state that the model writes."""
@@ -174,11 +191,21 @@ class CompiledPasses:
         return True
 
 
+def _use(
+    tree: TokenTree, cache: TreeCache, captured: Sequence[int], length: int
+) -> tuple[int, int, tuple[int, ...], int]:
+    """Return what a pass is counted by: its sizes, and its bucket after ``length`` tokens."""
+    max_depth = tree.size - 1
+    if any(type(one) is RecurrentCache for one in cache.parts):  # else the depth plays no part
+        max_depth = min(-(-tree.max_depth // DEPTHS) * DEPTHS, max_depth)
+    return tree.size, max_depth, tuple(captured), bucket(length + tree.size)
+
+
 class _Loan:
     """Arrays of a cache's layers, lent to a pass over a tree.
 
     Attributes:
-        length: Number of committed tokens.
+        length: Number of committed tokens, or a bound if the host has not read it.
         arrays: The arrays of all layers.
         starts: Positions of the first entries of the buffers.
     """
@@ -186,11 +213,13 @@ class _Loan:
     def __init__(self, cache: TreeCache, tree: TokenTree):
         self.arrays: list[mx.array] = []
         self.starts: list[int] = []
-        self.length = cache.length
+        self.length = cache.bound
         self._tree = tree
         self._kinds: dict[tuple[Any, ...], EntriesKind] = {}
+        unread = cache.unread
         write_all_aside(
-            [_entries_of(one) for one in cache.parts if type(one) is not RecurrentCache]
+            [_entries_of(one) for one in cache.parts if type(one) is not RecurrentCache],
+            None if unread is None or unread.is_in_place else unread.nodes[0],
         )
 
     def borrow(self, layer: LayerCache | CompositeCache) -> LayerKind:
@@ -218,10 +247,10 @@ class _Loan:
         num_entries = bucket(self.length + self._tree.size - start)
         return EntriesKind(num_entries, num_rows, self.starts.index(start), window)
 
-    def inputs(self, length: int) -> list[mx.array]:
-        """Return the inputs of the pass after ``length`` tokens."""
+    def inputs(self, length: mx.array) -> list[mx.array]:
+        """Return the inputs of the pass after a number of tokens, int32, shape (1,)."""
         tree = self._tree
-        places = mx.array([length, *self.starts], dtype=mx.int32)
+        places = mx.concatenate([length, mx.array(self.starts, dtype=mx.int32)])
         return [places, tree.tokens, tree.parents, tree.depths, tree.ancestors, *self.arrays]
 
 
@@ -244,7 +273,7 @@ class _CompiledPass:
     def find_fault(self, loan: _Loan) -> str | None:
         """Compare bits with those of the operations, at two lengths; None if they are equal."""
         for length in (loan.length, loan.length - 1):
-            inputs = loan.inputs(length)
+            inputs = loan.inputs(mx.array([length], dtype=mx.int32))
             try:
                 # Without the buffers, which MLX would copy for as long as they are lent.
                 compiled, expected = (f(inputs)[:2] for f in (self._compiled, self._build))

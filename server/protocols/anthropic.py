@@ -73,8 +73,7 @@ async def answer(service: Service, client: Request) -> Response:
 async def count(service: Service, client: Request) -> Response:
     """Answer ``POST /v1/messages/count_tokens``."""
     request = await service.read(client, partial(read, counts=True))
-    fitted = await service.fit(client, request)
-    return respond({"input_tokens": sum(map(len, fitted.prompts))})
+    return respond({"input_tokens": await service.count(client, request)})
 
 
 def to_error(refusal: Refusal) -> dict[str, Any]:

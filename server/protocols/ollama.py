@@ -188,10 +188,8 @@ class OllamaWriter(Writer):
         yield self._line({**self._say(None), "done": False})
 
     def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        for text in texts:
-            self._finish_reason = text.finish_reason
-        said = self._say(texts[0] if texts else None)
-        return {**self._head(), **said, **self._end(usage)}
+        self._finish_reason = texts[0].finish_reason
+        return {**self._head(), **self._say(texts[0]), **self._end(usage)}
 
     def loaded(self, reason: str) -> dict[str, Any]:
         """Return the reply to a request without a prompt."""
@@ -342,12 +340,11 @@ def _read_message(fields: Fields, conversation: Conversation) -> None:
 
 
 def _describe(model: Model) -> dict[str, Any]:
-    size = model.estimate_bytes() if model.loaded is None else model.loaded.nbytes
     return {
         "name": model.name,
         "model": model.name,
         "modified_at": datetime.fromtimestamp(0, UTC).isoformat(),
-        "size": size,
+        "size": model.estimate_bytes(),
         "digest": "",
         "details": {"format": "safetensors", "family": "", "families": [], "parent_model": ""},
     }

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_redrafter.bench.lab.paper_batches import PLAIN, Cell, cells, measure, tables
+from mlx_redrafter.bench.lab.paper_batches import (
+    LENGTH,
+    PLAIN,
+    Cell,
+    cells,
+    counted_cells,
+    measure,
+    tables,
+)
 from mlx_redrafter.target.target import Target
 from tests.helpers.models import random_drafter, tiny_llama
 
@@ -30,11 +38,11 @@ def test_a_cell_without_merging_counts_the_nodes_that_merging_saves() -> None:
 def test_every_cell_has_a_place_in_the_tables() -> None:
     """Each cell's number is its own, so that all of them can be found again."""
     names = ["recurrent", "Medusa"]
-    all_cells = list(cells(names, 64))
+    all_cells = [*cells(names, 64), *(cell for cell in counted_cells() if cell.length != LENGTH)]
     assert len({cell.name for cell in all_cells}) == len(set(all_cells))
     found = {
         cell.name: {"tokens_per_second": 1000.0 + i, "kappa": 0.5, "saved": i / 1000}
-        for i, cell in enumerate(dict.fromkeys(all_cells))
+        for i, cell in enumerate([*all_cells, Cell("recurrent", 8, 32, LENGTH)])
     }
     page = "\n".join(tables(found, names))
     assert page.count("0.50") == len([cell for cell in set(all_cells) if cell.num_nodes])

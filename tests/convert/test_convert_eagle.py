@@ -138,7 +138,9 @@ def test_the_layers_are_those_that_the_target_accepts_most(
     options = ConversionOptions(target=target, dtype="float32")
     conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
     assert load_eagle(tmp_path / "out").config.captured_layers == (1, 2)
-    assert conversion.provenance["notes"][-1].endswith("numbers: as they are 0%, later layers 100%")
+    assert conversion.provenance["notes"][-1].endswith(
+        "as it says 0%, later layers 100%; used later layers"
+    )
     assert conversion.warnings == ()
 
 

@@ -5,13 +5,13 @@ Axes: B slots, N nodes of each slot's tree, S entries that a layer attends to, H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
-from mlx_redrafter.target.caches.batch_pass import BatchPass, Layout, Places
+from mlx_redrafter.target.caches.batch_pass import BatchPass, Layout, Moves, Places
 from mlx_redrafter.target.caches.chunked import ChunkCache
 from mlx_redrafter.target.caches.full import Entries, FullCache, arrays_of, pair_of
 from mlx_redrafter.target.caches.quantised import QuantisedCache
@@ -25,57 +25,44 @@ SCRATCH = 1
 # caller may be taking the tokens of two passes while those of two others wait in the scheduler.
 SPARE = 4 * MAX_BEAM_LENGTH
 
-Own = FullCache | SlidingCache
-
-
-class Slots(Protocol):
-    """The slots of a batch, and the room that their longest sequence needs.
-
-    Attributes:
-        lengths: Number of committed tokens of each slot.
-        step: The newest forward pass.
-        capacity: Number of entries for which a slot has room if a layer attends to all tokens.
-        max_nodes: Size of the largest trees so far.
-    """
-
-    lengths: list[int]
-    step: BatchPass | None
-    capacity: int
-    max_nodes: int
-
 
 class BatchLayer:
-    """One layer's entries of all slots, all of which a token attends to.
+    """One layer's entries of all slots.
 
     Args:
-        batch: The slots.
-        own: The layer's cache of a single sequence.
         reach: Number of tokens that a token attends to; None for all.
     """
 
-    def __init__(self, batch: Slots, own: Own, reach: int | None = None):
-        self._batch = batch
+    def __init__(self, reach: int | None = None):
         self._reach = reach
+        # Number of entries of a slot in the buffers.
+        self._capacity = 0
         # Buffers of the keys, the values and what belongs to them, shape (B, H, capacity + SCRATCH,
         # D).
         self._buffers: list[mx.array] = []
         # The same of the newest trees, shape (B, H, N, D).
         self._fresh: list[mx.array] = []
+        self._layout: Layout
 
     @property
     def offset(self) -> int:
         """Length of the longest sequence. Rotary embeddings use `TreePositions` instead."""
-        return max(self._batch.lengths)
+        return self._layout.longest
+
+    def expect(self, step: BatchPass) -> None:
+        """Prepare for the next forward pass."""
+        self._layout = step.layout(self._capacity)
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        return self._layout.mask if window_size is None else self._layout.window_mask(window_size)
+        window = self._reach or window_size
+        return self._layout.mask if window is None else self._layout.window_mask(window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write accepted entries that are not in place and new entries; return all entries."""
         new = self._encoded(keys, values)
-        self._allocate(new)
+        self._allocate(new, keys.shape[0])
         self._write(self._layout.places, new)
         self._fresh = new
         return self.keys_and_values()
@@ -85,10 +72,9 @@ class BatchLayer:
         num_rows = self._layout.num_rows
         return pair_of([buffer[..., :num_rows, :] for buffer in self._buffers])
 
-    def insert(self, slot: int, own: Own) -> None:
-        """Move the entries of a sequence into a slot, which holds nothing else then."""
-        entries, length = own.release(), self._batch.lengths[slot]
-        self._allocate(entries.parts)
+    def insert(self, slot: int, num_slots: int, entries: Entries, length: int) -> None:
+        """Write the entries of a sequence of ``length`` tokens to a slot, which holds no others."""
+        self._allocate(entries.parts, num_slots)
         capacity = self._capacity
         for index, buffer in enumerate(self._buffers):
             rows = mx.zeros((1, buffer.shape[1], 0, buffer.shape[3]), buffer.dtype)
@@ -100,37 +86,39 @@ class BatchLayer:
                 rows = mx.roll(rows, start, 2)
             buffer[slot : slot + 1, :, :capacity] = rows
 
-    def extract(self, slot: int, own: Own) -> None:
-        """Copy the entries of a slot, and that of the root of a tree in flight, to its own cache.
+    def extract(self, slot: int, length: int) -> Entries:
+        """Copy the entries of a slot with ``length`` tokens, and that of a tree's root behind them.
 
         A sequence may end in the newest paths, so that a window needs some tokens before its own.
         """
-        length, capacity = self._batch.lengths[slot], self._capacity
-        start = 0
-        if self._reach is not None:
-            start = max(0, length - self._reach - SPARE)
-        end = min(length + 1, start + capacity)
+        start = 0 if self._reach is None else max(0, length - self._reach - SPARE)
+        end = min(length + 1, start + self._capacity)
         parts = []
         for buffer in self._buffers:
-            rows = buffer[slot : slot + 1, :, :capacity]
-            if shift := start % capacity:
+            rows = buffer[slot : slot + 1, :, : self._capacity]
+            if shift := start % self._capacity:
                 rows = mx.roll(rows, -shift, 2)
             parts.append(mx.contiguous(rows[..., : end - start, :]))
         mx.eval(parts)  # else the copies would keep the whole buffer in memory
-        own.hold(Entries(parts, start), length)
+        return Entries(parts, start)
 
-    def resize(self, slots: mx.array, num_blank: int, ends: Sequence[int]) -> None:
+    def resize(
+        self, slots: mx.array, num_blank: int, ends: Sequence[int], capacity: int, max_nodes: int
+    ) -> None:
         """Keep some slots, in this order, and add blank ones.
 
         Args:
             slots: The slots, int32.
             num_blank: Number of blank slots.
             ends: Position behind the last entry of each kept slot.
+            capacity: Number of entries that a slot needs if all tokens are attended to.
+            max_nodes: Size of the largest trees.
         """
-        blank, capacity = (0, num_blank), self._capacity_now
+        if self._reach is not None:
+            capacity = min(capacity, whole(self._reach + SPARE + max_nodes))
+        old, self._capacity, blank = self._capacity, capacity, (0, num_blank)
 
         def resized(buffer: mx.array) -> mx.array:
-            old = buffer.shape[2] - SCRATCH
             rows = buffer[slots, :, : min(capacity, old)]
             if old < capacity and max(ends, default=0) > old:
                 rows = _moved(buffer[slots, :, :old], ends, capacity)
@@ -140,28 +128,10 @@ class BatchLayer:
         self._buffers = list(map(resized, self._buffers))
         self._fresh = [mx.pad(part[slots], [blank, *[(0, 0)] * 3]) for part in self._fresh]
 
-    def write_aside(self, moves: Any) -> None:
+    def write_aside(self, moves: Moves) -> None:
         """Write the accepted entries of the newest trees that are not in place."""
         if self._fresh:
-            self._write(Places.of(moves, self._batch.lengths, 0, self._capacity), [])
-
-    @property
-    def _capacity(self) -> int:
-        """Number of entries of a slot in the buffers."""
-        return self._buffers[0].shape[2] - SCRATCH if self._buffers else self._capacity_now
-
-    @property
-    def _capacity_now(self) -> int:
-        """Number of entries for which a slot needs room."""
-        if self._reach is None:
-            return self._batch.capacity
-        room = self._reach + SPARE + self._batch.max_nodes
-        return min(self._batch.capacity, whole(room))
-
-    @property
-    def _layout(self) -> Layout:
-        assert self._batch.step is not None
-        return self._batch.step.layout(self._capacity)
+            self._write(Places.of(moves, [0] * len(moves), 0, self._capacity), [])
 
     def _write(self, places: Places, new: Sequence[mx.array]) -> None:
         """Write accepted entries that are not in place, and new ones, if any."""
@@ -169,13 +139,13 @@ class BatchLayer:
             rows = [new[index]] if new else []
             if places.nodes is not None:
                 rows.insert(0, mx.take_along_axis(self._fresh[index], places.nodes, axis=2))
-            joined = mx.concatenate(rows, axis=2)
+            joined = mx.concatenate(rows, axis=2) if len(rows) > 1 else rows[0]
             self._buffers[index] = mx.put_along_axis(buffer, places.rows, joined, axis=2)
 
-    def _allocate(self, parts: Sequence[mx.array]) -> None:
+    def _allocate(self, parts: Sequence[mx.array], num_slots: int) -> None:
         """Make buffers of zeros, once, with the heads, sizes and dtypes of some entries."""
         if not self._buffers:
-            num_slots, room = len(self._batch.lengths), self._capacity_now + SCRATCH
+            room = self._capacity + SCRATCH
             self._buffers = [
                 mx.zeros((num_slots, part.shape[1], room, part.shape[3]), part.dtype)
                 for part in parts
@@ -186,24 +156,8 @@ class BatchLayer:
         return [keys, values]
 
 
-class BatchWindowLayer(BatchLayer):
-    """Entries of a layer that attends to a window."""
-
-    def __init__(self, batch: Slots, own: SlidingCache):
-        super().__init__(batch, own, own.stock.max_size)
-
-    def make_mask(
-        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
-        assert self._reach is not None
-        return self._layout.window_mask(self._reach)
-
-
 class BatchChunkLayer(BatchLayer):
     """Entries of a layer that attends to its own chunk."""
-
-    def __init__(self, batch: Slots, own: ChunkCache):
-        super().__init__(batch, own, own.stock.chunk_size)
 
     @property
     def start_position(self) -> int:
@@ -223,10 +177,9 @@ class BatchChunkLayer(BatchLayer):
 class BatchQuantisedLayer(BatchLayer):
     """Quantised entries of a layer that attends to all tokens."""
 
-    def __init__(self, batch: Slots, own: QuantisedCache):
-        super().__init__(batch, own)
-        self.bits = own.bits
-        self.group_size = own.group_size
+    def __init__(self, bits: int, group_size: int):
+        super().__init__()
+        self.bits, self.group_size = bits, group_size
 
     def _encoded(self, keys: mx.array, values: mx.array) -> list[mx.array]:
         codes = [mx.quantize(x, group_size=self.group_size, bits=self.bits) for x in (keys, values)]
@@ -234,11 +187,11 @@ class BatchQuantisedLayer(BatchLayer):
 
 
 # Constructors by kind of a single sequence's cache.
-BATCH_LAYERS = {
-    FullCache: BatchLayer,
-    SlidingCache: BatchWindowLayer,
-    ChunkCache: BatchChunkLayer,
-    QuantisedCache: BatchQuantisedLayer,
+BATCH_LAYERS: Mapping[type, Callable[[Any], BatchLayer]] = {
+    FullCache: lambda own: BatchLayer(),
+    SlidingCache: lambda own: BatchLayer(own.stock.max_size),
+    ChunkCache: lambda own: BatchChunkLayer(own.stock.chunk_size),
+    QuantisedCache: lambda own: BatchQuantisedLayer(own.bits, own.group_size),
 }
 
 

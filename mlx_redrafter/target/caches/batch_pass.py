@@ -10,7 +10,7 @@ with a window or chunks have less room and overwrite entries that no token reach
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -47,11 +47,12 @@ class Places(NamedTuple):
         for (moved, start), length in zip(moves, lengths, strict=True):
             missing = width - len(moved)
             nodes.append([*moved, *[0] * missing])
-            moved_to = [position % capacity for position in range(start, start + len(moved))]
-            new = [position % capacity for position in range(length, length + num_nodes)]
-            rows.append([*moved_to, *[capacity] * missing, *new])
-        moved_nodes = mx.array(nodes, dtype=mx.int32)[:, None, :, None] if width else None
-        return cls(moved_nodes, mx.array(rows, dtype=mx.int32)[:, None, :, None])
+            positions = *range(start, start + len(moved)), *range(length, length + num_nodes)
+            places = [position % capacity for position in positions]
+            rows.append([*places[: len(moved)], *[capacity] * missing, *places[len(moved) :]])
+        shape = len(rows), 1, -1, 1
+        moved_nodes = mx.array(nodes, dtype=mx.int32).reshape(shape) if width else None
+        return cls(moved_nodes, mx.array(rows, dtype=mx.int32).reshape(shape))
 
 
 class BatchPass(TreePass):
@@ -114,14 +115,18 @@ class Layout:
     Attributes:
         places: Places of the entries that the pass writes.
         num_rows: S.
+        longest: Number of committed tokens of the longest sequence.
     """
 
     def __init__(self, step: BatchPass, places: Places, num_rows: int, capacity: int):
         self.places = places
         self.num_rows = num_rows
+        self.longest = max(step.lengths)
         self._step = step
         self._capacity = capacity
-        self._chunk_masks: dict[int, mx.array] = {}
+        # Whether no entry has been overwritten.
+        self._is_whole = self.longest + step.num_nodes <= capacity
+        self._masks: dict[tuple[str, int], mx.array] = {}
 
     @cached_property
     def mask(self) -> mx.array:
@@ -130,23 +135,31 @@ class Layout:
 
     def window_mask(self, window: int) -> mx.array:
         """Mask all but the last ``window`` tokens of each node's own path, shape (B, 1, N, S)."""
-        is_near = self._positions > self._step.nodes[..., None] - window
-        return (self._is_seen & is_near)[:, None]
+        return self._near(
+            "window", window, lambda: self._positions > self._step.nodes[..., None] - window
+        )
 
     def chunk_mask(self, chunk: int) -> mx.array:
         """Mask all but the tokens of each node's own path since the last multiple of ``chunk``."""
-        if chunk not in self._chunk_masks:
-            is_near = self._positions // chunk == self._step.nodes[..., None] // chunk
-            self._chunk_masks[chunk] = (self._is_seen & is_near)[:, None]
-        return self._chunk_masks[chunk]
+        return self._near(
+            "chunk",
+            chunk,
+            lambda: self._positions // chunk == self._step.nodes[..., None] // chunk,
+        )
+
+    def _near(self, kind: str, size: int, is_near: Callable[[], mx.array]) -> mx.array:
+        """Return the mask of those entries only, which is made once."""
+        if (kind, size) not in self._masks:
+            self._masks[kind, size] = (self._is_seen & is_near())[:, None]
+        return self._masks[kind, size]
 
     @cached_property
     def _behind(self) -> mx.array:
         """Distance of each entry behind the root, negative before it, shape (B, S)."""
-        last = self._step.num_nodes - 1
         places = mx.arange(self.num_rows)
-        if max(self._step.lengths) + last < self._capacity:  # nothing has been overwritten
+        if self._is_whole:
             return places - self._step.starts
+        last = self._step.num_nodes - 1
         return last - (self._step.starts + last - places) % self._capacity
 
     @cached_property
@@ -166,12 +179,14 @@ class Layout:
     @cached_property
     def _is_seen(self) -> mx.array:
         """Whether an entry is committed, or of a node's ancestor or the node, (B, N, S)."""
-        behind, starts, num_nodes = self._behind, self._step.starts, self._step.num_nodes
+        behind, num_nodes = self._behind, self._step.num_nodes
+        is_there = behind < 1 if num_nodes == 1 else behind < 0
+        if not self._is_whole:  # a ring that has come round for some sequences only
+            is_there = is_there & (behind >= -self._step.starts)
         if num_nodes == 1:
-            return ((behind <= 0) & (behind >= -starts))[:, None]
-        is_committed = (behind < 0) & (behind >= -starts)
+            return is_there[:, None]
         is_node = (behind >= 0) & (behind < num_nodes)
         shape = len(self._step.lengths), num_nodes, self.num_rows
         nodes = mx.broadcast_to(self._node[:, None], shape)
         is_above = mx.take_along_axis(self._step.trees.ancestors, nodes, axis=2)
-        return is_committed[:, None] | (is_above & is_node[:, None])
+        return is_there[:, None] | (is_above & is_node[:, None])

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.target.caches.full import Entries, FullCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
+from mlx_redrafter.target.caches.tree_pass import UnreadPath
 
 
 class SlidingCache:
@@ -51,8 +52,17 @@ class SlidingCache:
         return self._ordered
 
     def commit(self, path: Sequence[int]) -> None:
-        assert self._ordered is not None
-        self._ordered.commit(path)
+        self.ordered.commit(path)
+
+    def follow(self, path: UnreadPath) -> None:
+        self.ordered.follow(path)
+
+    def place(self, length: int) -> None:
+        self.ordered.place(length)
+
+    def has_room(self, end: int) -> bool:
+        """Whether entries up to position ``end`` leave all entries in the buffer."""
+        return self._ordered is not None and self._ordered.has_room(end)
 
     def settle(self, length: int) -> None:
         """Fill the ring again; entries that the buffer has dropped become zeros."""
@@ -121,10 +131,14 @@ class _OrderedCache(FullCache):
 
         ``chunk_size`` entries stay, so MLX copies the buffer only now and then.
         """
-        stock = self.stock
-        if stock.keys is not None and end - stock.start_position > stock.keys.shape[2]:
+        if not self.has_room(end):
             self.write_aside()
-            stock.maybe_trim_front()
+            self.stock.maybe_trim_front()
+
+    def has_room(self, end: int) -> bool:
+        """Whether the buffer ends at position ``end`` or after it."""
+        stock = self.stock
+        return stock.keys is None or end - stock.start_position <= stock.keys.shape[2]
 
 
 def _in_order(ring: RotatingKVCache) -> ChunkedKVCache:
