@@ -260,7 +260,12 @@ def advise(
         f"{1e3 * forecast.plain:.1f} ms per step.",
         *forecast.notes,
         "With a recurrent drafter whose tokens per step equal those of Apple's for Vicuna-7B, "
-        f"decoding would be at best {forecast.speedup:.2f} times as fast (shape {forecast.shape}).",
+        + (
+            f"decoding would be at best {forecast.speedup:.2f} times as fast (shape "
+            f"{forecast.shape})."
+            if forecast.speedup > 1
+            else "decoding would not become faster: its steps are too short."
+        ),
     ]
     return sections
 
