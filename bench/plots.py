@@ -10,10 +10,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
 
-from mlx_redrafter.bench.runs import STOCK
+from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.speed import SpeedRow
 from mlx_redrafter.bench.sweep import Point
-from mlx_redrafter.bench.throughput import Throughput
 from mlx_redrafter.checkpoint_files import write_atomically
 from mlx_redrafter.errors import RedrafterError
 
@@ -86,28 +85,7 @@ def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path
     return files
 
 
-def plot_throughput(path: Path, found: Sequence[Throughput], heading: str) -> Path:
-    """Draw tokens per second, and the time per token of a sequence, by batch size."""
-    with figure(path, heading, (7.5, 6.5), rows=2) as (throughput, latency):
-        for name in dict.fromkeys(one.way for one in found):
-            mine = [one for one in found if one.way == name]
-            sizes = [one.batch_size for one in mine]
-            throughput.plot(sizes, [one.throughput.median for one in mine], marker=".")
-            times = [1e3 * one.latency.median for one in mine]
-            latency.plot(sizes, times, marker=".", label=name)
-        throughput.set_ylabel("tokens/s of the batch")
-        latency.set_ylabel("ms per token of a sequence")
-        latency.set_xlabel("sequences in a batch")
-        sizes = sorted({one.batch_size for one in found})
-        for axes in (throughput, latency):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sizes, map(str, sizes))
-            axes.set_ylim(bottom=0)
-        latency.legend(loc="upper left")
-    return path
-
-
-def plot_speed(path: Path, rows: Sequence[SpeedRow], heading: str) -> Path:
+def plot_speed(path: Path, rows: Sequence[SpeedRow], heading: str, baseline: str = PLAIN) -> Path:
     """Draw the tokens per second of every method in every setting as bars, to publish."""
     shown = [row for row in rows if row.tokens_per_second is not None and not row.category]
     settings = list(dict.fromkeys(row.setting for row in shown))
@@ -125,7 +103,7 @@ def plot_speed(path: Path, rows: Sequence[SpeedRow], heading: str) -> Path:
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel("tokens/s of the batch (times plain decoding)")
+        axes.set_xlabel(f"tokens/s of the batch (times {baseline})")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     return path
 

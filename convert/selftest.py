@@ -171,14 +171,14 @@ def decode_all(
 def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSequence:
     """Continue a prompt greedily, and keep the states of the captured layers."""
     tokens, cache = list(prompt), target.new_cache()
-    states: list[mx.array] = []
+    states: list[Any] = []
     columns: list[tuple[mx.array, mx.array]] = []
     ids = mx.array(prompt, dtype=mx.int32)
-    outputs = target.prefill(
-        ids, cache, PREFILL_STEP_SIZE, lambda done, total: None, layers, states.append
-    )
+    for start in range(0, len(prompt) - 1, PREFILL_STEP_SIZE):
+        chunk = ids[start : min(start + PREFILL_STEP_SIZE, len(prompt) - 1)]
+        states.append(target.process_chunk(chunk, cache, layers).states)
+    outputs = target.advance(ids[-1:], cache, layers)
     while True:
-        assert outputs.states is not None
         states.append(outputs.states)
         logits = outputs.logits.astype(mx.float32)
         best = top_k(logits, min(TOP_TOKENS, target.vocab_size))

@@ -36,6 +36,7 @@ from mlx_redrafter.decoding.records import PendingPass, Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, TokenSampler
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.decoding.target_choice import sample_and_accept, sample_root
+from mlx_redrafter.device_read import wait_for
 from mlx_redrafter.target.caches.batch_cache import SlotCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
@@ -314,11 +315,14 @@ class SequenceDecoder:
         if left > 0 and not self.is_cancelled:
             limit = request.chunk_size or (lambda done: request.prefill_step_size)
             size = min(left, limit(done - self._first), most or left)
-            chunk = mx.array(request.prompt[done : done + size + 1], dtype=mx.int32)
+            chunk = mx.array(request.prompt[done : done + size], dtype=mx.int32)
             with mx.stream(generation_stream):
-                self.target.prefill_but_last(
-                    chunk, self.own_cache, size, lambda *_: None, self.layers, self._read_states
-                )
+                outputs = self.target.process_chunk(chunk, self.own_cache, self.layers)
+                if outputs.states is not None and self.drafting is not None:
+                    assert self.drafting.reader is not None
+                    self.drafting.reader.read(outputs.states)
+                wait_for([layer.state for layer in self.own_cache.stock])
+                mx.clear_cache()
             self._report(done + size)
             left -= size
         if self.is_cancelled:
@@ -422,7 +426,7 @@ class SequenceDecoder:
         with mx.stream(generation_stream):
             if isinstance(drafts, TokenTree):
                 outputs = self.target.verify(drafts, self.own_cache, self.layers)
-                if self.target.is_first_use:
+                if self.target.compiled is not None and self.target.compiled.is_first_use:
                     self._clock.skip()
                 return outputs
             return self.target.advance(drafts, self.own_cache, self.layers)
@@ -437,18 +441,19 @@ class SequenceDecoder:
     def _follow(self) -> bool:
         """Commit the newest pass before the host has read it, if the next one can follow it."""
         pending, policy, proposal = self._pending, self.policy, self._proposal
-        self._kept = None
+        compiled, self._kept = self.target.compiled, None
         if self._is_plain or pending is None or pending.path is None or pending.is_read:
             return False
         if policy is None or proposal is None or proposal.tree is None:
             return False
         is_on_host = self.processors is not None or self.common_sampler is None
-        if is_on_host or self.target.compiled is None or not isinstance(self.cache, TreeCache):
+        # A cache of a batch must know its length, and so must one that quantises its entries.
+        if is_on_host or compiled is None or type(self.cache) is not TreeCache:
             return False
         with mx.stream(generation_stream):
             tree = self._kept = policy.keep_early(proposal.plan, proposal.tree)
             longest = pending.max_accepted + 1
-            if tree is None or not self.target.may_follow(tree, self.cache, self.layers, longest):
+            if tree is None or not compiled.may_follow(tree, self.cache, self.layers, longest):
                 return False
             self.cache.follow(pending.path, pending.num_accepted)
         return True
@@ -461,10 +466,6 @@ class SequenceDecoder:
         with mx.stream(generation_stream):
             tree = self._kept or self.policy.keep(proposal.plan, proposal.tree)
         return tree if tree.size > 1 and self.cache.takes(tree) else None
-
-    def _read_states(self, states: mx.array) -> None:
-        if self.drafting is not None and self.drafting.reader is not None:
-            self.drafting.reader.read(states)
 
     def _report(self, done: int) -> None:
         """Report how many tokens of the prompt are processed, without those of a shared prefill."""

@@ -47,16 +47,15 @@ LEADER = "redrafter_leader"
 class Leader:
     """Tells the other ranks what rank 0 does.
 
-    Attributes:
+    Args:
         machines: All ranks.
-        num_passes: Number of passes so far.
-        num_bytes: Number of bytes sent to each other rank for them.
     """
 
     def __init__(self, machines: Machines):
         self.machines = machines
-        self.num_passes = self.num_bytes = 0
         self._lock = threading.RLock()
+        # Whether an operation runs, all parts of which the others do by themselves.
+        self._is_within = False
         self._waiting: list[Frame] = []
         self._count = itertools.count(1)
         # Numbers of the caches, by their first layer: mlx-lm's objects, which outlive a text.
@@ -92,17 +91,26 @@ class Leader:
             self._dropped.append(number)
 
     @contextmanager
-    def together(self, do: Do | None = None, *numbers: int) -> Iterator[None]:
+    def together(self, do: Do, *numbers: int) -> Iterator[None]:
         """Do something on rank 0 that the others do as well, without an interruption by Ctrl-C.
 
         Args:
-            do: Operation on a cache to announce; None inside of another.
+            do: Operation on a cache, announced with the next pass unless it is part of another.
             *numbers: Its numbers.
         """
         with self._lock, _without_interruption():
-            if do is not None:
+            if not self._is_within:
                 self._waiting.append(Frame(do, numbers))
+            with self._within():
+                yield
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        before, self._is_within = self._is_within, True
+        try:
             yield
+        finally:
+            self._is_within = before
 
     @contextmanager
     def passing(self, do: Do, numbers: Sequence[int], values: Sequence[mx.array]) -> Iterator[None]:
@@ -113,15 +121,13 @@ class Leader:
             numbers: Its numbers.
             values: Arrays of int32 that the other ranks need, each of shape (n,).
         """
-        with self.together(), waiting():
+        with self._lock, _without_interruption(), self._within(), waiting():
             self._order()
-            frames = [Frame(Do.DROP, (number,)) for number in self._take_dropped()]
-            data = b"".join(map(pack, [*self._waiting, *frames, Frame(do, tuple(numbers))]))
+            drops = [Frame(Do.DROP, (self._dropped.popleft(),)) for _ in range(len(self._dropped))]
+            data = b"".join(map(pack, [*self._waiting, *drops, Frame(do, tuple(numbers))]))
             self._waiting = []
             for line in self.machines.lines:
                 line.send(data)
-            self.num_passes += 1
-            self.num_bytes += len(data)
             try:
                 mx.async_eval(share(mx.concatenate(list(values)), self.machines.group))
                 yield
@@ -152,9 +158,6 @@ class Leader:
                     f"expected a pass to end within {PASS_SECONDS:g} s, found none from rank 0, "
                     f"{names} though all of them live; start them again"
                 )
-
-    def _take_dropped(self) -> list[int]:
-        return [self._dropped.popleft() for _ in range(len(self._dropped))]
 
     def _order(self) -> None:
         """Let the passes of another thread end: each thread has a stream of its own."""
@@ -208,48 +211,28 @@ class LedBatchCache(BatchCache):
     def __init__(self, leader: Leader, has_buckets: bool):
         super().__init__(has_buckets)
         self._leader = leader
-        self._is_within = False
-        # Number of the cache of each slot's sequence, and the function that `insert` got with it.
-        self._occupants: list[tuple[int, Floor] | None] = []
         self.number = leader.add(self)
-        with leader.together(Do.NEW_BATCH, self.number):
-            pass
 
-    def occupants(self) -> list[tuple[int, int]]:
-        """Return the cache number of each slot, 0 for an idle one, and the tokens that it keeps."""
-        return [(one[0], min(one[1](), MOST)) if one else (0, 0) for one in self._occupants]
+    def kept(self) -> list[int]:
+        """Return the number of tokens that each slot keeps whatever happens; 0 for an idle one."""
+        return [min(floor(), MOST) if floor else 0 for floor in self._floors]
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         with self._leader.together(Do.KEEP, self.number, slot, *path):
             super().commit(slot, path)
 
     def insert(self, slot: int, own: TreeCache, floor: Floor) -> None:
-        number = _number(own)
-        with self._leader.together(Do.INSERT, self.number, slot, number), self.within():
+        with self._leader.together(Do.INSERT, self.number, slot, _number(own)):
             super().insert(slot, own, floor)
-            self._occupants[slot] = number, floor
 
     def leave(self, slot: int, own: TreeCache | None) -> None:
         number = 0 if own is None else _number(own)
         with self._leader.together(Do.LEAVE, self.number, slot, number):
             super().leave(slot, own)
-            self._occupants[slot] = None
 
     def resize(self, slots: Sequence[int], num_slots: int, num_rows: int) -> None:
-        numbers = self.number, num_slots, num_rows, *slots
-        with self._leader.together(None if self._is_within else Do.RESIZE, *numbers):
+        with self._leader.together(Do.RESIZE, self.number, num_slots, num_rows, *slots):
             super().resize(slots, num_slots, num_rows)
-            num_idle = num_slots - len(slots)
-            self._occupants = [self._occupants[slot] for slot in slots] + [None] * num_idle
-
-    @contextmanager
-    def within(self) -> Iterator[None]:
-        """Announce nothing: the other ranks resize by themselves where this one does."""
-        self._is_within = True
-        try:
-            yield
-        finally:
-            self._is_within = False
 
 
 class LeadingTarget(Target):
@@ -343,11 +326,10 @@ class LeadingTarget(Target):
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
         assert isinstance(cache, LedBatchCache)
-        slots = zip(trees.drafts, cache.occupants(), strict=True)
-        facts = [number for one, kept in slots for number in (*describe(one), *kept)]
+        slots = zip(trees.drafts, cache.kept(), strict=True)
+        facts = [number for one, kept in slots for number in (*describe(one), kept)]
         values = [array for one in trees.drafts for array in arrays(one)]
-        numbers = [cache.number, trees.size, *facts]
-        with self.leader.passing(Do.BATCH, numbers, values), cache.within():
+        with self.leader.passing(Do.BATCH, [cache.number, trees.size, *facts], values):
             return _dispatched(super().verify_batch(trees, cache, layers))
 
     def process_chunk(
@@ -362,7 +344,7 @@ class LeadingTarget(Target):
     def call(self, tokens: mx.array, caches: list[Any] | None) -> mx.array:
         if caches is not None:  # inside of a pass that is announced
             return super().call(tokens, caches)
-        with self.leader.passing(Do.BARE, [tokens.size], [tokens.reshape(-1)]):
+        with self.leader.passing(Do.CALL, [0, tokens.size], [tokens.reshape(-1)]):
             logits = super().call(tokens, None)
             mx.async_eval(logits)
         return logits
@@ -381,8 +363,7 @@ class LedModel:
         target, number = self._target, self._target.leader.number_of(cache[0])
         if number is None:
             number = target.number_of(cache, 0)
-        numbers = [number, tokens.shape[1]]
-        with target.leader.passing(Do.STOCK, numbers, [tokens[0]]):
+        with target.leader.passing(Do.CALL, [number, tokens.shape[1]], [tokens[0]]):
             logits: mx.array = target.model(tokens, cache=cache)
             mx.async_eval(logits)
         return logits

@@ -7,7 +7,6 @@ by the probabilities of all drafts once they are known.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import numpy as np
@@ -98,13 +97,8 @@ class BatchPolicy:
         self._plan: DraftPlan | None = None
         # Number of sequences of the step that is being decided.
         self._count = 1
-        # Decisions so far, and which member's step is timed, for each decision whose step has not
-        # been observed, at most two.
-        self._number = 0
-        self._timed: deque[tuple[int, MemberPolicy]] = deque(maxlen=2)
-        # The oldest of those steps, and the tokens of its sequences that the host has read.
-        self._step: Step | None = None
-        self._tokens: list[int] = []
+        # Steps of the members that the host has read since the last decision.
+        self._steps: list[Step] = []
         # Selected drafts of the step's members.
         self._kept: dict[MemberPolicy, TokenTree] = {}
 
@@ -116,30 +110,26 @@ class BatchPolicy:
 
     def look(self, outlooks: Sequence[Outlook], count: int) -> None:
         """Decide the plan of the next step for all members."""
-        members = [(one, found) for one, found in outlooks if isinstance(one, MemberPolicy)]
+        members = [found for one, found in outlooks if isinstance(one, MemberPolicy)]
         self._kept = {}
         self._learn_time()
         if members:
-            policy, self._count = self._current(), count
-            self._plan = policy.choose_for([found for _, found in members if found], count)
-            self._number += 1
-            self._timed.append((self._number, members[0][0]))
+            self._count = count
+            self._plan = self._current().choose_for([one for one in members if one], count)
 
     def weigh(self, offers: Sequence[Offer]) -> None:
         """Select the drafts of all members to verify."""
-        found = [(one, tree) for one, _, tree in offers if isinstance(one, MemberPolicy)]
+        found = {one: tree for one, _, tree in offers if isinstance(one, MemberPolicy)}
         self._learn_time()
         if found:
-            found.sort(key=lambda offer: -offer[1].size)
-            drafts = [(member.pending, tree) for member, tree in found]
+            drafts = [(member.pending, tree) for member, tree in found.items()]
             kept = self._current().keep_all(drafts, self._count)
-            self._kept = {member: tree for (member, _), tree in zip(found, kept, strict=True)}
-            self._timed[-1] = self._number, found[0][0]
+            self._kept = dict(zip(found, kept, strict=True))
 
-    def choose(self, outlook: Sequence[float] | None) -> tuple[int, DraftPlan | None]:
-        """Return the number of the newest decision, and the plan of a member's next step."""
+    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+        """Return the plan of a member's next step."""
         is_lookup = self._plan is not None and self._plan.from_text
-        return self._number, self._plan if outlook or not is_lookup else None
+        return self._plan if outlook or not is_lookup else None
 
     def keep(self, member: MemberPolicy, tree: TokenTree) -> TokenTree:
         """Return the selected drafts of a member; those of a probe are only learnt from."""
@@ -147,12 +137,10 @@ class BatchPolicy:
             return self._kept[member]
         return self._current().keep_all([(member.pending, tree)], self._count)[0]
 
-    def observe(self, member: MemberPolicy, step: Step, number: int) -> None:
-        """Learn from a sequence's tokens, and from the cost of one sequence's steps."""
-        if self._timed and self._timed[0][0] == number:
-            self._tokens.append(len(step.tokens))
-            if self._timed[0][1] is member:
-                self._step = step
+    def observe(self, member: MemberPolicy, step: Step, was_chosen: bool) -> None:
+        """Learn from a sequence's tokens; `_learn_time` learns from the cost of all steps."""
+        if was_chosen:
+            self._steps.append(step)
         self._current().observe_tokens(member.pending, step.tokens)
 
     def _learn_time(self) -> None:
@@ -160,10 +148,11 @@ class BatchPolicy:
 
         A sequence whose drafts are good or bad must not stand for all of them.
         """
-        if self._step is not None and self._policy is not None:
-            self._timed.popleft()
-            self._policy.observe_time(self._step, sum(self._tokens) / len(self._tokens))
-        self._step, self._tokens = None, []
+        steps, self._steps = self._steps, []
+        if steps and self._policy is not None:
+            largest = max(steps, key=lambda step: step.num_nodes)
+            num_tokens = sum(len(step.tokens) for step in steps) / len(steps)
+            self._policy.observe_time(largest, num_tokens)
 
     def _current(self) -> AdaptivePolicy:
         """Return the policy for the present number of slots."""
@@ -175,8 +164,7 @@ class BatchPolicy:
                 begin = before.without_times()
             costs = batch_costs(self._costs(), size, self._is_joint)
             self._size = size
-            self._timed.clear()
-            self._step, self._tokens = None, []
+            self._steps = []
             self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
             experience = self._batches[size] = self._policy.experience
             experience.drafts.window = MEMORY * size
@@ -193,13 +181,12 @@ class MemberPolicy:
     def __init__(self, batch: BatchPolicy):
         self._batch = batch
         self.pending: list[ScoredDrafts] = []
-        # Numbers of the decisions whose steps have not been observed.
-        self._numbers: deque[int] = deque()
+        # Number of decisions whose steps have not been observed.
+        self._num_chosen = 0
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        number, plan = self._batch.choose(outlook)
-        self._numbers.append(number)
-        return plan
+        self._num_chosen += 1
+        return self._batch.choose(outlook)
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         return self._batch.keep(self, tree)
@@ -209,4 +196,6 @@ class MemberPolicy:
 
     def observe(self, step: Step) -> None:
         # The last step of a sequence is observed without having been chosen.
-        self._batch.observe(self, step, self._numbers.popleft() if self._numbers else 0)
+        was_chosen = self._num_chosen > 0
+        self._num_chosen -= was_chosen
+        self._batch.observe(self, step, was_chosen)

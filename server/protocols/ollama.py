@@ -188,10 +188,8 @@ class OllamaWriter(Writer):
         yield self._line({**self._say(None), "done": False})
 
     def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        for text in texts:
-            self._finish_reason = text.finish_reason
-        said = self._say(texts[0] if texts else None)
-        return {**self._head(), **said, **self._end(usage)}
+        self._finish_reason = texts[0].finish_reason
+        return {**self._head(), **self._say(texts[0]), **self._end(usage)}
 
     def loaded(self, reason: str) -> dict[str, Any]:
         """Return the reply to a request without a prompt."""

@@ -96,16 +96,9 @@ class ChatWriter(ChoiceWriter):
     def is_shown(self, part: Part) -> bool:
         return part.index not in self._calls or super().is_shown(part)
 
-    def next_choice(self, part: Part) -> dict[str, Any]:
-        return self._choice(part, "delta", part.index not in self._calls)
-
-    def whole_choice(self, text: Part) -> dict[str, Any]:
-        return self._choice(text, "message", True)
-
-    def _choice(self, part: Part, name: str, is_first: bool) -> dict[str, Any]:
-        """Format a whole choice (``message``), or the next part of one (``delta``)."""
+    def choice(self, part: Part, name: str) -> dict[str, Any]:
         message: dict[str, Any] = {"content": part.content}
-        if is_first:
+        if part.index not in self._calls:
             message["role"] = "assistant"
         if name == "message" and part.tool_calls and not part.content:
             message["content"] = None

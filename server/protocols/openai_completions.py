@@ -66,10 +66,7 @@ class CompletionWriter(ChoiceWriter):
         # Characters of each text so far.
         self._lengths: dict[int, int] = {}
 
-    def whole_choice(self, text: Part) -> dict[str, Any]:
-        return self.next_choice(text)
-
-    def next_choice(self, part: Part) -> dict[str, Any]:
+    def choice(self, part: Part, name: str) -> dict[str, Any]:
         offset = self._lengths.get(part.index, 0)
         self._lengths[part.index] = offset + len(part.content)
         shows = self._request.top_logprobs is not None

@@ -150,7 +150,7 @@ def test_the_self_test_measures_what_drafting_does(
     for prompt in PROMPTS_OF_SELF_TEST:
         cache = target.new_cache()
         ids = mx.array(stories.tokenizer.encode(prompt), dtype=mx.int32)
-        forward = target.prefill(ids, cache, 512, lambda done, total: None)
+        forward = target.prefill(ids, cache, 512)
         for _ in range(TOKENS_PER_PROMPT):
             root = mx.argmax(forward.logits, axis=-1)
             draft = expand(drafter, enter, forward.hidden_states[0], root, shape).tokens[0]
