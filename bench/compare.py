@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from mlx_redrafter.bench.recording import Recording
@@ -17,19 +16,6 @@ from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.proposers.lookup import Lookup
 
 
-@dataclass(frozen=True)
-class MethodComparison:
-    """Results of a comparison.
-
-    Attributes:
-        rows: One row per decoding method, over all prompts.
-        by_category: The same over the prompts of each category; empty if there is only one.
-    """
-
-    rows: list[Row]
-    by_category: dict[str, list[Row]]
-
-
 def compare(
     arms: Mapping[str, Arm],
     settings: CommonSettings,
@@ -38,8 +24,10 @@ def compare(
     recording: Recording,
     cool_down: float = 0.0,
     on_progress: OnProgress = lambda done, total: None,
-) -> MethodComparison:
+) -> tuple[list[Row], dict[str, list[Row]]]:
     """Decode every prompt with every method, ``repeats`` times, in interleaved runs.
+
+    Return a row per method over all prompts, and the same by category if there are several.
 
     Turns that the recording already has are not repeated.
     """
@@ -48,17 +36,13 @@ def compare(
 
     reference = reference_arm(settings)
     categories = dict.fromkeys(prompt.category for prompt in prompts)
-    found = MethodComparison(
-        summarise(recording.runs, reference),
-        {
-            category: summarise(
-                [run for run in recording.runs if run.category == category], reference
-            )
-            for category in (categories if len(categories) > 1 else ())
-        },
-    )
-    recording.finish(found=found)
-    return found
+    rows = summarise(recording.runs, reference)
+    by_category = {
+        category: summarise([run for run in recording.runs if run.category == category], reference)
+        for category in (categories if len(categories) > 1 else ())
+    }
+    recording.finish(found={"rows": rows, "by_category": by_category})
+    return rows, by_category
 
 
 def time_shapes(settings: CommonSettings, longest: int, recording: Recording) -> None:

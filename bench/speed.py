@@ -166,9 +166,7 @@ def measure_speed(
             _warm_up(compared, replace(mine, max_tokens=WARM_UP_TOKENS), batch)
         recording.add(_take_turn(methods, batch, mine, compared.cool_down))
     on_progress(len(work), len(work))
-    rows = summarise_speed(recording.runs, [setting for setting, _ in work], compared.baseline)
-    recording.finish(has_servers=bool(compared.servers), rows=rows)
-    return rows
+    return summarise_speed(recording.runs, [setting for setting, _ in work], compared.baseline)
 
 
 def summarise_speed(

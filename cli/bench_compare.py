@@ -80,13 +80,13 @@ def compare(
     if stock_draft_model is not None:
         arms[STOCK_DRAFT] = stock_arm(settings, load(stock_draft_model)[0])
     with progress("Turns") as on_progress:
-        found = measure(
+        rows, by_category = measure(
             arms, settings, encoded, rounds.repeats, recording, rounds.cool_down, on_progress
         )
-    show(speed_table(found.rows, "all prompts"))
+    show(speed_table(rows, "all prompts"))
     seconds = recording.result.get("calibration_seconds", 0.0)
     show(f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes")
-    for category, rows in found.by_category.items():
-        show(speed_table(rows, category))
+    for category, some in by_category.items():
+        show(speed_table(some, category))
     warn(recording.result["disturbances"])
-    refuse_texts(num_different(found.rows))
+    refuse_texts(num_different(rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,7 +86,6 @@ def speed(
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.runs import AUTO, CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
-    from mlx_redrafter.bench.speed_page import speed_tables
     from mlx_redrafter.checkpoint_files import write_text
 
     servers = [find_server(one, api_key) for one in server or ()]
@@ -115,11 +113,9 @@ def speed(
     compared = Comparison(settings, servers, cool_down=rounds.cool_down)
     recording = Recording(out, "speed", configuration, resume)
 
-    def write(rows: list[SpeedRow]) -> None:
-        if out is not None:
-            write_text(out.with_suffix(".md"), speed_tables(rows))
-
-    rows = _measure(work, compared, recording, write)
+    rows = _measure(work, compared, recording)
+    if out is not None:
+        write_text(out.with_suffix(".md"), "\n".join(recording.result["tables"]) + "\n")
     refuse_texts(sum(row.num_different or 0 for row in rows if row.method == AUTO))
 
 
@@ -176,19 +172,16 @@ def throughput(
     refuse_texts(sum(row.num_different or 0 for row in rows))
 
 
-def _measure(
-    work: Work,
-    compared: Comparison,
-    recording: Recording,
-    on_rows: Callable[[list[SpeedRow]], None] = lambda rows: None,
-) -> list[SpeedRow]:
+def _measure(work: Work, compared: Comparison, recording: Recording) -> list[SpeedRow]:
     """Measure, print the table, draw the plot, and return the rows over all categories."""
     from mlx_redrafter.bench.plots import count_texts, plot_speed, title
     from mlx_redrafter.bench.speed import measure_speed
-    from mlx_redrafter.bench.speed_page import cells, columns
+    from mlx_redrafter.bench.speed_page import cells, columns, speed_tables
 
     with progress("Batches") as on_progress:
         rows = measure_speed(work, compared, recording, on_progress)
+    tables = speed_tables(rows, compared.baseline)
+    recording.finish(bool(compared.servers), rows=rows, tables=tables)
     found = [row for row in rows if not row.category]
     table = Table(*columns(compared.baseline))
     for row in found:
@@ -196,7 +189,6 @@ def _measure(
     show(table)
     result: dict[str, Any] = recording.result
     warn(result["disturbances"])
-    on_rows(rows)
     if recording.path is not None:
         heading = title(result, compared.settings.model, count_texts(result["configuration"]))
         path = recording.path.with_suffix(".png")

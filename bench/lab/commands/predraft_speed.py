@@ -65,12 +65,12 @@ def run(arguments: Namespace) -> None:
         hits[name] = ahead.hits
     recording = Recording(arguments.out, "compare", configuration, arguments.resume)
     with progress("Turns") as on_progress:
-        found = compare(
+        rows, _ = compare(
             arms, settings, encoded, arguments.repeats, recording, arguments.cool_down, on_progress
         )
-    recording.finish(found=found, hits=hits)
-    show(speed_table(found.rows, "all prompts"))
+    recording.finish(found=recording.result["found"], hits=hits)
+    show(speed_table(rows, "all prompts"))
     for name, count in hits.items():
         show(f"{name}: {count.foreseen} of {count.passes} outcomes were drafted for")
     warn(recording.result["disturbances"])
-    refuse_texts(num_different(found.rows))
+    refuse_texts(num_different(rows))
