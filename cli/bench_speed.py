@@ -17,7 +17,7 @@ from mlx_redrafter.cli.bench_options import (
     Resume,
     Rounds,
     TextTokens,
-    describe_pair,
+    begin,
 )
 from mlx_redrafter.cli.bench_output import (
     draw,
@@ -82,8 +82,6 @@ def speed(
     chosen, sizes = parse_temps(temps), parse_ints(batch_sizes)
     lengths = [None] if contexts is None else [parse_count(one) for one in contexts.split(",")]
     from mlx_redrafter.bench.openai_server import find_server
-    from mlx_redrafter.bench.prompts import describe_prompts
-    from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.runs import AUTO, CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
     from mlx_redrafter.checkpoint_files import write_text
@@ -93,15 +91,14 @@ def speed(
         raise ConfigError("expected a different name for every --server; rename one")
     target, tokenizer, drafter = pair.load()
     encoded = {length: prompts.encode(tokenizer, length) for length in lengths}
-    configuration = {
-        **describe_pair(pair, drafter),
-        **describe_prompts(prompts.prompts, encoded[lengths[0]]),
+    recording = begin(
+        "speed", out, resume, pair, drafter, prompts.prompts, encoded[lengths[0]],
+        temps=list(chosen),
+        contexts=lengths,
+        batch_sizes=list(sizes),
+        servers=[one.name for one in servers],
         **asdict(rounds),
-        "temps": list(chosen),
-        "contexts": lengths,
-        "batch_sizes": list(sizes),
-        "servers": [one.name for one in servers],
-    }
+    )  # fmt: skip
     work = [
         batch
         for length, some in encoded.items()
@@ -111,8 +108,6 @@ def speed(
     ]
     settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
     compared = Comparison(settings, servers, cool_down=rounds.cool_down)
-    recording = Recording(out, "speed", configuration, resume)
-
     rows = _measure(work, compared, recording)
     if out is not None:
         write_text(out.with_suffix(".md"), "\n".join(recording.result["tables"]) + "\n")
@@ -145,21 +140,18 @@ def throughput(
     for name, value in (("max_tokens", max_tokens), ("rounds", rounds)):
         check_int(name, value, 1)
     target, tokenizer, drafter = pair.load()
-    from mlx_redrafter.bench.prompts import describe_prompts
-    from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.runs import CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, next_prompts
 
     encoded = Prompts(prompts).encode(tokenizer)
-    configuration = {
-        **describe_pair(pair, drafter),
-        **describe_prompts(prompts, encoded),
-        "max_tokens": max_tokens,
-        "repeats": rounds,
-        "temp": temp,
-        "shapes": shapes,
-        "batch_sizes": list(sizes),
-    }
+    recording = begin(
+        "throughput", out, resume, pair, drafter, prompts, encoded,
+        max_tokens=max_tokens,
+        repeats=rounds,
+        temp=temp,
+        shapes=shapes,
+        batch_sizes=list(sizes),
+    )  # fmt: skip
     work = [
         batch
         for size in sizes
@@ -167,7 +159,6 @@ def throughput(
     ]
     settings = CommonSettings(target, tokenizer, drafter, max_tokens)
     compared = Comparison(settings, plans=plans, has_stock=True)
-    recording = Recording(out, "throughput", configuration, resume)
     rows = _measure(work, compared, recording)
     refuse_texts(sum(row.num_different or 0 for row in rows))
 
