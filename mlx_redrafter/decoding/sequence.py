@@ -278,7 +278,7 @@ class SequenceDecoder:
             if isinstance(drafts, TokenTree):
                 return sample_and_accept(self.sampler, outputs, drafts, self.noise)
             # The token just processed, the last of the committed ones, is the root of this choice.
-            noise = self.sampler.noise_of_root(self.cache.length - 1)
+            noise = self.sampler.noise(self.cache.length - 1, 1)
             return sample_root(self.sampler, outputs, noise)
 
     def process(self, drafts: mx.array | TokenTree, logits: mx.array) -> mx.array:
