@@ -53,13 +53,7 @@ BatchMethod = Callable[[Sequence[Turn]], list[tuple[TimedRun, str]]]
 
 @dataclass(frozen=True)
 class Setting:
-    """Conditions that all methods share.
-
-    Attributes:
-        temp: Temperature.
-        context: Length of the prompts in tokens; None for their own.
-        batch_size: Texts at the same time.
-    """
+    """Conditions that all methods share; without a context, prompts keep their lengths."""
 
     temp: float
     context: int | None

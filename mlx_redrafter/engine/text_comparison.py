@@ -66,17 +66,8 @@ def compare_decoding(
 
     At temperature 0, plain decoding is stock ``mlx_lm.generate_step``. Above 0, it is that of this
     package, as mlx-lm has other random numbers, and so it is with ``kv_bits`` on several machines,
-    as mlx-lm quantises the cache of one machine only.
-
-    Args:
-        model: The target.
-        tokenizer: Its tokenizer.
-        drafter: Its drafter.
-        prompt: Token ids.
-        max_tokens: Maximum number of tokens to compare, at least 1.
-        on_token: Called for every token of both texts.
-        **options: Sampling and drafting options of `stream_generate`; with a temperature they must
-            have a seed.
+    as mlx-lm quantises the cache of one machine only. With a temperature the options must have a
+    seed. ``on_token`` is called for every token of both texts.
     """
 
     def decode(drafter: AnyDrafter) -> Iterator[GenerationResponse]:

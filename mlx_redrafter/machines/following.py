@@ -84,8 +84,8 @@ class FollowingBatch(BatchCache):
 
     def keep(self, numbers: Sequence[int]) -> None:
         """Take over the number of tokens that each slot's sequence keeps on rank 0."""
-        pairs = zip(self._floors, numbers, strict=True)
-        self._floors = [floor and partial(int, number) for floor, number in pairs]
+        for slot, number in zip(self._slots, numbers, strict=True):
+            slot.floor = slot.floor and partial(int, number)
 
 
 class Follower:

@@ -35,14 +35,12 @@ from mlx_redrafter.trees.tree import TokenTree
 
 # Share of the time for exploring, half for probes and surveys and half for trials.
 EXPLORE = 0.01
-# Share of the time for learning on the host, after the cost of one plain step.
+# Share of the time for learning on the host; the cost of one plain step is lent.
 LEARNING = 0.01
 # Share by which drafting must seem faster than plain decoding: both are estimates.
 MARGIN = 0.03
 # Number of steps of a trial: a plain step is timed if plain ones come before and after it.
 TRIAL = 3
-# Minimum loss to expect of a trial's step, in plain steps: an expected gain may be wrong.
-LEAST_LOSS = 0.06
 
 
 @dataclass
@@ -52,6 +50,7 @@ class Experience:
     Attributes:
         probes: Seconds saved for probes and surveys.
         trials: Seconds saved for trials.
+        learning: Seconds saved for learning on the host.
         num_surveys: Number of surveys so far.
     """
 
@@ -61,6 +60,7 @@ class Experience:
     guard: Guard | None = None
     probes: float = 0.0
     trials: float = 0.0
+    learning: float = 0.0
     num_surveys: int = 0
 
     def for_next(self) -> Experience:
@@ -137,7 +137,7 @@ class AdaptivePolicy:
         self._is_stale = False
         self._outcomes: list[list[ScoredDrafts]] = []
         self._was_plain = False
-        self._clock, self._learning, self._elapsed = clock, 0.0, 0.0
+        self._clock = clock
         # Steps, tokens, expected tokens, seconds and expected seconds by kind of step.
         self._totals: dict[tuple[DraftPlan | None, int], list[float]] = {}
         self._decide()
@@ -244,10 +244,10 @@ class AdaptivePolicy:
         was_plain, self._was_plain = self._was_plain, plan is None
         if step.seconds is None:
             return
-        self._elapsed += seconds
         saved, most = EXPLORE / 2 * seconds, SPARE * self._costs.plain
         experience.probes = min(most, experience.probes + saved)
         experience.trials = min(most, experience.trials + saved)
+        experience.learning = min(most, experience.learning + LEARNING * seconds)
         if plan is not None:
             experience.ratios.learn(kind, seconds / timed)
             self._guard.learn_drafted(seconds, num_tokens)
@@ -308,7 +308,8 @@ class AdaptivePolicy:
         else:
             self._further, self._further_cost = self._survey(best, all_tokens)
             self._untried, loss = Choice(), costs.plain - 1 / best.rate
-        self._trial_cost = TRIAL * max(loss, LEAST_LOSS * costs.plain)
+        # An expected gain may be wrong, so each step of a trial costs something.
+        self._trial_cost = TRIAL * max(loss, 3 * MARGIN * costs.plain)
 
     def _survey(self, best: Choice, all_tokens: Floats) -> tuple[Choice, float]:
         """Return the best choice with longer and wider drafts in turns, and its further cost."""
@@ -383,7 +384,7 @@ class AdaptivePolicy:
         if not (self._outcomes or self._is_stale):
             return
         outcomes, self._outcomes, experience = self._outcomes, [], self.experience
-        is_late = self._learning > self._costs.plain + LEARNING * self._elapsed
+        is_late = experience.learning < -self._costs.plain
         start = self._clock()
         for pending in outcomes:
             for scored in () if is_late else pending:
@@ -400,7 +401,7 @@ class AdaptivePolicy:
             experience.acceptance.fit()
         self._is_stale = False
         self._decide()
-        self._learning += self._clock() - start
+        experience.learning -= self._clock() - start
 
 
 def _largest(values: Floats) -> tuple[int, ...]:

@@ -74,6 +74,12 @@ class BatchPolicy:
         before: Function that returns the experience of a sequence before, for new numbers of slots.
         max_length: As in `AdaptivePolicy`.
         is_joint: As in `batch_costs`.
+
+    Attributes:
+        plan: Plan of the step that is being decided.
+        count: Number of all sequences of that step.
+        kept: Selected drafts of its members.
+        steps: Steps of the members that the host has read since the last decision.
     """
 
     def __init__(
@@ -94,13 +100,10 @@ class BatchPolicy:
         self._policy: AdaptivePolicy | None = None
         # Number of slots that it decides for.
         self._size = 0
-        self._plan: DraftPlan | None = None
-        # Number of sequences of the step that is being decided.
-        self._count = 1
-        # Steps of the members that the host has read since the last decision.
-        self._steps: list[Step] = []
-        # Selected drafts of the step's members.
-        self._kept: dict[MemberPolicy, TokenTree] = {}
+        self.plan: DraftPlan | None = None
+        self.count = 1
+        self.kept: dict[MemberPolicy, TokenTree] = {}
+        self.steps: list[Step] = []
 
     def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
         """Replace a policy that rests on the step times of a lone sequence."""
@@ -111,11 +114,11 @@ class BatchPolicy:
     def look(self, outlooks: Sequence[Outlook], count: int) -> None:
         """Decide the plan of the next step for all members."""
         members = [found for one, found in outlooks if isinstance(one, MemberPolicy)]
-        self._kept = {}
+        self.kept = {}
         self._learn_time()
         if members:
-            self._count = count
-            self._plan = self._current().choose_for([one for one in members if one], count)
+            self.count = count
+            self.plan = self.current().choose_for([one for one in members if one], count)
 
     def weigh(self, offers: Sequence[Offer]) -> None:
         """Select the drafts of all members to verify."""
@@ -123,38 +126,21 @@ class BatchPolicy:
         self._learn_time()
         if found:
             drafts = [(member.pending, tree) for member, tree in found.items()]
-            kept = self._current().keep_all(drafts, self._count)
-            self._kept = dict(zip(found, kept, strict=True))
-
-    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        """Return the plan of a member's next step."""
-        is_lookup = self._plan is not None and self._plan.from_text
-        return self._plan if outlook or not is_lookup else None
-
-    def keep(self, member: MemberPolicy, tree: TokenTree) -> TokenTree:
-        """Return the selected drafts of a member; those of a probe are only learnt from."""
-        if member in self._kept:
-            return self._kept[member]
-        return self._current().keep_all([(member.pending, tree)], self._count)[0]
-
-    def observe(self, member: MemberPolicy, step: Step, was_chosen: bool) -> None:
-        """Learn from a sequence's tokens; `_learn_time` learns from the cost of all steps."""
-        if was_chosen:
-            self._steps.append(step)
-        self._current().observe_tokens(member.pending, step.tokens)
+            kept = self.current().keep_all(drafts, self.count)
+            self.kept = dict(zip(found, kept, strict=True))
 
     def _learn_time(self) -> None:
         """Learn from the cost of a step, once the host has read the tokens of its sequences.
 
         A sequence whose drafts are good or bad must not stand for all of them.
         """
-        steps, self._steps = self._steps, []
+        steps, self.steps = self.steps, []
         if steps and self._policy is not None:
             largest = max(steps, key=lambda step: step.num_nodes)
             num_tokens = sum(len(step.tokens) for step in steps) / len(steps)
             self._policy.observe_time(largest, num_tokens)
 
-    def _current(self) -> AdaptivePolicy:
+    def current(self) -> AdaptivePolicy:
         """Return the policy for the present number of slots."""
         size = max(1, self._num_slots())
         if self._policy is None or self._size != size:
@@ -164,7 +150,7 @@ class BatchPolicy:
                 begin = before.without_times()
             costs = batch_costs(self._costs(), size, self._is_joint)
             self._size = size
-            self._steps = []
+            self.steps = []
             self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
             experience = self._batches[size] = self._policy.experience
             experience.drafts.window = MEMORY * size
@@ -186,16 +172,22 @@ class MemberPolicy:
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         self._num_chosen += 1
-        return self._batch.choose(outlook)
+        plan = self._batch.plan
+        has_nothing = plan is not None and plan.from_text and not outlook
+        return None if has_nothing else plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        return self._batch.keep(self, tree)
+        batch = self._batch
+        if self in batch.kept:
+            return batch.kept[self]
+        (kept,) = batch.current().keep_all([(self.pending, tree)], batch.count)  # of a probe
+        return kept
 
     def keep_early(self, plan: DraftPlan, tree: TokenTree) -> None:
         """Leave the choice to `keep`: the cache of a batch must know the outcome."""
 
     def observe(self, step: Step) -> None:
-        # The last step of a sequence is observed without having been chosen.
-        was_chosen = self._num_chosen > 0
-        self._num_chosen -= was_chosen
-        self._batch.observe(self, step, was_chosen)
+        if self._num_chosen:  # the last step of a sequence is observed without having been chosen
+            self._num_chosen -= 1
+            self._batch.steps.append(step)
+        self._batch.current().observe_tokens(self.pending, step.tokens)

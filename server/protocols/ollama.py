@@ -112,11 +112,7 @@ ROUTES: Routes = {
 
 
 def read_chat(body: object, defaults: GenerationOptions) -> tuple[Prompted, float | None]:
-    """Read a body of ``/api/chat``; return the request and the seconds that its model stays.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
-    """
+    """Read a body of ``/api/chat``; return the request and the seconds that its model stays."""
     fields = Fields(body)
     conversation = Conversation()
     for message in fields.each("messages"):
@@ -126,11 +122,7 @@ def read_chat(body: object, defaults: GenerationOptions) -> tuple[Prompted, floa
 
 
 def read_generate(body: object, defaults: GenerationOptions) -> tuple[Prompted, float | None]:
-    """Read a body of ``/api/generate``; return the request and the seconds that its model stays.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
-    """
+    """Read a body of ``/api/generate``; return the request and the seconds that its model stays."""
     fields = Fields(body)
     prompt, system = fields.typed("prompt", str) or "", fields.typed("system", str)
     for name in ("suffix", "template"):

@@ -39,11 +39,7 @@ async def answer(service: Service, client: Request) -> Response:
 
 
 def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, StreamOptions]:
-    """Read a body.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
-    """
+    """Read a body."""
     fields = Fields(body)
     shows = fields.typed("logprobs", bool)
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
@@ -68,11 +64,7 @@ def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, Stream
 
 
 def read_effort(fields: Fields, name: str) -> tuple[str | None, dict[str, Any]]:
-    """Read the amount of thinking; return its word and the option that turns thinking off.
-
-    Raises:
-        Refusal: The word is unknown.
-    """
+    """Read the amount of thinking; return its word and the option that turns thinking off."""
     effort = fields.one_of(name, EFFORTS)
     return effort, {"enable_thinking": False} if effort == "none" else {}
 

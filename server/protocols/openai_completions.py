@@ -30,11 +30,7 @@ async def answer(service: Service, client: Request) -> Response:
 
 
 def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, StreamOptions]:
-    """Read a body.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
-    """
+    """Read a body."""
     fields = Fields(body)
     top = fields.integer("logprobs", 0, MAX_LOGPROBS)
     echoes = fields.typed("echo", bool) or False

@@ -131,9 +131,6 @@ def read(body: object, defaults: GenerationOptions, stored: StoredResponses) -> 
         body: The body.
         defaults: Options of texts for requests that leave them out.
         stored: Responses that the request may continue.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
     """
     fields = Fields(body)
     given = {name: one for name, one in fields.values.items() if one is not None}
