@@ -17,10 +17,10 @@ from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.initial import compute_head_matrix, select_frequent_tokens
 from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.resources import (
-    StudentSize,
     TargetSize,
     check_minutes,
     check_resources,
+    count_weights,
     count_work,
     estimate,
 )
@@ -86,8 +86,14 @@ class Preparation:
         """
         request = self.request
         work = count_work(self._sources, self._encoder, request)
-        size = StudentSize.of(self.student)
-        needed = estimate(work, request, TargetSize.of(self._target), size)
+        student = self.student
+        needed = estimate(
+            work,
+            TargetSize.of(self._target),
+            count_weights(student.network),
+            len(student.layers),
+            student.reads_context,
+        )
         check_resources(needed, self.cache.folder)
         self._reporter.say(f"needs {needed}")
         return None if has_state(request.state_folder) else self._plan_time(work)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -143,49 +142,38 @@ class Optimiser:
         return mx.compile(function, inputs=state, outputs=state) if compiling_pays() else function
 
 
-class TrainingTask(NamedTuple):
-    """Data and options to train and measure a drafter with.
-
-    Attributes:
-        order: Batches to train on.
-        held_out: Texts to measure on.
-        temp: Sampling temperature of the held-out texts that are not greedy.
-        recipe: Training objective.
-        options: Options of the optimisation.
-    """
-
-    order: BatchOrder
-    held_out: Sequence[Shard]
-    temp: float
-    recipe: Recipe
-    options: TrainingOptions
-
-
 class Trainer:
-    """Trainer of one drafter, from the beginning or from the state of an interrupted run."""
+    """Trainer of one drafter, from the beginning or from the state of an interrupted run.
+
+    A resumed run must share ``identity``, the options and texts of the run as JSON. Without
+    ``total_steps`` the epochs of the request count.
+    """
 
     def __init__(
         self,
         student: Student,
-        task: TrainingTask,
-        folder: Path,
+        order: BatchOrder,
+        held_out: Sequence[Shard],
+        request: TrainingRequest,
         identity: str,
         total_steps: int | None = None,
     ):
         self.student = student
-        self.task = task
-        self.folder = folder
+        self.order = order
+        self.held_out = held_out
+        self.request = request
         self.identity = identity
         self.best: Arrays = {}
         self._saved_at = time.monotonic()
         arrays: Arrays = {}
-        if has_state(folder):
-            arrays, self.progress = load_state(folder, identity)
+        options = request.training
+        if has_state(request.state_folder):
+            arrays, self.progress = load_state(request.state_folder, identity)
         else:
-            steps = total_steps or task.options.epochs * task.order.steps_per_epoch
-            self.progress = TrainingProgress(steps, task.options.num_evaluations)
-        stretch, steps = task.order.options.stretch, self.progress.total_steps
-        self._optimiser = Optimiser(student, stretch, task.recipe, task.options, steps)
+            steps = total_steps or options.epochs * order.steps_per_epoch
+            self.progress = TrainingProgress(steps, options.num_evaluations)
+        stretch, steps = order.options.stretch, self.progress.total_steps
+        self._optimiser = Optimiser(student, stretch, request.recipe, options, steps)
         if arrays:
             self._optimiser.restore(arrays)
             self.best = _select_prefix("best.", arrays)
@@ -206,7 +194,7 @@ class Trainer:
             if self._is_measurement_due():
                 self._measure(on_best)
                 self.save()
-            elif time.monotonic() - self._saved_at >= self.task.options.checkpoint_seconds:
+            elif time.monotonic() - self._saved_at >= self.request.training.checkpoint_seconds:
                 self.save()
             try:
                 on_step(progress)
@@ -220,13 +208,13 @@ class Trainer:
             **self._optimiser.arrays(),
             **{f"best.{name}": value for name, value in self.best.items()},
         }
-        save_state(self.folder, arrays, self.progress, self.identity)
+        save_state(self.request.state_folder, arrays, self.progress, self.identity)
         self._saved_at = time.monotonic()
 
     def _step(self) -> None:
         progress = self.progress
         start = time.perf_counter()
-        found = self._optimiser.step(self.task.order.batch(progress.step))
+        found = self._optimiser.step(self.order.batch(progress.step))
         mx.eval(found, self._optimiser.arrays())
         loss = found.item()
         assert isinstance(loss, float)
@@ -247,9 +235,8 @@ class Trainer:
 
     def _measure(self, on_best: Callable[[Student], None]) -> None:
         progress = self.progress
-        student = self._optimiser.averaged()
-        task = self.task
-        stats = simulate(student, task.held_out, task.order.options.beam_length, task.temp)
+        student, temp = self._optimiser.averaged(), self.request.data_options.temp
+        stats = simulate(student, self.held_out, self.order.options.beam_length, temp)
         rate = stats.tokens_per_step or 1.0
         loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
         progress.curve.append(CurvePoint(progress.step, progress.seconds, loss, rate))
@@ -264,7 +251,7 @@ class Trainer:
             self.best = {name: mx.array(value) for name, value in self._optimiser.average.items()}
             mx.eval(self.best)
             on_best(student)
-        gave_up = progress.since_best >= self.task.options.patience
+        gave_up = progress.since_best >= self.request.training.patience
         progress.is_done = progress.step >= total or gave_up
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_redrafter.checkpoint_files import shared_name, write_atomically
+from mlx_redrafter.checkpoint_files import shared_name, write_atomically, write_text
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
@@ -70,8 +70,7 @@ def write_training_card(
             for p in progress.curve
         ),
     )
-    path = request.out / "README.md"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(request.out / "README.md", text)
 
 
 def measure_repetition(sequences: Sequence[TokenSequence]) -> float:
@@ -97,7 +96,7 @@ def write_csv(folder: Path, curve: Sequence[CurvePoint]) -> None:
     ]
     text = "\n".join(["step,seconds,loss,tokens_per_step", *rows, ""])
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "curves.csv", lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(folder / "curves.csv", text)
 
 
 def write_picture(folder: Path, curve: Sequence[CurvePoint]) -> bool:

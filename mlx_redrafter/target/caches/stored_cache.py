@@ -97,7 +97,7 @@ def fill(
             if name.startswith(f"{place}.")
         }
         if own:
-            _FILLERS[type(part)](part, own, length)
+            _fill(part, own, length)
 
 
 def _places(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -140,36 +140,20 @@ def _copied(arrays: Arrays) -> Arrays:
     return copies
 
 
-def _fill_entries(part: Any, arrays: Arrays, length: int) -> None:
-    part.keys, part.values, part.offset = arrays["keys"], arrays["values"], length
-
-
-def _fill_quantised(part: Any, arrays: Arrays, length: int) -> None:
+def _fill(part: Any, arrays: Arrays, length: int) -> None:
+    """Fill one cache with arrays named as in `_entries` or `_state`."""
+    if isinstance(part, ArraysCache):
+        for name, array in arrays.items():
+            part[int(name)] = array
+        return
     part.keys, part.values = (
-        tuple(arrays[f"{name}.{i}"] for i in range(3)) for name in ("keys", "values")
+        tuple(arrays[f"{name}.{i}"] for i in range(3))
+        if isinstance(part, QuantizedKVCache)
+        else arrays[name]
+        for name in ("keys", "values")
     )
     part.offset = length
-
-
-def _fill_ring(part: Any, arrays: Arrays, length: int) -> None:
-    _fill_entries(part, arrays, length)
-    part._idx = part.keys.shape[2]
-
-
-def _fill_chunk(part: Any, arrays: Arrays, length: int) -> None:
-    _fill_entries(part, arrays, length)
-    part.start_position = length - part.keys.shape[2]
-
-
-def _fill_state(part: ArraysCache, arrays: Arrays, length: int) -> None:
-    for name, array in arrays.items():
-        part[int(name)] = array
-
-
-_FILLERS = {
-    KVCache: _fill_entries,
-    QuantizedKVCache: _fill_quantised,
-    RotatingKVCache: _fill_ring,
-    ChunkedKVCache: _fill_chunk,
-    ArraysCache: _fill_state,
-}
+    if isinstance(part, RotatingKVCache):
+        part._idx = part.keys.shape[2]
+    elif isinstance(part, ChunkedKVCache):
+        part.start_position = length - part.keys.shape[2]

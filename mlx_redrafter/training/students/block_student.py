@@ -14,7 +14,7 @@ from mlx_redrafter.proposers.block.along_text import read_blocks, score_levels
 from mlx_redrafter.proposers.block.fit_block import calibrate
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training.generated_texts import iterate_read_texts
+from mlx_redrafter.training.generated_texts import iterate_texts
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.students.kv_students import KvStudent
 from mlx_redrafter.training.teacher_cache import Shard
@@ -33,10 +33,6 @@ class BlockStudent(KvStudent):
     @property
     def name(self) -> str:  # type: ignore[override]
         return f"a {self.network.config.name} drafter"
-
-    @property
-    def coupling_weight(self) -> float:
-        return self.network.coupling_weight
 
     def start_from_head(self, head: mx.array | None) -> None:
         """Begin with the target's final norm, as the head is the target's.
@@ -80,7 +76,7 @@ class BlockStudent(KvStudent):
         return draft_loss(logits, batch, counts, recipe, confidences)
 
     def calibrate(self, texts: Sequence[Shard]) -> None:
-        found = (text for shard in texts for text in iterate_read_texts(shard))
+        found = (text for shard in texts for text in iterate_texts(shard))
         self.network.config = calibrate(self.network, self.target, found)
 
 
