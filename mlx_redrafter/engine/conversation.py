@@ -51,7 +51,7 @@ class Conversation:
         if not engine.tokenizer.has_chat_template:
             raise ConfigError(
                 "a chat needs a model with a chat template, and this one has none; give it a text "
-                "to continue (run NAME \"...\", or generate)"
+                'to continue (run NAME "...", or generate)'
             )
         self.messages: list[Message] = []
         if system_prompt is not None:
