@@ -19,6 +19,7 @@ from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
+from tests.helpers.drafts import scored
 from tests.helpers.few_shapes import compile_passes
 from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config
 from tests.models.trees import PLAN, PROMPT, rows_of
@@ -56,7 +57,7 @@ class DraftsOnDevice:
         drafts = self.text[root + depths] + (depths > num_right)
         if self.is_chain:
             tokens = mx.concatenate([flight.root, drafts % VOCAB_SIZE])
-            return TokenTree.chain(tokens, LENGTH).scored(mx.zeros((LENGTH - 1,)))
+            return scored(TokenTree.chain(tokens, LENGTH), [0.0] * (LENGTH - 1))
         siblings = mx.stack([drafts + 17, drafts], axis=1).reshape(-1) % VOCAB_SIZE
         parents = [0, *(2 * ((node - 1) // 2) for node in range(1, 2 * LENGTH - 1))]
         shape = TokenTree.of([0] * len(parents), parents)
@@ -69,7 +70,7 @@ class DraftsOnDevice:
             len(parents),
             LENGTH - 1,
         )
-        return tree.scored(mx.zeros((len(parents) - 1,)))
+        return scored(tree, [0.0] * (len(parents) - 1))
 
     def skip(self, flight: PendingPass) -> None:
         """Nothing to note."""
