@@ -32,13 +32,7 @@ class PlotError(RedrafterError):
 
 
 def title(result: Mapping[str, Any], model: nn.Module, texts: str = "") -> str:
-    """Make the title of a plot: model, size, machine and texts.
-
-    Args:
-        result: The result, with its configuration and machine.
-        model: The target.
-        texts: Description of the decoded texts, if there are any.
-    """
+    """Make the title of a plot: model, size, machine, and the decoded texts."""
     size = get_total_parameters(model)
     short = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
     line = f"{result['configuration']['model']}, {short} parameters, on {machine_name(result)}"
@@ -61,15 +55,7 @@ def count_texts(configuration: Mapping[str, Any]) -> str:
 
 
 def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path]:
-    """Draw a map of the speed by width and length for every group of points.
-
-    Args:
-        folder: Folder for the PNG files.
-        points: Results of a sweep.
-        heading: Title, of `title`.
-
-    Returns:
-        The files.
+    """Draw a map of the speed by width and length for every group of points; return the files.
 
     Raises:
         PlotError: matplotlib is not installed.
@@ -118,14 +104,14 @@ def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
     shapes: dict[tuple[Any, ...], set[int]] = {}
     for point in points:
         shape = point.plan.shape
-        shapes.setdefault((point.dtype, point.temp, shape), set()).add(point.plan.num_nodes)
+        shapes.setdefault((point.temp, shape), set()).add(point.plan.num_nodes)
     has_nodes = any(len(counts) > 1 for counts in shapes.values())
     groups: dict[str, list[Point]] = {}
     for point in points:
         name = SELECTIONS[point.plan.shape.select]
         if has_nodes and point.plan.shape.select == "top_n":
             name += f", {point.plan.num_nodes} nodes"
-        groups.setdefault(f"{name}, {point.dtype}, {sampling_name(point.temp)}", []).append(point)
+        groups.setdefault(f"{name}, {sampling_name(point.temp)}", []).append(point)
     return groups
 
 

@@ -22,13 +22,7 @@ NUMBERS = re.compile(r"\[\n[-+.,\dEe\s]+\]")
 
 
 def new_result(kind: str, configuration: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """Start a result of this machine.
-
-    Args:
-        kind: Name of the benchmark.
-        configuration: Settings, complete enough to repeat the benchmark.
-        **values: Results.
-    """
+    """Start a result of this machine, with settings that are complete enough to repeat it."""
     return {
         "kind": kind,
         "format": FORMAT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.runs import EncodedPrompt
 
 Out = Annotated[
@@ -54,16 +56,11 @@ class Prompts:
             check_int("num_prompts", self.num_prompts, 1)
 
     def encode(self, tokenizer: Any, length: int | None = None) -> list[EncodedPrompt]:
-        """Encode the prompts as token ids.
-
-        Args:
-            tokenizer: Tokenizer of the target.
-            length: Tokens that every prompt shall have; None for its own number.
+        """Encode the prompts as token ids, each with ``length`` tokens if that is given.
 
         Raises:
-            ConfigError: The file has no prompts or too short ones, or the chat template rejects
-                one.
             CheckpointError: The prompts are a dataset that the hub does not have.
+            ConfigError: There are no prompts or too short ones, or the chat template rejects one.
         """
         from mlx_redrafter.bench.prompts import (
             encode_prompts,
@@ -102,13 +99,26 @@ class ShortRounds(Rounds):
     repeats: Repeats = 2
 
 
-def describe_pair(pair: Pair, loaded: Any) -> dict[str, Any]:
-    """Describe a pair for a result.
+def begin(
+    kind: str,
+    out: Path | None,
+    resume: bool,
+    pair: Pair,
+    loaded: Any,
+    prompts: Path,
+    encoded: Sequence[EncodedPrompt],
+    **settings: Any,
+) -> Recording:
+    """Begin or resume the recording of a benchmark, described by its pair, prompts and settings."""
+    from mlx_redrafter.bench.prompts import describe_prompts
+    from mlx_redrafter.bench.recording import Recording
 
-    Args:
-        pair: Names of the target and the drafter.
-        loaded: The loaded drafter.
-    """
+    described = {**describe_pair(pair, loaded), **describe_prompts(prompts, encoded)}
+    return Recording(out, kind, {**described, **settings}, resume)
+
+
+def describe_pair(pair: Pair, loaded: Any) -> dict[str, Any]:
+    """Describe a pair and its loaded drafter for a result."""
     from mlx_redrafter.bench.result_file import pair_names
 
     return pair_names(pair.model, pair.drafter_name, loaded)

@@ -130,10 +130,7 @@ class Pair:
     def load(self, context: int = CONTEXT, kv_bits: int | None = None, **options: Any) -> Loaded:
         """Load the target, its tokenizer and the drafter, if there is memory for a text.
 
-        Args:
-            context: Number of tokens of the text.
-            kv_bits: Bits of its K/V entries; None if they are not quantised.
-            **options: Further options of `mlx_redrafter.load`.
+        ``context`` is its number of tokens, and ``kv_bits`` the bits of its K/V entries.
 
         Raises:
             ConfigError: The drafter is "none", where there must be one.

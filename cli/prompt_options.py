@@ -112,10 +112,7 @@ class PromptOptions:
             ) from error
 
     def load_cache(self, model: str | None) -> list[Any] | None:
-        """Load the prompt cache from its file; return None if no file is given.
-
-        Args:
-            model: Name of the target, which must be the one that the cache names.
+        """Load the prompt cache from its file, which must name this model; None without a file.
 
         Raises:
             ConfigError: The file is damaged, or was made with another model.

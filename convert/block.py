@@ -74,7 +74,13 @@ def try_readings(
     for reading, config in _readings(network.config, target):
         readings[reading] = copy.copy(network)
         readings[reading].become(config)
-    return choose_reading(readings, target, tokenizer, _first_matches)
+    return choose_reading(
+        readings,
+        target,
+        tokenizer,
+        _first_matches,
+        lambda network: network.config.captured_layers,
+    )
 
 
 def _readings(config: BlockConfig, target: Target) -> Iterator[tuple[str, BlockConfig]]:

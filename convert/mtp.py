@@ -80,7 +80,10 @@ def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     measured = None
     if options.target is not None:
         target, tokenizer = load_target(module, options.target)
-        found = choose_reading({"as it says": module}, target, tokenizer, compare)
+        layers = module.captured_layers(target)
+        found = choose_reading(
+            {"as it says": module}, target, tokenizer, compare, lambda network: layers
+        )
         measured = SelfTest.of(found.matches)
     return ConvertedDrafter(
         module,

@@ -57,7 +57,6 @@ class LoadedModel:
         store: Arrays of kept prompts.
 
     Attributes:
-        engine: The engine.
         prefixes: Prompt caches of earlier texts.
         num_tokens: Tokens generated after the first ones.
         num_steps: Forward passes that generated them.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import mlx.core as mx
@@ -66,17 +68,8 @@ def compare_decoding(
 
     At temperature 0, plain decoding is stock ``mlx_lm.generate_step``. Above 0, it is that of this
     package, as mlx-lm has other random numbers, and so it is with ``kv_bits`` on several machines,
-    as mlx-lm quantises the cache of one machine only.
-
-    Args:
-        model: The target.
-        tokenizer: Its tokenizer.
-        drafter: Its drafter.
-        prompt: Token ids.
-        max_tokens: Maximum number of tokens to compare, at least 1.
-        on_token: Called for every token of both texts.
-        **options: Sampling and drafting options of `stream_generate`; with a temperature they must
-            have a seed.
+    as mlx-lm quantises the cache of one machine only. With a temperature the options must have a
+    seed. ``on_token`` is called for every token of both texts.
     """
 
     def decode(drafter: AnyDrafter) -> Iterator[GenerationResponse]:
@@ -106,15 +99,18 @@ def compare_decoding(
     )
 
 
+def num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens with which two texts begin alike."""
+    return sum(takewhile(bool, map(eq, one, other)))
+
+
 def _first_difference(
     plain: Sequence[tuple[int, mx.array]], drafted: Sequence[int]
 ) -> Difference | None:
     expected = [token for token, _ in plain]
     if expected == list(drafted):
         return None
-    position = 0
-    while position < min(len(expected), len(drafted)) and expected[position] == drafted[position]:
-        position += 1
+    position = num_same(expected, drafted)
     log_probs = plain[min(position, len(plain) - 1)][1].astype(mx.float32)
     second, first = to_floats(mx.sort(log_probs)[-2:])
     return Difference(

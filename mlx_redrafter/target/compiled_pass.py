@@ -146,12 +146,10 @@ class CompiledPasses:
         if kind not in self.passes and not self._compile(kind, loan):
             return None
         compiled = self.passes[kind]
-        results = iter(compiled(loan.inputs(cache.length_on_device)))
-        outputs = list(islice(results, 3 if captured else 2))
-        states = iter(compiled.states)
-        for part, part_kind in zip(cache.parts, flat(kind.layers), strict=True):
-            _give_back(part, part_kind, results, states)
-        return outputs
+        results = compiled(loan.inputs(cache.length_on_device))
+        for part, places in zip(cache.parts, compiled.returned, strict=True):
+            _give_back(part, places, results)
+        return results[: 3 if captured else 2]
 
     def may_follow(
         self, tree: TokenTree, cache: TreeCache, captured: Sequence[int], max_length: int
@@ -258,12 +256,13 @@ class _CompiledPass:
     """A compiled pass.
 
     Attributes:
-        states: For each layer with a state, classes of what gives its arrays after a path.
+        returned: For each part of a layer, the places of its arrays among the outputs; for a state
+            by class of what gives its arrays after a path; None for a layer that is not used.
     """
 
     def __init__(self, process: WeakMethod[Process], kind: PassKind):
-        self.states: list[list[type[Any]]] = []
-        self._build = partial(_build_pass, process, kind, self.states)
+        self.returned: list[Any] = []
+        self._build = partial(_build_pass, process, kind, self.returned)
         self._compiled = mx.compile(self._build)
 
     def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
@@ -288,10 +287,10 @@ class _CompiledPass:
 def _build_pass(
     process: WeakMethod[Process],
     kind: PassKind,
-    states: list[list[type[Any]]],
+    returned: list[Any],
     inputs: list[mx.array],
 ) -> list[mx.array]:
-    """Build a pass of a kind from `_Loan.inputs`, and list the classes of its states' parts."""
+    """Build a pass of a kind from `_Loan.inputs`, and fill `_CompiledPass.returned`."""
     places, tokens, parents, depths, ancestors, *arrays = inputs
     build, lent = process(), iter(arrays)
     assert build is not None
@@ -309,17 +308,25 @@ def _build_pass(
     positions = TreePositions((step.length + depths)[None], None)
     # Padding nodes are embedded as token 0.
     found = build(mx.maximum(tokens, 0)[None], positions, layers, kind.captured)
-    outputs = [one for one in found if one is not None]
-    records, classes = iter(step.records), []
+    outputs, places_of = [one for one in found if one is not None], dict[int, int]()
+
+    def place(array: mx.array) -> int:
+        if id(array) not in places_of:  # layers with a state share some arrays
+            places_of[id(array)] = len(outputs)
+            outputs.append(array)
+        return places_of[id(array)]
+
+    returned.clear()
+    records = iter(step.records)
     for part in flat(layers):
         if isinstance(part, TracedEntries):
-            outputs += part.outputs()
-        elif part is not None:
+            returned.append(list(map(place, part.outputs())))
+        elif part is None:
+            returned.append(None)
+        else:
             after = next(records).after
             assert isinstance(after, BranchedState)
-            outputs += [array for one in after.parts for array in one]
-            classes.append([type(one) for one in after.parts])
-    states[:] = classes
+            returned.append([(type(one), list(map(place, one))) for one in after.parts])
     return outputs
 
 
@@ -407,15 +414,13 @@ def _make_layer(kind: LayerKind, step: TracedPass, lent: Iterator[mx.array]) -> 
     return layer
 
 
-def _give_back(
-    part: LayerCache, kind: LayerKind, results: Iterator[mx.array], states: Iterator[Any]
-) -> None:
-    """Give a cache the results that a compiled pass has made of its arrays."""
+def _give_back(part: LayerCache, places: Any, results: Sequence[mx.array]) -> None:
+    """Give a cache the results at its places of `_CompiledPass.returned`."""
     if isinstance(part, RecurrentCache):
-        arrays = [one._make(islice(results, len(one._fields))) for one in next(states)]
-        part.branch(BranchedState(arrays))
-    elif kind is not None:
-        _entries_of(part).take_back(*islice(results, 4))
+        states = [make(*(results[i] for i in own)) for make, own in places]
+        part.branch(BranchedState(states))
+    elif places is not None:
+        _entries_of(part).take_back(*(results[i] for i in places))
 
 
 def _entries_of(layer: LayerCache) -> FullCache:

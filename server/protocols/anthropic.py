@@ -95,9 +95,6 @@ def read(body: object, defaults: GenerationOptions, counts: bool = False) -> Cha
         body: The body.
         defaults: Options of texts for requests that leave them out.
         counts: Whether the request only counts tokens, and so needs no ``max_tokens``.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
     """
     fields = Fields(body)
     if not counts and fields.values.get("max_tokens") is None:

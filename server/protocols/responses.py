@@ -131,9 +131,6 @@ def read(body: object, defaults: GenerationOptions, stored: StoredResponses) -> 
         body: The body.
         defaults: Options of texts for requests that leave them out.
         stored: Responses that the request may continue.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
     """
     fields = Fields(body)
     given = {name: one for name, one in fields.values.items() if one is not None}
@@ -328,7 +325,7 @@ def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[
         kind = fields.typed("type", str) or "message"
         if kind == "message":
             role = fields.one_of("role", ROLES, is_required=True)
-            for text in fields.texts("content"):
+            for text in fields.texts("content", is_required=True):
                 conversation.add_text(role, text)
         elif kind == "reasoning":
             parts = fields.each("content") or fields.each("summary")
@@ -338,7 +335,10 @@ def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[
             arguments = _read_arguments(fields)
             conversation.add_call(fields.word("call_id"), fields.word("name"), arguments)
         elif kind == "function_call_output":
-            text, call_id = "\n".join(fields.texts("output")), fields.typed("call_id", str)
+            text, call_id = (
+                "\n".join(fields.texts("output", is_required=True)),
+                fields.typed("call_id", str),
+            )
             conversation.add_result(call_id or "", text, f"{fields.path}.call_id")
         else:
             expected = '"message", "reasoning", "function_call" or "function_call_output"'

@@ -136,9 +136,10 @@ class _OrderedCache(FullCache):
             self.stock.maybe_trim_front()
 
     def has_room(self, end: int) -> bool:
-        """Whether the buffer ends at position ``end`` or after it."""
+        """Whether the buffer holds all entries up to position ``end``, or grows for them."""
         stock = self.stock
-        return stock.keys is None or end - stock.start_position <= stock.keys.shape[2]
+        num_rows = 0 if stock.keys is None else stock.keys.shape[2]
+        return end - stock.start_position <= max(num_rows, stock.chunk_size)
 
 
 def _in_order(ring: RotatingKVCache) -> ChunkedKVCache:

@@ -152,7 +152,7 @@ class TreePass:
         """Find the inputs of a convolution over ``size`` tokens, for every node.
 
         Returns:
-            The last ``size`` rows of each node's branch, int32, shape (B, N, size). Each sequence
+            The last ``size`` rows of each node's branch, int32, shape (B N, size). Each sequence
             has ``size`` - 1 rows of tokens before the root, then those of its nodes; rows count
             through all sequences.
         """
@@ -167,7 +167,7 @@ class TreePass:
             for _ in range(root):
                 rows.append(mx.take_along_axis(above, rows[-1], axis=1))
             first = mx.arange(0, count * num_rows, num_rows)[:, None, None]
-            self._window_rows[size] = mx.stack(rows[::-1], axis=2) + first
+            self._window_rows[size] = (mx.stack(rows[::-1], axis=2) + first).flatten(0, 1)
         return self._window_rows[size]
 
     @cached_property
