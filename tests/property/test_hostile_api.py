@@ -106,7 +106,7 @@ class Yard:
             "DrafterConfig": (
                 api.DrafterConfig,
                 {"vocab_size": 9, "hidden_size": 8, "exit_dim": 8, "num_draft_layers": 1}
-                | {"captured_layers": None, "rnn": True, "draft_top_k": None},
+                | {"draft_vocab_size": None, "rnn": True, "draft_top_k": None},
             ),
             "from_dict": (lambda **values: api.DrafterConfig.from_dict(values), config),
             "from_any": (api.DrafterConfig.from_dict, {"values": config}),
