@@ -232,8 +232,8 @@ class Scheduler:
             results = JointStep(self.target, self._cache, self._slots, self.policy).run(active)
         except Exception as error:  # no single sequence has caused it
             results = [Progress(one, [], error) for one in active]
-        for sequence, _, error in results:
-            if sequence.is_finished or sequence.is_cancelled or error is not None:
+        for sequence, _, reason in results:
+            if sequence.is_finished or sequence.is_cancelled or reason is not None:
                 self._free(sequence)
         self._num_spare = self._num_spare + 1 if 2 * len(self._slots) <= self.num_slots else 0
         if self._num_spare > PATIENCE:

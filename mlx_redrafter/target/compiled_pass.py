@@ -189,9 +189,7 @@ class _Loan:
         self.length = cache.length
         self._tree = tree
         self._kinds: dict[tuple[Any, ...], EntriesKind] = {}
-        write_all_aside(
-            [_entries_of(one) for one in cache.parts if type(one) is not RecurrentCache]
-        )
+        write_all_aside([one for one in cache.parts if isinstance(one, FullCache)])
 
     def borrow(self, layer: LayerCache | CompositeCache) -> LayerKind:
         """Borrow the arrays of a layer, and return its kind."""
@@ -201,13 +199,13 @@ class _Loan:
             state = cast(list[mx.array], layer.stock.cache)
             self.arrays += state
             return StateKind(len(state))
-        entries = _entries_of(layer)
-        buffers = entries.lend(self._tree.size)
+        assert isinstance(layer, FullCache)
+        buffers = layer.lend(self._tree.size)
         if buffers is None:
             return None
         self.arrays += buffers
         window = layer.stock.max_size if isinstance(layer, SlidingCache) else None
-        key = buffers[0].shape[2], entries.start, window
+        key = buffers[0].shape[2], layer.start, window
         if key not in self._kinds:  # few, as most layers are alike
             self._kinds[key] = self._entries_kind(*key)
         return self._kinds[key]
@@ -386,11 +384,5 @@ def _give_back(
         arrays = [one._make(islice(results, len(one._fields))) for one in next(states)]
         part.branch(BranchedState(arrays))
     elif kind is not None:
-        _entries_of(part).take_back(*islice(results, 4))
-
-
-def _entries_of(layer: LayerCache) -> FullCache:
-    """Return the entries of a layer in the order of tokens."""
-    entries = layer.ordered if isinstance(layer, SlidingCache) else layer
-    assert isinstance(entries, FullCache)
-    return entries
+        assert isinstance(part, FullCache)
+        part.take_back(*islice(results, 4))

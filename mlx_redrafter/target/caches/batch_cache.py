@@ -102,8 +102,10 @@ class BatchCache:
             [one.moves for one in slots],
         )
         self._history.enter(step, [one.floor() if one.floor else 0 for one in slots])
-        for layer in (*self._rows, *self._states):
+        for layer in self._rows:
             layer.expect(step)
+        for state in self._states:
+            state.expect(step)
         for one in slots:
             one.end, one.moves = one.length + trees.size, ((), 0)
         return step
