@@ -35,7 +35,7 @@ from mlx_redrafter.decoding.records import PendingPass, Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, TokenSampler
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.decoding.target_choice import sample_and_accept, sample_root
-from mlx_redrafter.target.caches.batch_cache import SlotCache
+from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
@@ -67,7 +67,7 @@ class SequenceDecoder:
     def __init__(
         self,
         target: Target,
-        cache: TreeCache | SlotCache,
+        cache: TreeCache | Slot,
         sampler: TokenSampler,
         request: Request,
         drafting: Drafting | None = None,
@@ -333,7 +333,7 @@ class SequenceDecoder:
             tokens = self._pending.kept_tokens
         return tokens
 
-    def move(self, cache: TreeCache | SlotCache, policy: DraftPolicy | None = None) -> None:
+    def move(self, cache: TreeCache | Slot, policy: DraftPolicy | None = None) -> None:
         """Continue in another cache.
 
         Args:
