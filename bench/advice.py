@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_redrafter.bench.forecast import DrafterTrial, Forecast
-from mlx_redrafter.bench.model_shape import EXAMPLE, ModelShape, shape_of_config, shape_of_family
+from mlx_redrafter.bench.forecast import Forecast
+from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
@@ -25,7 +25,7 @@ from mlx_redrafter.checkpoints.identity import Identity
 from mlx_redrafter.checkpoints.recognition import is_word, recognise
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
-from mlx_redrafter.model_store import find_stored, is_complete
+from mlx_redrafter.model_store import is_complete
 from mlx_redrafter.proposers import redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -80,12 +80,11 @@ def find_subject(model: str | None, drafter: str | None = None) -> Subject:
     Of repositories only configs and descriptions are read.
 
     Args:
-        model: A folder, a repository, or a family with a size; None is the bundled model.
+        model: A folder or a repository; None is the bundled model.
         drafter: A folder, a repository, "lookup" or "mtp"; "auto" or None to find one.
 
     Raises:
         CheckpointError: The model's config cannot be read.
-        ConfigError: The model is neither a folder nor a repository nor a known family and size.
         UnsupportedTargetError: The model cannot be decoded exactly.
     """
     subject, identity = _find_model(model)
@@ -99,23 +98,14 @@ def find_subject(model: str | None, drafter: str | None = None) -> Subject:
 
 
 def _find_model(model: str | None) -> tuple[Subject, Identity | None]:
-    """Find the model, and its identity unless it is the bundled one or known by family alone."""
+    """Find the model, and its identity unless it is the bundled one."""
     if model is None:
         folder = find_bundled("target")
         shape = shape_of_config("the bundled model", read_config(folder))
         return Subject("", shape, folder, is_bundled=True), None
-    path = Path(model).expanduser()
-    is_folder = path.is_dir()
-    if not is_folder and "/" not in model and not model.startswith((".", "~")):
-        if find_stored(model, CONFIG_ONLY) is None:
-            return Subject("MODEL", shape_of_family(model), None), None
-    try:
-        path = path if is_folder else find_checkpoint(model, CONFIG_ONLY)
-        identity = Identity.of_folder(path)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}; a family with a size, like {EXAMPLE}, needs no files"
-        ) from error
+    path = find_checkpoint(model, CONFIG_ONLY)
+    identity = Identity.of_folder(path)
+    is_folder = Path(model).expanduser().is_dir()
     shape = shape_of_config(path.resolve().name if is_folder else model, identity.config)
     has_weights = is_complete(path, None)
     subject = Subject(model, shape, path if has_weights else None)
@@ -181,13 +171,11 @@ class Recommendation:
         return f"Gain: {number} times as fast as plain decoding; {self.source}."
 
 
-def recommend(subject: Subject, forecast: Forecast, trial: DrafterTrial | None) -> Recommendation:
+def recommend(subject: Subject, forecast: Forecast, trial: float | None) -> Recommendation:
     """Choose the command that decodes fastest, as far as that is known.
 
-    Args:
-        subject: The model.
-        forecast: Expected speed on the machine.
-        trial: Measurement on the machine: of the drafter there, or of prompt lookup without one.
+    ``trial`` is the measured speed of the drafter on this machine relative to plain decoding, or of
+    prompt lookup without one; None if nothing was measured.
     """
     options, speedup, source, reasons = _choose(subject, trial)
     model = "" if subject.is_bundled else f" --model {shlex.quote(subject.name)}"
@@ -199,26 +187,26 @@ def recommend(subject: Subject, forecast: Forecast, trial: DrafterTrial | None) 
 
 
 def _choose(
-    subject: Subject, trial: DrafterTrial | None
+    subject: Subject, trial: float | None
 ) -> tuple[str, float | str | None, str, list[str]]:
     """Choose a drafter: its option, the gain, the gain's source, and the reasons."""
     found, measured = subject.found, "measured here on three short texts"
     if found is not None and subject.repository is not None:
         offer = describe_offer(found, subject.repository)
         return " --drafter auto --yes", *_published_gain(subject), [f"It downloads {offer}."]
-    if subject.usable_drafter is not None and (trial is None or trial.speedup >= WORTH_USING):
+    if subject.usable_drafter is not None and (trial is None or trial >= WORTH_USING):
         named = "" if found is not None else f" --drafter {shlex.quote(subject.usable_drafter)}"
         where = subject.usable_drafter if found is None else f"{found.name} ({found.reason})"
         reasons = [f"The drafter is on this machine: {where}."]
         if trial is not None:
-            return named, trial.speedup, measured, reasons
+            return named, trial, measured, reasons
         return named, *_published_gain(subject), reasons
     lookup = "Prompt lookup proposes what followed the newest words earlier in the text."
     if subject.usable_drafter is not None and trial is not None:
-        slow = f"{subject.usable_drafter} is {trial.speedup:.2f} times as fast here: leave it out."
+        slow = f"{subject.usable_drafter} is {trial:.2f} times as fast here: leave it out."
         return " --drafter lookup", None, "it depends on how much a text repeats", [slow, lookup]
     if trial is not None:
-        return " --drafter lookup", trial.speedup, measured, [lookup]
+        return " --drafter lookup", trial, measured, [lookup]
     return " --drafter lookup", None, "it depends on how much a text repeats", [lookup]
 
 
@@ -259,15 +247,7 @@ def advise(
     recommended: Recommendation,
     cost: TrainingCost,
 ) -> Sections:
-    """Write the advice: sentences by headline.
-
-    Args:
-        subject: The model.
-        machine: Name of the machine.
-        forecast: Expected speed on the machine.
-        recommended: The command to use.
-        cost: Cost of training a drafter.
-    """
+    """Write the advice: sentences by headline."""
     sections: dict[str, Sequence[str]] = {
         "Recommended": [recommended.command, recommended.gain, *recommended.reasons],
         "When drafting will not pay": recommended.limits,
@@ -280,7 +260,12 @@ def advise(
         f"{1e3 * forecast.plain:.1f} ms per step.",
         *forecast.notes,
         "With a recurrent drafter whose tokens per step equal those of Apple's for Vicuna-7B, "
-        f"decoding would be at best {forecast.speedup:.2f} times as fast (shape {forecast.shape}).",
+        + (
+            f"decoding would be at best {forecast.speedup:.2f} times as fast (shape "
+            f"{forecast.shape})."
+            if forecast.speedup > 1
+            else "decoding would not become faster: its steps are too short."
+        ),
     ]
     return sections
 

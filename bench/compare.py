@@ -41,14 +41,7 @@ def compare(
 ) -> MethodComparison:
     """Decode every prompt with every method, ``repeats`` times, in interleaved runs.
 
-    Args:
-        arms: Decoding methods by name.
-        settings: Settings that all methods share.
-        prompts: The prompts.
-        repeats: Rounds per prompt.
-        recording: Record of the runs; turns that it already has are not repeated.
-        cool_down: Seconds to rest before every run.
-        on_progress: Callback for the number of turns done and their total.
+    Turns that the recording already has are not repeated.
     """
     prepare = partial(time_shapes, settings, max(len(prompt.ids) for prompt in prompts), recording)
     decode_in_turns(arms, make_turns(prompts, repeats), recording, cool_down, on_progress, prepare)
@@ -69,14 +62,10 @@ def compare(
 
 
 def time_shapes(settings: CommonSettings, longest: int, recording: Recording) -> None:
-    """Time the steps that `auto` chooses from, and record how long that took.
+    """Time the steps that `auto` chooses from, and record the seconds of that.
 
-    The library does this once per model and machine; no answer's time includes it.
-
-    Args:
-        settings: Settings with the target and the drafter.
-        longest: Length of the longest prompt, in tokens.
-        recording: Receives the duration, in seconds.
+    The library does this once per model and machine; no answer's time includes it. ``longest`` is
+    the length of the longest prompt, in tokens.
     """
     target = target_of(settings.model)
     is_lookup = isinstance(settings.drafter, Lookup)

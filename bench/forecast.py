@@ -60,19 +60,6 @@ class Forecast:
     is_narrow: bool = False
 
 
-@dataclass(frozen=True)
-class DrafterTrial:
-    """Measured speed of a drafter on a few texts.
-
-    Attributes:
-        speedup: Speed relative to plain decoding.
-        tokens_per_step: Tokens emitted per step.
-    """
-
-    speedup: float
-    tokens_per_step: float
-
-
 def predict_forecast(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Forecast:
     """Predict the speed on a chip; no such chip is needed."""
     question = Question(chip, shape.active, shape.bits, cost.num_weights)
@@ -90,14 +77,7 @@ def predict_forecast(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Forec
 def measure_forecast(
     model: nn.Module, shape: ModelShape, cost: TrainingCost, on_stage: Callable[[int, int], None]
 ) -> Forecast:
-    """Measure on this machine. Blocks until MLX has evaluated every step.
-
-    Args:
-        model: The model.
-        shape: Its sizes.
-        cost: The training run to time.
-        on_stage: Callback for the number of stages done and their total.
-    """
+    """Measure on this machine. Blocks until MLX has evaluated every step."""
     target = Target(model)
     costs = step_costs(target, None)
     times = {1: costs.plain, **costs.verify}
@@ -127,21 +107,14 @@ def measure_forecast(
 
 def try_drafter(
     model: nn.Module, tokenizer: TokenizerWrapper, drafter: AnyDrafter, prompts: Sequence[str]
-) -> DrafterTrial:
-    """Decode some texts with a drafter and without, and compare the times."""
+) -> float:
+    """Decode some texts with a drafter and without, and return the relative speed."""
     seconds = {True: 0.0, False: 0.0}
-    steps = tokens = 0
     for prompt in prompts:
         for is_drafted in seconds:
+            used = drafter if is_drafted else None
             *_, last = stream_generate(
-                model,
-                tokenizer,
-                prompt,
-                drafter=drafter if is_drafted else None,
-                max_tokens=TRIAL_TOKENS,
+                model, tokenizer, prompt, drafter=used, max_tokens=TRIAL_TOKENS
             )
             seconds[is_drafted] += last.generation_tokens / last.generation_tps
-            if is_drafted:
-                steps += last.steps
-                tokens += last.generation_tokens - 1
-    return DrafterTrial(seconds[False] / seconds[True], tokens / max(1, steps))
+    return seconds[False] / seconds[True]

@@ -1,59 +1,16 @@
-"""Sizes of a model, from its config alone or from its family and size."""
+"""Sizes of a model, from its config alone."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_redrafter.bench.chips import BYTES
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.target.architectures import REFUSED
 from mlx_redrafter.target.model_loading import make_model
-from mlx_redrafter.target.model_parts import check_config, find_parts
+from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.training.resources import TargetSize
-
-# Sizes of Llama 2: billions of parameters, hidden size and vocabulary.
-LLAMA_2 = {"7B": (6.74, 4096, 32000), "13B": (13.0, 5120, 32000)}
-# The same of Llama 3.
-LLAMA_3 = {
-    "1B": (1.24, 2048, 128256),
-    "3B": (3.21, 3072, 128256),
-    "8B": (8.03, 4096, 128256),
-    "70B": (70.6, 8192, 128256),
-}
-# The same of published models, by family and size.
-FAMILIES: Mapping[str, Mapping[str, tuple[float, int, int]]] = {
-    "llama": LLAMA_3,
-    "llama2": LLAMA_2,
-    "vicuna": LLAMA_2,
-    "mistral": {"7B": (7.25, 4096, 32768)},
-    "phi3": {"3.8B": (3.82, 3072, 32064), "14B": (14.0, 5120, 32064)},
-    "qwen2": {
-        "0.5B": (0.49, 896, 151936),
-        "1.5B": (1.54, 1536, 151936),
-        "3B": (3.09, 2048, 151936),
-        "7B": (7.62, 3584, 152064),
-        "14B": (14.8, 5120, 152064),
-        "32B": (32.8, 5120, 152064),
-        "72B": (72.7, 8192, 152064),
-    },
-    "qwen3": {
-        "0.6B": (0.6, 1024, 151936),
-        "1.7B": (1.72, 2048, 151936),
-        "4B": (4.02, 2560, 151936),
-        "8B": (8.19, 4096, 151936),
-        "14B": (14.8, 5120, 151936),
-        "32B": (32.8, 5120, 151936),
-    },
-    "gemma2": {"2B": (2.61, 2304, 256000), "9B": (9.24, 3584, 256000), "27B": (27.2, 4608, 256000)},
-}
-# Other names of a family, without spaces and hyphens.
-ALIASES = {"llama3": "llama", "llama3.1": "llama", "llama3.2": "llama", "qwen2.5": "qwen2"}
-# A family with a size, for error messages.
-EXAMPLE = "'llama 8B 4bit'"
 
 
 @dataclass(frozen=True)
@@ -113,42 +70,6 @@ def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     return ModelShape(
         name, parameters, parameters - idle, _bits(config), parts.hidden_size, parts.vocab_size
     )
-
-
-def shape_of_family(description: str) -> ModelShape:
-    """Look up the sizes of a model by family, size, and bits (16 if none are given).
-
-    Raises:
-        ConfigError: The family or the size is unknown.
-        UnsupportedTargetError: The family cannot be decoded exactly.
-    """
-    match = re.fullmatch(
-        r"\s*(?P<family>.*?\D)[\s-]*\b(?P<size>\d+(\.\d+)?[BM])\b[\s-]*((?P<bits>\d+)[\s-]*bits?)?\s*",
-        description,
-        re.IGNORECASE,
-    )
-    if match is None:
-        raise ConfigError(
-            "expected a model folder, a repository like org/name or a family with a size like "
-            f"{EXAMPLE}, got {description!r}"
-        )
-    name = match["family"].strip(" -")
-    family = re.sub(r"[\s_-]", "", name).lower()
-    sizes = FAMILIES.get(ALIASES.get(family, family))
-    if sizes is None:
-        for kind in REFUSED:
-            if kind.replace("_", "") == family:
-                check_config({"model_type": kind})  # raises an error with the reason
-        raise ConfigError(
-            f"expected a family out of {', '.join(FAMILIES)}, got {name!r}; name a "
-            "folder or a repository for other models"
-        )
-    size = match["size"].upper()
-    if size not in sizes:
-        raise ConfigError(f"expected a size of {family} out of {', '.join(sizes)}, got {size}")
-    billions, hidden, vocab = sizes[size]
-    bits = _nearest_bits(int(match["bits"] or 16))
-    return ModelShape(f"{name} {size}", billions * 1e9, billions * 1e9, bits, hidden, vocab)
 
 
 def _format_count(count: float) -> str:

@@ -10,10 +10,9 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
 
-from mlx_redrafter.bench.runs import STOCK
+from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.speed import SpeedRow
 from mlx_redrafter.bench.sweep import Point
-from mlx_redrafter.bench.throughput import Throughput
 from mlx_redrafter.checkpoint_files import write_atomically
 from mlx_redrafter.errors import RedrafterError
 
@@ -33,13 +32,7 @@ class PlotError(RedrafterError):
 
 
 def title(result: Mapping[str, Any], model: nn.Module, texts: str = "") -> str:
-    """Make the title of a plot: model, size, machine and texts.
-
-    Args:
-        result: The result, with its configuration and machine.
-        model: The target.
-        texts: Description of the decoded texts, if there are any.
-    """
+    """Make the title of a plot: model, size, machine, and the decoded texts."""
     size = get_total_parameters(model)
     short = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
     line = f"{result['configuration']['model']}, {short} parameters, on {machine_name(result)}"
@@ -62,15 +55,7 @@ def count_texts(configuration: Mapping[str, Any]) -> str:
 
 
 def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path]:
-    """Draw a map of the speed by width and length for every group of points.
-
-    Args:
-        folder: Folder for the PNG files.
-        points: Results of a sweep.
-        heading: Title, of `title`.
-
-    Returns:
-        The files.
+    """Draw a map of the speed by width and length for every group of points; return the files.
 
     Raises:
         PlotError: matplotlib is not installed.
@@ -86,28 +71,7 @@ def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path
     return files
 
 
-def plot_throughput(path: Path, found: Sequence[Throughput], heading: str) -> Path:
-    """Draw tokens per second, and the time per token of a sequence, by batch size."""
-    with figure(path, heading, (7.5, 6.5), rows=2) as (throughput, latency):
-        for name in dict.fromkeys(one.way for one in found):
-            mine = [one for one in found if one.way == name]
-            sizes = [one.batch_size for one in mine]
-            throughput.plot(sizes, [one.throughput.median for one in mine], marker=".")
-            times = [1e3 * one.latency.median for one in mine]
-            latency.plot(sizes, times, marker=".", label=name)
-        throughput.set_ylabel("tokens/s of the batch")
-        latency.set_ylabel("ms per token of a sequence")
-        latency.set_xlabel("sequences in a batch")
-        sizes = sorted({one.batch_size for one in found})
-        for axes in (throughput, latency):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sizes, map(str, sizes))
-            axes.set_ylim(bottom=0)
-        latency.legend(loc="upper left")
-    return path
-
-
-def plot_speed(path: Path, rows: Sequence[SpeedRow], heading: str) -> Path:
+def plot_speed(path: Path, rows: Sequence[SpeedRow], heading: str, baseline: str = PLAIN) -> Path:
     """Draw the tokens per second of every method in every setting as bars, to publish."""
     shown = [row for row in rows if row.tokens_per_second is not None and not row.category]
     settings = list(dict.fromkeys(row.setting for row in shown))
@@ -125,7 +89,7 @@ def plot_speed(path: Path, rows: Sequence[SpeedRow], heading: str) -> Path:
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel("tokens/s of the batch (times plain decoding)")
+        axes.set_xlabel(f"tokens/s of the batch (times {baseline})")
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     return path
 
@@ -140,14 +104,14 @@ def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
     shapes: dict[tuple[Any, ...], set[int]] = {}
     for point in points:
         shape = point.plan.shape
-        shapes.setdefault((point.dtype, point.temp, shape), set()).add(point.plan.num_nodes)
+        shapes.setdefault((point.temp, shape), set()).add(point.plan.num_nodes)
     has_nodes = any(len(counts) > 1 for counts in shapes.values())
     groups: dict[str, list[Point]] = {}
     for point in points:
         name = SELECTIONS[point.plan.shape.select]
         if has_nodes and point.plan.shape.select == "top_n":
             name += f", {point.plan.num_nodes} nodes"
-        groups.setdefault(f"{name}, {point.dtype}, {sampling_name(point.temp)}", []).append(point)
+        groups.setdefault(f"{name}, {sampling_name(point.temp)}", []).append(point)
     return groups
 
 

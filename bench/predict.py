@@ -59,7 +59,6 @@ class Question:
         num_parameters: Parameters of the target that a token reads.
         bits: Bits of the target's weights: 16, 8 or 4.
         drafter_parameters: Parameters read per level of drafting: all but embeddings.
-        drafter_bits: Bits of the drafter's weights.
         plain: Measured milliseconds of a plain step; None derives them from the bandwidth.
         verify_estimate: Estimate of verify(T) / verify(1) by T, used if it is lower than the
             published ratio; None if there is no estimate.
@@ -69,14 +68,12 @@ class Question:
     num_parameters: float
     bits: int
     drafter_parameters: float
-    drafter_bits: int = 16
     plain: float | None = None
     verify_estimate: Callable[[float], float | None] | None = None
 
     def __post_init__(self) -> None:
-        for bits in (self.bits, self.drafter_bits):
-            if bits not in BYTES:
-                raise ConfigError(f"bits must be 16, 8 or 4, got {bits}")
+        if self.bits not in BYTES:
+            raise ConfigError(f"bits must be 16, 8 or 4, got {self.bits}")
 
     @property
     def plain_step(self) -> float:
@@ -90,7 +87,7 @@ class Question:
     @property
     def drafter_share(self) -> float:
         """Bytes read per level of drafting, as a share of those of a plain step."""
-        read = self.drafter_parameters * BYTES[self.drafter_bits]
+        read = self.drafter_parameters * BYTES[16]
         return read / (self.num_parameters * BYTES[self.bits])
 
     @property

@@ -33,13 +33,7 @@ NO_CATEGORY = "all"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt.
-
-    Attributes:
-        name: Name, distinct in its file.
-        category: Kind of task, "all" if the file has none.
-        text: Text of the prompt, without a chat template.
-    """
+    """A prompt without a chat template; its name is distinct in its file."""
 
     name: str
     category: str
@@ -89,13 +83,9 @@ def read_prompts(path: Path) -> list[Prompt]:
 def fit_prompts(
     tokenizer: TokenizerWrapper, prompts: Sequence[Prompt], fillers: Sequence[Prompt], length: int
 ) -> list[Prompt]:
-    """Give prompts about the same length: cut longer ones, put other prompts before shorter ones.
+    """Give prompts about ``length`` tokens, those of the chat template included.
 
-    Args:
-        tokenizer: Tokenizer of the target.
-        prompts: The prompts.
-        fillers: Prompts to put before shorter ones, in this order.
-        length: Tokens of every prompt, those of the chat template included.
+    Longer ones are cut, and ``fillers`` are put before shorter ones, in this order.
 
     Raises:
         ConfigError: The fillers are too short.
@@ -150,12 +140,7 @@ def encode_prompts(
     prompts: Sequence[Prompt],
     use_template: bool = True,
 ) -> list[EncodedPrompt]:
-    """Encode prompts as token ids.
-
-    Args:
-        tokenizer: Tokenizer of the target.
-        prompts: The prompts.
-        use_template: Whether to apply the chat template, if the tokenizer has one.
+    """Encode prompts as token ids, in the chat format if the tokenizer has one.
 
     Raises:
         ConfigError: The chat template rejects a prompt.

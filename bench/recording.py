@@ -29,11 +29,7 @@ class Recording:
     ):
         """Start a recording, or resume the one in the file.
 
-        Args:
-            path: The file; None writes none.
-            kind: The benchmark's name.
-            configuration: Settings of the benchmark, of JSON types.
-            resume: Whether to resume from the file, if it exists.
+        ``configuration`` consists of JSON values. Without a path no file is written.
 
         Raises:
             ConfigError: The file exists and ``resume`` is false, or its settings are different.
@@ -64,9 +60,7 @@ class Recording:
     def finish(self, has_servers: bool = False, **found: Any) -> None:
         """Add the results and the signs of disturbed times, and write the file.
 
-        Args:
-            has_servers: Whether other programs worked for the benchmark; their load is no sign.
-            **found: Results.
+        The load of servers that worked for the benchmark is no such sign.
         """
         loads = (sitting.get("load_of_others") for sitting in self.result["sittings"])
         load = max((load for load in loads if load is not None), default=None)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.bench.machine import describe
-from mlx_redrafter.checkpoint_files import shared_name, write_atomically
+from mlx_redrafter.checkpoint_files import shared_name, write_text
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import CheckpointError, explain
 
@@ -22,13 +22,7 @@ NUMBERS = re.compile(r"\[\n[-+.,\dEe\s]+\]")
 
 
 def new_result(kind: str, configuration: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """Start a result of this machine.
-
-    Args:
-        kind: Name of the benchmark.
-        configuration: Settings, complete enough to repeat the benchmark.
-        **values: Results.
-    """
+    """Start a result of this machine, with settings that are complete enough to repeat it."""
     return {
         "kind": kind,
         "format": FORMAT,
@@ -44,7 +38,7 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1, default=_to_json) + "\n"
     text = NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), text)
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def read_result(path: Path, kind: str) -> dict[str, Any]:

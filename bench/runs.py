@@ -30,6 +30,8 @@ AUTO = "auto"
 STOCK_DRAFT_TOKENS = 3
 # Maximum number of prompt tokens that a method is warmed up with.
 WARM_UP_PROMPT = 512
+# Number of tokens of the same.
+WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,7 @@ class TimedRun:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as token ids.
-
-    Attributes:
-        name: Name, distinct in its file.
-        category: Kind of task.
-        ids: Token ids, those of the chat template included.
-        text: Text of the user's message, which a server encodes itself.
-    """
+    """A prompt as token ids, and as the text that a server encodes itself."""
 
     name: str
     category: str
@@ -110,14 +105,7 @@ class EncodedPrompt:
 class CommonSettings:
     """Settings that all decoding methods of a benchmark share.
 
-    Attributes:
-        model: The target.
-        tokenizer: Tokenizer of the target.
-        drafter: Drafter for the target.
-        max_tokens: Maximum number of tokens of a text.
-        temp: Temperature.
-        seed: Seed of the random numbers.
-        couple: Whether drafts are ranked with the target's random numbers.
+    Without ``couple``, drafts are ranked without the target's random numbers.
     """
 
     model: nn.Module
@@ -181,14 +169,7 @@ def _own_arm(settings: CommonSettings, **drafting: Any) -> Arm:
 
 @dataclass(frozen=True)
 class Turn:
-    """One round: every decoding method, one after the other, on one prompt.
-
-    Attributes:
-        group: See `TimedRun`.
-        block: See `TimedRun`.
-        prompt: The prompt.
-        repeat: Number of the round, from 0.
-    """
+    """One round: every decoding method, one after the other, on one prompt; see `TimedRun`."""
 
     group: str
     block: int
@@ -212,13 +193,8 @@ def run_together(
 ) -> list[tuple[TimedRun, str]]:
     """Time texts that are decoded together, each from the start of all of them.
 
-    Args:
-        name: Name of the decoding method.
-        stream: Numbers of texts with their responses, one per token.
-        turns: Turn of every text.
-
-    Returns:
-        Times and text of every turn.
+    ``stream`` yields numbers of texts with their responses, one per token. Return times and text of
+    every turn.
     """
     start = time.perf_counter()
     texts = [_TextInProgress() for _ in turns]
@@ -275,13 +251,7 @@ class _TextInProgress:
 
 
 def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[TimedRun]:
-    """Run every decoding method once, on one prompt; each repeat starts with another method.
-
-    Args:
-        arms: Decoding methods by name.
-        turn: The round.
-        cool_down: Seconds to rest before every run.
-    """
+    """Run every decoding method once, on one prompt; each repeat starts with another method."""
     runs = []
     for name in rotated(list(arms), turn.repeat + turn.block):
         time.sleep(cool_down)
@@ -289,11 +259,11 @@ def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> li
     return runs
 
 
-def warm_up(arms: Mapping[str, Arm], prompt: EncodedPrompt, num_tokens: int = 8) -> None:
+def warm_up(arms: Mapping[str, Arm], prompt: EncodedPrompt) -> None:
     """Let every decoding method compile and allocate; record nothing."""
     for arm in arms.values():
         with closing(arm(prompt.ids[:WARM_UP_PROMPT])) as responses:  # type: ignore[type-var]
-            for _ in islice(responses, num_tokens):
+            for _ in islice(responses, WARM_UP_TOKENS):
                 pass
 
 

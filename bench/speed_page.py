@@ -6,17 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from mlx_redrafter.bench.runs import AUTO
+from mlx_redrafter.bench.runs import AUTO, PLAIN
 from mlx_redrafter.bench.speed import SpeedRow
 from mlx_redrafter.bench.timing import MedianEstimate
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.memory_sizes import format_bytes
 
-# Columns of the table of all prompts.
-COLUMNS = (
-    "setting", "method", "tokens/s", "times plain", "interval", "tokens/step",
-    "acceptance by position", "texts", "equal to plain's",
-)  # fmt: skip
 # Columns of the table by category.
 CATEGORY_COLUMNS = ("setting", "category", "times plain", "tokens/step", "texts")
 # Line below the tables.
@@ -27,8 +22,16 @@ EXPLANATION = (
 )
 
 
+def columns(baseline: str = PLAIN) -> list[str]:
+    """Name the columns of the table of all prompts."""
+    return [
+        "setting", "method", "tokens/s", f"times {baseline}", "interval", "tokens/step",
+        "acceptance by position", "texts", "equal texts",
+    ]  # fmt: skip
+
+
 def cells(row: SpeedRow) -> list[str]:
-    """Format a row of all prompts, for `COLUMNS`."""
+    """Format a row of all prompts, for `columns`."""
     rates = " ".join(f"{rate:.0%}" for rate in row.acceptance_rate_by_position)
     return [
         row.setting,
@@ -39,7 +42,7 @@ def cells(row: SpeedRow) -> list[str]:
         "" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}",
         rates,
         str(row.num_texts),
-        str(row.num_texts - row.num_different),
+        "" if row.num_different is None else str(row.num_texts - row.num_different),
     ]
 
 
@@ -50,7 +53,7 @@ def _category_cells(row: SpeedRow) -> list[str]:
 
 def speed_tables(rows: Sequence[SpeedRow]) -> str:
     """Make the tables of all prompts, and of the default by category if there are several."""
-    tables = [_table(COLUMNS, (cells(row) for row in rows if not row.category))]
+    tables = [_table(columns(), (cells(row) for row in rows if not row.category))]
     drafted = [row for row in rows if row.category and row.method == AUTO]
     if drafted:
         tables.append(_table(CATEGORY_COLUMNS, map(_category_cells, drafted)))

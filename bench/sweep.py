@@ -5,21 +5,16 @@ Stock mlx-lm is measured once per block of a few plans, interleaved with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import (
     PLAIN,
     STOCK,
-    Arm,
     CommonSettings,
     EncodedPrompt,
-    TimedRun,
     drafted_arm,
     plain_arm,
     stock_arm,
@@ -32,7 +27,6 @@ from mlx_redrafter.bench.turns import (
     part_of,
     reference_arm,
 )
-from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
 
@@ -88,49 +82,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Point:
-    """Results of one plan of a sweep.
+    """Results of one plan of a sweep at one temperature."""
 
-    Attributes:
-        dtype: Dtype of the weights.
-        temp: Temperature.
-        plan: Draft plan of every step.
-        row: Results.
-    """
-
-    dtype: str
     temp: float
     plan: DraftPlan
     row: Row
-
-
-@dataclass(frozen=True)
-class Block:
-    """Plans measured in runs that alternate with one another and with stock mlx-lm.
-
-    Attributes:
-        dtype: Dtype of the weights.
-        settings: Settings, including the temperature.
-        number: Number of the block of its dtype and temperature, from 0.
-        plans: Plans of the block.
-    """
-
-    dtype: str
-    settings: CommonSettings
-    number: int
-    plans: list[DraftPlan]
-
-    @property
-    def group(self) -> str:
-        """Name of dtype and temperature."""
-        return group_name(self.dtype, self.settings.temp)
-
-    @property
-    def arms(self) -> dict[str, Arm]:
-        """Stock mlx-lm and the plans; in the first block also plain decoding by this package."""
-        arms: dict[str, Arm] = {STOCK: stock_arm(self.settings)}
-        if self.number == 0:
-            arms[PLAIN] = plain_arm(self.settings)
-        return arms | {arm_name(plan): drafted_arm(self.settings, plan) for plan in self.plans}
 
 
 def sweep(
@@ -143,57 +99,34 @@ def sweep(
     max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Point]:
-    """Measure every plan of the grid.
+    """Measure every plan of the grid, ``repeats`` times per prompt.
 
-    Args:
-        settings: Model, drafter and limits.
-        grid: The grid.
-        prompts: The prompts.
-        repeats: Rounds per prompt.
-        recording: Record of the runs; turns that it already has are not repeated.
-        cool_down: Seconds to rest before every run.
-        max_repeated: See `summarise`.
-        on_progress: Callback for the number of turns done and their total.
+    Turns that the recording already has are not repeated. Texts with more than ``max_repeated``
+    repeated 4-grams do not count.
     """
-    blocks = list(_blocks(settings, grid))
-    total = len(blocks) * repeats * len(prompts)
-    done = 0
-    for block in blocks:
-        turns = make_turns(prompts, repeats, block.group, block.number)
-        part = part_of(on_progress, done, total)
-        decode_in_turns(block.arms, turns, recording, cool_down, part)
-        done += len(turns)
-    points = [p for block in blocks for p in _points(block, recording.runs, max_repeated)]
+    plans = grid.plans
+    starts = range(0, len(plans), PLANS_PER_BLOCK)
+    total, done = len(grid.temps) * len(starts) * repeats * len(prompts), 0
+    for temp in grid.temps:
+        mine = replace(settings, temp=temp)
+        for number, start in enumerate(starts):
+            arms = {STOCK: stock_arm(mine)}
+            if number == 0:
+                arms[PLAIN] = plain_arm(mine)
+            few = plans[start : start + PLANS_PER_BLOCK]
+            arms |= {arm_name(plan): drafted_arm(mine, plan) for plan in few}
+            turns = make_turns(prompts, repeats, _group(temp), number)
+            decode_in_turns(arms, turns, recording, cool_down, part_of(on_progress, done, total))
+            done += len(turns)
+    points = []
+    for temp in grid.temps:
+        runs = [run for run in recording.runs if run.group == _group(temp)]
+        reference = reference_arm(replace(settings, temp=temp))
+        rows = {row.arm: row for row in summarise(runs, reference, max_repeated)}
+        points += [Point(temp, plan, rows[arm_name(plan)]) for plan in plans]
     recording.finish(points=points, max_repeated=max_repeated)
     return points
 
 
-def _points(block: Block, runs: Sequence[TimedRun], max_repeated: float) -> Iterator[Point]:
-    """Yield the results of a block's plans."""
-    group = [run for run in runs if run.group == block.group]
-    reference = reference_arm(block.settings)
-    rows = {row.arm: row for row in summarise(group, reference, max_repeated)}
-    for plan in block.plans:
-        yield Point(block.dtype, block.settings.temp, plan, rows[arm_name(plan)])
-
-
-def group_name(dtype: str, temp: float) -> str:
-    """Name dtype and temperature, for runs."""
-    return f"{dtype} temp {temp:g}"
-
-
-def _blocks(settings: CommonSettings, grid: Grid) -> Iterator[Block]:
-    plans = grid.plans
-    dtype = _dtype_name(settings.model)
-    for temp in grid.temps:
-        for number, start in enumerate(range(0, len(plans), PLANS_PER_BLOCK)):
-            few = plans[start : start + PLANS_PER_BLOCK]
-            yield Block(dtype, replace(settings, temp=temp), number, few)
-
-
-def _dtype_name(model: nn.Module) -> str:
-    """Name the floating-point dtype of a model, such as "float16"."""
-    for tensor in named_parameters(model).values():
-        if mx.issubdtype(tensor.dtype, mx.floating):
-            return str(tensor.dtype).removeprefix("mlx.core.")
-    raise ConfigError("the model has no floating-point weights")
+def _group(temp: float) -> str:
+    return f"temp {temp:g}"

@@ -7,13 +7,12 @@ compared sample by sample.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 OnProgress = Callable[[int, int], None]
-Job = Callable[[], float]
 
 # Bootstrap resamples; more no longer move the ends of the interval visibly.
 RESAMPLES = 10_000
@@ -41,11 +40,7 @@ class MedianEstimate:
     count: int
 
     def span(self, form: str = ".2f") -> str:
-        """Format ``low`` and ``high`` with the kind of interval; empty for one sample.
-
-        Args:
-            form: Format of a number.
-        """
+        """Format ``low`` and ``high`` with the kind of interval; empty for one sample."""
         return f"{self.low:{form}} to {self.high:{form}} ({self.kind})" if self.kind else ""
 
     @property
@@ -54,17 +49,6 @@ class MedianEstimate:
         if self.count < 2:
             return ""
         return "95%" if self.count >= MIN_SAMPLES else f"range of {self.count}"
-
-    def scaled(self, factor: float) -> MedianEstimate:
-        """Convert the estimate to another unit; ``factor`` is positive."""
-        first, third = self.quartiles
-        return MedianEstimate(
-            self.median * factor,
-            self.low * factor,
-            self.high * factor,
-            (first * factor, third * factor),
-            self.count,
-        )
 
 
 def estimate(samples: Sequence[float], seed: int = 0) -> MedianEstimate:
@@ -92,31 +76,3 @@ def rotated(names: Sequence[str], shift: int) -> list[str]:
     """List names from another first one for every shift, so that no method is always first."""
     start = shift % len(names)
     return [*names[start:], *names[:start]]
-
-
-def take_turns(
-    jobs: Mapping[str, Job],
-    rounds: int,
-    warm_up: int = 0,
-    on_progress: OnProgress = lambda done, total: None,
-) -> dict[str, list[float]]:
-    """Run every job once per round, each round starting with a different job.
-
-    Args:
-        jobs: Jobs by name; each returns its measured seconds.
-        rounds: Rounds to record.
-        warm_up: Earlier rounds that are not recorded.
-        on_progress: Callback for the number of rounds done and their total.
-
-    Returns:
-        Samples by job, one per recorded round, in seconds.
-    """
-    names = list(jobs)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(warm_up + rounds):
-        for name in rotated(names, i):
-            seconds = jobs[name]()
-            if i >= warm_up:
-                samples[name].append(seconds)
-        on_progress(i + 1, warm_up + rounds)
-    return samples

@@ -24,7 +24,6 @@ from mlx_redrafter.training.resources import (
     COPIES_OF_LOGITS,
     PROMPT_TOKENS,
     ResourceEstimate,
-    StudentSize,
     count_weights,
     estimate,
 )
@@ -70,7 +69,7 @@ class TrainingCost:
         work = Workload.of(request, tokens - generated, generated, PROMPT_TOKENS, options.held_out)
         config = choose_drafter_config(shape.hidden_size, shape.vocab_size, request.network)
         num_weights = count_weights(Drafter(config))
-        needed = estimate(work, request, shape.target_size, StudentSize(num_weights))
+        needed = estimate(work, shape.target_size, num_weights)
         return cls(work, needed, request, config, num_weights)
 
     def predict(self, shape: ModelShape, chip: Chip) -> Timetable:

@@ -64,13 +64,8 @@ def decode_in_turns(
 ) -> None:
     """Decode every turn's prompt with every method.
 
-    Args:
-        arms: Decoding methods by name.
-        turns: The turns.
-        recording: Receives the runs; turns that it already has are not repeated.
-        cool_down: Seconds to rest before every run.
-        on_progress: Callback for the number of turns done and their total.
-        prepare: Called before the first turn, if any turn is missing.
+    Turns that the recording already has are not repeated. ``prepare`` is called before the first
+    turn, if any is missing.
     """
     missing = [turn for turn in turns if not recording.has(turn.key)]
     if missing:
@@ -83,11 +78,5 @@ def decode_in_turns(
 
 
 def part_of(on_progress: OnProgress, before: int, total: int) -> OnProgress:
-    """Return the progress callback of one part of a benchmark.
-
-    Args:
-        on_progress: Callback of the whole benchmark.
-        before: Units of work done before this part.
-        total: Units of work of the whole benchmark.
-    """
+    """Return the progress callback of a part, before which some of ``total`` units are done."""
     return lambda done, _: on_progress(before + done, total)

@@ -15,7 +15,7 @@ from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 if TYPE_CHECKING:
     from mlx_redrafter.bench.advice import Subject
     from mlx_redrafter.bench.chips import Chip
-    from mlx_redrafter.bench.forecast import DrafterTrial, Forecast
+    from mlx_redrafter.bench.forecast import Forecast
     from mlx_redrafter.bench.training_cost import TrainingCost
 
 
@@ -24,8 +24,8 @@ def advise(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="Folder, repository, or family with a size such as 'llama 8B 4bit'; by default "
-            "the bundled model. Of a repository only config.json is read.",
+            help="Folder or repository; by default the bundled model. Of a repository only "
+            "config.json is read.",
             show_default=False,
         ),
     ] = None,
@@ -102,7 +102,7 @@ def advise(
             typer.echo(f"  {sentence}")
 
 
-def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, DrafterTrial]:
+def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, float]:
     from mlx_redrafter.bench.forecast import measure_forecast, try_drafter
     from mlx_redrafter.checkpoints.loading import load
 

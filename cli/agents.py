@@ -36,12 +36,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one process.
-
-    Attributes:
-        variables: Environment variables.
-        arguments: Arguments before those of the user.
-    """
+    """Settings of one process: environment variables, and arguments before those of the user."""
 
     variables: dict[str, str] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
@@ -49,12 +44,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Agent:
-    """A coding agent.
-
-    Attributes:
-        package: Its package at npm.
-        configure: Function that makes its settings.
-    """
+    """A coding agent: its package at npm, and the function that makes its settings."""
 
     package: str
     configure: Callable[[Address], Settings]

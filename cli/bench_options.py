@@ -54,16 +54,11 @@ class Prompts:
             check_int("num_prompts", self.num_prompts, 1)
 
     def encode(self, tokenizer: Any, length: int | None = None) -> list[EncodedPrompt]:
-        """Encode the prompts as token ids.
-
-        Args:
-            tokenizer: Tokenizer of the target.
-            length: Tokens that every prompt shall have; None for its own number.
+        """Encode the prompts as token ids, each with ``length`` tokens if that is given.
 
         Raises:
-            ConfigError: The file has no prompts or too short ones, or the chat template rejects
-                one.
             CheckpointError: The prompts are a dataset that the hub does not have.
+            ConfigError: There are no prompts or too short ones, or the chat template rejects one.
         """
         from mlx_redrafter.bench.prompts import (
             encode_prompts,
@@ -103,12 +98,7 @@ class ShortRounds(Rounds):
 
 
 def describe_pair(pair: Pair, loaded: Any) -> dict[str, Any]:
-    """Describe a pair for a result.
-
-    Args:
-        pair: Names of the target and the drafter.
-        loaded: The loaded drafter.
-    """
+    """Describe a pair and its loaded drafter for a result."""
     from mlx_redrafter.bench.result_file import pair_names
 
     return pair_names(pair.model, pair.drafter_name, loaded)

@@ -1,19 +1,30 @@
-"""``redrafter-mlx bench speed`` and ``bench share``: speed on published prompts, to compare."""
+"""``redrafter-mlx bench speed``, ``throughput`` and ``share``: speed of texts and batches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from mlx_redrafter.cli.bench_options import Out, Prompts, Resume, Rounds, describe_pair
+from mlx_redrafter.checks import check_int
+from mlx_redrafter.cli.bench_options import (
+    Out,
+    PromptFile,
+    Prompts,
+    Resume,
+    Rounds,
+    TextTokens,
+    describe_pair,
+)
 from mlx_redrafter.cli.bench_output import (
     draw,
     parse_count,
     parse_ints,
+    parse_shapes,
     parse_temps,
     progress,
     refuse_texts,
@@ -21,7 +32,15 @@ from mlx_redrafter.cli.bench_output import (
     warn,
 )
 from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.cli.text_options import Temp
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
+
+if TYPE_CHECKING:
+    from mlx_redrafter.bench.recording import Recording
+    from mlx_redrafter.bench.speed import Comparison, SpeedRow, Work
+
+BatchSizes = Annotated[str, typer.Option(help="Texts at the same time, such as 1,2,4-6.")]
 
 
 def speed(
@@ -38,7 +57,7 @@ def speed(
             show_default="as published",
         ),
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Texts at the same time.")] = "1,4",
+    batch_sizes: BatchSizes = "1,4",
     server: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,16 +80,15 @@ def speed(
     this writes its tables (.md) and a plot (.png). The exit code is 1 if a drafted text differs
     from the plain one.
     """
-    chosen = parse_temps(temps), parse_ints(batch_sizes)
+    chosen, sizes = parse_temps(temps), parse_ints(batch_sizes)
     lengths = [None] if contexts is None else [parse_count(one) for one in contexts.split(",")]
     from mlx_redrafter.bench.openai_server import find_server
-    from mlx_redrafter.bench.plots import count_texts, plot_speed, title
     from mlx_redrafter.bench.prompts import describe_prompts
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.runs import AUTO, CommonSettings
-    from mlx_redrafter.bench.speed import measure_speed
-    from mlx_redrafter.bench.speed_page import COLUMNS, cells, speed_tables
-    from mlx_redrafter.checkpoint_files import write_atomically
+    from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
+    from mlx_redrafter.bench.speed_page import speed_tables
+    from mlx_redrafter.checkpoint_files import write_text
 
     servers = [find_server(one, api_key) for one in server or ()]
     if len({one.name for one in servers}) < len(servers):
@@ -81,30 +99,109 @@ def speed(
         **describe_pair(pair, drafter),
         **describe_prompts(prompts.prompts, encoded[lengths[0]]),
         **asdict(rounds),
-        "temps": list(chosen[0]),
+        "temps": list(chosen),
         "contexts": lengths,
-        "batch_sizes": list(chosen[1]),
+        "batch_sizes": list(sizes),
         "servers": [one.name for one in servers],
     }
+    work = [
+        batch
+        for length, some in encoded.items()
+        for size in sizes
+        for temp in chosen
+        for batch in all_prompts(Setting(temp, length, size), some, rounds.repeats)
+    ]
     settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
+    compared = Comparison(settings, servers, cool_down=rounds.cool_down)
     recording = Recording(out, "speed", configuration, resume)
+
+    def write(rows: list[SpeedRow]) -> None:
+        if out is not None:
+            write_text(out.with_suffix(".md"), speed_tables(rows))
+
+    rows = _measure(work, compared, recording, write)
+    refuse_texts(sum(row.num_different or 0 for row in rows if row.method == AUTO))
+
+
+def throughput(
+    prompts: PromptFile,
+    pair: Pair,
+    *,
+    batch_sizes: BatchSizes = "1,2,4,8,16",
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="Fixed draft shapes to measure, each WIDTHxLENGTH or WIDTHxLENGTHxNODES."
+        ),
+    ] = "1x5,2x5,4x5",
+    max_tokens: TextTokens = 64,
+    rounds: Annotated[int, typer.Option(help="Number of batches of each size and method.")] = 5,
+    temp: Temp = 0.0,
+    out: Out = None,
+    resume: Resume = False,
+) -> None:
+    """Compare batch generation by mlx-lm, plain decoding, the default and fixed draft shapes.
+
+    The exit code is 1 if a text differs from the target's own.
+    """
+    SamplingParams(temp)
+    sizes, plans = parse_ints(batch_sizes), parse_shapes(shapes)
+    for name, value in (("max_tokens", max_tokens), ("rounds", rounds)):
+        check_int(name, value, 1)
+    target, tokenizer, drafter = pair.load()
+    from mlx_redrafter.bench.prompts import describe_prompts
+    from mlx_redrafter.bench.recording import Recording
+    from mlx_redrafter.bench.runs import CommonSettings
+    from mlx_redrafter.bench.speed import Comparison, Setting, next_prompts
+
+    encoded = Prompts(prompts).encode(tokenizer)
+    configuration = {
+        **describe_pair(pair, drafter),
+        **describe_prompts(prompts, encoded),
+        "max_tokens": max_tokens,
+        "repeats": rounds,
+        "temp": temp,
+        "shapes": shapes,
+        "batch_sizes": list(sizes),
+    }
+    work = [
+        batch
+        for size in sizes
+        for batch in next_prompts(Setting(temp, None, size), encoded, rounds)
+    ]
+    settings = CommonSettings(target, tokenizer, drafter, max_tokens)
+    compared = Comparison(settings, plans=plans, has_stock=True)
+    recording = Recording(out, "throughput", configuration, resume)
+    rows = _measure(work, compared, recording)
+    refuse_texts(sum(row.num_different or 0 for row in rows))
+
+
+def _measure(
+    work: Work,
+    compared: Comparison,
+    recording: Recording,
+    on_rows: Callable[[list[SpeedRow]], None] = lambda rows: None,
+) -> list[SpeedRow]:
+    """Measure, print the table, draw the plot, and return the rows over all categories."""
+    from mlx_redrafter.bench.plots import count_texts, plot_speed, title
+    from mlx_redrafter.bench.speed import measure_speed
+    from mlx_redrafter.bench.speed_page import cells, columns
+
     with progress("Batches") as on_progress:
-        rows = measure_speed(
-            settings, encoded, *chosen, servers, rounds.repeats, recording, rounds.cool_down,
-            on_progress,
-        )  # fmt: skip
-    table = Table(*COLUMNS)
-    for row in rows:
-        if not row.category:
-            table.add_row(*cells(row))
+        rows = measure_speed(work, compared, recording, on_progress)
+    found = [row for row in rows if not row.category]
+    table = Table(*columns(compared.baseline))
+    for row in found:
+        table.add_row(*cells(row))
     show(table)
-    warn(recording.result["disturbances"])
-    if out is not None:
-        text = speed_tables(rows)
-        write_atomically(out.with_suffix(".md"), lambda file: file.write_text(text, "utf-8"))
-        heading = title(recording.result, target, count_texts(configuration))
-        draw(lambda: [plot_speed(out.with_suffix(".png"), rows, heading)])
-    refuse_texts(sum(row.num_different for row in rows if row.method == AUTO and not row.category))
+    result: dict[str, Any] = recording.result
+    warn(result["disturbances"])
+    on_rows(rows)
+    if recording.path is not None:
+        heading = title(result, compared.settings.model, count_texts(result["configuration"]))
+        path = recording.path.with_suffix(".png")
+        draw(lambda: [plot_speed(path, found, heading, compared.baseline)])
+    return found
 
 
 def share(
@@ -119,9 +216,9 @@ def share(
     """
     from mlx_redrafter.bench.result_file import read_result
     from mlx_redrafter.bench.speed_page import page
-    from mlx_redrafter.checkpoint_files import write_atomically
+    from mlx_redrafter.checkpoint_files import write_text
 
     text = page(read_result(result, "speed"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, lambda file: file.write_text(text, "utf-8"))
+    write_text(out, text)
     typer.echo(f"wrote {out}", err=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
+from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import CONTEXT, NamedModel, WritingPair
 from mlx_redrafter.cli.prompt_options import (
     ChatTemplateConfig,
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from mlx_redrafter.engine.conversation import Conversation
 
 COMMANDS = "/reset starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
+# ``mlx.launch`` passes lines on to rank 0 until Ctrl-C, and never the end of the input.
+LAUNCHED = "type a message and Enter; /reset starts a new conversation, /exit or Ctrl-C ends it"
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def chat(
         with suppress(ImportError):  # adds line editing and a history, if Python has it
             import readline  # noqa: F401
         typer.echo(COMMANDS, err=True)
+    elif launched_group() is not None:
+        typer.echo(LAUNCHED, err=True)
     while (message := _read_message()) is not None:
         if message == "/reset":
             conversation = begin()
@@ -103,7 +108,7 @@ def _answer(
     with (
         live_text(shows_drafts) as write,
         prefill_progress() as on_progress,
-        suppress(KeyboardInterrupt),
+        nullcontext() if launched_group() is not None else suppress(KeyboardInterrupt),
     ):
         for last in conversation.ask(message, prompt_progress_callback=on_progress, **options):
             write(last)

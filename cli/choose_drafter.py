@@ -23,12 +23,8 @@ def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
     """Choose a drafter for a model, print the choice to stderr, and return its name or folder.
 
     Without ``--drafter`` it must be on this machine and made for the model. ``auto`` also offers a
-    published one, and a smaller model with the same tokens.
-
-    Args:
-        model: A folder or a repository.
-        drafter: `AUTO`, or None without ``--drafter``.
-        yes: Whether to download what `AUTO` offers without a question.
+    published one, which ``yes`` downloads without a question, and a smaller model with the same
+    tokens.
 
     Raises:
         CheckpointError: The model's files cannot be found or read.

@@ -31,11 +31,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @contextmanager
 def live_text(shows_drafts: bool) -> Iterator[Callable[[GenerationResponse], None]]:
-    """Yield a function that prints the text of responses.
-
-    Args:
-        shows_drafts: Whether to colour accepted drafts, on a terminal.
-    """
+    """Yield a function that prints the text of responses; on a terminal it may colour drafts."""
     console = Console(highlight=False)
     if not sys.stdout.isatty() or console.is_dumb_terminal:
         yield _print
@@ -53,12 +49,7 @@ def _print(response: GenerationResponse) -> None:
 
 
 class LiveText:
-    """A text on a terminal: finished lines stay, and the last one is drawn above its speed.
-
-    Args:
-        console: The terminal.
-        shows_drafts: Whether to colour accepted drafts.
-    """
+    """A text on a terminal: finished lines stay, and the last one is drawn above its speed."""
 
     def __init__(self, console: Console, shows_drafts: bool):
         self._console = console

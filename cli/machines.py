@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,8 @@ from mlx_redrafter.errors import ConfigError
 RANK = "MLX_RANK"
 # Commands that split their model; with several words for commands of commands.
 COMMANDS = ("generate", "chat", "run", "serve", "check", "bench compare", "bench throughput")
-# Seconds in which MLX must have connected all ranks; Python cannot interrupt it meanwhile.
+# Seconds in which MLX must have connected all ranks. Python cannot interrupt it, nor can its
+# handler of Ctrl-C, in place of which the system's own ends the process.
 START_SECONDS = 120.0
 
 
@@ -31,7 +34,9 @@ def join_machines(arguments: Sequence[str]) -> None:
     from mlx_redrafter.machines.meeting import meet
 
     faulthandler.dump_traceback_later(START_SECONDS, exit=True)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     group = launched_group()
+    signal.signal(signal.SIGINT, before)
     faulthandler.cancel_dump_traceback_later()
     if group is None:
         return
@@ -44,6 +49,15 @@ def join_machines(arguments: Sequence[str]) -> None:
         raise ConfigError(f"{named} runs on one machine; start it without mlx.launch")
     names = [f"{rank.host} ({rank.device})" for rank in machines.ranks]
     typer.echo(f"{len(names)} machines: {names[0]} leads, {', '.join(names[1:])}", err=True)
+
+
+def leave_machines(code: int) -> None:
+    """End this process and all other ranks, if it has met any."""
+    if RANK in os.environ and "mlx_redrafter.machines.meeting" in sys.modules:
+        from mlx_redrafter.machines.meeting import met
+
+        for machines in met:
+            machines.leave(code)
 
 
 def launched_group() -> Any:

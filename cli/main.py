@@ -22,7 +22,7 @@ from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import app as convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.launch import launch
-from mlx_redrafter.cli.machines import join_machines
+from mlx_redrafter.cli.machines import join_machines, leave_machines
 from mlx_redrafter.cli.models import list_models, pull, remove
 from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
@@ -67,7 +67,9 @@ def run() -> None:
     # Python has no object for a stream that the shell closed, as in `generate ... >&-`.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    leave_machines(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -130,10 +130,7 @@ class Pair:
     def load(self, context: int = CONTEXT, kv_bits: int | None = None, **options: Any) -> Loaded:
         """Load the target, its tokenizer and the drafter, if there is memory for a text.
 
-        Args:
-            context: Number of tokens of the text.
-            kv_bits: Bits of its K/V entries; None if they are not quantised.
-            **options: Further options of `mlx_redrafter.load`.
+        ``context`` is its number of tokens, and ``kv_bits`` the bits of its K/V entries.
 
         Raises:
             ConfigError: The drafter is "none", where there must be one.
@@ -152,8 +149,6 @@ class Pair:
         from mlx_redrafter.proposers.lookup import Lookup
 
         group = launched_group()
-        if kv_bits is not None and group is not None:
-            raise ConfigError("kv_bits is not supported on several machines; leave it out")
         try:
             if self.model is not None:
                 machines = 1 if group is None else group.size()

@@ -43,7 +43,10 @@ def list_models(
         typer.echo(json.dumps({"models": rows}))
         return
     if not rows:
-        typer.echo("no models on this machine; redrafter-mlx pull NAME downloads one", err=True)
+        typer.echo(
+            "no models in MLX's format on this machine; redrafter-mlx pull NAME downloads one",
+            err=True,
+        )
     for row in rows:
         drafter = f"; drafter: {row['drafter']}" if row["drafter"] else ""
         typer.echo(

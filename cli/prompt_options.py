@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.text_options import PROMPT, IgnoreChatTemplate
 from mlx_redrafter.errors import ConfigError
 
@@ -62,6 +63,10 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         parse_template_options(self.chat_template_config)  # checked before anything is loaded
+        if self.prompt == "-" and launched_group() is not None:
+            raise ConfigError(
+                "--prompt - reads an input that mlx.launch never ends; give the prompt itself"
+            )
 
     def read(self) -> str:
         """Read the prompt, from standard input if it is ``-``."""
@@ -107,10 +112,7 @@ class PromptOptions:
             ) from error
 
     def load_cache(self, model: str | None) -> list[Any] | None:
-        """Load the prompt cache from its file; return None if no file is given.
-
-        Args:
-            model: Name of the target, which must be the one that the cache names.
+        """Load the prompt cache from its file, which must name this model; None without a file.
 
         Raises:
             ConfigError: The file is damaged, or was made with another model.

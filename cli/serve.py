@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -37,15 +37,8 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 # Panel of the address and the names in the help.
 SERVER = "Server"
-# Panel of the limits in the help.
-LIMITS = "Limits"
 # Seconds that running requests have to end after SIGTERM.
 GRACE_SECONDS = 30
-
-
-def _limit_option(name: str) -> Any:
-    hint = get_type_hints(Limits, include_extras=True)[name]
-    return typer.Option(help=hint.__metadata__[0], rich_help_panel=LIMITS)
 
 
 @dataclass(frozen=True)
@@ -190,64 +183,54 @@ class AddressOptions:
         return self.api_key is None and self.host not in LOCAL_HOSTS
 
 
-@dataclass(frozen=True)
-class LimitOptions:
-    """The fields of `Limits` that an operator chooses."""
-
-    max_running: Annotated[int, _limit_option("max_running")] = Limits.max_running
-    max_waiting: Annotated[int, _limit_option("max_waiting")] = Limits.max_waiting
-    max_context: Annotated[int, _limit_option("max_context")] = Limits.max_context
-    prompt_cache_bytes: Annotated[int, _limit_option("prompt_cache_bytes")] = (
-        Limits.prompt_cache_bytes
-    )
-    prompt_disk_bytes: Annotated[int, _limit_option("prompt_disk_bytes")] = Limits.prompt_disk_bytes
-    max_model_bytes: Annotated[int, _limit_option("max_model_bytes")] = Limits.max_model_bytes
-    keep_alive: Annotated[float, _limit_option("keep_alive")] = Limits.keep_alive
-
-
 def serve(
     models: ServedModels,
     address: AddressOptions,
     text: ServedOptions,
     drafting: DraftSizeOptions,
-    limits: LimitOptions,
+    limits: Limits,
 ) -> None:
     """Serve models to clients of OpenAI, Anthropic and Ollama, with a chat page for the browser.
 
     The sampling options and --max-tokens are defaults: a request may set its own.
     """
     defaults = GenerationOptions(**vars(text), **vars(drafting))  # checked before loading
-    checked = Limits(**vars(limits))
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"serve needs {name}: pip install '.[server]' in the repository, or "
                 "'mlx-redrafter[server]' from a package index"
             )
-    from mlx_redrafter.server.application import Endpoints
+    from mlx_redrafter.server.application import make_application
     from mlx_redrafter.server.callers import Callers
     from mlx_redrafter.server.listening import listen, make_server
 
     listener = listen(address.host, address.port)
     pairs = models.pairs()
     served = _name_models(pairs, address.model_name)
-    if launched_group() is not None:
-        checked = _for_machines(served, checked)
+    is_split = launched_group() is not None
+    if is_split:
+        limits = _for_machines(served, limits)
 
     from mlx_redrafter.measured import cache_folder
     from mlx_redrafter.server.models import Models
+    from mlx_redrafter.server.protocols.service import Service
     from mlx_redrafter.server.worker import Worker
 
     callers = Callers(
         address.host, address.allow_host or (), address.allow_origin or (), address.api_key
     )
-    worker = Worker(checked)
+    worker = Worker(limits)
+    if is_split:
+        from mlx_redrafter.machines.line import before_end
+
+        before_end.append(worker.abandon)
     folder = cache_folder() / "prompts"
-    known = Models(served, defaults, checked, worker.is_busy, address.strict_names, folder)
+    known = Models(served, defaults, limits, worker.is_busy, address.strict_names, folder)
     if len(served) == 1:
         known.load(served[0])
-    application = Endpoints(known, worker, defaults, checked, callers).application()
-    server = make_server(application, checked.client_timeout, GRACE_SECONDS, worker.end)
+    application = make_application(Service(known, worker, defaults, limits, callers))
+    server = make_server(application, limits.client_timeout, GRACE_SECONDS, worker.end)
     # uvicorn raises the signals again after an orderly end.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))

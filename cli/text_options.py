@@ -39,14 +39,7 @@ def parse_size(value: str) -> int | str:
 
 
 def library_option(name: str, *flags: str, more: str = "", **settings: Any) -> Any:
-    """Make a typer option for a field of `GenerationOptions`, described as in that class.
-
-    Args:
-        name: Name of the field.
-        *flags: Short forms.
-        more: Text to add to the description.
-        **settings: Arguments of `typer.Option`.
-    """
+    """Make a typer option for a field of `GenerationOptions`, described as there."""
     names = (f"--{name.replace('_', '-')}", *flags) if flags else ()  # typer's own without
     return typer.Option(*names, help=DESCRIPTIONS[name] + more, **settings)
 

@@ -211,7 +211,6 @@ def _make_request(options: RunOptions) -> TrainingRequest:
     """Make the request of a run; restored paths are strings."""
     from mlx_redrafter.training import (
         DataOptions,
-        LossOptions,
         NetworkOptions,
         TrainingOptions,
         TrainingRequest,
@@ -243,7 +242,7 @@ def _make_request(options: RunOptions) -> TrainingRequest:
             beam_length=options.length,
             draft_vocab=options.draft_vocab,
         ),
-        loss=LossOptions(recipe=options.recipe),  # type: ignore[arg-type]
+        recipe=options.recipe,  # type: ignore[arg-type]
         training=TrainingOptions(
             epochs=options.epochs,
             minutes=options.minutes,

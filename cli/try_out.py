@@ -28,13 +28,7 @@ ENOUGH = 20.0
 
 
 class _Run(NamedTuple):
-    """One generated text.
-
-    Attributes:
-        tokens: Its token ids.
-        speed: Tokens per second, from the first token to the last.
-        tokens_per_step: Tokens per forward pass; None for plain decoding.
-    """
+    """One generated text: token ids, and tokens per second from the first token to the last."""
 
     tokens: list[int]
     speed: float

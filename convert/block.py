@@ -12,14 +12,18 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.conversion_options import ConversionOptions
-from mlx_redrafter.convert.output import ConvertedDrafter, finish_loaded
-from mlx_redrafter.convert.selftest import SelfTest, compare_rows, decode_all, with_layers
+from mlx_redrafter.convert.output import ConvertedDrafter, finish
+from mlx_redrafter.convert.selftest import (
+    Reading,
+    SelfTest,
+    choose_reading,
+    compare_rows,
+    load_target,
+)
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.config import BlockConfig
@@ -46,7 +50,7 @@ def inspect_block(source: Source) -> tuple[str, BlockConfig]:
 def convert_block(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     """Convert a block drafter; see `conversion.convert_drafter`."""
     network = load_block(source.folder)
-    finish_loaded(network, source.name, own_names(source.tensors), options)
+    finish(network, source.name, own_names(source.tensors), options)
     if options.target is None:
         return ConvertedDrafter(network, network.config.name, None)
     measured, note = _test(network, options.target)
@@ -55,54 +59,28 @@ def convert_block(source: Source, options: ConversionOptions) -> ConvertedDrafte
 
 def _test(network: BlockNetwork, name: str | Path) -> tuple[SelfTest, str]:
     """Choose the reading of the config that the target accepts most, and calibrate with it."""
-    model, tokenizer, _ = load(name)
-    target = Target(model)
-    network.check_fit(target, tokenizer)
-    trial = try_readings(network, target, tokenizer)
-    network.become(trial.config)
-    network.config = calibrate(network, target, trial.texts)
-    return SelfTest.of(trial.matches), trial.line
+    target, tokenizer = load_target(network, name)
+    found = try_readings(network, target, tokenizer)
+    network.become(found.network.config)
+    network.config = calibrate(network, target, found.texts)
+    return SelfTest.of(found.matches), found.line
 
 
-class Trial(NamedTuple):
-    """Result of `try_readings`.
-
-    Attributes:
-        config: The reading of the config that the target accepts most.
-        matches: For each token of the texts, 1 if the first draft is the target's, else 0.
-        texts: Texts of the target, with the states that the drafter reads.
-        line: One line that says what was tried and found.
-    """
-
-    config: BlockConfig
-    matches: list[int]
-    texts: list[ReadSequence]
-    line: str
-
-
-def try_readings(network: BlockNetwork, target: Target, tokenizer: TokenizerWrapper) -> Trial:
-    """Compare first drafts with the target's tokens, by each reading of a drafter's config.
-
-    Another reading is chosen if it is better by more than chance.
-    """
-    readings = dict(_readings(network.config, target))
-    layers = sorted({layer for config in readings.values() for layer in config.captured_layers})
-    target.watch(layers)
-    texts = decode_all(target, tokenizer, layers)
-
-    def read(config: BlockConfig) -> list[ReadSequence]:
-        return [with_layers(text, layers, config.captured_layers) for text in texts]
-
-    found = {
-        reading: _first_matches(network, config, target, read(config))
-        for reading, config in readings.items()
-    }
-    own, *others = found
-    best = max(others, key=lambda reading: sum(found[reading]), default=own)
-    chosen = best if SelfTest.of(found[own], found[best]).other_is_better else own
-    tried = ", ".join(f"{name} {sum(one) / len(one):.0%}" for name, one in found.items())
-    line = f"first drafts accepted by reading of the config: {tried}; used {chosen}"
-    return Trial(readings[chosen], found[chosen], read(readings[chosen]), line)
+def try_readings(
+    network: BlockNetwork, target: Target, tokenizer: TokenizerWrapper
+) -> Reading[BlockNetwork]:
+    """Try each reading of a drafter's config; see `choose_reading`."""
+    readings = {}
+    for reading, config in _readings(network.config, target):
+        readings[reading] = copy.copy(network)
+        readings[reading].become(config)
+    return choose_reading(
+        readings,
+        target,
+        tokenizer,
+        _first_matches,
+        lambda network: network.config.captured_layers,
+    )
 
 
 def _readings(config: BlockConfig, target: Target) -> Iterator[tuple[str, BlockConfig]]:
@@ -129,11 +107,10 @@ def _readings(config: BlockConfig, target: Target) -> Iterator[tuple[str, BlockC
 
 
 def _first_matches(
-    network: BlockNetwork, config: BlockConfig, target: Target, texts: Sequence[ReadSequence]
+    network: BlockNetwork, target: Target, texts: Sequence[ReadSequence]
 ) -> list[int]:
-    """Compare first drafts with the target's tokens, by another config: 1 if equal, else 0."""
-    other = copy.copy(network)
-    other.become(config)
     return [
-        match for text in texts for match in compare_rows(other, predict(other, target, text)[0])
+        match
+        for text in texts
+        for match in compare_rows(network, predict(network, target, text)[0])
     ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoints.loading import load
@@ -14,29 +15,27 @@ from mlx_redrafter.convert.block import convert_block
 from mlx_redrafter.convert.conversion_options import Conversion, ConversionOptions
 from mlx_redrafter.convert.eagle import convert_eagle
 from mlx_redrafter.convert.mtp import convert_mtp, find_mtp
-from mlx_redrafter.convert.names import map_names
-from mlx_redrafter.convert.output import ConvertedDrafter, fill, write_conversion
+from mlx_redrafter.convert.names import NamedTensors, map_names
+from mlx_redrafter.convert.output import ConvertedDrafter, finish, write_conversion
 from mlx_redrafter.convert.publication import check_destination
 from mlx_redrafter.convert.recognition import has_medusa, recognise_foreign
-from mlx_redrafter.convert.selftest import (
-    SelfTest,
-    self_test,
-    self_test_heads,
-    swap_activation,
-)
+from mlx_redrafter.convert.selftest import SelfTest, choose_reading, compare_rows, dequantised
 from mlx_redrafter.convert.shapes import check_dtypes, infer_drafter_config
 from mlx_redrafter.convert.source import Source, open_source
-from mlx_redrafter.convert.stored import read_weights
 from mlx_redrafter.convert.vocabulary import choose_rows, count_tokens, slice_head
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers import block, eagle
+from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.proposers.fit import ReadSequence
+from mlx_redrafter.proposers.medusa import fit_heads
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.medusa.layouts import read_heads
+from mlx_redrafter.proposers.medusa.layouts import NamedHeads, read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
+from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.target_facts import check_sizes
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.target.target import FINAL, Target
 
 # Maximum number of padding rows of a head; heads are padded to multiples of 64 or 128 rows.
 MAX_PADDING_ROWS = 127
@@ -48,6 +47,7 @@ class _PendingDrafter:
 
     source: str
     config: DrafterConfig | MedusaConfig
+    names: Mapping[str, str]
     weights: dict[str, mx.array]
     name_set: str
     notes: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ def _convert_named(source: Source, options: ConversionOptions) -> ConvertedDraft
         _slice_vocabulary(pending, tokenizer, options)
         drafter = _build(pending, options)
         check_sizes(drafter.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
-        measured = _test(pending, drafter, model, tokenizer)
+        measured = _test(pending, drafter, target, tokenizer, options)
     if isinstance(drafter, Medusa) and options.tree is not None:
         drafter.config = replace(drafter.config, tree=options.tree)
     return ConvertedDrafter(drafter, pending.name_set, measured, pending.notes, pending.warnings)
@@ -125,8 +125,7 @@ def _read(source: Source, options: ConversionOptions) -> _PendingDrafter:
         return _read_heads(source, options)
     named = map_names(source.tensors, source.config)
     config = infer_drafter_config(named, source.tensors, source.config, options.rnn_activation)
-    weights = read_weights(named.sources, source.tensors, options.dtype)
-    pending = _PendingDrafter(source.name, config, weights, named.name_set, list(named.notes))
+    pending = _pending(source, config, named)
     if source.config.get("speculators_model_type") == "recurrent_drafting":
         pending.warnings.append(
             "drafters of the speculators fork are trained for one step without recurrence and on "
@@ -147,14 +146,21 @@ def _read_heads(source: Source, options: ConversionOptions) -> _PendingDrafter:
         raise ConfigError(
             "a static tree needs --target, to measure how often each rank is accepted"
         )
-    weights = read_weights(found.sources, source.tensors, options.dtype)
-    return _PendingDrafter(source.name, config, weights, found.name_set, list(found.notes))
+    return _pending(source, config, found)
+
+
+def _pending(
+    source: Source, config: DrafterConfig | MedusaConfig, named: NamedTensors | NamedHeads
+) -> _PendingDrafter:
+    names, weights = named.sources, source.read(named.sources)
+    return _PendingDrafter(source.name, config, names, weights, named.name_set, list(named.notes))
 
 
 def _build(pending: _PendingDrafter, options: ConversionOptions) -> Drafter | Medusa:
     config = pending.config
     drafter = Drafter(config) if isinstance(config, DrafterConfig) else Medusa(config)
-    fill(drafter, pending.weights, pending.source, options.quantization)
+    drafter.load_weights(list(pending.weights.items()))
+    finish(drafter, pending.source, pending.names, options)
     return drafter
 
 
@@ -188,20 +194,51 @@ def _slice_vocabulary(
 def _test(
     pending: _PendingDrafter,
     drafter: Drafter | Medusa,
-    model: nn.Module,
+    target: Target,
     tokenizer: TokenizerWrapper,
+    options: ConversionOptions,
 ) -> SelfTest:
-    """Measure how many drafts the target accepts, and apply the calibration."""
-    if isinstance(drafter, Drafter):
-        measured = self_test(drafter, model, tokenizer)
-        other = swap_activation(drafter.config.rnn_activation)
-        remedy = f"the other recurrence; convert again with --rnn-activation {other}"
-        config: DrafterConfig | MedusaConfig = drafter.config
+    """Measure how many drafts the target accepts, and choose and calibrate the config."""
+    copied = dequantised(drafter)
+    if isinstance(copied, Drafter):
+        readings = {"as it says": copied}
+        if copied.config.rnn and options.rnn_activation is None:
+            readings["other recurrence"] = _with_other_recurrence(copied)
+        recurrent = choose_reading(readings, target, tokenizer, _compare_recurrent, _last_state)
+        texts = [text.observed() for text in recurrent.texts]
+        calibration = calibrate(recurrent.network, target.embed, texts)
+        drafter.config, matches = calibration.applied(recurrent.network.config), recurrent.matches
+        if len(readings) > 1:
+            pending.notes.append(recurrent.line)
     else:
-        measured, accuracies = self_test_heads(drafter, model, tokenizer)
-        remedy = ""
-        config = replace(drafter.config, rank_accuracies=accuracies)
-    assert measured.calibration is not None
-    drafter.config = measured.calibration.applied(config)
-    pending.warnings += measured.warnings(remedy)
+        heads = choose_reading(
+            {"as it says": copied}, target, tokenizer, _compare_heads, _last_state
+        )
+        texts, matches = [text.observed() for text in heads.texts], heads.matches
+        calibration = fit_heads.calibrate(copied, texts)
+        accuracies = fit_heads.rank_accuracies(copied, texts)
+        drafter.config = calibration.applied(replace(copied.config, rank_accuracies=accuracies))
+    measured = SelfTest.of(matches, calibration)
+    pending.warnings += measured.warnings()
     return measured
+
+
+def _with_other_recurrence(drafter: Drafter) -> Drafter:
+    other, config = copy.copy(drafter), drafter.config
+    activation: Activation = "identity" if config.rnn_activation == "silu" else "silu"
+    other.config = replace(config, rnn_activation=activation)
+    return other
+
+
+def _last_state(network: DraftNetwork) -> Sequence[int]:
+    return (FINAL,)
+
+
+def _compare_recurrent(drafter: Drafter, target: Target, texts: list[ReadSequence]) -> list[int]:
+    found = (predict(drafter, target.embed, text.observed())[0] for text in texts)
+    return [match for prediction in found for match in compare_rows(drafter, prediction)]
+
+
+def _compare_heads(heads: Medusa, target: Target, texts: list[ReadSequence]) -> list[int]:
+    found = (fit_heads.predict(heads, text.observed())[0] for text in texts)
+    return [match for prediction in found for match in compare_rows(heads, prediction)]

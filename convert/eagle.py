@@ -1,27 +1,26 @@
 """Conversion of EAGLE heads.
 
-Programs disagree whether a layer's number means its input or its output, so the self-test also
-tries the neighbouring layers, and the result has those that the target clearly accepts more often.
-The config of a head may name another rotary embedding than the one it was trained with, so the
-self-test tries two: the head's own and the target's.
+Programs disagree whether a layer's number means its input or its output, and the config of a head
+may name another rotary embedding than the one it was trained with. So the self-test tries the
+neighbouring layers and the target's embedding, too, and the result has what the target clearly
+accepts more often.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
-from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.names import NamedTensors
-from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter, fill
-from mlx_redrafter.convert.selftest import SelfTest, compare, decode_all, with_layers
+from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter, finish
+from mlx_redrafter.convert.selftest import Reading, SelfTest, choose_reading, compare, load_target
 from mlx_redrafter.convert.shapes import check_dtypes
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.convert.stored import read_weights
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes
@@ -36,12 +35,6 @@ from mlx_redrafter.proposers.eagle.published import (
 )
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.target.target import FINAL, Target
-
-# Advice for a head that drafts better with the target's rotary embedding.
-ROPE_REMEDY = (
-    "the target's rotary embedding; give config.json its rope_theta and rope_scaling and convert "
-    "again"
-)
 
 
 def describe_eagle(source: Source, eagle: Eagle) -> str:
@@ -73,51 +66,47 @@ def convert_eagle(source: Source, options: ConversionOptions) -> ConvertedDrafte
     if "quantization" in source.config:
         raise CheckpointError(QUANTISED)
     eagle, named = open_eagle(source)
-    weights = read_weights(named.sources, source.tensors, options.dtype)
+    weights = source.read(named.sources)
     resolve_offsets(weights, named.sources)
-    fill(eagle, weights, source.name, options.quantization)
+    eagle.load_weights(list(weights.items()))
+    finish(eagle, source.name, named.sources, options)
     if options.target is None:
         return ConvertedDrafter(eagle, named.name_set, None, named.notes)
-    measured, note = _test(eagle, options.target)
-    notes = (*named.notes, note)
-    return ConvertedDrafter(eagle, named.name_set, measured, notes, measured.warnings(ROPE_REMEDY))
+    found = _choose_reading(eagle, options.target)
+    measured, notes = SelfTest.of(found.matches), (*named.notes, found.line)
+    return ConvertedDrafter(found.network, named.name_set, measured, notes, measured.warnings())
 
 
-def _test(eagle: Eagle, name: str | Path) -> tuple[SelfTest, str]:
-    """Choose the layers that the target accepts most, and try its rotary embedding with them."""
-    model, tokenizer, _ = load(name)
-    target = Target(model)
-    eagle.check_fit(target, tokenizer)
-    readings = _readings(eagle, target)
-    layers = sorted({layer for read in readings.values() for layer in read})
-    target.watch(layers)
-    decoded = decode_all(target, tokenizer, layers)
-    texts = {
-        reading: [with_layers(text, layers, own) for text in decoded]
-        for reading, own in readings.items()
-    }
-    found = {reading: compare(eagle, target, texts[reading]) for reading in readings}
-    own, *others = found
-    best = max(others, key=lambda reading: sum(found[reading]), default=own)
-    if SelfTest.of(found[own], found[best]).other_is_better:
-        eagle.config, own = replace(eagle.config, captured_layers=readings[best]), best
+def _choose_reading(eagle: Eagle, name: str | Path) -> Reading[Eagle]:
+    """Choose the layers and the rotary embedding with which the target accepts most."""
+    target, tokenizer = load_target(eagle, name)
     values = read_config(find_checkpoint(name, CONFIG_ONLY))
-    other = with_rope(eagle, rope_of(values.get("text_config", values)))
-    turned = None if other is None else compare(other, target, texts[own])
-    tried = ", ".join(f"{name} {sum(one) / len(one):.0%}" for name, one in found.items())
-    note = f"first drafts accepted by reading of the layers' numbers: {tried}"
-    return SelfTest.of(found[own], turned), note
+    readings = dict(_readings(eagle, target, rope_of(values.get("text_config", values))))
+    return choose_reading(
+        readings, target, tokenizer, compare, lambda network: network.captured_layers(target)
+    )
 
 
-def _readings(eagle: Eagle, target: Target) -> dict[str, tuple[int, ...]]:
-    """List the layers that a head may read, first those that its config names."""
+def _readings(eagle: Eagle, target: Target, rope: dict[str, Any]) -> Iterator[tuple[str, Eagle]]:
+    """List the head with the layers and embeddings that it may have, first as its config says."""
     own = tuple(eagle.captured_layers(target))
-    readings = {"as they are": own}
-    for name, step in (("earlier layers", -1), ("later layers", 1)):
+    turned = with_rope(eagle, rope)
+    for layers, step in (("as it says", 0), ("earlier layers", -1), ("later layers", 1)):
         shifted = tuple(layer + step for layer in own)
-        if FINAL not in own and 0 <= min(shifted) and max(shifted) <= len(target.blocks):
-            readings[name] = shifted
-    return readings
+        if step and (FINAL in own or min(shifted) < 0 or max(shifted) > len(target.blocks)):
+            continue
+        for head, suffix in ((eagle, ""), (turned, ", rotated as the target")):
+            if head is not None:
+                yield layers + suffix, _with_layers(head, shifted if step else None)
+
+
+def _with_layers(eagle: Eagle, layers: tuple[int, ...] | None) -> Eagle:
+    """Copy a head that reads other layers, if any are given; the weights are shared."""
+    if layers is None:
+        return eagle
+    other = copy.copy(eagle)
+    other.config = replace(eagle.config, captured_layers=layers)
+    return other
 
 
 def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:

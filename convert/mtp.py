@@ -14,10 +14,10 @@ from mlx_redrafter.checkpoint_files import (
     shared_name,
 )
 from mlx_redrafter.convert.conversion_options import ConversionOptions
-from mlx_redrafter.convert.output import ConvertedDrafter, finish_loaded
+from mlx_redrafter.convert.output import ConvertedDrafter, finish
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.safetensors_file import read_safetensors_file
-from mlx_redrafter.convert.selftest import SelfTest, compare, decode_texts
+from mlx_redrafter.convert.selftest import SelfTest, choose_reading, compare, load_target
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers import block, eagle, medusa
@@ -76,10 +76,15 @@ def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
     names = {own: published_name(own, module.names, prefix) for own in named_parameters(module)}
     # mlx-lm keeps the dtype of some weights, such as biases of routers.
     is_cast = getattr(model_of_layers(source.config), "cast_predicate", lambda name: True)
-    finish_loaded(module, source.name, names, options, is_cast)
+    finish(module, source.name, names, options, is_cast)
     measured = None
     if options.target is not None:
-        measured = SelfTest.of(compare(module, *decode_texts(module, options.target)))
+        target, tokenizer = load_target(module, options.target)
+        layers = module.captured_layers(target)
+        found = choose_reading(
+            {"as it says": module}, target, tokenizer, compare, lambda network: layers
+        )
+        measured = SelfTest.of(found.matches)
     return ConvertedDrafter(
         module,
         "MTP",

@@ -14,7 +14,6 @@ from mlx_redrafter.convert.conversion_options import (
     Config,
     Conversion,
     ConversionOptions,
-    Quantization,
 )
 from mlx_redrafter.convert.publication import CARD_FILE, PROVENANCE_KEY, publish
 from mlx_redrafter.convert.selftest import SelfTest
@@ -90,39 +89,25 @@ class ConvertedDrafter:
     target: str | None = None
 
 
-def fill(
-    network: DraftNetwork,
-    weights: Mapping[str, mx.array],
-    name: str,
-    quantization: Quantization | None,
-) -> None:
-    """Give a new network the weights of a checkpoint of this name, and quantise them."""
-    network.load_weights(list(weights.items()))
-    check_token_ids(network, name)
-    if quantization is not None:
-        quantize_drafter(network, quantization.bits, quantization.group_size)
-    mx.eval(network.parameters())
-    network.eval()
-
-
-def finish_loaded(
+def finish(
     network: DraftNetwork,
     name: str,
     names: Mapping[str, str],
     options: ConversionOptions,
     is_cast: Callable[[str], bool] = lambda own: True,
 ) -> None:
-    """Cast and quantise a network that was loaded from a checkpoint of this name.
+    """Check, cast and quantise the weights of a network; waits for the device.
 
     Args:
         network: The network.
-        name: Name of the checkpoint, for messages.
+        name: Name of its checkpoint, for messages.
         names: Names in the checkpoint by the network's, for messages.
         options: Dtype and quantization.
         is_cast: Whether a floating-point weight changes its dtype.
     """
     if quantization_of(network) is not None:
         raise CheckpointError(QUANTISED)
+    check_token_ids(network, name)
     dtype = DTYPES[options.dtype]
     for own, tensor in named_parameters(network).items():
         if is_cast(own) and mx.issubdtype(tensor.dtype, mx.floating):
@@ -130,6 +115,7 @@ def finish_loaded(
     check_finite(network, name, names)
     if options.quantization is not None:
         quantize_drafter(network, options.quantization.bits, options.quantization.group_size)
+    network.eval()
     mx.eval(network.parameters())
 
 

@@ -22,38 +22,24 @@ PROVENANCE_KEY = "conversion"
 _OUTPUT_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE}
 
 
-def check_new(destination: Path, source: Path) -> None:
-    """Raise `CheckpointError` unless ``destination`` is absent or empty, and not the source."""
-    if _files_of(destination, source):
-        raise CheckpointError(
-            f"expected a new or an empty folder to write to, found files in {destination}"
-        )
-
-
 def check_destination(destination: Path, source: Path) -> None:
     """Raise `CheckpointError` unless an output may be written to ``destination``.
 
     The destination may be absent, empty, or hold nothing but an earlier output.
     """
-    present = _files_of(destination, source)
-    if not present:
+    if destination.resolve() == source.resolve():
+        raise CheckpointError(f"expected a new folder to write to, found the source: {destination}")
+    if not destination.exists():
         return
+    if not destination.is_dir():
+        raise CheckpointError(f"expected a folder to write to, found a file: {destination}")
+    present = {path.name for path in destination.iterdir()}
     config = read_config(destination) if CONFIG_FILE in present else {}
-    if not present <= _OUTPUT_FILES or PROVENANCE_KEY not in config:
+    if present and not (present <= _OUTPUT_FILES and PROVENANCE_KEY in config):
         raise CheckpointError(
             f"expected a new or an empty folder to write to, found files that no conversion wrote "
             f"in {destination}"
         )
-
-
-def _files_of(destination: Path, source: Path) -> set[str]:
-    if destination.resolve() == source.resolve():
-        raise CheckpointError(f"expected a new folder to write to, found the source: {destination}")
-    if not destination.exists():
-        return set()
-    if not destination.is_dir():
-        raise CheckpointError(f"expected a folder to write to, found a file: {destination}")
-    return {path.name for path in destination.iterdir()}
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The self-test, which measures whether a drafter was trained for a target.
 
 The target decodes a few prompts greedily. After each token of the texts, the drafter's first draft
-is compared with the target's next token. A second variant of the drafter may be measured as well.
+is compared with the target's next token. A config that can be read in several ways is tried in each
+of them, and the result has the reading that the target clearly accepts more often.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import mean
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
@@ -27,15 +28,9 @@ from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.fit import (
     TOP_TOKENS,
     Calibration,
-    ObservedSequence,
     Prediction,
     ReadSequence,
 )
-from mlx_redrafter.proposers.medusa import fit_heads as heads
-from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.redrafter.config import Activation
-from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
-from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.trees.topk import top_k
 
@@ -69,93 +64,86 @@ class SelfTest:
         acceptance: Acceptance of the converted drafter.
         calibration: Calibration of the drafter on the texts of the test; None for networks that
             are not calibrated.
-        other_acceptance: Acceptance of the second variant; None if there is none.
-        other_is_better: Whether the second variant has clearly more correct drafts.
     """
 
     positions: int
     acceptance: float
     calibration: Calibration | None = None
-    other_acceptance: float | None = None
-    other_is_better: bool = False
 
     @classmethod
-    def of(cls, matches: Sequence[int], others: Sequence[int] | None = None) -> SelfTest:
-        """Compute the results from the matches of a network, and from those of a variant."""
-        found = cls(len(matches), _mean(matches))
-        if others is None:
-            return found
-        better = _is_clearly_better(others, matches)
-        return replace(found, other_acceptance=_mean(others), other_is_better=better)
+    def of(cls, matches: Sequence[int], calibration: Calibration | None = None) -> SelfTest:
+        """Compute the results from the matches of a network; see `Reading`."""
+        return cls(len(matches), mean(matches), calibration)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the results for ``config.json``."""
         scalars = None if self.calibration is None else self.calibration.to_dict()
         return {**asdict(self), "calibration": scalars}
 
-    def warnings(self, remedy: str = "") -> tuple[str, ...]:
-        """Describe the likely mistake; return nothing if the drafter seems to fit.
-
-        ``remedy`` names the second variant, and how to convert to it.
-        """
-        share = f"only {self.acceptance:.0%} of the first drafts match the target"
-        if self.other_is_better:
-            return (f"{share}, but {self.other_acceptance:.0%} do with {remedy}",)
-        if self.acceptance < MIN_ACCEPTANCE:
-            return (
-                f"{share}; the drafter was probably trained for another model, on other hidden "
-                "states of this one, or hardly at all. Decoding stays exact, but is not faster",
-            )
-        return ()
+    def warnings(self) -> tuple[str, ...]:
+        """Describe the likely mistake; return nothing if the drafter seems to fit."""
+        if self.acceptance >= MIN_ACCEPTANCE:
+            return ()
+        return (
+            f"only {self.acceptance:.0%} of the first drafts match the target; the drafter was "
+            "probably trained for another model, on other hidden states of this one, or hardly at "
+            "all. Decoding stays exact, but is not faster",
+        )
 
 
-def swap_activation(activation: Activation) -> Activation:
-    """Return the other activation of the recurrence."""
-    return "identity" if activation == "silu" else "silu"
+@dataclass(frozen=True)
+class Reading(Generic[N]):
+    """The reading of a network's config that its target accepts most.
 
-
-def self_test(drafter: Drafter, model: nn.Module, tokenizer: TokenizerWrapper) -> SelfTest:
-    """Measure the acceptance of first drafts on `PROMPTS`, and calibrate the drafter.
-
-    The second variant has the other recurrence. The test waits for the device at every token. It
-    dequantises a quantised drafter once: on a CPU that is many times faster than for each draft.
+    Attributes:
+        network: The network by this reading.
+        matches: For each token of the texts, 1 if the first draft is the target's, else 0.
+        texts: Texts of the target, with the states that the network reads.
+        line: One line that says what was tried and found.
     """
-    drafter = _dequantised(drafter)
-    target = Target(model)
-    texts = _observe(target, tokenizer)
-    firsts, seconds = _find_matches(drafter, target, texts)
-    found = replace(SelfTest.of(firsts), calibration=calibrate(drafter, target.embed, texts))
-    if not drafter.config.rnn:
-        return found
-    other = copy.copy(drafter)
-    activation = swap_activation(drafter.config.rnn_activation)
-    other.config = replace(drafter.config, rnn_activation=activation)
-    other_firsts, other_seconds = _find_matches(other, target, texts)
-    better = _is_clearly_better(other_firsts + other_seconds, firsts + seconds)
-    return replace(found, other_acceptance=_mean(other_firsts), other_is_better=better)
+
+    network: N
+    matches: list[int]
+    texts: list[ReadSequence]
+    line: str
 
 
-def self_test_heads(
-    network: Medusa, model: nn.Module, tokenizer: TokenizerWrapper
-) -> tuple[SelfTest, tuple[tuple[float, ...], ...]]:
-    """Run `self_test` on Medusa heads, and measure `rank_accuracies` on the same texts."""
-    network = _dequantised(network)
-    texts = _observe(Target(model), tokenizer)
-    firsts = [
-        match for text in texts for match in compare_rows(network, heads.predict(network, text)[0])
-    ]
-    measured = replace(SelfTest.of(firsts), calibration=heads.calibrate(network, texts))
-    return measured, heads.rank_accuracies(network, texts)
+def choose_reading(
+    readings: Mapping[str, N],
+    target: Target,
+    tokenizer: TokenizerWrapper,
+    compare: Callable[[N, Target, list[ReadSequence]], list[int]],
+    layers_of: Callable[[N], Sequence[int]],
+) -> Reading[N]:
+    """Compare first drafts with the target's tokens, by each reading of a network's config.
+
+    The first reading is the config's own; another is chosen if it is better by more than chance.
+    ``compare`` returns the matches of a network, see `Reading`, and ``layers_of`` the layers of the
+    target that it reads.
+    """
+    wanted = {name: layers_of(network) for name, network in readings.items()}
+    layers = sorted({layer for one in wanted.values() for layer in one})
+    if layers != [FINAL]:
+        target.watch(layers)
+    decoded = decode_all(target, tokenizer, layers)
+    texts = {
+        name: [with_layers(text, layers, one) for text in decoded] for name, one in wanted.items()
+    }
+    found = {name: compare(network, target, texts[name]) for name, network in readings.items()}
+    own, *others = found
+    best = max(others, key=lambda name: sum(found[name]), default=own)
+    chosen = best if _is_clearly_better(found[best], found[own]) else own
+    tried = ", ".join(f"{name} {mean(one):.0%}" for name, one in found.items())
+    line = f"first drafts accepted by reading of the config: {tried}; used {chosen}"
+    return Reading(readings[chosen], found[chosen], texts[chosen], line)
 
 
-def decode_texts(
-    network: AutoregressiveNetwork, name: str | Path
-) -> tuple[Target, list[ReadSequence]]:
-    """Load a target and let it continue `PROMPTS`, for networks that read its states."""
+def load_target(network: DraftNetwork, name: str | Path) -> tuple[Target, TokenizerWrapper]:
+    """Load the target that a network must fit."""
     model, tokenizer, _ = load(name)
     target = Target(model)
     network.check_fit(target, tokenizer)
-    return target, decode_all(target, tokenizer, network.captured_layers(target))
+    return target, tokenizer
 
 
 def compare(
@@ -165,14 +153,11 @@ def compare(
     return [match for text in texts for match in _compare_text(network, target, text)]
 
 
-def _dequantised(network: N) -> N:
+def dequantised(network: N) -> N:
+    """Copy a network without quantization: on a CPU, drafting is many times faster with it."""
     network = copy.deepcopy(network)
     dequantize_model(network)
     return network
-
-
-def _observe(target: Target, tokenizer: TokenizerWrapper) -> list[ObservedSequence]:
-    return [text.observed() for text in decode_all(target, tokenizer, (FINAL,))]
 
 
 def decode_all(
@@ -186,14 +171,14 @@ def decode_all(
 def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSequence:
     """Continue a prompt greedily, and keep the states of the captured layers."""
     tokens, cache = list(prompt), target.new_cache()
-    states: list[mx.array] = []
+    states: list[Any] = []
     columns: list[tuple[mx.array, mx.array]] = []
     ids = mx.array(prompt, dtype=mx.int32)
-    outputs = target.prefill(
-        ids, cache, PREFILL_STEP_SIZE, lambda done, total: None, layers, states.append
-    )
+    for start in range(0, len(prompt) - 1, PREFILL_STEP_SIZE):
+        chunk = ids[start : min(start + PREFILL_STEP_SIZE, len(prompt) - 1)]
+        states.append(target.process_chunk(chunk, cache, layers).states)
+    outputs = target.advance(ids[-1:], cache, layers)
     while True:
-        assert outputs.states is not None
         states.append(outputs.states)
         logits = outputs.logits.astype(mx.float32)
         best = top_k(logits, min(TOP_TOKENS, target.vocab_size))
@@ -210,21 +195,6 @@ def with_layers(text: ReadSequence, read: Sequence[int], layers: Sequence[int]) 
     """Keep the states of some layers of those that were read."""
     parts = mx.split(text.states, len(read), axis=-1)
     return text._replace(states=mx.concatenate([parts[read.index(n)] for n in layers], axis=-1))
-
-
-def _find_matches(
-    drafter: Drafter, target: Target, texts: Sequence[ObservedSequence]
-) -> tuple[list[int], list[int]]:
-    """Compare first and second drafts with the target's tokens: 1 if equal, else 0.
-
-    Second drafts follow the target's first token, and depend more on the recurrence.
-    """
-    pairs = [predict(drafter, target.embed, text) for text in texts]
-    firsts, seconds = (
-        [match for prediction in column for match in compare_rows(drafter, prediction)]
-        for column in zip(*pairs, strict=True)
-    )
-    return firsts, seconds
 
 
 def compare_rows(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
@@ -246,7 +216,3 @@ def _is_clearly_better(new: Sequence[int], old: Sequence[int]) -> bool:
     """Compare two series of matches, by two standard errors of their difference."""
     differences = [one - other for one, other in zip(new, old, strict=True)]
     return sum(differences) > 2 * math.sqrt(sum(map(abs, differences)))
-
-
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import (
     CONFIG_FILE,
@@ -56,6 +59,13 @@ class Source:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def read(self, names: Mapping[str, str]) -> dict[str, mx.array]:
+        """Read tensors by other names; ``names`` are those in the checkpoint by the others.
+
+        Shapes and dtypes must have been checked, so that the drafter bounds the memory.
+        """
+        return {own: self.tensors[name].read() for own, name in names.items()}
 
     def sha256(self) -> dict[str, str]:
         """SHA-256 of each weight file, by file name."""

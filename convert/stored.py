@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_redrafter.errors import CheckpointError, NonFiniteError
-from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.errors import CheckpointError
 
 MAX_AXES = 8
 # Dtypes to convert to, by name.
@@ -64,43 +62,3 @@ def count_spanned(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Compute the strides of a row-major tensor, in elements."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def read_weights(
-    sources: Mapping[str, str], tensors: Mapping[str, StoredTensor], dtype: str
-) -> dict[str, mx.array]:
-    """Read the drafter's tensors as ``dtype``, by this package's names.
-
-    Args:
-        sources: Name in the checkpoint by this package's name.
-        tensors: Tensors by the names in the checkpoint.
-        dtype: Name of the dtype of floating-point tensors.
-
-    Shapes and dtypes must have been checked, so that memory is bounded by the drafter and one
-    stored tensor. Waits for the device.
-    """
-    weights: dict[str, mx.array] = {}
-    damaged: list[str] = []
-    too_large: list[str] = []
-    for own, source in sources.items():
-        stored = tensors[source].read()
-        cast = stored.astype(DTYPES[dtype]) if mx.issubdtype(stored.dtype, mx.floating) else stored
-        if not _is_finite(cast):
-            (too_large if _is_finite(stored) else damaged).append(quote(source))
-        mx.eval(cast)
-        weights[own] = cast
-    if damaged:
-        raise NonFiniteError(
-            f"expected finite weights, found NaN or infinity in {join_shortened(damaged)}; "
-            "the checkpoint is damaged or its training diverged"
-        )
-    if too_large:
-        raise NonFiniteError(
-            f"expected values within {dtype}, but values of {join_shortened(too_large)} are too "
-            f"large for {dtype}; use --dtype bfloat16"
-        )
-    return weights
-
-
-def _is_finite(array: mx.array) -> bool:
-    return bool(mx.all(mx.isfinite(array)).item())

@@ -218,12 +218,17 @@ def write_checkpoint(
         lambda path: mx.save_safetensors(str(path), dict(tensors), metadata={"format": framework}),
     )
     text = json.dumps(config, indent=2) + "\n"
-    write_atomically(folder / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(folder / CONFIG_FILE, text)
 
 
 def named_parameters(module: nn.Module) -> dict[str, mx.array]:
     """Return all arrays of a module by their dotted names."""
     return dict(cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters())))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8; the file appears whole or not at all."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -77,16 +77,17 @@ class Grammar:
         return cls(_convert("grammar_from_regex", pattern))
 
     @classmethod
-    def lark(cls, rules: str, max_lines: int = MAX_RULES) -> Grammar:
+    def lark(cls, rules: str, scale: int = 1) -> Grammar:
         """Require a text that a context-free grammar in Lark's format derives from ``start``.
 
         Args:
             rules: The grammar.
-            max_lines: Maximum number of lines; more than the default need rules of little depth.
+            scale: Factor of the maximum numbers of lines and characters. More than 1 needs rules of
+                little depth.
         """
         _check_text(rules)
-        check_int("max_lines", max_lines, 1)
-        _check_size(rules, len(rules.splitlines()), max_lines, "lines")
+        check_int("scale", scale, 1)
+        _check_size(rules, len(rules.splitlines()), MAX_RULES, "lines", scale)
         return cls(_convert("grammar_from_lark", rules))
 
     def matcher(self, tokenizer: TokenizerWrapper, vocab_size: int) -> LLMatcher:
@@ -209,8 +210,10 @@ def _check_text(text: object) -> None:
         raise ConfigError(f"grammar must be a string, got {type(text).__name__}")
 
 
-def _check_size(text: str, num_rules: int, max_rules: int, kind: str) -> None:
-    if len(text) > MAX_CHARACTERS:
-        raise ConfigError(f"grammar must have at most {MAX_CHARACTERS} characters, got {len(text)}")
-    if num_rules > max_rules:
-        raise ConfigError(f"grammar must have at most {max_rules} {kind}, got {num_rules}")
+def _check_size(text: str, num_rules: int, max_rules: int, kind: str, scale: int = 1) -> None:
+    for found, limit, what in (
+        (len(text), MAX_CHARACTERS, "characters"),
+        (num_rules, max_rules, kind),
+    ):
+        if found > scale * limit:
+            raise ConfigError(f"grammar must have at most {scale * limit} {what}, got {found}")

@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.checkpoint_files import named_parameters, write_atomically
+from mlx_redrafter.checkpoint_files import named_parameters, write_text
 from mlx_redrafter.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def _write(path: Path, stored: _Stored[Key]) -> None:
     text = json.dumps({"rounds": rounds, "runs": stored.runs, "doubted": stored.is_doubted})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_text(path, text)
     except OSError as error:
         logger.warning("timings are not kept for the next run: %s", error)
 

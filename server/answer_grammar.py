@@ -57,9 +57,33 @@ def make_grammar(
     Raises:
         Refusal: A schema is malformed, or the model has no grammar for what must hold.
     """
-    if tools is None or not tools.callable:
-        return None if asked is None else _hold_format(engine, prompt, tools, asked)
-    form = find_format(engine.tokenizer)
+    param = "" if asked is None else asked.param
+    try:
+        if tools is not None and tools.callable:
+            param = "tools"
+            grammar = _hold_calls(engine, prompt, tools, asked)
+        else:
+            grammar = _hold_format(engine, prompt, tools, asked)
+        if grammar is not None:
+            engine.masks(grammar)
+    except ConfigError as error:
+        raise Refusal(f"{param}: {error}", param) from error
+    return grammar
+
+
+def _hold_format(
+    engine: Engine, prompt: Sequence[int], tools: Tools | None, asked: AnswerFormat | None
+) -> Grammar | LateGrammar | None:
+    if asked is None:
+        return None
+    grammar = Grammar.json_schema(asked.schema)
+    return grammar if tools is None else _after_thinking(engine.tokenizer, prompt, grammar, {})
+
+
+def _hold_calls(
+    engine: Engine, prompt: Sequence[int], tools: Tools, asked: AnswerFormat | None
+) -> Grammar | LateGrammar | None:
+    tokenizer, form = engine.tokenizer, find_format(engine.tokenizer)
     demand = _demand(tools, asked)
     if form is None:
         if demand is None:
@@ -70,17 +94,18 @@ def make_grammar(
             demand,
         )
     try:
-        calls = CallGrammar(engine.tokenizer, engine.target.vocab_size, form, tools)
+        calls = CallGrammar(tokenizer, engine.target.vocab_size, form, tools)
     except ConfigError as error:  # of the tokenizer, or llguidance is missing
         if demand is None:
             return None
         raise Refusal(f"{demand}: {error}", demand) from error
-    grammar = _hold_calls(engine.tokenizer, prompt, calls, asked)
-    try:
-        engine.masks(grammar)
-    except ConfigError as error:
-        raise Refusal(f"tools: {error}", "tools") from error
-    return grammar
+    start = str(tokenizer.tool_call_start)
+    if asked is None and not tools.is_required:
+        is_last = calls.is_last or not tools.is_parallel
+        return LateGrammar({start: calls.after_marker(is_whole=not tools.is_parallel)}, is_last)
+    other = None if asked is None or tools.is_required else lark_json(asked.schema)
+    late = {start: calls.after_marker(is_whole=True)}
+    return _after_thinking(tokenizer, prompt, calls.whole(other), late)
 
 
 def _demand(tools: Tools, asked: AnswerFormat | None) -> str | None:
@@ -90,36 +115,6 @@ def _demand(tools: Tools, asked: AnswerFormat | None) -> str | None:
     if not tools.is_parallel:
         return "parallel_tool_calls"
     return None if asked is None else asked.param
-
-
-def _hold_format(
-    engine: Engine, prompt: Sequence[int], tools: Tools | None, asked: AnswerFormat
-) -> Grammar | LateGrammar:
-    try:
-        grammar = Grammar.json_schema(asked.schema)
-        held = grammar if tools is None else _after_thinking(engine.tokenizer, prompt, grammar, {})
-        engine.masks(held)
-    except ConfigError as error:
-        raise Refusal(f"{asked.param}: {error}", asked.param) from error
-    return held
-
-
-def _hold_calls(
-    tokenizer: TokenizerWrapper,
-    prompt: Sequence[int],
-    calls: CallGrammar,
-    asked: AnswerFormat | None,
-) -> Grammar | LateGrammar:
-    tools, start = calls.tools, str(tokenizer.tool_call_start)
-    try:
-        if asked is None and not tools.is_required:
-            is_last = calls.is_last or not tools.is_parallel
-            return LateGrammar({start: calls.after_marker(is_whole=not tools.is_parallel)}, is_last)
-        other = None if asked is None or tools.is_required else lark_json(asked.schema)
-        late = {start: calls.after_marker(is_whole=True)}
-        return _after_thinking(tokenizer, prompt, calls.whole(other), late)
-    except ConfigError as error:
-        raise Refusal(f"tools: {error}", "tools") from error
 
 
 def _after_thinking(

@@ -18,8 +18,8 @@ from mlx_redrafter.server.tools import Tools
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 # Words of a JSON schema that hold values, not schemas.
 _VALUES = frozenset({"const", "enum", "required"})
-# Maximum number of lines of a grammar: the arguments of many tools, whose rules are not deep.
-MAX_LINES = 4096
+# Factor of the maximum size of a grammar: the arguments of many tools, whose rules are not deep.
+SCALE = 16
 # Names of tools that all formats can spell, as at OpenAI.
 _TOOL_NAME = re.compile(r"[\w-]{1,128}")
 # A reference to something else than a definition.
@@ -38,7 +38,6 @@ class CallGrammar:
         tools: The tools.
 
     Attributes:
-        tools: Tools of the calls.
         is_last: Whether nothing can follow a call, as no marker ends it.
 
     Raises:
@@ -101,7 +100,7 @@ class CallGrammar:
                 f'body: "\\n"? {first} {body} {last} {after}',
                 f"call: {' | '.join(calls)}",
             ]
-            return Grammar.lark("\n".join([*lines, *rules.lines]), MAX_LINES)
+            return Grammar.lark("\n".join([*lines, *rules.lines]), SCALE)
         except ConfigError:
             for function in functions:
                 self._check(function)

@@ -32,10 +32,6 @@ class Fields:
         values: The object.
         path: Path of the object in the request, for messages.
 
-    Attributes:
-        values: The object.
-        path: Path of the object.
-
     Raises:
         Refusal: The value is not an object.
     """
@@ -67,10 +63,10 @@ class Fields:
             raise self.refusal(name, "a text that is not empty", value)
         return value
 
-    def texts(self, name: str) -> list[str]:
+    def texts(self, name: str, is_required: bool = False) -> list[str]:
         """Return the texts of a field: one, or a list of texts and blocks; none if left out."""
         value = self.take(name)
-        if not isinstance(value, (str, list, type(None))):
+        if not isinstance(value, (str, list) if is_required else (str, list, type(None))):
             raise self.refusal(name, "a text or a list of texts", value)
         listed = value if isinstance(value, list) else [] if value is None else [value]
         return [read_text(one, self._path_of(name)) for one in listed]
@@ -156,17 +152,13 @@ def parse_json(body: bytes) -> Any:
         Refusal: The body is not JSON.
     """
     try:
-        return json.loads(body, parse_constant=_refuse_constant, parse_float=_parse_finite)
+        return json.loads(body, parse_constant=_parse_finite, parse_float=_parse_finite)
     except (ValueError, RecursionError) as error:
         raise Refusal(f"the body must be JSON: {shortened(str(error))}") from error
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is too large")
+        raise ValueError(f"{text[:20]} is no finite number")
     return value

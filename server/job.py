@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -28,38 +28,31 @@ Receiver = Callable[[Part | Refusal | None], None]
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Job:
     """A request and its place in the worker.
 
-    Args:
+    Attributes:
         model: Model that writes the texts.
         request: The request.
         prompts: Token ids of its prompts.
         receive: Function called with every part, in the worker's thread.
-
-    Attributes:
-        num_cached: Number of prompt tokens found in a cache.
         owner: Identity of the client, whose prompts no other client may use.
+        num_cached: Number of prompt tokens found in a cache.
         has_begun: Whether the current text has its first token.
         is_cancelled: Whether the client has gone, or the server ends.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        request: TextRequest,
-        prompts: list[list[int]],
-        receive: Receiver,
-    ):
-        self.model = model
-        self.request = request
-        self.prompts = prompts
-        self.receive = receive
-        self.num_cached = 0
-        self.owner = ""
-        self.has_begun = self.is_cancelled = False
-        self._stream: ResponseStream | None = None
-        self._parts: Generator[Part] = (part for part in list[Part]())
+    model: LoadedModel
+    request: TextRequest
+    prompts: list[list[int]]
+    receive: Receiver
+    owner: str = ""
+    num_cached: int = 0
+    has_begun: bool = False
+    is_cancelled: bool = False
+    _stream: ResponseStream | None = None
+    _parts: Generator[Part] = field(default_factory=lambda: (part for part in list[Part]()))
 
     def cancel(self) -> None:
         """End the request soon; may be called from any thread."""

@@ -201,19 +201,11 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer malformed HTTP, or headers that are too long, with OpenAI's error object."""
-        body = json.dumps(Refusal(msg).to_json()).encode()
-        headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            events: list[Any] = [
-                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ]
-            self.transport.write(b"".join(filter(None, map(self.conn.send, events))))
+            body = json.dumps(Refusal(msg).to_json())
+            head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\n"
+            end = f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}"
+            self.transport.write(f"{head}{end}".encode())
         self.transport.close()
 
     def _set_deadline(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from itertools import count
@@ -23,6 +23,7 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.memory_sizes import read_total_memory
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.server.fields import shortened
 from mlx_redrafter.server.limits import Limits
@@ -56,7 +57,6 @@ class LoadedModel:
         store: Arrays of kept prompts.
 
     Attributes:
-        engine: The engine.
         prefixes: Prompt caches of earlier texts.
         num_tokens: Tokens generated after the first ones.
         num_steps: Forward passes that generated them.
@@ -82,37 +82,27 @@ class LoadedModel:
         return sum(one.nbytes for module in modules for one in named_parameters(module).values())
 
 
+@dataclass(eq=False)
 class Model:
     """A model that the server can load, with its drafter.
 
-    Args:
+    Attributes:
         name: Name in requests.
         load: Function that loads it, which may run in any thread.
         folder: Folder of its files, if it is known without a download.
         name_drafter: Function that names the drafter of the loaded model, for clients.
-
-    Attributes:
         loaded: The model in memory; None if it is not there.
         keep_alive: Seconds without requests after which it is unloaded.
         last_used: Time of its newest request, in seconds of `time.monotonic`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        load: Callable[[], Engine],
-        folder: Path | None = None,
-        name_drafter: Callable[[], str | None] = lambda: None,
-    ):
-        self.name = name
-        self.load = load
-        self.folder = folder
-        self._name_drafter = name_drafter
-        self.loaded: LoadedModel | None = None
-        self.keep_alive = math.inf
-        self.last_used = 0.0
-        # Size of the weights when they were loaded last, in bytes.
-        self._nbytes = 0
+    name: str
+    load: Callable[[], Engine]
+    folder: Path | None = None
+    name_drafter: Callable[[], str | None] = lambda: None
+    loaded: LoadedModel | None = None
+    keep_alive: float = math.inf
+    last_used: float = 0.0
 
     def describe(self) -> dict[str, Any]:
         """Return the model's entry in OpenAI's list of models."""
@@ -134,19 +124,15 @@ class Model:
         """Return the name of the drafter in use: lookup replaces one that cannot be loaded."""
         if proposer is None:
             return "none"
-        return "lookup" if isinstance(proposer, Lookup) else self._name_drafter()
+        return "lookup" if isinstance(proposer, Lookup) else self.name_drafter()
 
     def estimate_bytes(self) -> int:
-        """Return the size of the weights, estimated from their files unless it is known.
-
-        0 if the files are not there yet.
-        """
-        if self.loaded is not None and not self._nbytes:
-            self._nbytes = self.loaded.nbytes
-        if self._nbytes or self.folder is None:
-            return self._nbytes
+        """Return the size of the weights, by their files unless they are loaded; 0 without any."""
+        if self.loaded is not None:
+            return self.loaded.nbytes
         with suppress(CheckpointError, OSError):
-            return sum(path.stat().st_size for path in weight_files(self.folder))
+            files = () if self.folder is None else weight_files(self.folder)
+            return sum(path.stat().st_size for path in files)
         return 0
 
 
@@ -319,8 +305,4 @@ def _device_bytes() -> int:
     """Return the size of the device's memory in bytes, or of the machine's if MLX does not say."""
     found = mx.device_info()
     size = found.get("max_recommended_working_set_size") or found.get("memory_size")
-    return int(size) if size else _machine_bytes()
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(size or read_total_memory() or 0)

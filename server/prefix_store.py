@@ -48,7 +48,6 @@ class _Write(NamedTuple):
     name: str
     arrays: Arrays
     metadata: dict[str, str]
-    size: int
 
 
 class PrefixStore:
@@ -66,11 +65,9 @@ class PrefixStore:
         self._folder = folder
         self._memory: OrderedDict[str, Arrays] = OrderedDict()
         self.nbytes = 0
-        # Sizes of the files by path, the one used least recently first, and paths by name.
-        self._files: OrderedDict[Path, int] = OrderedDict()
         self._paths: dict[str, Path] = {}
+        # Arrays that wait to be written. Both threads change these only by single operations.
         self._pending: dict[str, _Write] = {}
-        self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         if folder is not None and max_bytes and max_disk_bytes:
@@ -103,23 +100,20 @@ class PrefixStore:
     def put(self, name: str, arrays: Arrays, metadata: dict[str, str]) -> None:
         """Keep arrays, whose computation is finished, and write them to the disk later."""
         self._keep(name, arrays)
-        size = _size(arrays)
-        with self._lock:
-            waiting = sum(one.size for one in self._pending.values())
-            if self._writer is None or waiting + size > MAX_PENDING or name in self._paths:
-                return
-            self._pending[name] = _Write(name, arrays, metadata, size)
-        self._queue.put(self._pending[name])
+        waiting = sum(_size(one.arrays) for one in list(self._pending.values()))
+        has_room = waiting + _size(arrays) <= MAX_PENDING
+        if self._writer is not None and has_room and name not in self._paths:
+            self._pending[name] = _Write(name, arrays, metadata)
+            self._queue.put(self._pending[name])
 
     def touch(self, name: str) -> None:
         """Count arrays as used now."""
         if name in self._memory:
             self._memory.move_to_end(name)
-        path = self._paths.get(name)
+        path, now = self._paths.get(name), time.time_ns()
         if path is not None:
-            self._files.move_to_end(path)
             with suppress(OSError):
-                os.utime(path)
+                os.utime(path, ns=(now, now))
 
     def headers(self, prefix: str) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield the names of files that begin with a prefix, with the metadata in the files."""
@@ -161,16 +155,15 @@ class PrefixStore:
         """Find the files of earlier runs, and start to write new ones."""
         try:
             folder.mkdir(0o700, parents=True, exist_ok=True)  # prompts are private
-            found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
+            found = [(path.stat().st_mtime, path) for path in folder.iterdir() if path.is_file()]
         except OSError as error:
             logger.warning("prompts are kept in memory only: %s: %s", folder, explain(error))
             return
-        for status, path in sorted(found, key=lambda one: one[0].st_mtime):
+        for changed, path in found:
             if path.name.startswith(UNFINISHED):
-                if time.time() - status.st_mtime > LEFT_BEHIND:
+                if time.time() - changed > LEFT_BEHIND:
                     path.unlink(missing_ok=True)
             elif path.suffix == SUFFIX:
-                self._files[path] = status.st_size
                 self._paths[path.name.partition(".")[0]] = path
         self._make_room()
         self._writer = threading.Thread(target=self._write_all, name="redrafter-prompts")
@@ -196,7 +189,7 @@ class PrefixStore:
         return None
 
     def _set_aside(self, name: str, reason: object) -> None:
-        path = self._forget(name)
+        path = self._paths.pop(name, None)
         if path is None:
             return
         logger.warning("set aside a damaged file of kept prompts: %s: %s", path, reason)
@@ -208,29 +201,24 @@ class PrefixStore:
                 old.unlink()
 
     def _remove(self, name: str) -> None:
-        path = self._forget(name)
+        path = self._paths.pop(name, None)
         if path is not None:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def _forget(self, name: str) -> Path | None:
-        with self._lock:
-            path = self._paths.pop(name, None)
-            if path is not None:
-                self._files.pop(path, None)
-            return path
-
     def _make_room(self) -> None:
-        with self._lock:
-            excess = sum(self._files.values()) - self._max_disk_bytes
-            oldest = []
-            for path, size in self._files.items():
-                if excess <= 0:
-                    break
-                oldest.append(path.name.partition(".")[0])
-                excess -= size
-        for name in oldest:
+        """Remove the files used least recently until the others fit."""
+        files = []
+        for name, path in list(self._paths.items()):
+            with suppress(OSError):  # another process may have removed it
+                status = path.stat()
+                files.append((status.st_mtime_ns, status.st_size, name))
+        excess = sum(size for _, size, _ in files) - self._max_disk_bytes
+        for _, size, name in sorted(files):
+            if excess <= 0:
+                break
             self._remove(name)
+            excess -= size
 
     def _write_all(self) -> None:
         """Write files until the end; runs in the thread that writes."""
@@ -245,8 +233,7 @@ class PrefixStore:
                 reason = explain(error) if isinstance(error, OSError) else first_line(error)
                 logger.warning("prompts are not kept on the disk any more: %s", reason)
             finally:
-                with self._lock:
-                    self._pending.pop(one.name, None)
+                self._pending.pop(one.name, None)
 
     def _write(self, one: _Write) -> None:
         assert self._folder is not None
@@ -256,14 +243,11 @@ class PrefixStore:
         try:
             mx.save_safetensors(name, one.arrays, one.metadata)
             path = self._folder / _file_name(one.name, _checksum(unfinished))
-            size = unfinished.stat().st_size
             os.replace(unfinished, path)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-        with self._lock:
-            self._files[path] = size
-            self._paths[one.name] = path
+        self._paths[one.name] = path
         self._make_room()
 
 

@@ -80,8 +80,6 @@ class Prefix:
         free_from: Position from which on chunks of the prompt may have any size.
 
     Attributes:
-        cache: Prompt cache, which holds more and more of the text.
-        length: Number of tokens that it held at first.
         states: States kept so far, by position.
     """
 

@@ -23,11 +23,6 @@ class Refusal(Exception):
         param: Field of the request that the error is about.
         status: HTTP status.
         code: Word that identifies the error for programs.
-
-    Attributes:
-        param: Field that the error is about.
-        status: HTTP status.
-        code: Word for programs.
     """
 
     def __init__(
@@ -55,10 +50,6 @@ class ContextExceeded(Refusal):
         length: Length of the prompt, in tokens, or of the part of it that was counted.
         context: Maximum number of tokens of a prompt and its text.
         is_counted: Whether all of the prompt was counted.
-
-    Attributes:
-        length: Length of the prompt.
-        context: Length of the context.
     """
 
     def __init__(self, param: str, length: int, context: int, is_counted: bool = True):

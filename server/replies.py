@@ -24,10 +24,6 @@ CLIENT_CLOSED_REQUEST = 499
 KEEP_ALIVE = 15.0
 
 
-class Silence:
-    """No part for `KEEP_ALIVE` seconds."""
-
-
 class Reply:
     """The reply to one request.
 
@@ -39,7 +35,6 @@ class Reply:
 
     Attributes:
         job: The request's place in the worker, which sends the parts of the reply.
-        writer: Writer of the request's protocol.
     """
 
     def __init__(
@@ -56,32 +51,27 @@ class Reply:
         """Yield the reply as events, the last of which is an error if the request has failed."""
         sent = self._loop.time()
         while True:
-            item = await self._next(sent + KEEP_ALIVE)
+            try:
+                left = sent + KEEP_ALIVE - self._loop.time()
+                item = await asyncio.wait_for(self._queue.get(), left)
+            except TimeoutError:  # also while tokens come without anything to show
+                for event in self.writer.keep_alive(self._usage()):
+                    yield event
+                sent = self._loop.time()
+                continue
             for event in self._write(item):
                 yield event
                 sent = self._loop.time()
-            if item is None or isinstance(item, Refusal):
+            if not isinstance(item, Part):
                 return
 
-    async def _next(self, end: float) -> Part | Refusal | Silence | None:
-        """Wait for the next item until a time of the event loop.
-
-        Tokens may come without anything to show, so a silence also ends while they come.
-        """
-        try:
-            return await asyncio.wait_for(self._queue.get(), end - self._loop.time())
-        except TimeoutError:
-            return Silence()
-
-    def _write(self, item: Part | Refusal | Silence | None) -> Iterator[str]:
+    def _write(self, item: Part | Refusal | None) -> Iterator[str]:
         """Return the events of an item."""
         if isinstance(item, Part):
             self._add(item)
             return self.writer.add(item, self._usage())
         if isinstance(item, Refusal):
             return self.writer.fail(item)
-        if isinstance(item, Silence):
-            return self.writer.keep_alive(self._usage())
         return self.writer.end(self._usage())
 
     async def whole(self, client: Request) -> Response:

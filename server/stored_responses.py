@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import json
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.wire import to_text
@@ -13,58 +13,32 @@ from mlx_redrafter.server.wire import to_text
 MAX_CHARACTERS = 1 << 26
 
 
-class StoredResponse(NamedTuple):
-    """One response.
-
-    Attributes:
-        response: The response as it was sent.
-        items: Items of the conversation, the response's output included.
-    """
-
-    response: dict[str, Any]
-    items: list[Any]
-
-
 class StoredResponses:
-    """Responses by their ids; any thread may use them.
+    """Responses by their ids; only the event loop's thread changes them."""
 
-    Args:
-        max_characters: Maximum total size, in characters of JSON.
-    """
-
-    def __init__(self, max_characters: int = MAX_CHARACTERS):
-        self._max = max_characters
+    def __init__(self) -> None:
         self._total = 0
-        self._kept: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
-        self._changing = threading.Lock()
+        # Responses and the items of their conversations, as JSON.
+        self._kept: OrderedDict[str, str] = OrderedDict()
 
     def keep(self, response: dict[str, Any], items: list[Any]) -> None:
-        """Keep a response; forget the oldest ones if there is no room."""
-        size = len(to_text({"response": response, "items": items}))
-        with self._changing:
-            self._kept[response["id"]] = StoredResponse(response, items), size
-            self._total += size
-            while self._total > self._max:
-                _, (_, freed) = self._kept.popitem(last=False)
-                self._total -= freed
+        """Keep a response as it was sent, and the items of the conversation, its output included.
 
-    def find(self, response_id: str, param: str) -> StoredResponse:
-        """Find a response.
+        The oldest ones are forgotten if there is no room.
+        """
+        text = self._kept[response["id"]] = to_text({"response": response, "items": items})
+        self._total += len(text)
+        while self._total > MAX_CHARACTERS:
+            self._total -= len(self._kept.popitem(last=False)[1])
+
+    def find(self, response_id: str, param: str) -> tuple[dict[str, Any], list[Any]]:
+        """Return a response and its items.
 
         Raises:
             Refusal: It was not stored, or was forgotten.
         """
-        with self._changing:
-            found = self._kept.get(response_id)
-        if found is None:
-            raise Refusal(
-                f"{param} must be the id of a stored response, got {response_id[:100]!r}; send "
-                "the whole conversation as input",
-                param,
-                status=404,
-                code="previous_response_not_found",
-            )
-        return found[0]
+        found = json.loads(self._text_of(response_id, param))
+        return found["response"], found["items"]
 
     def forget(self, response_id: str, param: str) -> None:
         """Forget a response.
@@ -72,7 +46,17 @@ class StoredResponses:
         Raises:
             Refusal: It was not stored, or was forgotten before.
         """
-        self.find(response_id, param)
-        with self._changing:
-            _, size = self._kept.pop(response_id, (None, 0))
-            self._total -= size
+        self._total -= len(self._text_of(response_id, param))
+        del self._kept[response_id]
+
+    def _text_of(self, response_id: str, param: str) -> str:
+        text = self._kept.get(response_id)
+        if text is None:
+            raise Refusal(
+                f"{param} must be the id of a stored response, got {response_id[:100]!r}; send "
+                "the whole conversation as input",
+                param,
+                status=404,
+                code="previous_response_not_found",
+            )
+        return text

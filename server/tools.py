@@ -103,7 +103,7 @@ def read_tools(
     left_out: tuple[str, ...],
     schema: str = "parameters",
 ) -> list[dict[str, Any]]:
-    """Read the tools of a request but for those that run at its provider; return definitions.
+    """Return the definitions of the tools of a request, without those that run at its provider.
 
     Args:
         fields: The request.

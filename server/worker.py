@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of prompt tokens of a chunk without others; the option is smaller.
 MAX_CHUNK = 1 << 30
+# Seconds in which the event loop must have sent the errors of abandoned requests.
+SEND_SECONDS = 0.5
 
 
 class Worker(threading.Thread):
@@ -88,6 +90,17 @@ class Worker(threading.Thread):
         self.end()
         if self.ident is not None:
             self.join()
+
+    def abandon(self, message: str) -> None:
+        """End all requests with status 503, from another thread, if no step will ever end.
+
+        Blocks for a moment in which the event loop sends the errors.
+        """
+        with self._changed:
+            self._is_stopped = True
+            for job in [*self._running, *self._waiting]:
+                job.receive(Refusal(message, status=503, code="machine_lost"))
+        time.sleep(SEND_SECONDS)
 
     def gauges(self) -> dict[str, int]:
         """Return current values, which rise and fall, by the name of their metric."""

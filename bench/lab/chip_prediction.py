@@ -58,7 +58,7 @@ def conclude(found: Sequence[ShapePrediction]) -> str:
 
 
 def read_acceptances(path: Path) -> list[ShapeAcceptance]:
-    """Read tokens per step from a ``sweep.json``, of its first dtype and temperature.
+    """Read tokens per step from a ``sweep.json``, of its first temperature.
 
     Raises:
         CheckpointError: The file is not a sweep.
@@ -68,7 +68,7 @@ def read_acceptances(path: Path) -> list[ShapeAcceptance]:
     points = result.get("points", [])
     if not points:
         raise ConfigError(f"the sweep in {path} is not finished; finish it with --resume")
-    first = points[0]["dtype"], points[0]["temp"]
+    first = points[0]["temp"]
     return [
         ShapeAcceptance(
             point["shape"]["beam_width"],
@@ -78,7 +78,7 @@ def read_acceptances(path: Path) -> list[ShapeAcceptance]:
             point["row"]["arm"],
         )
         for point in points
-        if (point["dtype"], point["temp"]) == first and point["row"]["tokens_per_step"]
+        if point["temp"] == first and point["row"]["tokens_per_step"]
     ]
 
 

@@ -22,7 +22,7 @@ def filled_cache(target: Target, length: int) -> TreeCache:
     cache = target.new_cache()
     tokens = mx.arange(length, dtype=mx.int32) % target.vocab_size
     with mx.stream(generation_stream):
-        forward = target.prefill(tokens, cache, PREFILL_STEP, lambda done, total: None)
+        forward = target.prefill(tokens, cache, PREFILL_STEP)
         mx.eval(forward.logits)
     return cache
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 
@@ -23,8 +24,9 @@ from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.machines import leading
 from mlx_redrafter.machines.following import Follower
-from mlx_redrafter.machines.frames import Do, Frame
-from mlx_redrafter.machines.leading import Leader, LeadingTarget
+from mlx_redrafter.machines.frames import Do, Frame, pack
+from mlx_redrafter.machines.leading import Leader
+from mlx_redrafter.machines.line import Line
 from mlx_redrafter.machines.meeting import Rank
 
 # Passes of a rank before its fault.
@@ -70,13 +72,10 @@ def time_texts(folder: str, drafter: str) -> dict[str, Any]:
     steps: dict[str, list[float]] = {"plain": [], "drafted": []}
     texts: dict[str, list[int]] = {}
     per_step = 1.0
-    with _timed_commands() as commands:
+    with _observed_commands() as (commands, sizes):
         for _ in range(TEXTS):
             texts["plain"], _ = _time_steps(plain, {}, steps["plain"])
             texts["drafted"], per_step = _time_steps(drafted, CHAIN, steps["drafted"])
-    target = plain.target
-    assert isinstance(target, LeadingTarget)
-    leader = target.leader
     token, step = (_quartile(steps[name]) for name in ("plain", "drafted"))
     return {
         "plain_ms": 1e3 * token,
@@ -85,8 +84,8 @@ def time_texts(folder: str, drafter: str) -> dict[str, Any]:
         "gain": token * per_step / step,
         "is_equal": texts["plain"] == texts["drafted"],
         "command_us": 1e6 * _quartile(commands),
-        "bytes": leader.num_bytes / leader.num_passes,
-        "passes": leader.num_passes,
+        "bytes": statistics.mean(sizes),
+        "passes": len(commands),
     }
 
 
@@ -105,10 +104,16 @@ def _time_steps(
 
 
 @contextmanager
-def _timed_commands() -> Iterator[list[float]]:
-    """Collect the seconds that rank 0 needs to announce a pass."""
+def _observed_commands() -> Iterator[tuple[list[float], list[int]]]:
+    """Collect the seconds that rank 0 needs to announce a pass, and the bytes sent to each rank."""
     seconds: list[float] = []
-    stock = Leader.passing
+    sizes: list[int] = []
+    stock, stock_send = Leader.passing, Line.send
+
+    def send(self: Line, data: bytes) -> None:
+        if data != pack(Frame(Do.BEAT)):
+            sizes.append(len(data))
+        stock_send(self, data)
 
     @contextmanager
     def passing(self: Leader, *given: Any) -> Iterator[None]:
@@ -117,11 +122,8 @@ def _timed_commands() -> Iterator[list[float]]:
             seconds.append(time.perf_counter() - begun)
             yield
 
-    Leader.passing = passing  # type: ignore[method-assign, assignment]
-    try:
-        yield seconds
-    finally:
-        Leader.passing = stock  # type: ignore[method-assign]
+    with patch.object(Leader, "passing", passing), patch.object(Line, "send", send):
+        yield seconds, sizes
 
 
 def _quartile(values: Sequence[float]) -> float:

@@ -21,7 +21,8 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.bench.lab.contexts import PREFILL_STEP
-from mlx_redrafter.bench.timing import OnProgress, estimate, take_turns, timed
+from mlx_redrafter.bench.lab.rounds import take_turns
+from mlx_redrafter.bench.timing import OnProgress, estimate, timed
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler

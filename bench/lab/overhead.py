@@ -18,7 +18,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream
 
 from mlx_redrafter.bench.lab.contexts import PREFILL_STEP, filled_cache
-from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, take_turns, timed
+from mlx_redrafter.bench.lab.rounds import scaled, take_turns
+from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, timed
 from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
@@ -62,7 +63,7 @@ class Overhead:
     @property
     def share(self) -> MedianEstimate:
         """Overhead as a share of a stock mlx-lm step."""
-        return self.overhead.scaled(1 / self.parts["stock step"].median)
+        return scaled(self.overhead, 1 / self.parts["stock step"].median)
 
 
 def measure_overhead(

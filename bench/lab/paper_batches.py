@@ -29,7 +29,7 @@ from typing import Any
 from mlx_redrafter import load
 from mlx_redrafter.bench.plots import PlotError, figure
 from mlx_redrafter.bench.prompts import read_prompts
-from mlx_redrafter.checkpoint_files import write_atomically
+from mlx_redrafter.checkpoint_files import write_text
 from mlx_redrafter.decoding.protocols import Proposer, Step
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
@@ -230,7 +230,7 @@ def run(heads: Path, out: Path, minutes: float, steps: int, most: int) -> None:
             break
         count = max(steps, TEXT_STEPS // cell.batch_size)
         found[cell.name] = measure(cell, target, proposers[cell.drafter], prompts, count)
-        write_atomically(path, lambda one: one.write_text(json.dumps(found, indent=1)))
+        write_text(path, json.dumps(found, indent=1))
         sys.stdout.write(f"{cell.name}: {found[cell.name]['tokens_per_second']:.1f} tokens/s\n")
         sys.stdout.flush()
     (out / "batches.md").write_text("\n".join(tables(found, names)))

@@ -43,14 +43,14 @@ class Ranks:
 
     def __init__(self, arguments: Sequence[str], size: int, folder: Path, **variables: str):
         hosts = folder / "hosts.json"
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(size)]))
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
         self.outputs = [folder / f"{rank}.txt" for rank in range(size)]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.begun = time.monotonic()
         for rank, output in enumerate(self.outputs):
             environment = {
                 **os.environ,
-                **_preloaded(),
+                **preloaded(),
                 **variables,
                 "MLX_RANK": str(rank),
                 "MLX_HOSTFILE": str(hosts),
@@ -129,7 +129,7 @@ def started(arguments: Sequence[str], size: int, **variables: str) -> Iterator[R
 
 
 @cache
-def _preloaded() -> dict[str, str]:
+def preloaded() -> dict[str, str]:
     compiler = shutil.which("cc")
     if compiler is None or sys.platform != "linux":
         return {}
@@ -140,7 +140,7 @@ def _preloaded() -> dict[str, str]:
     return {"LD_PRELOAD": str(library)}
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +14,7 @@ from mlx_redrafter.bench.lab.pooled_heads import pool
 from mlx_redrafter.bench.result_file import write_result
 from mlx_redrafter.bench.runs import AUTO, PLAIN, TimedRun
 from mlx_redrafter.bench.timing import MedianEstimate
-from mlx_redrafter.checkpoint_files import write_atomically
+from mlx_redrafter.checkpoint_files import write_text
 from mlx_redrafter.errors import CheckpointError
 
 FOLDER = Path(__file__).parents[1] / "results"
@@ -194,23 +193,16 @@ def _heads(results: Results) -> Lines:
 BATCH_SIZES = (1, 2, 4, 8, 16)
 
 
-def _batches(cell: Callable[[Mapping[str, Any]], str], results: Results) -> Lines:
+def _batches(results: Results) -> Lines:
     """Yield a row per method of batch generation, with a cell for each batch size."""
     for name, result in _of_kind(results, "throughput"):
         methods: dict[str, dict[int, str]] = {}
-        for one in result["found"]:
-            methods.setdefault(one["way"], {})[one["batch_size"]] = cell(one)
+        for one in result["rows"]:
+            speed = f"{_median(one['tokens_per_second'], '.0f')} ({_median(one['speedup'])})"
+            methods.setdefault(one["method"], {})[one["batch_size"]] = speed
         for method, cells in methods.items():
             columns = (cells.get(size, "") for size in BATCH_SIZES)
             yield name, _code(result), _temp(result), method, *columns, _quiet(result)
-
-
-def _throughput(one: Mapping[str, Any]) -> str:
-    return f"{_median(one['throughput'], '.0f')} ({_median(one['speedup'])})"
-
-
-def _latency(one: Mapping[str, Any]) -> str:
-    return f"{1e3 * one['latency']['median']:.1f}"
 
 
 def _prediction(results: Results) -> Lines:
@@ -228,11 +220,6 @@ def _columns(names: str) -> list[str]:
     return names.split(" | ")
 
 
-_BY_BATCH_SIZE = (
-    *_columns("file | git commit | temperature | method"),
-    *map(str, BATCH_SIZES),
-    "idle machine",
-)
 TABLES: Mapping[str, tuple[Sequence[str], Callable[[Results], Lines]]] = {
     "speed": (
         _columns(
@@ -294,8 +281,14 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[Results], Lines]]] = {
         ),
         _heads,
     ),
-    "throughput": (_BY_BATCH_SIZE, partial(_batches, _throughput)),
-    "latency": (_BY_BATCH_SIZE, partial(_batches, _latency)),
+    "throughput": (
+        [
+            *_columns("file | git commit | temperature | method"),
+            *map(str, BATCH_SIZES),
+            "idle machine",
+        ],
+        _batches,
+    ),
     "prediction": (
         _columns("left out | steps | median error | signed | largest | its best shape has"),
         _prediction,
@@ -375,4 +368,4 @@ def write_pages() -> None:
     results = read_results(FOLDER)
     for page in PAGES:
         text = fill(page.read_text(encoding="utf-8"), results)
-        write_atomically(page, partial(Path.write_text, data=text, encoding="utf-8"))
+        write_text(page, text)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from mlx_redrafter.bench.chips import CHIPS
-from mlx_redrafter.bench.model_shape import ModelShape, shape_of_family
+from mlx_redrafter.bench.model_shape import ModelShape
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.training.duration import format_time
 
 # Tokens of the training runs in the table.
 TABLE_TOKENS = 10**6
-# Models of the table, a row each for every number of bits.
-TABLE_MODELS = ("llama 1B", "qwen3 4B", "llama 8B")
+# Models of the table, a row each for every number of bits: their billions of parameters, hidden
+# sizes and vocabularies.
+TABLE_MODELS = {
+    "llama 1B": (1.24, 2048, 128256),
+    "qwen3 4B": (4.02, 2560, 151936),
+    "llama 8B": (8.03, 4096, 128256),
+}
 # Bits of the weights.
 TABLE_BITS = (4, 16)
 # Chips of the table, a column each.
@@ -21,11 +26,15 @@ TABLE_CHIPS = ("M1", "M1 Max", "M2", "M2 Max", "M3", "M3 Max", "M4", "M4 Max")
 def render_table() -> str:
     """Make the table of training on a million tokens, as Markdown."""
     head = ["model", "bits", "drafter", "cache", "memory", *TABLE_CHIPS]
-    rows = [
-        _row(shape_of_family(f"{name} {bits}bit")) for name in TABLE_MODELS for bits in TABLE_BITS
-    ]
+    rows = [_row(shape_of(name, bits)) for name in TABLE_MODELS for bits in TABLE_BITS]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def shape_of(name: str, bits: int) -> ModelShape:
+    """Return the sizes of a model of the table."""
+    billions, hidden_size, vocab_size = TABLE_MODELS[name]
+    return ModelShape(name, billions * 1e9, billions * 1e9, bits, hidden_size, vocab_size)
 
 
 def _row(shape: ModelShape) -> list[str]:

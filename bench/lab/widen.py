@@ -34,7 +34,7 @@ from mlx_redrafter.checkpoint_files import (
     read_tensors,
     write_checkpoint,
 )
-from mlx_redrafter.convert.publication import check_new, publish
+from mlx_redrafter.convert.publication import check_destination, publish
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.quantization import quantization_of
@@ -79,7 +79,7 @@ def widen_target(
         ConfigError: The model does not fit into ``num_parameters`` and ``num_layers``.
     """
     folder, destination = find_checkpoint(source), Path(destination)
-    check_new(destination, folder)
+    check_destination(destination, folder)
     config = read_config(folder)
     old = LlamaShape.from_config(config)
     keep_heads = bool(config.get("rope_scaling"))
@@ -144,7 +144,7 @@ def widen_drafter(
         ConfigError: The drafter is quantised, or wider than the target or ``exit_dim``.
     """
     folder, destination = find_checkpoint(source), Path(destination)
-    check_new(destination, folder)
+    check_destination(destination, folder)
     drafter = load_drafter(folder)
     widened = widened_drafter(drafter, hidden_size, exit_dim, seed)
     with publish(destination) as staging:

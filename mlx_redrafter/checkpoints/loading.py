@@ -20,11 +20,10 @@ from mlx_redrafter.checks import check_instance
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.kernels.selection import use_kernels
-from mlx_redrafter.machines.agreement import agree_on, await_parts
+from mlx_redrafter.machines.agreement import load_together
 from mlx_redrafter.machines.following import follow
-from mlx_redrafter.machines.leading import lead, target_of
+from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.machines.meeting import meet
-from mlx_redrafter.machines.splitting import load_part
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.kind import TunedKind
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
@@ -119,10 +118,7 @@ def load(
     if machines is None:
         model, tokenizer = load_model(name, options, adapter_path, trust_remote_code)
     else:
-        agree_on(machines, name, config)
-        model, tokenizer = load_part(name, group, options)
-        await_parts(machines)
-        lead(machines, model)
+        model, tokenizer = load_together(machines, name, config, options)
     if is_bundled:
         model.set_dtype(mx.float32)
     # MLX computes weights that were cast here: another thread could not.
@@ -158,10 +154,13 @@ def _check_for_machines(
             "expected a model to split over several machines, found none; the bundled one is for "
             "one machine, so name another"
         )
-    given = {"adapter_path": adapter_path, "trust_remote_code": trust_remote_code}
-    for option, value in given.items():
-        if value:
-            raise ConfigError(f"{option} is not supported on several machines; leave it out")
+    if adapter_path is not None:
+        raise ConfigError(
+            "adapter_path is not supported on several machines, as mlx-lm cannot split an adapter; "
+            "fuse it into the model with mlx_lm.fuse, and name that model"
+        )
+    if trust_remote_code:
+        raise ConfigError("trust_remote_code is not supported on several machines; leave it out")
 
 
 def load_drafter(path_or_repo: str | Path) -> Proposer:

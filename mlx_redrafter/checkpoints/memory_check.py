@@ -35,14 +35,8 @@ def check_memory(
 ) -> str | None:
     """Check that decoding fits into memory.
 
-    Args:
-        folder: Folder of the target.
-        drafter: Folder of the drafter; None without weights of its own.
-        context: The longest sequence.
-        machines: Number of machines that the target is split over, each like this one.
-
-    Returns:
-        A warning if macOS may have to move other programs' memory aside; None if all fits.
+    The target is split over ``machines`` like this one. A drafter that is None has no weights of
+    its own. Return a warning if macOS may have to move other programs' memory aside.
 
     Raises:
         ResourceError: The machine has too little memory.

@@ -162,14 +162,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _rehearse(name: str, config: Mapping[str, Any], model: nn.Module, context: Context) -> int:
-    """Process the last chunk of a prompt with a few layers of zeros; return the bytes of its work.
-
-    Args:
-        name: Name of the model, for errors.
-        config: Its config.
-        model: The model, whose weights MLX has not computed.
-        context: The prompt.
-    """
+    """Process the last chunk of a prompt with a few layers of zeros; return its bytes of work."""
     # One more layer, because a prompt's chunk ends with the entries of the last one.
     small = _first_layers(name, config, min(_num_kinds(model) + 1, len(model.layers)))
     mx.eval(small.parameters())

@@ -220,6 +220,13 @@ class DraftPolicy(Protocol):
         """
         ...
 
+    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
+        """Do what `keep` does before the step before is observed; None if that is too early.
+
+        Never waits for the drafts. `keep` is not called for the same drafts again.
+        """
+        ...
+
     def observe(self, step: Step) -> None:
         """Learn from a finished step."""
         ...

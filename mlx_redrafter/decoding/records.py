@@ -124,6 +124,11 @@ class PendingPass:
     _known_values: list[int] | None = None
 
     @property
+    def is_read(self) -> bool:
+        """Whether the host knows the outcome."""
+        return self._known_values is not None
+
+    @property
     def num_accepted(self) -> mx.array:
         """Number of accepted drafts, int32, shape (1,)."""
         return mx.zeros((1,), dtype=mx.int32) if self.path is None else self.outcome[1:2]

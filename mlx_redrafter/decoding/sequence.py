@@ -8,9 +8,10 @@
 Axes: N nodes of the tree, H hidden size, V vocabulary.
 
 The host reads the outcome of a pass while the device drafts what follows it, or computes the next
-token in plain decoding. So the device is not idle for a read, and the host knows the length of
-every forward pass. If a policy reads the probabilities of the drafts before it decides how many to
-verify, or a lookup waits for the outcome, the device is idle while the host builds the next pass.
+token in plain decoding. If the target has a compiled pass for the drafts, the host dispatches that
+first, and reads the outcome while the device verifies what follows it. So the device is not idle
+for a read. If a policy reads the probabilities of the drafts before it decides how many to verify,
+or a lookup waits for the outcome, the device is idle while the host builds the next pass.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from mlx_redrafter.decoding.records import PendingPass, Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, TokenSampler
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.decoding.target_choice import sample_and_accept, sample_root
+from mlx_redrafter.device_read import wait_for
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
@@ -106,6 +108,8 @@ class SequenceDecoder:
         self._chooses = False
         # Whether this step verifies no drafts, as there are none, or those of a probe.
         self._is_plain = True
+        # The drafts to verify, if the policy chose them before the newest pass was read.
+        self._kept: TokenTree | None = None
         # The root or tree that the target is to process, until it has answered.
         self._asked: mx.array | TokenTree | None = None
 
@@ -200,9 +204,13 @@ class SequenceDecoder:
     def ask(self) -> mx.array | TokenTree | None:
         """Return what the target is to process next: a root, shape (1,), or a tree.
 
-        After a tree this does `read` first. From one token to the next it reads nothing, as the
-        length is known anyway. None at the end.
+        After a tree this does `read` first, unless the target may follow a path that the host has
+        not read. From one token to the next it reads nothing, as the length is known anyway. None
+        at the end.
         """
+        if self._follow():
+            self._taken, self._asked = self._pending, self._kept
+            return self._asked
         self.read()
         pending = self._pending
         if pending is None:
@@ -307,11 +315,14 @@ class SequenceDecoder:
         if left > 0 and not self.is_cancelled:
             limit = request.chunk_size or (lambda done: request.prefill_step_size)
             size = min(left, limit(done - self._first), most or left)
-            chunk = mx.array(request.prompt[done : done + size + 1], dtype=mx.int32)
+            chunk = mx.array(request.prompt[done : done + size], dtype=mx.int32)
             with mx.stream(generation_stream):
-                self.target.prefill_but_last(
-                    chunk, self.own_cache, size, lambda *_: None, self.layers, self._read_states
-                )
+                outputs = self.target.process_chunk(chunk, self.own_cache, self.layers)
+                if outputs.states is not None and self.drafting is not None:
+                    assert self.drafting.reader is not None
+                    self.drafting.reader.read(outputs.states)
+                wait_for([layer.state for layer in self.own_cache.stock])
+                mx.clear_cache()
             self._report(done + size)
             left -= size
         if self.is_cancelled:
@@ -415,7 +426,7 @@ class SequenceDecoder:
         with mx.stream(generation_stream):
             if isinstance(drafts, TokenTree):
                 outputs = self.target.verify(drafts, self.own_cache, self.layers)
-                if self.target.is_first_use:
+                if self.target.compiled is not None and self.target.compiled.is_first_use:
                     self._clock.skip()
                 return outputs
             return self.target.advance(drafts, self.own_cache, self.layers)
@@ -427,18 +438,34 @@ class SequenceDecoder:
             with mx.stream(generation_stream):
                 self.drafting.skip(pending)
 
+    def _follow(self) -> bool:
+        """Commit the newest pass before the host has read it, if the next one can follow it."""
+        pending, policy, proposal = self._pending, self.policy, self._proposal
+        compiled, self._kept = self.target.compiled, None
+        if self._is_plain or pending is None or pending.path is None or pending.is_read:
+            return False
+        if policy is None or proposal is None or proposal.tree is None:
+            return False
+        is_on_host = self.processors is not None or self.common_sampler is None
+        # A cache of a batch must know its length, and so must one that quantises its entries.
+        if is_on_host or compiled is None or type(self.cache) is not TreeCache:
+            return False
+        with mx.stream(generation_stream):
+            tree = self._kept = policy.keep_early(proposal.plan, proposal.tree)
+            longest = pending.max_accepted + 1
+            if tree is None or not compiled.may_follow(tree, self.cache, self.layers, longest):
+                return False
+            self.cache.follow(pending.path, pending.num_accepted)
+        return True
+
     def _keep_drafts(self) -> TokenTree | None:
         """Let the policy choose the drafts to verify; None if it chooses none."""
         proposal = self._proposal
         if self.policy is None or proposal is None or proposal.tree is None:
             return None
         with mx.stream(generation_stream):
-            tree = self.policy.keep(proposal.plan, proposal.tree)
+            tree = self._kept or self.policy.keep(proposal.plan, proposal.tree)
         return tree if tree.size > 1 and self.cache.takes(tree) else None
-
-    def _read_states(self, states: mx.array) -> None:
-        if self.drafting is not None and self.drafting.reader is not None:
-            self.drafting.reader.read(states)
 
     def _report(self, done: int) -> None:
         """Report how many tokens of the prompt are processed, without those of a shared prefill."""
@@ -452,6 +479,10 @@ class SequenceDecoder:
             with mx.stream(generation_stream):
                 self.cache.commit(rows)
                 self.sampler.commit(len(rows))
+            if self._pending is not None and self._pending is not pending:  # dispatched before
+                self._pending.length = self.cache.length
+                if not pending.is_finite:
+                    self._pending = pending
             if self.processors is not None and num_accepted:
                 self.processors.extend(mx.array(tokens[:num_accepted], dtype=mx.int32))
         self._count(pending, num_accepted)

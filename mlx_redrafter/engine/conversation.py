@@ -50,8 +50,8 @@ class Conversation:
         check_instance("template_options", template_options, (Mapping, NoneType), expected)
         if not engine.tokenizer.has_chat_template:
             raise ConfigError(
-                "a chat needs a model with a chat template, and this one has none; it continues "
-                "text: use generate"
+                "a chat needs a model with a chat template, and this one has none; give it a text "
+                'to continue (run NAME "...", or generate)'
             )
         self.messages: list[Message] = []
         if system_prompt is not None:

@@ -5,6 +5,7 @@ Whole steps are timed, because the host's work counts if a forward pass is short
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import time
@@ -27,6 +28,8 @@ from mlx_redrafter.policy.plans import LOOKUP, SIZES
 from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
+
+logger = logging.getLogger(__name__)
 
 
 class Kind(NamedTuple):
@@ -88,6 +91,10 @@ DOUBT = 0.15
 MAX_ROUNDS = 4
 # Seconds in which a further round must end: long steps are hardly disturbed.
 PATIENCE = 10.0
+# Maximum seconds of steps that prepare kernels: with longer steps, a kernel costs little beside.
+MAX_WARM_UP = 5.0
+# Minimum seconds of such steps that are reported to the user.
+LONG_WARM_UP = 1.0
 
 
 def kinds_of(proposer: Proposer | None) -> tuple[Kind, ...]:
@@ -95,6 +102,33 @@ def kinds_of(proposer: Proposer | None) -> tuple[Kind, ...]:
     if proposer is None:
         return PLAIN, *LOOKUPS.values()
     return PLAIN, *VERIFY.values(), *SEARCH.values(), READ, DRAFT
+
+
+def builds_kernels() -> bool:
+    """Whether MLX builds kernels for single shapes, which takes longer than steps do."""
+    return mx.cuda.is_available()
+
+
+def warm_up(
+    target: Target,
+    proposer: Proposer | None,
+    context: int,
+    quantisation: Quantisation | None = None,
+) -> None:
+    """Run all kinds of steps, greedily and at a temperature, so that no text waits for kernels.
+
+    The arguments are those of `time_steps`. Stops after MAX_WARM_UP.
+    """
+    start = time.perf_counter()
+
+    def is_enough(schedule: _Schedule) -> bool:
+        return bool(schedule.rounds) or time.perf_counter() - start > MAX_WARM_UP
+
+    for temp in (0.0, 1.0):
+        _run(target, proposer, context, quantisation, SamplingParams(temp=temp), is_enough)
+    seconds = time.perf_counter() - start
+    if seconds > LONG_WARM_UP:
+        logger.info("prepared the kernels of drafted steps in %.1f s", seconds)
 
 
 def time_steps(
@@ -111,16 +145,29 @@ def time_steps(
         context: Number of tokens before the steps.
         quantisation: Quantisation of their K/V entries; None for none.
     """
+    params, is_enough = SamplingParams(), operator.attrgetter("is_done")
+    return _run(target, proposer, context, quantisation, params, is_enough)
+
+
+def _run(
+    target: Target,
+    proposer: Proposer | None,
+    context: int,
+    quantisation: Quantisation | None,
+    params: SamplingParams,
+    is_enough: Callable[[_Schedule], bool],
+) -> Sequence[Seconds]:
+    """Decode with a schedule until it is enough; passes are compiled at their first use."""
     if isinstance(proposer, SpeculateAhead):
         proposer = proposer.proposer  # steps in use show the cost of speculating ahead
     drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])
     max_length = None if proposer is None else proposer.max_length
     schedule = _Schedule(kinds_of(proposer), max_length)
     cache = target.blank_cache(context, quantisation)
-    chooser = _Contrary(SamplingParams(), target.vocab_size)
-    text = SequenceDecoder(target, cache, chooser, Request([0]), drafting, schedule)
-    with closing(decode(text)) as tokens:  # type: ignore[type-var]
-        while not schedule.is_done:
+    sampler = _Contrary(params, target.vocab_size)
+    text = SequenceDecoder(target, cache, sampler, Request([0]), drafting, schedule)
+    with target.warming_up(), closing(decode(text)) as tokens:  # type: ignore[type-var]
+        while not is_enough(schedule):
             next(tokens)
     return schedule.rounds
 
@@ -150,7 +197,7 @@ class _Contrary(KeyedSampler):
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
-        return mx.argmin(log_probs, axis=-1)
+        return super().sample(-log_probs, depths, noise, num_levels)
 
 
 class _Junk:
@@ -210,13 +257,17 @@ class _Schedule:
         return plan and plan.within(self._max_length)
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        kind = self._kind(len(self._seconds))
+        kind = self._kind(self._num_chosen - 1)
         if kind.waits:
             tree.read()
         if not kind.verifies:
             return tree.first(1)
         assert kind.plan is not None
         return tree.padded(kind.plan.num_nodes)
+
+    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
+        kind = self._kind(self._num_chosen - 1)
+        return self.keep(plan, tree) if kind.verifies and not kind.waits else None
 
     def observe(self, step: Step) -> None:
         # The clock leaves out single steps, such as those at which MLX's cache is cleared.

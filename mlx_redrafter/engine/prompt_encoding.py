@@ -60,11 +60,6 @@ def encode_prompt(
 def encode_question(tokenizer: TokenizerWrapper, text: str, use_template: bool = True) -> list[int]:
     """Encode one user message, in the chat format if the model has one.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        text: Text of the message.
-        use_template: Whether to use the chat format.
-
     Raises:
         ConfigError: The chat template rejects the message, or nothing is left of it.
     """
@@ -91,8 +86,8 @@ def encode_chat(
         messages: Messages with "role" and "content".
         options: Options of the template.
         add_generation_prompt: Whether to add the beginning of the assistant's reply.
-        follows_cache: Whether the last message continues a stored cache, so that the text that the
-            template puts before it is left out.
+        follows_cache: Whether to leave out the text that the template puts before the last message,
+            which a stored cache holds.
         limit: As in `encode_prompt`.
 
     Raises:
@@ -152,12 +147,7 @@ def _check_length(tokenizer: TokenizerWrapper, text: str, limit: int) -> None:
 
 
 def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
-    """Check that a target can process a prompt.
-
-    Args:
-        prompt: Token ids.
-        num_cached: Tokens before it in a cache.
-        target: The target.
+    """Check that a target can process a prompt, after the tokens of a cache.
 
     Raises:
         ConfigError: It is empty or too long, or the target has no such token id.

@@ -42,24 +42,14 @@ class GenerationResponse(StockResponse):
 
 
 class BatchResponse(NamedTuple):
-    """One token of one of several texts.
-
-    Attributes:
-        number: Number of the text, from 0.
-        response: The token, as `Engine.stream` responds with it.
-    """
+    """One token of one of several texts, with the number of that text, from 0."""
 
     number: int
     response: GenerationResponse
 
 
 class Responder:
-    """Makes responses of a sequence's tokens, one after the other.
-
-    Args:
-        sequence: The sequence.
-        tokenizer: Its tokenizer.
-    """
+    """Makes responses of a sequence's tokens, one after the other."""
 
     def __init__(self, sequence: SequenceDecoder, tokenizer: TokenizerWrapper):
         self.num_tokens = 0
@@ -112,10 +102,7 @@ class Responder:
 class ResponseStream(Iterator[GenerationResponse]):
     """The responses of one sequence, one per token, for one thread to read.
 
-    Args:
-        sequence: The sequence.
-        tokenizer: Its tokenizer.
-        scheduler: Scheduler of several sequences; None to decode this one alone.
+    Without a scheduler the sequence is decoded alone.
     """
 
     def __init__(
@@ -181,11 +168,7 @@ def _respond(
 class BatchStream(Iterator[BatchResponse]):
     """The responses of several sequences, as they come, for one thread to read.
 
-    Args:
-        scheduler: Scheduler of the sequences.
-        sequences: The sequences, none of which has begun.
-        tokenizer: Their tokenizer.
-        batch_size: Maximum number of sequences at once.
+    None of the sequences has begun; at most ``batch_size`` of them are decoded at once.
     """
 
     def __init__(

@@ -24,9 +24,11 @@ from mlx_redrafter.engine.profiling import (
     VERIFY,
     Kind,
     Seconds,
+    builds_kernels,
     is_doubtful,
     kinds_of,
     time_steps,
+    warm_up,
 )
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.kernels.layers import choices
@@ -76,6 +78,8 @@ def step_costs(
     keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
     for key in keys:
         if key not in known:
+            if builds_kernels():
+                warm_up(target, proposer, key[1], quantisation)
             known[key] = _load_or_time(target, proposer, key[1], quantisation)
     short, *long = [known[key] for key in keys]
     seconds = short
@@ -127,7 +131,9 @@ def _description(
     """Return a description of the steps to time, the networks that they use, and their kinds."""
     kinds = kinds_of(proposer)
     modules = () if proposer is None else proposer.networks
-    described = (kinds, context, quantisation, *choices(target.model), *target.devices)
+    passes = () if target.compiled is None else ("compiled",)
+    used = *choices(target.model), *target.devices, *passes
+    described = kinds, context, quantisation, *used
     return described, (target.model, *modules), kinds
 
 

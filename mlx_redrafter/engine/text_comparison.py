@@ -65,17 +65,9 @@ def compare_decoding(
     """Decode a prompt with drafts and plainly, and compare the tokens.
 
     At temperature 0, plain decoding is stock ``mlx_lm.generate_step``. Above 0, it is that of this
-    package, as mlx-lm has other random numbers.
-
-    Args:
-        model: The target.
-        tokenizer: Its tokenizer.
-        drafter: Its drafter.
-        prompt: Token ids.
-        max_tokens: Maximum number of tokens to compare, at least 1.
-        on_token: Called for every token of both texts.
-        **options: Sampling and drafting options of `stream_generate`; with a temperature they must
-            have a seed.
+    package, as mlx-lm has other random numbers, and so it is with ``kv_bits`` on several machines,
+    as mlx-lm quantises the cache of one machine only. With a temperature the options must have a
+    seed. ``on_token`` is called for every token of both texts.
     """
 
     def decode(drafter: AnyDrafter) -> Iterator[GenerationResponse]:
@@ -86,13 +78,13 @@ def compare_decoding(
             yield response
 
     drafted = list(decode(drafter))
-    plain = []
-    if options.get("temp"):
+    plain, target = [], target_of(model)
+    if options.get("temp") or (target.devices and options.get("kv_bits") is not None):
         plain = [(response.token, response.logprobs) for response in decode(None)]
     else:
         shared = {name: options[name] for name in QUANTISATION if name in options}
         for token, log_probs in generate_step(
-            mx.array(list(prompt)), target_of(model).stock_model, max_tokens=max_tokens, **shared
+            mx.array(list(prompt)), target.stock_model, max_tokens=max_tokens, **shared
         ):
             on_token()
             plain.append((int(token), log_probs))

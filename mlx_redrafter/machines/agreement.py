@@ -1,21 +1,33 @@
-"""Check that all ranks have the same model before any of them reads weights."""
+"""Load a model on all ranks, after a check that all have the same one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
-from mlx_redrafter.machines.frames import Do, Frame, pack
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.machines.frames import Do
+from mlx_redrafter.machines.leading import lead
 from mlx_redrafter.machines.meeting import Machines
-from mlx_redrafter.machines.splitting import check_family, config_digest
+from mlx_redrafter.machines.splitting import check_family, config_digest, load_part
 
 
-def agree_on(machines: Machines, name: str, config: Mapping[str, Any]) -> None:
-    """Let all other ranks begin to load a model, if all have the same one.
+def load_together(
+    machines: Machines, name: str, config: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load rank 0's part of a model, which leads the parts that all other ranks load meanwhile.
+
+    Args:
+        machines: All ranks.
+        name: Name of the model.
+        config: Its ``config.json``.
+        options: Options of its tokenizer.
 
     Raises:
-        CheckpointError: A rank lacks the model, or has another one.
+        CheckpointError: A rank lacks the model, has another one, or cannot load its part.
         ConfigError: These machines have a model already.
         UnsupportedTargetError: mlx-lm cannot split the model.
     """
@@ -24,34 +36,24 @@ def agree_on(machines: Machines, name: str, config: Mapping[str, Any]) -> None:
             "expected one model on several machines, found a second one; start them again for it"
         )
     check_family(config)
-    own = config_digest(name)
-    for rank, answer in _ask(machines, Frame(Do.CHECK, (), name)):
-        if answer.do is Do.NO:
-            raise CheckpointError(f"{rank}: {answer.text}; copy the model there")
-        if answer.text != own:
-            raise CheckpointError(
-                f"{rank} has another config.json of {name} than rank 0; copy the model there"
-            )
+    _ask(machines, Do.CHECK, f"{config_digest(name)} {name}")
+    _await_all(machines, "; copy the model there")
     machines.has_model = True
+    _ask(machines, Do.SPLIT)
+    model, tokenizer = load_part(name, machines.group, options)
+    _await_all(machines)
+    lead(machines, model)
+    return model, tokenizer
+
+
+def _ask(machines: Machines, do: Do, text: str = "") -> None:
     for line in machines.lines:
-        line.say(Do.SPLIT)
+        line.say(do, text)
 
 
-def await_parts(machines: Machines) -> None:
-    """Wait until all other ranks have loaded their parts.
-
-    Raises:
-        UnsupportedTargetError: A rank cannot.
-    """
+def _await_all(machines: Machines, remedy: str = "") -> None:
+    """Wait until all other ranks have done what rank 0 has asked."""
     for line in machines.lines:
         answer = line.receive()
         if answer.do is not Do.YES:
-            raise UnsupportedTargetError(f"{line.other}: {answer.text}")
-
-
-def _ask(machines: Machines, question: Frame) -> Iterator[tuple[str, Frame]]:
-    """Ask all other ranks, and yield their names and answers."""
-    for line in machines.lines:
-        line.send(pack(question))
-    for line in machines.lines:
-        yield line.other, line.receive()
+            raise CheckpointError(f"{line.other}: {answer.text}{remedy}")

@@ -18,9 +18,9 @@ class Do(IntEnum):
 
     BEAT = 0  # a sign of life
     HELLO = 1  # text: who a rank is
-    CHECK = 2  # text: the name of the model
+    CHECK = 2  # text: digest of the model's config.json, and the model's name
     SPLIT = 3  # load the model's part of this rank
-    YES = 4  # text: the answer to CHECK
+    YES = 4  # done
     NO = 5  # text: why a rank cannot do it
     FAIL = 6  # text: why a rank ends
     END = 7  # no more passes
@@ -28,20 +28,18 @@ class Do(IntEnum):
     ADVANCE = 10  # cache
     CHUNK = 11  # cache, number of tokens, whether the last layer's output is computed
     VERIFY = 12  # cache, draft
-    BATCH = 13  # batch, nodes of a tree; of every slot draft, cache or 0, tokens kept
-    BARE = 14  # number of tokens
-    STOCK = 15  # cache, number of tokens
+    BATCH = 13  # batch, nodes of a tree; of every slot draft, tokens kept whatever happens
+    CALL = 14  # cache or 0 for none, number of tokens
     # Operations on caches.
-    REOPEN = 20  # cache, length
+    OPEN = 20  # cache, length, fields of its quantization if it has one
     COMMIT = 21  # cache, path
     SETTLE = 22  # cache, length
     RESERVE = 23  # cache, rows
     DROP = 24  # cache
-    NEW_BATCH = 30  # batch
-    KEEP = 31  # batch, slot, path
-    INSERT = 32  # batch, slot, cache
-    LEAVE = 33  # batch, slot, cache or 0
-    RESIZE = 34  # batch, slots of the new size, rows, old slots
+    KEEP = 30  # batch, slot, path
+    INSERT = 31  # batch, slot, cache
+    LEAVE = 32  # batch, slot, cache or 0
+    RESIZE = 33  # batch, slots of the new size, rows, old slots
 
 
 class Frame(NamedTuple):

@@ -12,9 +12,10 @@ import signal
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +30,7 @@ from mlx_redrafter.machines.line import BEAT, end_process
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor
+from mlx_redrafter.target.caches.quantised import QuantisingCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
@@ -45,20 +47,20 @@ LEADER = "redrafter_leader"
 class Leader:
     """Tells the other ranks what rank 0 does.
 
-    Attributes:
+    Args:
         machines: All ranks.
-        num_passes: Number of passes so far.
-        num_bytes: Number of bytes sent to each other rank for them.
     """
 
     def __init__(self, machines: Machines):
         self.machines = machines
-        self.num_passes = self.num_bytes = 0
         self._lock = threading.RLock()
+        # Whether an operation runs, all parts of which the others do by themselves.
+        self._is_within = False
         self._waiting: list[Frame] = []
         self._count = itertools.count(1)
         # Numbers of the caches, by their first layer: mlx-lm's objects, which outlive a text.
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._num_owners: Counter[int] = Counter()
         self._dropped: deque[int] = deque()
         # Stream of the thread that ran the newest pass.
         self._stream = mx.default_stream(mx.cpu)
@@ -68,24 +70,47 @@ class Leader:
         """Return the number of the cache with this first layer; None for a foreign one."""
         return self._numbers.get(layer)
 
-    def add(self, owner: Any) -> int:
-        """Give a number to a cache by its first layer, or to a batch, until it is dropped."""
-        number = self._numbers[owner] = next(self._count)
-        weakref.finalize(owner, self._dropped.append, number)
+    def add(self, owner: Any, number: int | None = None) -> int:
+        """Give a number to a cache by its first layer, or to a batch, until no owner is left.
+
+        Args:
+            owner: The first layer, or the batch.
+            number: The number that other owners have already; a new one by default.
+        """
+        number = next(self._count) if number is None else number
+        if self._numbers.get(owner) != number:
+            self._numbers[owner] = number
+            self._num_owners[number] += 1
+            weakref.finalize(owner, self._drop, number)
         return number
 
+    def _drop(self, number: int) -> None:
+        self._num_owners[number] -= 1
+        if not self._num_owners[number]:
+            del self._num_owners[number]
+            self._dropped.append(number)
+
     @contextmanager
-    def together(self, do: Do | None = None, *numbers: int) -> Iterator[None]:
+    def together(self, do: Do, *numbers: int) -> Iterator[None]:
         """Do something on rank 0 that the others do as well, without an interruption by Ctrl-C.
 
         Args:
-            do: Operation on a cache to announce; None inside of another.
+            do: Operation on a cache, announced with the next pass unless it is part of another.
             *numbers: Its numbers.
         """
         with self._lock, _without_interruption():
-            if do is not None:
+            if not self._is_within:
                 self._waiting.append(Frame(do, numbers))
+            with self._within():
+                yield
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        before, self._is_within = self._is_within, True
+        try:
             yield
+        finally:
+            self._is_within = before
 
     @contextmanager
     def passing(self, do: Do, numbers: Sequence[int], values: Sequence[mx.array]) -> Iterator[None]:
@@ -96,15 +121,13 @@ class Leader:
             numbers: Its numbers.
             values: Arrays of int32 that the other ranks need, each of shape (n,).
         """
-        with self.together(), waiting():
+        with self._lock, _without_interruption(), self._within(), waiting():
             self._order()
-            frames = [Frame(Do.DROP, (number,)) for number in self._take_dropped()]
-            data = b"".join(map(pack, [*self._waiting, *frames, Frame(do, tuple(numbers))]))
+            drops = [Frame(Do.DROP, (self._dropped.popleft(),)) for _ in range(len(self._dropped))]
+            data = b"".join(map(pack, [*self._waiting, *drops, Frame(do, tuple(numbers))]))
             self._waiting = []
             for line in self.machines.lines:
                 line.send(data)
-            self.num_passes += 1
-            self.num_bytes += len(data)
             try:
                 mx.async_eval(share(mx.concatenate(list(values)), self.machines.group))
                 yield
@@ -136,9 +159,6 @@ class Leader:
                     f"{names} though all of them live; start them again"
                 )
 
-    def _take_dropped(self) -> list[int]:
-        return [self._dropped.popleft() for _ in range(len(self._dropped))]
-
     def _order(self) -> None:
         """Let the passes of another thread end: each thread has a stream of its own."""
         stream = mx.default_stream(mx.cpu)
@@ -148,10 +168,16 @@ class Leader:
 
 
 class LedCache(TreeCache):
-    """A sequence's cache on rank 0, which tells the other ranks what becomes of theirs."""
+    """A sequence's cache on rank 0, which tells the other ranks what becomes of theirs.
 
-    def __init__(self, leader: Leader, number: int, cache: TreeCache):
-        super().__init__(cache.layers, cache.length, cache.has_buckets)
+    Args:
+        leader: Connection to them.
+        number: The cache's number.
+        *given: Arguments of `TreeCache`, or of the class that is mixed in.
+    """
+
+    def __init__(self, leader: Leader, number: int, *given: Any):
+        super().__init__(*given)
         self._leader = leader
         self.number = number
 
@@ -169,54 +195,44 @@ class LedCache(TreeCache):
             super().settle(length)
 
 
+class LedQuantisingCache(LedCache, QuantisingCache):
+    """The same for a cache that quantises its entries, which replaces mlx-lm's caches."""
+
+    def grow(self, num_tokens: int) -> None:
+        before = self.stock[0]  # lives until the number has its new owner
+        super().grow(num_tokens)
+        if self.stock[0] is not before:
+            self._leader.add(self.stock[0], self.number)
+
+
 class LedBatchCache(BatchCache):
     """The cache of a batch on rank 0, which tells the other ranks what becomes of theirs."""
 
     def __init__(self, leader: Leader, has_buckets: bool):
         super().__init__(has_buckets)
         self._leader = leader
-        self._is_within = False
-        # Number of the cache of each slot's sequence, and the function that `insert` got with it.
-        self._occupants: list[tuple[int, Floor] | None] = []
         self.number = leader.add(self)
-        with leader.together(Do.NEW_BATCH, self.number):
-            pass
 
-    def occupants(self) -> list[tuple[int, int]]:
-        """Return the cache number of each slot, 0 for an idle one, and the tokens that it keeps."""
-        return [(one[0], min(one[1](), MOST)) if one else (0, 0) for one in self._occupants]
+    def kept(self) -> list[int]:
+        """Return the number of tokens that each slot keeps whatever happens; 0 for an idle one."""
+        return [min(one.floor(), MOST) for one in self.slots]
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         with self._leader.together(Do.KEEP, self.number, slot, *path):
             super().commit(slot, path)
 
     def insert(self, slot: int, own: TreeCache, floor: Floor) -> None:
-        number = _number(own)
-        with self._leader.together(Do.INSERT, self.number, slot, number), self.within():
+        with self._leader.together(Do.INSERT, self.number, slot, _number(own)):
             super().insert(slot, own, floor)
-            self._occupants[slot] = number, floor
 
     def leave(self, slot: int, own: TreeCache | None) -> None:
         number = 0 if own is None else _number(own)
         with self._leader.together(Do.LEAVE, self.number, slot, number):
             super().leave(slot, own)
-            self._occupants[slot] = None
 
     def resize(self, slots: Sequence[int], num_slots: int, num_rows: int) -> None:
-        numbers = self.number, num_slots, num_rows, *slots
-        with self._leader.together(None if self._is_within else Do.RESIZE, *numbers):
+        with self._leader.together(Do.RESIZE, self.number, num_slots, num_rows, *slots):
             super().resize(slots, num_slots, num_rows)
-            num_idle = num_slots - len(slots)
-            self._occupants = [self._occupants[slot] for slot in slots] + [None] * num_idle
-
-    @contextmanager
-    def within(self) -> Iterator[None]:
-        """Announce nothing: the other ranks resize by themselves where this one does."""
-        self._is_within = True
-        try:
-            yield
-        finally:
-            self._is_within = False
 
 
 class LeadingTarget(Target):
@@ -245,13 +261,21 @@ class LeadingTarget(Target):
         quantisation: Quantisation | None = None,
         given: list[Any] | None = None,
     ) -> TreeCache:
-        if quantisation is not None:
-            raise ConfigError("kv_bits is not supported on several machines; leave it out")
-        cache = super().new_cache(prompt_cache)
-        return LedCache(self.leader, self.number_of(cache.stock, cache.length), cache)
+        cache = super().new_cache(prompt_cache, quantisation, given)
+        how = () if quantisation is None else (min(one, MOST) for one in astuple(quantisation))
+        number = self.number_of(cache.stock, cache.length, tuple(how))
+        facts = self.leader, number, cache.layers, cache.length
+        if quantisation is None:
+            return LedCache(*facts, cache.has_buckets)
+        return LedQuantisingCache(*facts, quantisation, given, cache.has_buckets)
 
-    def number_of(self, stock: Sequence[Any], length: int) -> int:
+    def number_of(self, stock: Sequence[Any], length: int, quantisation: Sequence[int] = ()) -> int:
         """Return the number of mlx-lm's caches, which are new or hold what these ranks computed.
+
+        Args:
+            stock: The caches.
+            length: Number of tokens that they hold.
+            quantisation: The fields of their `Quantisation`, if they have one.
 
         Raises:
             ConfigError: They hold other tokens.
@@ -262,10 +286,12 @@ class LeadingTarget(Target):
                 "prompt_cache must be empty or of a text of this process on several machines, "
                 "found one with other tokens, which the other machines lack; give the whole prompt"
             )
-        if number is None:
-            return self.leader.add(stock[0])
-        with self.leader.together(Do.REOPEN, number, length):
-            return number
+        is_new = number is None
+        number = self.leader.add(stock[0], number)
+        if not is_new or quantisation:
+            with self.leader.together(Do.OPEN, number, length, *quantisation):
+                pass
+        return number
 
     def reserve(self, cache: TreeCache, num_rows: int) -> None:
         with self.leader.together(Do.RESERVE, _number(cache), num_rows):
@@ -300,11 +326,10 @@ class LeadingTarget(Target):
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
         assert isinstance(cache, LedBatchCache)
-        slots = zip(trees.drafts, cache.occupants(), strict=True)
-        facts = [number for one, kept in slots for number in (*describe(one), *kept)]
+        slots = zip(trees.drafts, cache.kept(), strict=True)
+        facts = [number for one, kept in slots for number in (*describe(one), kept)]
         values = [array for one in trees.drafts for array in arrays(one)]
-        numbers = [cache.number, trees.size, *facts]
-        with self.leader.passing(Do.BATCH, numbers, values), cache.within():
+        with self.leader.passing(Do.BATCH, [cache.number, trees.size, *facts], values):
             return _dispatched(super().verify_batch(trees, cache, layers))
 
     def process_chunk(
@@ -319,7 +344,7 @@ class LeadingTarget(Target):
     def call(self, tokens: mx.array, caches: list[Any] | None) -> mx.array:
         if caches is not None:  # inside of a pass that is announced
             return super().call(tokens, caches)
-        with self.leader.passing(Do.BARE, [tokens.size], [tokens.reshape(-1)]):
+        with self.leader.passing(Do.CALL, [0, tokens.size], [tokens.reshape(-1)]):
             logits = super().call(tokens, None)
             mx.async_eval(logits)
         return logits
@@ -338,8 +363,7 @@ class LedModel:
         target, number = self._target, self._target.leader.number_of(cache[0])
         if number is None:
             number = target.number_of(cache, 0)
-        numbers = [number, tokens.shape[1]]
-        with target.leader.passing(Do.STOCK, numbers, [tokens[0]]):
+        with target.leader.passing(Do.CALL, [number, tokens.shape[1]], [tokens[0]]):
             logits: mx.array = target.model(tokens, cache=cache)
             mx.async_eval(logits)
         return logits

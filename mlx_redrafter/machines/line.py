@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from mlx_redrafter.errors import printable
@@ -21,16 +22,23 @@ from mlx_redrafter.machines.frames import Do, Frame, pack, read
 BEAT = 0.5
 # Seconds without any sign of life after which a rank counts as lost.
 PATIENCE = 8.0
+# Functions to call with the line that says why, before a process ends by another rank's loss. None
+# may wait for MLX, whose passes do not end any more.
+before_end: list[Callable[[str], None]] = []
 # Exit code of a rank that another one's loss ends, EX_TEMPFAIL of sysexits.h.
 LOST = 75
 
 
 def end_process(message: str, code: int = LOST) -> None:
-    """Print one line, and end this process without any further work."""
-    with suppress(OSError, ValueError):  # a stderr that is closed or gone
-        sys.stderr.write(f"redrafter-mlx: {printable(message)}\n")
-        sys.stderr.flush()
-    os._exit(code)
+    """Print one line, and end this process without any further work but that of `before_end`."""
+    try:
+        with suppress(OSError, ValueError):  # a stderr that is closed or gone
+            sys.stderr.write(f"redrafter-mlx: {printable(message)}\n")
+            sys.stderr.flush()
+        for work in before_end:
+            work(message)
+    finally:
+        os._exit(code)
 
 
 class Line:

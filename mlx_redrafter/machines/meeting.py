@@ -7,13 +7,16 @@ import json
 import os
 import secrets
 import socket
+import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
+from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import ConfigError
@@ -27,6 +30,8 @@ RING = "MLX_HOSTFILE"
 JACCL = "MLX_JACCL_COORDINATOR"
 # Seconds in which all ranks must have connected to rank 0.
 MEETING_SECONDS = 60.0
+# Seconds that a rank's part of the last pass may take after it has been told to end.
+LAST_SECONDS = 5.0
 # Bytes of the message in which rank 0 gives its address and a key, more than any host name has.
 ADDRESS_BYTES = 320
 
@@ -94,9 +99,27 @@ class Machines:
         for line in self.lines:
             line.close()
 
+    def leave(self, code: int) -> NoReturn:
+        """End this process once its part of the last pass is done; as rank 0, let all others end.
+
+        Python's own end would free every module first, which is a second of CPU time and more, and
+        wait for threads that read what never comes.
+        """
+        if self.leads:
+            self.end()
+        timer = threading.Timer(LAST_SECONDS, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
+        with suppress(OSError, RuntimeError):  # from a closed pipe; from MLX, if a rank has gone
+            sys.stdout.flush()
+            sys.stderr.flush()
+            mx.synchronize(generation_stream)
+            mx.synchronize(mx.default_stream(mx.cpu))
+        os._exit(code)
+
 
 # The result of `meet`; a process has one group.
-_met: list[Machines] = []
+met: list[Machines] = []
 
 
 def meet(group: Any) -> Machines:
@@ -105,10 +128,10 @@ def meet(group: Any) -> Machines:
     Raises:
         ConfigError: On rank 0, if a rank does not come or has other versions.
     """
-    if not _met:
+    if not met:
         own = Rank.own(group.rank())
-        _met.append(_join(group, own) if own.rank else _gather_ranks(group, own))
-    return _met[0]
+        met.append(_join(group, own) if own.rank else _gather_ranks(group, own))
+    return met[0]
 
 
 def _gather_ranks(group: Any, own: Rank) -> Machines:

@@ -95,7 +95,7 @@ class Acceptance:
         self._fitted = self._count
         inputs, right = self._rows[:known, :-1], self._rows[:known, -1]
         inverse = np.linalg.inv(inputs.T @ inputs / 4 + _PRECISION)
-        for _ in range(2):  # one step follows a changing text too slowly
+        for _ in range(5):  # two follow log-odds of 14 too slowly
             p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
             slope = inputs.T @ (right - p) - _PRECISION @ (self.weights - _MEAN)
             self.weights = self.weights + inverse @ slope
@@ -128,6 +128,7 @@ class ScoredDrafts:
         plan: Plan of the drafts.
         node: Node that the sequence has reached; None once it has left the tree.
         following: Tokens of the sequence after that node that `follow` has yet to compare.
+        is_early: Whether the next step to be observed comes before these drafts.
         probabilities: The newest result of `score`; empty before.
     """
 
@@ -135,6 +136,7 @@ class ScoredDrafts:
         self.plan = plan
         self.node: int | None = 0
         self.following: list[int] = []
+        self.is_early = False
         self.probabilities: list[float] = []
         self._tree = tree
 

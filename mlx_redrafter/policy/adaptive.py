@@ -29,26 +29,18 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.acceptance import Acceptance, ScoredDrafts, most_probable
 from mlx_redrafter.policy.plans import COUNTS, LOOKUP, PLACES, PLANS, SIZES
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.policy.step_times import (
-    PROBE,
-    SPARE,
-    CurrentCosts,
-    Guard,
-    TimeRatios,
-)
+from mlx_redrafter.policy.step_times import EMPTY, PROBE, SPARE, CurrentCosts, Guard, TimeRatios
 from mlx_redrafter.policy.value import ExpectedDrafts, Floats
 from mlx_redrafter.trees.tree import TokenTree
 
 # Share of the time for exploring, half for probes and surveys and half for trials.
 EXPLORE = 0.01
-# Share of the time for learning on the host, after the cost of one plain step.
-LEARNING = 0.02
+# Share of the time for learning on the host; the cost of one plain step is lent.
+LEARNING = 0.01
 # Share by which drafting must seem faster than plain decoding: both are estimates.
 MARGIN = 0.03
 # Number of steps of a trial: a plain step is timed if plain ones come before and after it.
 TRIAL = 3
-# Minimum loss to expect of a trial's step, in plain steps: an expected gain may be wrong.
-LEAST_LOSS = 0.06
 
 
 @dataclass
@@ -58,6 +50,7 @@ class Experience:
     Attributes:
         probes: Seconds saved for probes and surveys.
         trials: Seconds saved for trials.
+        learning: Seconds saved for learning on the host.
         num_surveys: Number of surveys so far.
     """
 
@@ -67,6 +60,7 @@ class Experience:
     guard: Guard | None = None
     probes: float = 0.0
     trials: float = 0.0
+    learning: float = 0.0
     num_surveys: int = 0
 
     def for_next(self) -> Experience:
@@ -143,7 +137,7 @@ class AdaptivePolicy:
         self._is_stale = False
         self._outcomes: list[list[ScoredDrafts]] = []
         self._was_plain = False
-        self._clock, self._learning, self._elapsed = clock, 0.0, 0.0
+        self._clock = clock
         # Steps, tokens, expected tokens, seconds and expected seconds by kind of step.
         self._totals: dict[tuple[DraftPlan | None, int], list[float]] = {}
         self._decide()
@@ -169,12 +163,20 @@ class AdaptivePolicy:
             count: Number of all sequences.
         """
         self._learn()
-        self._newest = self._look_up(outlooks, count) or replace(self._explore())
+        lookup = self._look_up(outlooks, count) if outlooks else None
+        self._newest = lookup or self._explore()
         self._in_flight.append(self._newest)
         return self._newest.plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         (kept,) = self.keep_all([(self._pending, tree)], 1)
+        return kept
+
+    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
+        if plan.from_text or self._newest.num_nodes is None:
+            return None
+        kept = self.keep(plan, tree)
+        self._pending[-1].is_early = True
         return kept
 
     def keep_all(
@@ -188,7 +190,8 @@ class AdaptivePolicy:
             count: Number of all sequences.
         """
         kept = self._select(offers, count)
-        size = self._timed.cheapest_size(max(tree.size for tree in kept))
+        size = max(tree.size for tree in kept)
+        size = size if size == 1 else self._timed.cheapest_size(size)
         return [tree if tree.size == 1 else tree.padded(size) for tree in kept]
 
     def _select(
@@ -215,38 +218,51 @@ class AdaptivePolicy:
         return [tree.subtree(drafts) for tree, drafts in zip(trees, kept, strict=True)]
 
     def observe(self, step: Step) -> None:
-        self.observe_time(step)
+        self.observe_time(step, len(step.tokens))
         self.observe_tokens(self._pending, step.tokens)
 
-    def observe_time(self, step: Step, mean_tokens: float | None = None) -> None:
+    def observe_time(self, step: Step, num_tokens: float) -> None:
         """Learn from the cost of a step, at once: `keep` of the next one depends on it.
 
         Args:
             step: The step.
-            mean_tokens: Mean tokens of all sequences of the step; None for those of this one.
+            num_tokens: Its tokens; their mean over the sequences of a batch.
         """
         # The last step of a sequence is observed without having been chosen.
         choice = self._in_flight.popleft() if self._in_flight else Choice()
-        num_tokens = len(step.tokens) if mean_tokens is None else mean_tokens
-        plan, kind = step.plan, step.num_nodes
+        plan, kind, experience = step.plan, step.num_nodes, self.experience
         if plan is not None and kind == 1:
-            kind = PROBE
-        self._is_stale |= plan is not None
+            kind = EMPTY if plan.from_text else PROBE
         timed = self._costs.timed(plan, step.num_nodes, choice.waits)
-        expected = timed * self.experience.ratios.of(kind)
+        expected = timed * experience.ratios.of(kind)
         seconds = expected if step.seconds is None else step.seconds
         total = self._totals.setdefault((plan, step.num_nodes), [0.0] * 5)
         news = 1, num_tokens, choice.tokens, seconds, expected
         total[:] = [known + new for known, new in zip(total, news, strict=True)]
         self._guard.count(num_tokens)
-        if step.seconds is not None:
-            self._save(step.seconds)
-            self._learn_time(step, kind, step.seconds / timed, num_tokens)
+        self._is_stale |= plan is not None
+        was_plain, self._was_plain = self._was_plain, plan is None
+        if step.seconds is None:
+            return
+        saved, most = EXPLORE / 2 * seconds, SPARE * self._costs.plain
+        experience.probes = min(most, experience.probes + saved)
+        experience.trials = min(most, experience.trials + saved)
+        experience.learning = min(most, experience.learning + LEARNING * seconds)
+        if plan is not None:
+            experience.ratios.learn(kind, seconds / timed)
+            self._guard.learn_drafted(seconds, num_tokens)
+        elif was_plain and self._newest.plan is None:
+            # A plain step is dispatched before the one before is read: in a row of them the first
+            # seems longer and the last shorter than they are.
+            experience.ratios.learn(kind, seconds / timed)
+            self._guard.learn_plain(seconds)
 
     def observe_tokens(self, pending: list[ScoredDrafts], tokens: Sequence[int]) -> None:
         """Store the tokens of a sequence's step; `choose` learns while the device is busy."""
         for scored in pending:
-            scored.following.extend(tokens)
+            if not scored.is_early:
+                scored.following.extend(tokens)
+            scored.is_early = False
         if pending:
             self._outcomes.append(pending)
 
@@ -257,7 +273,6 @@ class AdaptivePolicy:
 
     def shapes(self) -> list[ShapeStats]:
         """Return the statistics of every kind of step: plain ones first, then by shape."""
-        self._learn()
         plain = self._costs.plain
         found = [] if (None, 1) in self._totals else [ShapeStats(None, plain, 0, 0, plain, 0.0)]
         for (plan, num_nodes), total in sorted(self._totals.items(), key=_place_of_kind):
@@ -268,76 +283,75 @@ class AdaptivePolicy:
         return found
 
     def _decide(self) -> None:
-        """Find the best choices by the current estimates."""
+        """Find the best choice by the current estimates, and what explores next to it."""
         costs, expected = self._costs, self.experience.drafts
         costs.update(self.experience.ratios)
-        plain = Choice(seconds=costs.plain / (1 + MARGIN))
         # A fixed number of nodes: the host is ahead of the device.
-        self._tokens = 1 + expected.mean
-        w, n, size = place = _largest(self._tokens[..., 1:] / costs.step[..., 1:])
-        tokens, seconds = self._tokens[..., 1:][place], costs.step[..., 1:][place]
-        self._fixed = Choice(PLANS[w, n], SIZES[size], float(tokens), float(seconds))
+        all_tokens = 1 + expected.mean
+        w, n, size = place = _largest(all_tokens[..., 1:] / costs.step[..., 1:])
+        tokens, seconds = all_tokens[..., 1:][place], costs.step[..., 1:][place]
+        fixed = Choice(PLANS[w, n], SIZES[size], float(tokens), float(seconds))
         # As many nodes as pay, once the host knows the drafts.
         drafts, relative = expected.chosen
         cost = relative * costs.waiting[..., 1]
-        w, n = best = _largest((1 + drafts) / cost * costs.offered)
-        waiting = Choice(PLANS[w, n], None, 1 + float(drafts[best]), float(cost[best]))
-        drafted = max(self._fixed, waiting, key=lambda choice: choice.rate)
-        assert drafted.plan is not None
-        self._probed = drafted.plan
-        self._best = max(plain, drafted, key=lambda choice: choice.rate)
-
-    def _explore(self) -> Choice:
-        """Return the best choice, or now and then one that shows more."""
-        best, plain, allowed = self._best, self._costs.plain, self._guard.allows_drafts
-        if self._trial_steps and (self._trial.plan is None or allowed):
-            self._trial_steps -= 1
-            return self._trial
+        w, n = place = _largest((1 + drafts) / cost * costs.offered)
+        waiting = Choice(PLANS[w, n], None, 1 + float(drafts[place]), float(cost[place]))
+        drafted = max(fixed, waiting, key=lambda choice: choice.rate)
+        plain = Choice(seconds=costs.plain / (1 + MARGIN))
+        best = self._best = max(plain, drafted, key=lambda choice: choice.rate)
         if best.plan is None:
-            trial, loss = self._fixed, self._fixed.seconds - self._fixed.tokens * plain
+            assert drafted.plan is not None
+            self._further = Choice(replace(drafted.plan, num_nodes=1), 1)
+            w, n = PLACES[drafted.plan.shape]
+            self._further_cost = float(costs.step[w, n, 0]) - costs.plain
+            self._untried, loss = fixed, fixed.seconds - fixed.tokens * costs.plain
         else:
-            trial, loss = Choice(), plain - 1 / best.rate
-        if allowed and self.experience.trials >= TRIAL * max(loss, LEAST_LOSS * plain):
-            # Keep nothing: a trial that gains would pay for the next one.
-            self.experience.trials = 0.0
-            self._trial, self._trial_steps = trial, TRIAL - 1
-            return trial
-        if best.plan is None:
-            w, n = PLACES[self._probed.shape]
-            cost = float(self._costs.step[w, n, 0]) - plain
-            return self._pay(cost, Choice(replace(self._probed, num_nodes=1), 1), best)
-        return self._survey(best) if allowed else Choice()
+            self._further, self._further_cost = self._survey(best, all_tokens)
+            self._untried, loss = Choice(), costs.plain - 1 / best.rate
+        # An expected gain may be wrong, so each step of a trial costs something.
+        self._trial_cost = TRIAL * max(loss, 3 * MARGIN * costs.plain)
 
-    def _survey(self, best: Choice) -> Choice:
-        """Draft longer and wider in turns, if the budget pays for it."""
+    def _survey(self, best: Choice, all_tokens: Floats) -> tuple[Choice, float]:
+        """Return the best choice with longer and wider drafts in turns, and its further cost."""
         assert best.plan is not None
         (w, n), costs = PLACES[best.plan.shape], self._costs
         wider = (w, n + 1), (w + 1, n)
         further = [place for place in wider if place in PLANS and costs.offered[place]]
         if not further:
-            return best
+            return best, math.inf
         place = further[self.experience.num_surveys % len(further)]
-        cost = float(costs.step[place][0] - costs.step[w, n, 0])
+        cost = costs.step[place][0] - costs.step[w, n, 0]
         if best.num_nodes is not None:  # what its first nodes are expected to yield less
             size = *place, COUNTS.index(best.num_nodes - 1)
-            cost = max(cost, float(costs.step[size] - self._tokens[size] / best.rate))
-        chosen = self._pay(cost, replace(best, plan=PLANS[place]), best)
-        self.experience.num_surveys += chosen is not best
-        return chosen
+            cost = max(cost, costs.step[size] - all_tokens[size] / best.rate)
+        return replace(best, plan=PLANS[place]), float(cost)
 
-    def _pay(self, seconds: float, choice: Choice, otherwise: Choice) -> Choice:
-        if self.experience.probes < seconds:
-            return otherwise
-        self.experience.probes -= seconds
-        return choice
+    def _explore(self) -> Choice:
+        """Return the best choice, or now and then one that shows more."""
+        experience, best, allowed = self.experience, self._best, self._guard.allows_drafts
+        if allowed and not self._trial_steps and experience.trials >= self._trial_cost:
+            # Keep nothing: a trial that gains would pay for the next one.
+            experience.trials = 0.0
+            self._trial, self._trial_steps = self._untried, TRIAL
+        if self._trial_steps and (allowed or self._trial.plan is None):
+            self._trial_steps -= 1
+            return replace(self._trial)
+        if best.plan is not None and not allowed:
+            return Choice()
+        if experience.probes < self._further_cost:
+            return replace(best)
+        experience.probes -= self._further_cost
+        experience.num_surveys += best.plan is not None
+        return replace(self._further)
 
     def _look_up(self, outlooks: Sequence[Sequence[float]], count: int) -> Choice | None:
-        """Choose a prompt lookup if it is faster than the best choice."""
-        if not outlooks or not self._guard.allows_drafts:
+        """Choose a prompt lookup if that gains more than one of which nothing is kept loses."""
+        if not self._guard.allows_drafts:
             return None
         surplus, tokens, _ = self._worth(outlooks, count)
-        is_faster = surplus > self._best.rate * self._timed.wait
-        return Choice(LOOKUP, tokens=tokens) if is_faster else None
+        empty = self._timed.plain * self.experience.ratios.of(EMPTY)
+        loss = max(self._timed.wait, empty - self._costs.plain)
+        return Choice(LOOKUP, tokens=tokens) if surplus > self._best.rate * loss else None
 
     def _worth(
         self, offers: Sequence[Sequence[float]], count: int
@@ -366,54 +380,28 @@ class AdaptivePolicy:
         return surplus[best], sums[best], [order[:best] for order in orders]
 
     def _learn(self) -> None:
-        """Learn from the drafts of all steps since the last time."""
-        outcomes, self._outcomes = self._outcomes, []
-        if self._learning > self._costs.plain + LEARNING * self._elapsed:
-            for pending in outcomes:
-                pending[:] = [scored for scored in pending if not scored.following]
+        """Learn from the drafts and costs of all steps since the last time."""
+        if not (self._outcomes or self._is_stale):
             return
-        if not (outcomes or self._is_stale):
-            return
-        start, experience = self._clock(), self.experience
+        outcomes, self._outcomes, experience = self._outcomes, [], self.experience
+        is_late = experience.learning < -self._costs.plain
+        start = self._clock()
         for pending in outcomes:
-            for scored in pending:
-                self._learn_drafts(scored)
-            pending[:] = [scored for scored in pending if scored.node is not None]
+            for scored in () if is_late else pending:
+                if not scored.following:
+                    continue
+                if scored.node == 0:
+                    scored.score(experience.acceptance)
+                    experience.drafts.learn(scored, self._costs, self._best.rate)
+                scored.follow(experience.acceptance)
+            pending[:] = [one for one in pending if one.node is not None and not one.following]
+        if is_late:
+            return
         if outcomes:
             experience.acceptance.fit()
         self._is_stale = False
         self._decide()
-        self._learning += self._clock() - start
-
-    def _learn_drafts(self, scored: ScoredDrafts) -> None:
-        """Learn from one tree of drafts and the tokens that have followed it since."""
-        if not scored.following:
-            return
-        experience = self.experience
-        if scored.node == 0:
-            scored.score(experience.acceptance)
-            experience.drafts.learn(scored, self._costs, self._best.rate)
-        scored.follow(experience.acceptance)
-
-    def _save(self, seconds: float) -> None:
-        """Save a share of a step's seconds for exploring."""
-        self._elapsed += seconds
-        saved, most = EXPLORE / 2 * seconds, SPARE * self._costs.plain
-        self.experience.probes = min(most, self.experience.probes + saved)
-        self.experience.trials = min(most, self.experience.trials + saved)
-
-    def _learn_time(self, step: Step, kind: int, ratio: float, num_tokens: float) -> None:
-        """Learn from the cost of a step, as a multiple of what was timed."""
-        assert step.seconds is not None
-        was_plain, self._was_plain = self._was_plain, step.plan is None
-        if step.plan is not None:
-            self.experience.ratios.learn(kind, ratio)
-            self._guard.learn_drafted(step.seconds, num_tokens)
-        elif was_plain and self._newest.plan is None:
-            # A plain step is dispatched before the one before is read: in a row of them the first
-            # seems longer and the last shorter than they are.
-            self.experience.ratios.learn(1, ratio)
-            self._guard.learn_plain(step.seconds)
+        experience.learning -= self._clock() - start
 
 
 def _largest(values: Floats) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ by the probabilities of all drafts once they are known.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import numpy as np
@@ -75,6 +74,12 @@ class BatchPolicy:
         before: Function that returns the experience of a sequence before, for new numbers of slots.
         max_length: As in `AdaptivePolicy`.
         is_joint: As in `batch_costs`.
+
+    Attributes:
+        plan: Plan of the step that is being decided.
+        count: Number of all sequences of that step.
+        kept: Selected drafts of its members.
+        steps: Steps of the members that the host has read since the last decision.
     """
 
     def __init__(
@@ -95,18 +100,10 @@ class BatchPolicy:
         self._policy: AdaptivePolicy | None = None
         # Number of slots that it decides for.
         self._size = 0
-        self._plan: DraftPlan | None = None
-        # Number of sequences of the step that is being decided.
-        self._count = 1
-        # Decisions so far, and which member's step is timed, for each decision whose step has not
-        # been observed, at most two.
-        self._number = 0
-        self._timed: deque[tuple[int, MemberPolicy]] = deque(maxlen=2)
-        # The oldest of those steps, and the tokens of its sequences that the host has read.
-        self._step: Step | None = None
-        self._tokens: list[int] = []
-        # Selected drafts of the step's members.
-        self._kept: dict[MemberPolicy, TokenTree] = {}
+        self.plan: DraftPlan | None = None
+        self.count = 1
+        self.kept: dict[MemberPolicy, TokenTree] = {}
+        self.steps: list[Step] = []
 
     def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
         """Replace a policy that rests on the step times of a lone sequence."""
@@ -116,56 +113,34 @@ class BatchPolicy:
 
     def look(self, outlooks: Sequence[Outlook], count: int) -> None:
         """Decide the plan of the next step for all members."""
-        members = [(one, found) for one, found in outlooks if isinstance(one, MemberPolicy)]
-        self._kept = {}
+        members = [found for one, found in outlooks if isinstance(one, MemberPolicy)]
+        self.kept = {}
         self._learn_time()
         if members:
-            policy, self._count = self._current(), count
-            self._plan = policy.choose_for([found for _, found in members if found], count)
-            self._number += 1
-            self._timed.append((self._number, members[0][0]))
+            self.count = count
+            self.plan = self.current().choose_for([one for one in members if one], count)
 
     def weigh(self, offers: Sequence[Offer]) -> None:
         """Select the drafts of all members to verify."""
-        found = [(one, tree) for one, _, tree in offers if isinstance(one, MemberPolicy)]
+        found = {one: tree for one, _, tree in offers if isinstance(one, MemberPolicy)}
         self._learn_time()
         if found:
-            found.sort(key=lambda offer: -offer[1].size)
-            drafts = [(member.pending, tree) for member, tree in found]
-            kept = self._current().keep_all(drafts, self._count)
-            self._kept = {member: tree for (member, _), tree in zip(found, kept, strict=True)}
-            self._timed[-1] = self._number, found[0][0]
-
-    def choose(self, outlook: Sequence[float] | None) -> tuple[int, DraftPlan | None]:
-        """Return the number of the newest decision, and the plan of a member's next step."""
-        is_lookup = self._plan is not None and self._plan.from_text
-        return self._number, self._plan if outlook or not is_lookup else None
-
-    def keep(self, member: MemberPolicy, tree: TokenTree) -> TokenTree:
-        """Return the selected drafts of a member; those of a probe are only learnt from."""
-        if member in self._kept:
-            return self._kept[member]
-        return self._current().keep_all([(member.pending, tree)], self._count)[0]
-
-    def observe(self, member: MemberPolicy, step: Step, number: int) -> None:
-        """Learn from a sequence's tokens, and from the cost of one sequence's steps."""
-        if self._timed and self._timed[0][0] == number:
-            self._tokens.append(len(step.tokens))
-            if self._timed[0][1] is member:
-                self._step = step
-        self._current().observe_tokens(member.pending, step.tokens)
+            drafts = [(member.pending, tree) for member, tree in found.items()]
+            kept = self.current().keep_all(drafts, self.count)
+            self.kept = dict(zip(found, kept, strict=True))
 
     def _learn_time(self) -> None:
         """Learn from the cost of a step, once the host has read the tokens of its sequences.
 
         A sequence whose drafts are good or bad must not stand for all of them.
         """
-        if self._step is not None and self._policy is not None:
-            self._timed.popleft()
-            self._policy.observe_time(self._step, sum(self._tokens) / len(self._tokens))
-        self._step, self._tokens = None, []
+        steps, self.steps = self.steps, []
+        if steps and self._policy is not None:
+            largest = max(steps, key=lambda step: step.num_nodes)
+            num_tokens = sum(len(step.tokens) for step in steps) / len(steps)
+            self._policy.observe_time(largest, num_tokens)
 
-    def _current(self) -> AdaptivePolicy:
+    def current(self) -> AdaptivePolicy:
         """Return the policy for the present number of slots."""
         size = max(1, self._num_slots())
         if self._policy is None or self._size != size:
@@ -175,8 +150,7 @@ class BatchPolicy:
                 begin = before.without_times()
             costs = batch_costs(self._costs(), size, self._is_joint)
             self._size = size
-            self._timed.clear()
-            self._step, self._tokens = None, []
+            self.steps = []
             self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
             experience = self._batches[size] = self._policy.experience
             experience.drafts.window = MEMORY * size
@@ -193,17 +167,27 @@ class MemberPolicy:
     def __init__(self, batch: BatchPolicy):
         self._batch = batch
         self.pending: list[ScoredDrafts] = []
-        # Numbers of the decisions whose steps have not been observed.
-        self._numbers: deque[int] = deque()
+        # Number of decisions whose steps have not been observed.
+        self._num_chosen = 0
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        number, plan = self._batch.choose(outlook)
-        self._numbers.append(number)
-        return plan
+        self._num_chosen += 1
+        plan = self._batch.plan
+        has_nothing = plan is not None and plan.from_text and not outlook
+        return None if has_nothing else plan
 
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        return self._batch.keep(self, tree)
+        batch = self._batch
+        if self in batch.kept:
+            return batch.kept[self]
+        (kept,) = batch.current().keep_all([(self.pending, tree)], batch.count)  # of a probe
+        return kept
+
+    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> None:
+        """Leave the choice to `keep`: the cache of a batch must know the outcome."""
 
     def observe(self, step: Step) -> None:
-        # The last step of a sequence is observed without having been chosen.
-        self._batch.observe(self, step, self._numbers.popleft() if self._numbers else 0)
+        if self._num_chosen:  # the last step of a sequence is observed without having been chosen
+            self._num_chosen -= 1
+            self._batch.steps.append(step)
+        self._batch.current().observe_tokens(self.pending, step.tokens)

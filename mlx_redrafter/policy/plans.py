@@ -64,5 +64,8 @@ class FixedPolicy:
         """Keep all nodes, with padding if a larger size costs less."""
         return tree if self.costs is None else tree.padded(self.costs.cheapest_size(tree.size))
 
+    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        return self.keep(plan, tree)
+
     def observe(self, step: Step) -> None:
         """Do nothing."""

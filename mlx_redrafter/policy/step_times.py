@@ -23,13 +23,17 @@ CHANGE = 0.25
 OWN = 0.5
 # Number of steps of a kind after which that variance falls no further, as costs change.
 KNOWN = 24
-# Plain steps that each budget may save up, and that drafting may lose at once.
+# Maximum number of plain steps that each budget saves, and that drafting saves of its gains.
 SPARE = 8.0
+# Number of plain steps that drafting may lose before it has gained any.
+TRUST = 3.0
 # Share of all tokens, in plain steps, that drafting may lose besides.
 LOSS = 0.03
 
-# Kind of step of a probe; other kinds are numbers of nodes.
+# Kind of step of a probe; other kinds, except the next one, are numbers of nodes.
 PROBE = 0
+# Kind of step of a prompt lookup of which nothing is verified.
+EMPTY = -1
 _NEVER = 1e9  # seconds of a plan that is not offered
 
 
@@ -122,56 +126,55 @@ class CurrentCosts:
 class Guard:
     """Measured cost of drafted steps, next to plain decoding of the same tokens.
 
-    It estimates nothing, so no wrong estimate can make drafting lose more than SPARE plain steps,
-    LOSS of the tokens, and the cost of one step. Losses count since drafting last had lost nothing.
+    It estimates nothing, so no wrong estimate makes drafting lose more than it has gained before,
+    TRUST plain steps, LOSS of the tokens, and the cost of one step.
 
     Args:
         plain: Seconds of a plain step as timed. Half of it counts as the first measurement: other
             work may have disturbed the timing, and if drafting is not twice as fast, the guard will
             soon have plain steps measured.
+
+    Attributes:
+        plain: Seconds of a plain step: the median of the newest five, the lower one of two.
     """
 
     def __init__(self, plain: float):
-        # Seconds of the newest plain steps.
-        self._plain = [plain / 2]
-        # Seconds and tokens of drafted steps, and tokens of all steps.
-        self._seconds = self._tokens = 0.0
-        self._emitted = 0.0
+        self.plain = plain / 2
+        self._newest = [self.plain]
+        # Seconds of drafted steps, and the plain steps that may cost as much.
+        self._seconds = self._steps = 0.0
 
     def fade(self) -> None:
-        """Begin the next sequence, for which half of the losses count.
+        """Begin the next sequence, for which half of the losses and gains count.
 
         After one step of a thousand plain ones, such as one that has waited for a kernel to be
         compiled, some seven sequences are decoded plainly.
         """
-        self._seconds, self._tokens = self._seconds / 2, self._tokens / 2
-        self._emitted, self._plain = 0, self._plain[-2:]
-
-    @property
-    def plain(self) -> float:
-        """Seconds of a plain step: the median of the newest five, the lower one of two."""
-        return median_low(self._plain)
+        self._seconds, self._steps = self._seconds / 2, self._steps / 2
+        self._newest = self._newest[-2:]
 
     def learn_plain(self, seconds: float) -> None:
         """Learn the cost of a plain step between plain ones."""
-        self._plain = [*self._plain[-4:], seconds]
+        self._newest = [*self._newest[-4:], seconds]
+        self.plain = median_low(self._newest)
 
     def learn_drafted(self, seconds: float, num_tokens: float) -> None:
         """Count a step for which drafts were drawn, and its tokens."""
-        self._seconds, self._tokens = self._seconds + seconds, self._tokens + num_tokens
-        if self._lost < 0:
-            self._seconds = self._tokens = 0.0
+        self._seconds, self._steps = self._seconds + seconds, self._steps + num_tokens
+        if self._lost < -SPARE:
+            self._seconds, self._steps = 0.0, SPARE
 
     def count(self, num_tokens: float) -> None:
         """Count tokens of any step, of which drafting may lose a share."""
-        self._emitted += num_tokens
+        if self._lost > 0:
+            self._steps += LOSS * num_tokens
 
     @property
     def allows_drafts(self) -> bool:
         """Whether drafting has lost no more than it may lose."""
-        return self._lost <= SPARE + LOSS * self._emitted
+        return self._lost <= TRUST
 
     @property
     def _lost(self) -> float:
-        """Plain steps that drafting has lost."""
-        return self._seconds / self.plain - self._tokens
+        """Plain steps that drafting has lost; negative if it has gained."""
+        return self._seconds / self.plain - self._steps

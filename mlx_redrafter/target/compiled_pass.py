@@ -116,11 +116,12 @@ class CompiledPasses:
         fault: Reason not to compile the model; None without one.
         is_first_use: Whether the newest pass was compiled, or the first of its size and bucket, for
             which a GPU's back end may build kernels.
+        is_warming_up: Whether to compile a pass at its first use.
     """
 
     def __init__(self, process: Process):
         self.fault: str | None = None
-        self.is_first_use = False
+        self.is_first_use = self.is_warming_up = False
         self._process = WeakMethod(process)  # its owner holds this object, too
         self._uses: Counter[tuple[Any, ...]] = Counter()
         self.passes: dict[PassKind, _CompiledPass] = {}
@@ -135,12 +136,9 @@ class CompiledPasses:
         Returns:
             The outputs of ``process``, None left out; None if no compiled pass serves.
         """
-        max_depth = tree.size - 1
-        if any(type(one) is RecurrentCache for one in cache.parts):  # else the depth plays no part
-            max_depth = min(-(-tree.max_depth // DEPTHS) * DEPTHS, max_depth)
-        use = tree.size, max_depth, tuple(captured), bucket(cache.length + tree.size)
-        self._uses[use] += 1
-        self.is_first_use = self._uses[use] == 1
+        use = _use(tree, cache, captured, cache.bound)
+        self.is_first_use = use not in self._uses
+        self._uses[use] += USES if self.is_warming_up else 1
         if self._uses[use] < USES or not self._serves(tree, cache):
             return None
         loan = _Loan(cache, tree)
@@ -148,12 +146,29 @@ class CompiledPasses:
         if kind not in self.passes and not self._compile(kind, loan):
             return None
         compiled = self.passes[kind]
-        results = iter(compiled(loan.inputs(cache.length)))
-        outputs = list(islice(results, 3 if captured else 2))
-        states = iter(compiled.states)
-        for part, part_kind in zip(cache.parts, flat(kind.layers), strict=True):
-            _give_back(part, part_kind, results, states)
-        return outputs
+        results = compiled(loan.inputs(cache.length_on_device))
+        for part, places in zip(cache.parts, compiled.returned, strict=True):
+            _give_back(part, places, results)
+        return results[: 3 if captured else 2]
+
+    def may_follow(
+        self, tree: TokenTree, cache: TreeCache, captured: Sequence[int], max_length: int
+    ) -> bool:
+        """Whether a compiled pass can process a tree before the host has read the path before it.
+
+        Args:
+            tree: The tree.
+            cache: Its cache, which holds the pass with that path.
+            captured: Layers whose inputs to capture.
+            max_length: Maximum number of nodes of the path.
+        """
+        if not self.passes or not self._serves(tree, cache):
+            return False
+        end = cache.length + max_length + tree.size
+        windows = [one for one in cache.parts if isinstance(one, SlidingCache)]
+        has_room = all(one.has_room(end) for one in windows)
+        use = _use(tree, cache, captured, cache.length + max_length)
+        return has_room and self._uses[use] >= USES
 
     def _serves(self, tree: TokenTree, cache: TreeCache) -> bool:
         """Whether a pass may be compiled. A root alone has the state that the model writes."""
@@ -174,11 +189,21 @@ class CompiledPasses:
         return True
 
 
+def _use(
+    tree: TokenTree, cache: TreeCache, captured: Sequence[int], length: int
+) -> tuple[int, int, tuple[int, ...], int]:
+    """Return what a pass is counted by: its sizes, and its bucket after ``length`` tokens."""
+    max_depth = tree.size - 1
+    if any(type(one) is RecurrentCache for one in cache.parts):  # else the depth plays no part
+        max_depth = min(-(-tree.max_depth // DEPTHS) * DEPTHS, max_depth)
+    return tree.size, max_depth, tuple(captured), bucket(length + tree.size)
+
+
 class _Loan:
     """Arrays of a cache's layers, lent to a pass over a tree.
 
     Attributes:
-        length: Number of committed tokens.
+        length: Number of committed tokens, or a bound if the host has not read it.
         arrays: The arrays of all layers.
         starts: Positions of the first entries of the buffers.
     """
@@ -186,10 +211,14 @@ class _Loan:
     def __init__(self, cache: TreeCache, tree: TokenTree):
         self.arrays: list[mx.array] = []
         self.starts: list[int] = []
-        self.length = cache.length
+        self.length = cache.bound
         self._tree = tree
         self._kinds: dict[tuple[Any, ...], EntriesKind] = {}
-        write_all_aside([one for one in cache.parts if isinstance(one, FullCache)])
+        unread = cache.unread
+        write_all_aside(
+            [one for one in cache.parts if isinstance(one, FullCache)],
+            None if unread is None or unread.is_in_place else unread.nodes[0],
+        )
 
     def borrow(self, layer: LayerCache | CompositeCache) -> LayerKind:
         """Borrow the arrays of a layer, and return its kind."""
@@ -216,10 +245,10 @@ class _Loan:
         num_entries = bucket(self.length + self._tree.size - start)
         return EntriesKind(num_entries, num_rows, self.starts.index(start), window)
 
-    def inputs(self, length: int) -> list[mx.array]:
-        """Return the inputs of the pass after ``length`` tokens."""
+    def inputs(self, length: mx.array) -> list[mx.array]:
+        """Return the inputs of the pass after a number of tokens, int32, shape (1,)."""
         tree = self._tree
-        places = mx.array([length, *self.starts], dtype=mx.int32)
+        places = mx.concatenate([length, mx.array(self.starts, dtype=mx.int32)])
         return [places, tree.tokens, tree.parents, tree.depths, tree.ancestors, *self.arrays]
 
 
@@ -227,12 +256,13 @@ class _CompiledPass:
     """A compiled pass.
 
     Attributes:
-        states: For each layer with a state, classes of what gives its arrays after a path.
+        returned: For each part of a layer, the places of its arrays among the outputs; for a state
+            by class of what gives its arrays after a path; None for a layer that is not used.
     """
 
     def __init__(self, process: WeakMethod[Process], kind: PassKind):
-        self.states: list[list[type[Any]]] = []
-        self._build = partial(_build_pass, process, kind, self.states)
+        self.returned: list[Any] = []
+        self._build = partial(_build_pass, process, kind, self.returned)
         self._compiled = mx.compile(self._build)
 
     def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
@@ -242,7 +272,7 @@ class _CompiledPass:
     def find_fault(self, loan: _Loan) -> str | None:
         """Compare bits with those of the operations, at two lengths; None if they are equal."""
         for length in (loan.length, loan.length - 1):
-            inputs = loan.inputs(length)
+            inputs = loan.inputs(mx.array([length], dtype=mx.int32))
             try:
                 # Without the buffers, which MLX would copy for as long as they are lent.
                 compiled, expected = (f(inputs)[:2] for f in (self._compiled, self._build))
@@ -257,10 +287,10 @@ class _CompiledPass:
 def _build_pass(
     process: WeakMethod[Process],
     kind: PassKind,
-    states: list[list[type[Any]]],
+    returned: list[Any],
     inputs: list[mx.array],
 ) -> list[mx.array]:
-    """Build a pass of a kind from `_Loan.inputs`, and list the classes of its states' parts."""
+    """Build a pass of a kind from `_Loan.inputs`, and fill `_CompiledPass.returned`."""
     places, tokens, parents, depths, ancestors, *arrays = inputs
     build, lent = process(), iter(arrays)
     assert build is not None
@@ -278,17 +308,25 @@ def _build_pass(
     positions = TreePositions((step.length + depths)[None], None)
     # Padding nodes are embedded as token 0.
     found = build(mx.maximum(tokens, 0)[None], positions, layers, kind.captured)
-    outputs = [one for one in found if one is not None]
-    records, classes = iter(step.records), []
+    outputs, places_of = [one for one in found if one is not None], dict[int, int]()
+
+    def place(array: mx.array) -> int:
+        if id(array) not in places_of:  # layers with a state share some arrays
+            places_of[id(array)] = len(outputs)
+            outputs.append(array)
+        return places_of[id(array)]
+
+    returned.clear()
+    records = iter(step.records)
     for part in flat(layers):
         if isinstance(part, TracedEntries):
-            outputs += part.outputs()
-        elif part is not None:
+            returned.append(list(map(place, part.outputs())))
+        elif part is None:
+            returned.append(None)
+        else:
             after = next(records).after
             assert isinstance(after, BranchedState)
-            outputs += [array for one in after.parts for array in one]
-            classes.append([type(one) for one in after.parts])
-    states[:] = classes
+            returned.append([(type(one), list(map(place, one))) for one in after.parts])
     return outputs
 
 
@@ -376,13 +414,11 @@ def _make_layer(kind: LayerKind, step: TracedPass, lent: Iterator[mx.array]) -> 
     return layer
 
 
-def _give_back(
-    part: LayerCache, kind: LayerKind, results: Iterator[mx.array], states: Iterator[Any]
-) -> None:
-    """Give a cache the results that a compiled pass has made of its arrays."""
+def _give_back(part: LayerCache, places: Any, results: Sequence[mx.array]) -> None:
+    """Give a cache the results at its places of `_CompiledPass.returned`."""
     if isinstance(part, RecurrentCache):
-        arrays = [one._make(islice(results, len(one._fields))) for one in next(states)]
-        part.branch(BranchedState(arrays))
-    elif kind is not None:
+        states = [make(*(results[i] for i in own)) for make, own in places]
+        part.branch(BranchedState(states))
+    elif places is not None:
         assert isinstance(part, FullCache)
-        part.take_back(*islice(results, 4))
+        part.take_back(*(results[i] for i in places))

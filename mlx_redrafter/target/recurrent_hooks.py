@@ -87,7 +87,7 @@ def convolve_branches(call: Call, x: mx.array) -> mx.array:
     if layer is None:
         return call(x)
     size, inputs = x.shape[1] - layer.trees.size + 1, x.flatten(0, 1)
-    rows = layer.step.window_rows(size).flatten(0, 1)
+    rows = layer.step.window_rows(size)
     layer.parts.append(_Rows(inputs, rows))
     convolved: mx.array = call(inputs[rows])
     return convolved.reshape(x.shape[0], layer.trees.size, -1)
@@ -117,7 +117,7 @@ def convolve_pairs(
         return call(x, weights, state=state)
     before = mx.zeros_like(x[:, :, :1]) if state is None else state
     inputs = _by_node(mx.concatenate([before, x], axis=2)).flatten(0, 1)[:, :, None]
-    above = inputs[layer.step.window_rows(2)[..., 0].flatten()]
+    above = inputs[layer.step.window_rows(2)[:, 0]]
     nodes = _by_node(x).flatten(0, 1)[:, :, None]
     layer.parts.append(_Nodes(nodes))
     convolved: mx.array = call(nodes, weights, state=above)

@@ -8,7 +8,7 @@ Axes: N nodes of a tree, V vocabulary, H hidden size, S width of the captured st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -45,10 +45,6 @@ from mlx_redrafter.target.hooks import (
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
-
-ProgressCallback = Callable[[int, int], None]
-ChunkSize = Callable[[int], int]
-StatesCallback = Callable[[mx.array], None]
 
 # Terms under the root of a norm of embeddings that models may have; None for no norm.
 ENTRY_TERMS = (None, 1e-6, 1e-5)
@@ -132,10 +128,16 @@ class Target:
             install_in_attention(model, attend_with_additive_mask)
         self.compiled = CompiledPasses(self._process_trees) if waits_for_host() else None
 
-    @property
-    def is_first_use(self) -> bool:
-        """Whether the newest pass over a tree took time to prepare later ones of its kind."""
-        return self.compiled is not None and self.compiled.is_first_use
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Compile passes at their first use inside, if passes are compiled."""
+        if self.compiled is not None:
+            self.compiled.is_warming_up = True
+        try:
+            yield
+        finally:
+            if self.compiled is not None:
+                self.compiled.is_warming_up = False
 
     @property
     def stock_model(self) -> Any:
@@ -276,58 +278,17 @@ class Target:
         normalised: mx.array = self._final_norm(states.astype(self.dtype))
         return normalised
 
-    def prefill(
-        self,
-        prompt: mx.array,
-        cache: TreeCache,
-        step_size: int,
-        on_progress: ProgressCallback,
-        layers: Sequence[int] = (),
-        on_states: StatesCallback = lambda states: None,
-    ) -> TargetOutputs:
-        """Process the prompt, the last token alone as mlx-lm does.
+    def prefill(self, prompt: mx.array, cache: TreeCache, step_size: int) -> TargetOutputs:
+        """Process a prompt in chunks, and its last token alone as mlx-lm does.
 
-        The arguments are those of `prefill_but_last`. Returns the outputs of the last token, which
-        MLX has not computed yet.
+        Blocks until MLX has computed the chunks. Returns the outputs of the last token, which MLX
+        has not computed yet.
         """
-        self.prefill_but_last(prompt, cache, step_size, on_progress, layers, on_states)
-        return self.advance(prompt[-1:], cache, layers)
-
-    def prefill_but_last(
-        self,
-        prompt: mx.array,
-        cache: TreeCache,
-        step_size: int | ChunkSize,
-        on_progress: ProgressCallback,
-        layers: Sequence[int] = (),
-        on_states: StatesCallback = lambda states: None,
-    ) -> None:
-        """Process all tokens of the prompt but the last one, in chunks, without logits.
-
-        Blocks until MLX has computed each chunk.
-
-        Args:
-            prompt: Token ids, shape (n,), n at least 1.
-            cache: Cache that gets the K/V entries.
-            step_size: Maximum number of tokens per chunk, or a function that returns it for the
-                number of processed tokens.
-            on_progress: Called with the number of processed tokens and n.
-            layers: Layers to capture, as in `verify`.
-            on_states: Called with the states of every chunk before MLX computes them, if there are
-                layers to capture.
-        """
-        total, done = prompt.shape[0], 0
-        on_progress(0, total)
-        while total - done > 1:
-            limit = step_size if isinstance(step_size, int) else step_size(done)
-            size = min(limit, total - done - 1)
-            states = self.process_chunk(prompt[done : done + size], cache, layers).states
-            if states is not None:
-                on_states(states)
+        for start in range(0, prompt.shape[0] - 1, step_size):
+            chunk = prompt[start : min(start + step_size, prompt.shape[0] - 1)]
+            self.process_chunk(chunk, cache, ())
             wait_for([layer.state for layer in cache.stock])
-            done += size
-            on_progress(done, total)
-            mx.clear_cache()
+        return self.advance(prompt[-1:], cache)
 
     def process_chunk(
         self, chunk: mx.array, cache: TreeCache, layers: Sequence[int]

@@ -19,7 +19,6 @@ from mlx_redrafter.training.teacher import fill_cache
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.training_request import (
     DataOptions,
-    LossOptions,
     NetworkOptions,
     Reporter,
     TrainingOptions,
@@ -31,7 +30,6 @@ __all__ = [
     "BatchOrder",
     "DataOptions",
     "Encoder",
-    "LossOptions",
     "NetworkOptions",
     "Reporter",
     "Student",

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint_files import write_atomically
+from mlx_redrafter.checkpoint_files import write_atomically, write_text
 from mlx_redrafter.errors import CheckpointError
 
 Arrays = dict[str, mx.array]
@@ -43,8 +43,7 @@ def load_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(values, indent=2) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def find_difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.decoding.sampling import gumbel_noise
-from mlx_redrafter.proposers.fit import ObservedSequence, ReadSequence
+from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.training.loss import LEAST_TAIL
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.trees.tree import NO_TOKEN
@@ -34,20 +34,7 @@ def find_generated(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
     return [(start, where) for start, where in texts if len(where) > 1 and where[0] > 0]
 
 
-def iterate_generated_texts(shard: Shard) -> Iterator[ObservedSequence]:
-    """Iterate over the generated part of each text, with the target's outputs."""
-    for start, generated in find_generated(shard):
-        first, last = start + int(generated[0]), start + int(generated[-1]) + 1
-        states = slice(first - 1, last - 1)
-        yield ObservedSequence(
-            shard.tokens[first:last],
-            shard.hidden[states],
-            shard.top_ids[states],
-            shard.top_log_probs[states],
-        )
-
-
-def iterate_read_texts(shard: Shard) -> Iterator[ReadSequence]:
+def iterate_texts(shard: Shard) -> Iterator[ReadSequence]:
     """Iterate over the texts with a generated part, with the target's outputs and states."""
     states = shard.hidden if shard.states is None else shard.states
     for start, generated in find_generated(shard):

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from mlx_redrafter.training.training_request import LossOptions
+from mlx_redrafter.training.training_request import Recipe
 
 # Log-probability of impossible tokens, in nats; its exponential is zero in float32.
 IMPOSSIBLE = -1e4
@@ -27,6 +27,11 @@ LEAST_TAIL = 1e-7
 LEAST_RATIO_LOG_PROB = -30.0
 # Probability added to the agreement before the logarithm; bounds the gradient of wrong drafts.
 LEAST_AGREEMENT = 1e-4
+# Weight of each unroll step relative to the one before.
+POSITION_DECAY = 0.8
+# Smoothing a of the probability that the drafts before a step are accepted: each acceptance
+# probability q becomes (1 - a) q + a.
+CONFIDENCE_FLOOR = 0.5
 # Share of the cross-entropy on the text in the objective of DSpark, as published.
 TEXT_SHARE = 0.1
 
@@ -104,7 +109,7 @@ def draft_loss(
     logits: mx.array,
     batch: TrainingBatch,
     counts: mx.array,
-    options: LossOptions,
+    recipe: Recipe,
     confidences: mx.array | None = None,
 ) -> mx.array:
     """Compute the loss of a batch, or of a part of a batch, in nats.
@@ -112,7 +117,7 @@ def draft_loss(
         loss = sum_i w_i (sum_t rho_{t,i} l_{t,i}) / counts_i
 
     "soft": l is the Kullback-Leibler divergence of the drafter from the target, w_i =
-    position_decay^i, and rho_{t,i} the chance that the drafts before step i are accepted (as in
+    `POSITION_DECAY`^i, and rho_{t,i} the chance that the drafts before step i are accepted (as in
     D-PACE), through which no gradient flows. "coupled": l is the negative logarithm of `agreement`,
     w and rho as before. "overlap": l is `TEXT_SHARE` of the cross-entropy on the text, and for the
     rest the sum of |p - q|, w as before, rho 1 (DeepSpec's trainer of DSpark). "apple": l is the
@@ -124,28 +129,27 @@ def draft_loss(
         batch: All positions of a batch, or some of them.
         counts: Number of positions of the whole batch whose step i counts, so that the losses of
             its parts add up, float32, shape (S,).
-        options: Recipe and weights of the loss.
+        recipe: Training objective.
         confidences: Natural log-probabilities that the drafts are accepted, as the drafter
             estimates them, float32, shape (B, S), or None. Their cross-entropy with `overlap` is
             part of l, as in DSpark.
     """
     drafter = Distribution.of(logits)
     teacher = (batch.top_ids, batch.top_log_probs, batch.tail)
-    if options.recipe != "apple":
-        floor = options.confidence_floor
-        if options.recipe == "soft":
-            losses = divergence(drafter, *teacher)
-        elif options.recipe == "coupled":
-            losses = -mx.log(agreement(drafter, *teacher) + LEAST_AGREEMENT)
-        else:
-            floor, has_row = 1.0, batch.labels >= 0
-            losses = TEXT_SHARE * has_row * cross_entropy(drafter, batch.labels)
-            losses = losses + (1 - TEXT_SHARE) * 2 * (1 - overlap(drafter, *teacher))
-        decay = options.position_decay ** mx.arange(losses.shape[1])
-        weights = batch.weights * decay * confidence(drafter, batch.labels, floor)
+    # Tokens without a row cannot be drafted.
+    on_text = (batch.labels >= 0) * cross_entropy(drafter, batch.labels)
+    weights = batch.weights * POSITION_DECAY ** mx.arange(logits.shape[1])
+    if recipe == "apple":
+        losses, weights = on_text, batch.weights
+    elif recipe == "overlap":
+        distance = 2 * (1 - overlap(drafter, *teacher))
+        losses = TEXT_SHARE * on_text + (1 - TEXT_SHARE) * distance
     else:
-        losses = cross_entropy(drafter, batch.labels)
-        weights = batch.weights * (batch.labels >= 0)  # tokens without a row cannot be drafted
+        weights = weights * confidence(drafter, batch.labels)
+        if recipe == "soft":
+            losses = divergence(drafter, *teacher)
+        else:
+            losses = -mx.log(agreement(drafter, *teacher) + LEAST_AGREEMENT)
     if confidences is not None:
         accepted = mx.stop_gradient(overlap(drafter, *teacher))
         rejected = mx.log(-mx.expm1(mx.minimum(confidences, -LEAST_TAIL)))
@@ -232,20 +236,17 @@ def cross_entropy(drafter: Distribution, labels: mx.array) -> mx.array:
     return -drafter.at(mx.maximum(labels, 0)[..., None])[..., 0]
 
 
-def confidence(drafter: Distribution, labels: mx.array, floor: float) -> mx.array:
+def confidence(drafter: Distribution, labels: mx.array) -> mx.array:
     """Estimate the probability, (B, S), that the drafts before a step are accepted; no gradient.
 
-        rho_i = prod_{j < i} ((1 - floor) q_j(x_{t+2+j}) + floor)
+        rho_i = prod_{j < i} ((1 - a) q_j(x_{t+2+j}) + a),   a = `CONFIDENCE_FLOOR`
 
     Args:
         drafter: The drafter's distribution, shape (B, S).
         labels: Rows of the head for the tokens that follow, -1 for tokens never accepted, shape
             (B, S).
-        floor: Smoothing, 0 to 1; a floor of 1 gives ones.
     """
-    if floor == 1:
-        return mx.ones(labels.shape)
     probs = mx.stop_gradient(mx.exp(-cross_entropy(drafter, labels))) * (labels >= 0)
-    factors = (1 - floor) * probs + floor
+    factors = (1 - CONFIDENCE_FLOOR) * probs + CONFIDENCE_FLOOR
     before = mx.concatenate([mx.ones_like(factors[:, :1]), factors[:, :-1]], axis=1)
     return mx.cumprod(before, axis=1)

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.errors import DataError
+from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.corpus import Corpus, as_prompt_source, build_corpus, divide
 from mlx_redrafter.training.data import Encoder, read_items
@@ -16,17 +17,17 @@ from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.initial import compute_head_matrix, select_frequent_tokens
 from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.resources import (
-    StudentSize,
     TargetSize,
     check_minutes,
     check_resources,
+    count_weights,
     count_work,
     estimate,
 )
 from mlx_redrafter.training.self_generated import ROUND_SIZE, TextGenerator
 from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.students.student_kinds import load_student, new_student
-from mlx_redrafter.training.teacher import fill_cache, fill_states
+from mlx_redrafter.training.teacher import TOP_K, fill_cache, fill_states
 from mlx_redrafter.training.teacher_cache import Split, TeacherCache
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
@@ -72,8 +73,8 @@ class Preparation:
             "target": self.target_fingerprint,
             "texts": self._sources.text_fingerprint,
             "chat template": str(getattr(self._tokenizer, "chat_template", None)),
-            "top_k": request.top_k,
-            "top_k held out": request.held_out_top_k,
+            "top_k": TOP_K,
+            "top_k held out": TOP_TOKENS,
             **vars(options),
         }
         self.cache = TeacherCache(request.cache_folder, identity)
@@ -85,8 +86,14 @@ class Preparation:
         """
         request = self.request
         work = count_work(self._sources, self._encoder, request)
-        size = StudentSize.of(self.student)
-        needed = estimate(work, request, TargetSize.of(self._target), size)
+        student = self.student
+        needed = estimate(
+            work,
+            TargetSize.of(self._target),
+            count_weights(student.network),
+            len(student.layers),
+            student.reads_context,
+        )
         check_resources(needed, self.cache.folder)
         self._reporter.say(f"needs {needed}")
         return None if has_state(request.state_folder) else self._plan_time(work)
@@ -138,7 +145,7 @@ class Preparation:
 
     def _fill_cache(self, split: Split, corpus: Corpus) -> None:
         """Compute the target's outputs on the texts of a split, unless the cache has them."""
-        is_train, request = split == "train", self.request
+        is_train = split == "train"
         sequences = corpus.train if is_train else corpus.held_out
         total = sum(map(len, sequences))
         cache, target, layers = self.cache, self._target, self.student.layers
@@ -146,7 +153,7 @@ class Preparation:
         def report(stage: str, done: int) -> None:
             self._reporter.progress(stage, done, total)
 
-        k = request.top_k if is_train else request.held_out_top_k
+        k = TOP_K if is_train else TOP_TOKENS
         fill_cache(cache, split, target, sequences, k, lambda n: report(f"reading {split} text", n))
         if layers:
             fill_states(cache, split, target, layers, lambda n: report("reading layers", n))

@@ -27,7 +27,7 @@ from mlx_redrafter.training.self_generated import (
 )
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher import BATCH_SEQUENCES, read_sequences, read_states
+from mlx_redrafter.training.teacher import BATCH_SEQUENCES, TOP_K, read_sequences, read_states
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Optimiser, choose_stretch
 from mlx_redrafter.training.training_request import TrainingRequest
@@ -66,13 +66,12 @@ def rehearse(
     on_stage(0, NUM_STAGES)
     sequences, generating = _generate(request, target, prompts)
     on_stage(1, NUM_STAGES)
-    k = request.top_k
     beginnings = [
         TokenSequence(one.tokens[:WARM_UP_TOKENS], one.is_trained[:WARM_UP_TOKENS])
         for one in sequences
     ]
-    few = read_sequences(target, beginnings, k)
-    shard, seconds = _timed(lambda: read_sequences(target, sequences, k), is_warm=True)
+    few = read_sequences(target, beginnings, TOP_K)
+    shard, seconds = _timed(lambda: read_sequences(target, sequences, TOP_K), is_warm=True)
     if student.layers:
         read_states(target, few, student.layers)
         states, extra = _timed(lambda: read_states(target, shard, student.layers), is_warm=True)
@@ -121,7 +120,7 @@ def _time_step(request: TrainingRequest, student: Student, shard: Shard) -> floa
     count = shard.tokens.shape[0]
     group = ShardGroup(shard, np.arange(count), np.ones((count, length - 1), np.bool_))
     rows = student.rows
-    optimiser = Optimiser(student, stretch, request.loss, request.training, total_steps=1000)
+    optimiser = Optimiser(student, stretch, request.recipe, request.training, total_steps=1000)
 
     def step() -> None:
         batch = gather(group, np.arange(size) % count, size, length, rows)

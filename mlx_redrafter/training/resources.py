@@ -12,12 +12,12 @@ import mlx.nn as nn
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
+from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import batches, teacher, trainer
 from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources
 from mlx_redrafter.training.data import CHARS_PER_TOKEN, Chat, Document, Encoder, Item
 from mlx_redrafter.training.duration import LEAST_SHARE, Timetable, Workload, format_stages
-from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.training_request import TrainingRequest
 
 # Usable share of the machine's memory.
@@ -89,26 +89,6 @@ class TargetSize:
         )
 
 
-@dataclass(frozen=True)
-class StudentSize:
-    """Sizes of a drafter.
-
-    Attributes:
-        num_weights: Number of its weights.
-        num_layers: Number of the target's layers whose inputs are stored for it.
-        keeps_target: Whether the target stays in memory while it is trained.
-    """
-
-    num_weights: int
-    num_layers: int = 0
-    keeps_target: bool = False
-
-    @classmethod
-    def of(cls, student: Student) -> StudentSize:
-        """Measure a student."""
-        return cls(count_weights(student.network), len(student.layers), student.reads_context)
-
-
 def count_weights(network: nn.Module) -> int:
     """Count the weights of a network, which need not be computed."""
     return sum(array.size for array in named_parameters(network).values())
@@ -133,31 +113,42 @@ def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> 
 
 
 def estimate(
-    work: Workload, request: TrainingRequest, size: TargetSize, student: StudentSize
+    work: Workload,
+    size: TargetSize,
+    num_weights: int,
+    num_layers: int = 0,
+    keeps_target: bool = False,
 ) -> ResourceEstimate:
-    """Estimate the resources for training a drafter."""
+    """Estimate the resources for training a drafter.
+
+    Args:
+        work: Amounts of work.
+        size: Sizes of the target.
+        num_weights: Number of the drafter's weights.
+        num_layers: Number of the target's layers whose inputs are stored for it.
+        keeps_target: Whether the target stays in memory while it is trained.
+    """
     hidden, vocab = size.hidden_size, size.vocab_size
-    k = min(request.top_k, vocab)
-    per_token = 2 * hidden * (1 + student.num_layers) + 6 * k + 9
-    count = student.num_weights
-    held_out = work.held_out * 6 * (min(request.held_out_top_k, vocab) - k)
+    k = min(teacher.TOP_K, vocab)
+    per_token = 2 * hidden * (1 + num_layers) + 6 * k + 9
+    held_out = work.held_out * 6 * (min(TOP_TOKENS, vocab) - k)
     cache = work.tokens * per_token + held_out
     group = 2 * min(cache, batches.GROUP_BYTES + teacher.SHARD_TOKENS * per_token)
     # Three copies of the head as a float32 matrix: joined, for numpy, and projected.
     heads = 3 * 4 * vocab * hidden
     reading = 3 * teacher.LOGITS_BYTES + 2 * teacher.SHARD_TOKENS * per_token
-    steps = COPIES_IN_MEMORY * 4 * count + COPIES_OF_LOGITS * trainer.LOGITS_BYTES
+    steps = COPIES_IN_MEMORY * 4 * num_weights + COPIES_OF_LOGITS * trainer.LOGITS_BYTES
     # A rehearsal runs training steps while the target is in memory.
     filling = size.weight_bytes + max(heads, reading, steps)
-    kept = size.weight_bytes if student.keeps_target else vocab * hidden * size.float_bytes
+    kept = size.weight_bytes if keeps_target else vocab * hidden * size.float_bytes
     training = steps + group + kept
-    drafter = FLOAT16 * count
+    drafter = FLOAT16 * num_weights
     return ResourceEstimate(
         work.tokens,
         cache,
         drafter,
         # A file is replaced once the new one is complete.
-        disk=cache + 2 * (COPIES_IN_STATE * 4 * count + drafter),
+        disk=cache + 2 * (COPIES_IN_STATE * 4 * num_weights + drafter),
         # Training loads the held-out texts as a whole, and keeps them.
         memory=max(filling, training) + 2 * held_out,
     )

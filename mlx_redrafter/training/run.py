@@ -20,9 +20,9 @@ from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import TeacherCache
-from mlx_redrafter.training.trainer import Trainer, TrainingTask, choose_stretch
+from mlx_redrafter.training.trainer import Trainer, choose_stretch
 from mlx_redrafter.training.training_report import write_csv, write_picture, write_training_card
-from mlx_redrafter.training.training_request import Reporter, TrainingOptions, TrainingRequest
+from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,25 @@ def train_drafter(
     identity = _describe_run(request, preparation, corpus)
     del preparation
     mx.clear_cache()  # nothing refers to the target now, except students that need it
-    options, total_steps = request.training, None
+    total_steps = None
     if timetable is not None:
-        options = replace(options, num_evaluations=timetable.num_evaluations)
+        options = replace(request.training, num_evaluations=timetable.num_evaluations)
+        request = replace(request, training=options)
         if options.minutes is not None:
             total_steps = timetable.count_steps(options.minutes, time.monotonic() - begun)
-    task = _make_task(request, student, cache, options)
-    trainer = Trainer(student, task, request.state_folder, identity, total_steps)
+    order = _order_batches(request, student, cache)
+    held_out = [
+        cache.load("held-out", n, student.layers) for n in range(cache.num_shards("held-out"))
+    ]
+    trainer = Trainer(student, order, held_out, request, identity, total_steps)
     if trainer.progress.step:
         reporter.say(f"resuming at step {trainer.progress.step:,}")
     best = trainer.run(
         on_step=lambda progress: _report_step(progress, request.out, reporter),
         on_best=lambda student: _save(student, request, fingerprint),
     )
-    best.calibrate(task.held_out)
-    measured = simulate(best, task.held_out, request.network.beam_length, task.temp)
+    best.calibrate(held_out)
+    measured = simulate(best, held_out, request.network.beam_length, request.data_options.temp)
     _save(best, request, fingerprint)
     write_csv(request.out, trainer.progress.curve)
     write_training_card(request, fingerprint, corpus, best, trainer.progress, measured)
@@ -88,23 +92,15 @@ def train_drafter(
     return TrainingResult(best, measured)
 
 
-def _make_task(
-    request: TrainingRequest, student: Student, cache: TeacherCache, options: TrainingOptions
-) -> TrainingTask:
-    batch_options = BatchOptions(
+def _order_batches(request: TrainingRequest, student: Student, cache: TeacherCache) -> BatchOrder:
+    options = BatchOptions(
         request.network.beam_length,
-        options.batch_tokens,
-        options.seed,
+        request.training.batch_tokens,
+        request.training.seed,
         choose_stretch(student, request),
         student.layers,
     )
-    return TrainingTask(
-        BatchOrder(cache, "train", batch_options, student.rows),
-        [cache.load("held-out", n, student.layers) for n in range(cache.num_shards("held-out"))],
-        request.data_options.temp,
-        request.loss,
-        options,
-    )
+    return BatchOrder(cache, "train", options, student.rows)
 
 
 def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Corpus) -> str:
@@ -115,10 +111,9 @@ def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Co
             "target": preparation.target_fingerprint,
             "start": preparation.start_fingerprint,
             "tokens": sum(map(len, corpus.train)),
-            "top_k": request.top_k,
             **asdict(request.data_options),
             **asdict(request.network),
-            **asdict(request.loss),
+            "recipe": request.recipe,
             **training,
         },
         sort_keys=True,

@@ -24,6 +24,9 @@ from mlx_redrafter.training.self_generated import pack_sequences
 from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache
 from mlx_redrafter.trees.topk import top_k
 
+# Number of next tokens whose probabilities are cached; of held-out texts, which calibrate the
+# drafter, `TOP_TOKENS`.
+TOP_K = 32
 # Number of tokens that closes a shard.
 SHARD_TOKENS = 16384
 # Number of sequences per forward pass.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,14 +26,20 @@ from mlx_redrafter.training.state import (
 )
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import LossOptions, TrainingOptions, TrainingRequest
+from mlx_redrafter.training.training_request import Recipe, TrainingOptions, TrainingRequest
 
 # Maximum size of the float32 logits computed at once, in bytes.
 LOGITS_BYTES = 2**28
 # Minimum ratio to the best measurement that counts as an improvement.
 LEAST_GAIN = 1.002
+# Share of the steps in which the learning rate rises.
+WARM_UP = 0.05
 # Final learning rate, as a share of the peak.
 FINAL_RATE = 0.01
+# Maximum norm of the gradient; longer gradients are scaled down.
+GRADIENT_NORM = 1.0
+# Decay of the moving average of the weights, per step.
+AVERAGE_DECAY = 0.998
 
 Event = Callable[[TrainingProgress], None]
 
@@ -46,19 +51,18 @@ class Optimiser:
         self,
         student: Student,
         stretch: int,
-        loss: LossOptions,
+        recipe: Recipe,
         options: TrainingOptions,
         total_steps: int,
     ):
         self.student = student
         self.network = student.network
         self.stretch = stretch
-        self.loss_options = loss
-        self.options = options
+        self.recipe = recipe
         self.network.freeze(keys=["token_ids"], strict=False)
         peak = options.learning_rate or student.learning_rate
         self.adam = optim.AdamW(
-            learning_rate=make_schedule(peak, options.warmup, total_steps),
+            learning_rate=make_schedule(peak, total_steps),
             betas=[0.9, 0.95],
             weight_decay=0.0,
             bias_correction=True,
@@ -123,14 +127,14 @@ class Optimiser:
         return function(TrainingBatch(*fields), counts)
 
     def _loss(self, batch: TrainingBatch, counts: mx.array) -> mx.array:
-        return self.student.loss(self.network, batch, counts, self.loss_options)
+        return self.student.loss(self.network, batch, counts, self.recipe)
 
     def _apply_gradient(self, gradient: Any) -> mx.array:
-        gradient, norm = optim.clip_grad_norm(gradient, self.options.max_grad_norm)
+        gradient, norm = optim.clip_grad_norm(gradient, GRADIENT_NORM)
         self.adam.update(self.network, gradient)
         # A smaller decay in the first steps, so that the average forgets the initial weights.
         steps = self.adam.step.astype(mx.float32)
-        decay = mx.minimum(self.options.ema_decay, steps / (steps + 10.0))
+        decay = mx.minimum(AVERAGE_DECAY, steps / (steps + 10.0))
         for name, value in self._trainable_parameters().items():
             self.average[name] = decay * self.average[name] + (1 - decay) * value
         return norm
@@ -139,50 +143,38 @@ class Optimiser:
         return mx.compile(function, inputs=state, outputs=state) if compiling_pays() else function
 
 
-class TrainingTask(NamedTuple):
-    """Data and options to train and measure a drafter with.
-
-    Attributes:
-        order: Batches to train on.
-        held_out: Texts to measure on.
-        temp: Sampling temperature of the held-out texts that are not greedy.
-        loss: Training objective.
-        options: Options of the optimisation.
-    """
-
-    order: BatchOrder
-    held_out: Sequence[Shard]
-    temp: float
-    loss: LossOptions
-    options: TrainingOptions
-
-
 class Trainer:
-    """Trainer of one drafter, from the beginning or from the state of an interrupted run."""
+    """Trainer of one drafter, from the beginning or from the state of an interrupted run.
+
+    A resumed run must share ``identity``, the options and texts of the run as JSON. Without
+    ``total_steps`` the epochs of the request count.
+    """
 
     def __init__(
         self,
         student: Student,
-        task: TrainingTask,
-        folder: Path,
+        order: BatchOrder,
+        held_out: Sequence[Shard],
+        request: TrainingRequest,
         identity: str,
         total_steps: int | None = None,
     ):
         self.student = student
-        self.task = task
-        self.folder = folder
+        self.order = order
+        self.held_out = held_out
+        self.request = request
         self.identity = identity
         self.best: Arrays = {}
         self._saved_at = time.monotonic()
         arrays: Arrays = {}
-        if has_state(folder):
-            arrays, self.progress = load_state(folder, identity)
+        options = request.training
+        if has_state(request.state_folder):
+            arrays, self.progress = load_state(request.state_folder, identity)
         else:
-            steps = total_steps or task.options.epochs * task.order.steps_per_epoch
-            self.progress = TrainingProgress(steps, task.options.num_evaluations)
-        self._optimiser = Optimiser(
-            student, task.order.options.stretch, task.loss, task.options, self.progress.total_steps
-        )
+            steps = total_steps or options.epochs * order.steps_per_epoch
+            self.progress = TrainingProgress(steps, options.num_evaluations)
+        stretch, steps = order.options.stretch, self.progress.total_steps
+        self._optimiser = Optimiser(student, stretch, request.recipe, options, steps)
         if arrays:
             self._optimiser.restore(arrays)
             self.best = _select_prefix("best.", arrays)
@@ -203,7 +195,7 @@ class Trainer:
             if self._is_measurement_due():
                 self._measure(on_best)
                 self.save()
-            elif time.monotonic() - self._saved_at >= self.task.options.checkpoint_seconds:
+            elif time.monotonic() - self._saved_at >= self.request.training.checkpoint_seconds:
                 self.save()
             try:
                 on_step(progress)
@@ -217,13 +209,13 @@ class Trainer:
             **self._optimiser.arrays(),
             **{f"best.{name}": value for name, value in self.best.items()},
         }
-        save_state(self.folder, arrays, self.progress, self.identity)
+        save_state(self.request.state_folder, arrays, self.progress, self.identity)
         self._saved_at = time.monotonic()
 
     def _step(self) -> None:
         progress = self.progress
         start = time.perf_counter()
-        found = self._optimiser.step(self.task.order.batch(progress.step))
+        found = self._optimiser.step(self.order.batch(progress.step))
         mx.eval(found, self._optimiser.arrays())
         loss = found.item()
         assert isinstance(loss, float)
@@ -244,9 +236,8 @@ class Trainer:
 
     def _measure(self, on_best: Callable[[Student], None]) -> None:
         progress = self.progress
-        student = self._optimiser.averaged()
-        task = self.task
-        stats = simulate(student, task.held_out, task.order.options.beam_length, task.temp)
+        student, temp = self._optimiser.averaged(), self.request.data_options.temp
+        stats = simulate(student, self.held_out, self.order.options.beam_length, temp)
         rate = stats.tokens_per_step or 1.0
         loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
         progress.curve.append(CurvePoint(progress.step, progress.seconds, loss, rate))
@@ -261,7 +252,7 @@ class Trainer:
             self.best = {name: mx.array(value) for name, value in self._optimiser.average.items()}
             mx.eval(self.best)
             on_best(student)
-        gave_up = progress.since_best >= self.task.options.patience
+        gave_up = progress.since_best >= self.request.training.patience
         progress.is_done = progress.step >= total or gave_up
 
 
@@ -284,9 +275,9 @@ def _select_prefix(prefix: str, arrays: Arrays) -> Arrays:
     return {name[len(prefix) :]: v for name, v in arrays.items() if name.startswith(prefix)}
 
 
-def make_schedule(peak: float, warmup: float, total_steps: int) -> Callable[[mx.array], mx.array]:
+def make_schedule(peak: float, total_steps: int) -> Callable[[mx.array], mx.array]:
     """Make the schedule: linear warm-up, then cosine to a hundredth of the peak."""
-    rising = max(1, round(warmup * total_steps))
+    rising = max(1, round(WARM_UP * total_steps))
     falling = max(1, total_steps - rising)
     return optim.join_schedules(
         [

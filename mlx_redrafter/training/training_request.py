@@ -11,7 +11,6 @@ from typing import Literal, Protocol
 from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.training.state import has_state
 
 Recipe = Literal["soft", "coupled", "overlap", "apple"]
@@ -116,32 +115,6 @@ class NetworkOptions:
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """Options of the training objective.
-
-    Attributes:
-        recipe: Training objective. "soft": KL divergence from the target's distributions, from one
-            pass over the text. "coupled": probability of sampling the target's token with the same
-            Gumbel noise, from the same pass. "overlap": DSpark's, a total variation and some
-            cross-entropy. "apple": cross-entropy on the text, as in Apple's released code.
-        position_decay: Weight of each unroll step relative to the one before; not for "apple".
-        confidence_floor: Smoothing a of the weight of a draft, which is the probability that the
-            drafts before it are accepted: each acceptance probability q becomes ``(1 - a) q + a``;
-            1 gives all drafts the same weight. Not for "apple".
-    """
-
-    recipe: Recipe = "soft"
-    position_decay: float = 0.8
-    confidence_floor: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
-            raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
-        check_number("position_decay", self.position_decay, 0, 1)
-        check_number("confidence_floor", self.confidence_floor, 0, 1)
-
-
-@dataclass(frozen=True)
 class TrainingOptions:
     """Options of the optimisation.
 
@@ -152,9 +125,6 @@ class TrainingOptions:
         batch_tokens: Positions per optimiser step.
         learning_rate: Peak of the schedule, which is a linear warm-up, then a cosine to a hundredth
             of the peak; None for `Student.learning_rate`.
-        warmup: Share of the steps spent warming up, 0 to 1.
-        max_grad_norm: Maximum norm of the gradient; longer gradients are scaled down.
-        ema_decay: Decay of the moving average of the weights, which is exported.
         num_evaluations: Number of measurements of tokens per step over the whole run; fewer in
             short runs.
         patience: Number of measurements without improvement, in the second half of the run, that
@@ -168,9 +138,6 @@ class TrainingOptions:
     minutes: float | None = None
     batch_tokens: int = 1024
     learning_rate: float | None = None
-    warmup: float = 0.05
-    max_grad_norm: float = 1.0
-    ema_decay: float = 0.998
     num_evaluations: int = 20
     patience: int = 5
     checkpoint_seconds: float = 60.0
@@ -186,9 +153,6 @@ class TrainingOptions:
             check_number("minutes", self.minutes, 0, 1e6)
         if self.learning_rate is not None:
             check_number("lr", self.learning_rate, 0, 10)
-        check_number("warmup", self.warmup, 0, 1)
-        check_number("max_grad_norm", self.max_grad_norm, 0, math.inf)
-        check_number("ema_decay", self.ema_decay, 0, 1)
         check_number("checkpoint_seconds", self.checkpoint_seconds, 0, math.inf)
 
 
@@ -207,13 +171,14 @@ class TrainingRequest:
         trust_remote_code: Whether to run code from the target's checkpoint.
         start_from: Folder or hub repository of a recurrent or block drafter to continue training,
             made for this or a similar target; the new drafter has its shape. None for a new one.
-        top_k: Number of next tokens whose probabilities are cached. The cache of held-out texts,
-            which calibrate the drafter, keeps at least `TOP_TOKENS`.
         resume: Whether to continue a run that was begun in ``out``.
         dry_run: Whether to stop before anything is written, once time, disk and memory are known.
         data_options: Options of the texts.
         network: Shape of a new drafter, and the beam length.
-        loss: Training objective.
+        recipe: Training objective. "soft": KL divergence from the target's distributions, from one
+            pass over the text. "coupled": probability of sampling the target's token with the same
+            Gumbel noise, from the same pass. "overlap": DSpark's, a total variation and some
+            cross-entropy. "apple": cross-entropy on the text, as in Apple's released code.
         training: Options of the optimisation.
     """
 
@@ -225,15 +190,16 @@ class TrainingRequest:
     adapter_path: Path | None = None
     trust_remote_code: bool = False
     start_from: str | None = None
-    top_k: int = 32
     resume: bool = False
     dry_run: bool = False
     data_options: DataOptions = field(default_factory=DataOptions)
     network: NetworkOptions = field(default_factory=NetworkOptions)
-    loss: LossOptions = field(default_factory=LossOptions)
+    recipe: Recipe = "soft"
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
     def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
         if not self.data and not self.prompts:
             raise ConfigError("expected files, found nothing to train on; give --data or --prompts")
         if has_state(self.state_folder) and not self.resume:
@@ -261,11 +227,6 @@ class TrainingRequest:
     @property
     def cache_folder(self) -> Path:
         return self.cache or self.out / CACHE_FOLDER
-
-    @property
-    def held_out_top_k(self) -> int:
-        """Number of next tokens cached for held-out texts."""
-        return max(self.top_k, TOP_TOKENS)
 
 
 class Reporter(Protocol):

@@ -100,7 +100,6 @@ class TokenTree:
         tokens: Sequence[int],
         parents: Sequence[int],
         scores: Sequence[float] | None = None,
-        max_depth: int | None = None,
     ) -> TokenTree:
         """Make a tree from lists on the host.
 
@@ -108,14 +107,13 @@ class TokenTree:
             tokens: Token ids, the root's first.
             parents: Node index of each node's parent; the root's is 0.
             scores: Scores of the drafts in descending order; None if the order is another.
-            max_depth: Maximum depth of a node; the depth of the deepest node by default.
         """
         depths = [0] * len(tokens)
         for node in range(1, len(tokens)):
             depths[node] = depths[parents[node]] + 1
-        bound = max(depths) if max_depth is None else max_depth
+        max_depth = max(depths)
         nodes = mx.array(list(tokens), dtype=mx.int32)
-        if depths == list(range(bound + 1)):
+        if depths == list(range(max_depth + 1)):
             tree = cls.chain(nodes, num_unmerged=len(tokens))
         else:
             parent_nodes = mx.array(list(parents), dtype=mx.int32)
@@ -123,21 +121,15 @@ class TokenTree:
                 tokens=nodes,
                 parents=parent_nodes,
                 depths=mx.array(depths, dtype=mx.int32),
-                ancestors=ancestor_mask(parent_nodes, bound),
+                ancestors=ancestor_mask(parent_nodes, max_depth),
                 num_nodes=len(tokens),
                 num_unmerged=len(tokens),
-                max_depth=bound,
+                max_depth=max_depth,
             )
         if scores is None:
             return tree
         known = Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:]))
         return replace(tree, scores=mx.array(known.scores, dtype=mx.float32), known=known)
-
-    def scored(self, scores: mx.array) -> TokenTree:
-        """Return the same tree with scores."""
-        places = [] if self.is_chain else [self.parents[1:], self.depths[1:]]
-        columns = [self.tokens[1:], scores.view(mx.int32), *places]
-        return replace(self, scores=scores, packed=mx.concatenate(columns))
 
     @property
     def size(self) -> int:
@@ -181,16 +173,11 @@ class TokenTree:
         depths = [known.depths[draft] for draft in drafts]
         tokens = [known.tokens[draft] for draft in drafts]
         scores = [known.scores[draft] for draft in drafts]
-        parents = mx.array([0, *above])
-        return TokenTree(
+        return replace(
+            TokenTree.of([NO_TOKEN, *tokens], [0, *above]),
             tokens=self.tokens[mx.array(list(place), dtype=mx.int32)],
-            parents=parents,
-            depths=mx.array([0, *depths], dtype=mx.int32),
-            ancestors=ancestor_mask(parents, max(depths)),
-            num_nodes=len(place),
-            num_unmerged=len(place),
-            max_depth=max(depths),
             known=Drafts(scores, depths, above, tokens),
+            is_chain=False,
         )
 
     def first(self, num_nodes: int) -> TokenTree:

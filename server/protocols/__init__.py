@@ -1,4 +1,7 @@
-"""The protocols that clients speak: each is a reader and a writer of the same record."""
+"""The protocols that clients speak: each is a reader and a writer of the same record.
+
+The readers raise `Refusal` for a value that does not fit, and for a field that is not supported.
+"""
 
 from mlx_redrafter.server.protocols import (
     anthropic,

@@ -73,8 +73,7 @@ async def answer(service: Service, client: Request) -> Response:
 async def count(service: Service, client: Request) -> Response:
     """Answer ``POST /v1/messages/count_tokens``."""
     request = await service.read(client, partial(read, counts=True))
-    fitted = await service.fit(client, request)
-    return respond({"input_tokens": sum(map(len, fitted.prompts))})
+    return respond({"input_tokens": await service.count(client, request)})
 
 
 def to_error(refusal: Refusal) -> dict[str, Any]:
@@ -96,9 +95,6 @@ def read(body: object, defaults: GenerationOptions, counts: bool = False) -> Cha
         body: The body.
         defaults: Options of texts for requests that leave them out.
         counts: Whether the request only counts tokens, and so needs no ``max_tokens``.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
     """
     fields = Fields(body)
     if not counts and fields.values.get("max_tokens") is None:

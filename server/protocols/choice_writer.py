@@ -37,7 +37,7 @@ class ChoiceWriter(Writer):
 
     def add(self, part: Part, usage: Usage) -> Iterator[str]:
         if self.is_shown(part):
-            choice = self.next_choice(part)
+            choice = self.choice(part, "delta")
             if self._options.shows_drafts:
                 choice["is_draft"] = part.is_draft
                 choice["tokens"], choice["steps"] = part.num_tokens, part.num_steps
@@ -56,7 +56,7 @@ class ChoiceWriter(Writer):
         yield ": waiting\n\n"
 
     def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        choices = [self.whole_choice(text) for text in texts]
+        choices = [self.choice(text, "message") for text in texts]
         return {**self._head, "choices": choices, "usage": format_usage(usage)}
 
     def is_shown(self, part: Part) -> bool:
@@ -64,9 +64,5 @@ class ChoiceWriter(Writer):
         return bool(part.finish_reason or part.has_content)
 
     @abstractmethod
-    def next_choice(self, part: Part) -> dict[str, Any]:
-        """Format the next part of a choice."""
-
-    @abstractmethod
-    def whole_choice(self, text: Part) -> dict[str, Any]:
-        """Format a whole choice."""
+    def choice(self, part: Part, name: str) -> dict[str, Any]:
+        """Format a whole choice ("message"), or the next part of one ("delta")."""

@@ -112,11 +112,7 @@ ROUTES: Routes = {
 
 
 def read_chat(body: object, defaults: GenerationOptions) -> tuple[Prompted, float | None]:
-    """Read a body of ``/api/chat``; return the request and the seconds that its model stays.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
-    """
+    """Read a body of ``/api/chat``; return the request and the seconds that its model stays."""
     fields = Fields(body)
     conversation = Conversation()
     for message in fields.each("messages"):
@@ -126,11 +122,7 @@ def read_chat(body: object, defaults: GenerationOptions) -> tuple[Prompted, floa
 
 
 def read_generate(body: object, defaults: GenerationOptions) -> tuple[Prompted, float | None]:
-    """Read a body of ``/api/generate``; return the request and the seconds that its model stays.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
-    """
+    """Read a body of ``/api/generate``; return the request and the seconds that its model stays."""
     fields = Fields(body)
     prompt, system = fields.typed("prompt", str) or "", fields.typed("system", str)
     for name in ("suffix", "template"):
@@ -188,10 +180,8 @@ class OllamaWriter(Writer):
         yield self._line({**self._say(None), "done": False})
 
     def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        for text in texts:
-            self._finish_reason = text.finish_reason
-        said = self._say(texts[0] if texts else None)
-        return {**self._head(), **said, **self._end(usage)}
+        self._finish_reason = texts[0].finish_reason
+        return {**self._head(), **self._say(texts[0]), **self._end(usage)}
 
     def loaded(self, reason: str) -> dict[str, Any]:
         """Return the reply to a request without a prompt."""
@@ -342,12 +332,11 @@ def _read_message(fields: Fields, conversation: Conversation) -> None:
 
 
 def _describe(model: Model) -> dict[str, Any]:
-    size = model.estimate_bytes() if model.loaded is None else model.loaded.nbytes
     return {
         "name": model.name,
         "model": model.name,
         "modified_at": datetime.fromtimestamp(0, UTC).isoformat(),
-        "size": size,
+        "size": model.estimate_bytes(),
         "digest": "",
         "details": {"format": "safetensors", "family": "", "families": [], "parent_model": ""},
     }

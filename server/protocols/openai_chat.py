@@ -39,11 +39,7 @@ async def answer(service: Service, client: Request) -> Response:
 
 
 def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, StreamOptions]:
-    """Read a body.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
-    """
+    """Read a body."""
     fields = Fields(body)
     shows = fields.typed("logprobs", bool)
     top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
@@ -68,11 +64,7 @@ def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, Stream
 
 
 def read_effort(fields: Fields, name: str) -> tuple[str | None, dict[str, Any]]:
-    """Read the amount of thinking; return its word and the option that turns thinking off.
-
-    Raises:
-        Refusal: The word is unknown.
-    """
+    """Read the amount of thinking; return its word and the option that turns thinking off."""
     effort = fields.one_of(name, EFFORTS)
     return effort, {"enable_thinking": False} if effort == "none" else {}
 
@@ -96,16 +88,9 @@ class ChatWriter(ChoiceWriter):
     def is_shown(self, part: Part) -> bool:
         return part.index not in self._calls or super().is_shown(part)
 
-    def next_choice(self, part: Part) -> dict[str, Any]:
-        return self._choice(part, "delta", part.index not in self._calls)
-
-    def whole_choice(self, text: Part) -> dict[str, Any]:
-        return self._choice(text, "message", True)
-
-    def _choice(self, part: Part, name: str, is_first: bool) -> dict[str, Any]:
-        """Format a whole choice (``message``), or the next part of one (``delta``)."""
+    def choice(self, part: Part, name: str) -> dict[str, Any]:
         message: dict[str, Any] = {"content": part.content}
-        if is_first:
+        if part.index not in self._calls:
             message["role"] = "assistant"
         if name == "message" and part.tool_calls and not part.content:
             message["content"] = None

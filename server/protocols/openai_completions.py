@@ -30,11 +30,7 @@ async def answer(service: Service, client: Request) -> Response:
 
 
 def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, StreamOptions]:
-    """Read a body.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
-    """
+    """Read a body."""
     fields = Fields(body)
     top = fields.integer("logprobs", 0, MAX_LOGPROBS)
     echoes = fields.typed("echo", bool) or False
@@ -66,10 +62,7 @@ class CompletionWriter(ChoiceWriter):
         # Characters of each text so far.
         self._lengths: dict[int, int] = {}
 
-    def whole_choice(self, text: Part) -> dict[str, Any]:
-        return self.next_choice(text)
-
-    def next_choice(self, part: Part) -> dict[str, Any]:
+    def choice(self, part: Part, name: str) -> dict[str, Any]:
         offset = self._lengths.get(part.index, 0)
         self._lengths[part.index] = offset + len(part.content)
         shows = self._request.top_logprobs is not None

@@ -55,11 +55,7 @@ class StreamOptions(NamedTuple):
 def read_common(
     fields: Fields, defaults: GenerationOptions, top_logprobs: int | None
 ) -> tuple[dict[str, Any], StreamOptions]:
-    """Read the fields of `TextRequest`, and check that no other field is left.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
-    """
+    """Read the fields of `TextRequest`, and check that no other field is left."""
     fields.take(*IGNORED)
     streams = fields.typed("stream", bool) or False
     shown = fields.inner("stream_options")
@@ -94,9 +90,6 @@ def read_options(
         fields: Fields with OpenAI's names.
         defaults: The server's values.
         *length_names: Names of the field for ``max_tokens``; the last one that is given counts.
-
-    Raises:
-        Refusal: An option is out of range.
     """
     given = {option: fields.take(name) for option, name in _OPTIONS.items()}
     given["max_tokens"] = fields.take(*length_names)
@@ -109,11 +102,7 @@ def read_options(
 
 
 def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
-    """Read stop strings: one, or a list of them.
-
-    Raises:
-        Refusal: There are too many, or one is empty or too long.
-    """
+    """Read stop strings: one, or a list of them."""
     given = fields.take(name)
     stops = given if isinstance(given, list) else [] if given is None else [given]
     if len(stops) > MAX_STOPS or not all(
@@ -125,11 +114,7 @@ def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
 
 
 def read_penalties(fields: Fields) -> dict[str, Any]:
-    """Read the arguments of mlx-lm's ``make_logits_processors``; none if no penalty is given.
-
-    Raises:
-        Refusal: One is out of range.
-    """
+    """Read the arguments of mlx-lm's ``make_logits_processors``; none if no penalty is given."""
     given: dict[str, Any] = {
         "presence_penalty": fields.number("presence_penalty", -2, 2),
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
@@ -150,9 +135,6 @@ def read_format(asked: Fields, inner: str = "") -> AnswerFormat | None:
     Args:
         asked: The format.
         inner: Field of the object with the schema, if that is in an object of its own.
-
-    Raises:
-        Refusal: A value is unknown, or the schema is missing.
     """
     kind = asked.one_of("type", ["text", "json_object", "json_schema"], is_required=True)
     schema: dict[str, Any] = {"type": "object"}
@@ -171,9 +153,6 @@ def choose_tools(fields: Fields, tools: Tools) -> Tools:
     """Read ``tool_choice``, a word, a function or allowed tools, and ``parallel_tool_calls``.
 
     Chats have the name of a function, and the allowed tools, in an object of their own.
-
-    Raises:
-        Refusal: A value is unknown, or a name is missing.
     """
     names, choice = None, fields.take("tool_choice")
     if isinstance(choice, dict):

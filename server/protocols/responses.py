@@ -106,7 +106,8 @@ async def answer(service: Service, client: Request) -> Response:
 
 async def fetch(service: Service, client: Request) -> Response:
     """Answer ``GET /v1/responses/{id}``."""
-    return respond(service.stored.find(client.path_params["id"], "id").response)
+    response, _ = service.stored.find(client.path_params["id"], "id")
+    return respond(response)
 
 
 async def forget(service: Service, client: Request) -> Response:
@@ -130,9 +131,6 @@ def read(body: object, defaults: GenerationOptions, stored: StoredResponses) -> 
         body: The body.
         defaults: Options of texts for requests that leave them out.
         stored: Responses that the request may continue.
-
-    Raises:
-        Refusal: A field has a wrong value, or is not supported.
     """
     fields = Fields(body)
     given = {name: one for name, one in fields.values.items() if one is not None}
@@ -141,8 +139,8 @@ def read(body: object, defaults: GenerationOptions, stored: StoredResponses) -> 
     fields.take(*IGNORED, *_OTHERS)
     fields.one_of("background", [False])
     before = fields.typed("previous_response_id", str)
-    items = [] if before is None else stored.find(before, "previous_response_id").items
-    items = items + _read_input(fields)
+    items = [] if before is None else stored.find(before, "previous_response_id")[1]
+    items += _read_input(fields)
     effort, thinking = _read_reasoning(fields)
     request = ChatRequest(
         model=fields.typed("model", str),
@@ -327,7 +325,7 @@ def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[
         kind = fields.typed("type", str) or "message"
         if kind == "message":
             role = fields.one_of("role", ROLES, is_required=True)
-            for text in fields.texts("content"):
+            for text in fields.texts("content", is_required=True):
                 conversation.add_text(role, text)
         elif kind == "reasoning":
             parts = fields.each("content") or fields.each("summary")
@@ -337,7 +335,10 @@ def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[
             arguments = _read_arguments(fields)
             conversation.add_call(fields.word("call_id"), fields.word("name"), arguments)
         elif kind == "function_call_output":
-            text, call_id = "\n".join(fields.texts("output")), fields.typed("call_id", str)
+            text, call_id = (
+                "\n".join(fields.texts("output", is_required=True)),
+                fields.typed("call_id", str),
+            )
             conversation.add_result(call_id or "", text, f"{fields.path}.call_id")
         else:
             expected = '"message", "reasoning", "function_call" or "function_call_output"'

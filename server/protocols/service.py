@@ -1,50 +1,56 @@
-"""The side of the server that protocols see."""
+"""The side of the server that protocols use: it reads, checks and answers requests."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.callers import Callers
+from mlx_redrafter.server.fields import parse_json
+from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.models import LoadedModel, Model, Models
 from mlx_redrafter.server.protocols.writer import Writer
-from mlx_redrafter.server.requests import TextRequest
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.replies import EventStream, Reply
+from mlx_redrafter.server.requests import TextRequest, fit
 from mlx_redrafter.server.stored_responses import StoredResponses
+from mlx_redrafter.server.worker import Worker
 
 Read = TypeVar("Read")
 
-
-class Fitted(NamedTuple):
-    """A request that fits its model.
-
-    Attributes:
-        model: The model.
-        loaded: The model in memory.
-        request: The request, within the model's sizes.
-        prompts: Token ids of its prompts.
-    """
-
-    model: Model
-    loaded: LoadedModel
-    request: TextRequest
-    prompts: list[list[int]]
+# Size of a body in bytes above which its prompts are encoded one request after the other, so that
+# those of short requests need not wait for them.
+LARGE_BODY = 1 << 18
 
 
-class Service(Protocol):
+@dataclass
+class Service:
     """The functions that the endpoints of a protocol use.
 
     Attributes:
         models: Models that requests may name.
+        worker: Worker that writes the texts.
+        defaults: Options of texts for requests that leave them out.
+        limits: Limits of requests.
+        callers: Rules of who may use the server.
         stored: Responses that clients may continue.
     """
 
-    stored: StoredResponses
+    models: Models
+    worker: Worker
+    defaults: GenerationOptions
+    limits: Limits
+    callers: Callers
+    stored: StoredResponses = field(default_factory=StoredResponses)
 
-    @property
-    def models(self) -> Models: ...
+    def __post_init__(self) -> None:
+        self._encoding = {is_large: asyncio.Lock() for is_large in (False, True)}
 
     async def read(
         self, client: Request, reader: Callable[[object, GenerationOptions], Read]
@@ -58,13 +64,19 @@ class Service(Protocol):
         Raises:
             Refusal: The body is too large, too slow or malformed, or the reader refuses it.
         """
+        raw = await self._receive(client)
+        client.state.is_large = len(raw) > LARGE_BODY
+        async with self._encoding[client.state.is_large]:
+            return await asyncio.to_thread(lambda: reader(parse_json(raw), self.defaults))
 
-    async def fit(self, client: Request, request: TextRequest) -> Fitted:
-        """Load the model of a request, and check the request against it.
+    async def count(self, client: Request, request: TextRequest) -> int:
+        """Return the number of tokens of the prompts of a request.
 
         Raises:
             Refusal: The request does not fit the model.
         """
+        *_, prompts = await self._fit(client, request)
+        return sum(map(len, prompts))
 
     async def write(
         self, client: Request, request: TextRequest, make_writer: Callable[[str], Writer]
@@ -79,6 +91,44 @@ class Service(Protocol):
         Raises:
             Refusal: The request does not fit the model, or has failed.
         """
+        model, loaded, fitted, prompts = await self._fit(client, request)
+        reply = Reply(loaded, fitted, prompts, make_writer(model.name))
+        reply.job.owner = self.callers.identify(client.headers)
+        self.worker.submit(reply.job)
+        return EventStream(reply) if fitted.is_streamed else await reply.whole(client)
+
+    async def _fit(
+        self, client: Request, request: TextRequest
+    ) -> tuple[Model, LoadedModel, TextRequest, list[list[int]]]:
+        """Load the model of a request; return the request within its sizes, and the prompts."""
+        model, loaded = await self.models.open(request.model)
+        async with self._encoding[client.state.is_large]:
+            fitted, prompts = await asyncio.to_thread(
+                fit, request, loaded.engine, self.limits.max_context
+            )
+        return model, loaded, fitted, prompts
+
+    async def _receive(self, request: Request) -> bytes:
+        """Read the body of a request, within the limits of size and time."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # Web pages of other origins need a permission for it; some clients of Ollama send no type.
+        if kind not in ("", "application/json"):
+            raise Refusal("the body must have Content-Type: application/json", status=415)
+        body, limit = bytearray(), self.limits.max_body_bytes
+        try:
+            async with asyncio.timeout(self.limits.client_timeout):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit:
+                        raise Refusal(
+                            f"the body must be at most {limit} bytes; shorten it", status=413
+                        )
+        except TimeoutError as error:
+            raise Refusal(
+                f"the body took too long; send it within {self.limits.client_timeout:g} seconds",
+                status=408,
+            ) from error
+        return bytes(body)
 
 
 # A function that answers a request.

@@ -10,12 +10,12 @@ import pytest
 
 from mlx_redrafter.bench.advice import Subject, advise, find_subject, recommend
 from mlx_redrafter.bench.chips import CHIPS
-from mlx_redrafter.bench.forecast import DrafterTrial, Forecast, predict_forecast
-from mlx_redrafter.bench.model_shape import FAMILIES, shape_of_config, shape_of_family
+from mlx_redrafter.bench.forecast import Forecast, predict_forecast
+from mlx_redrafter.bench.model_shape import shape_of_config
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
-from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
+from mlx_redrafter.errors import CheckpointError
 from tests.helpers.cli import run
 
 # From the config.json of Llama-3.1-8B.
@@ -31,6 +31,8 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 131072,
 }
+# Its sizes in 4 bits.
+SHAPE = shape_of_config("llama", {**LLAMA_8B, "quantization": {"bits": 4, "group_size": 64}})
 MIXTRAL = {
     "model_type": "mixtral",
     "hidden_size": 4096,
@@ -45,11 +47,19 @@ MIXTRAL = {
 }
 
 
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder with a config alone."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    return folder
+
+
 def test_the_shape_of_a_config_is_that_of_the_published_model() -> None:
     found = shape_of_config("x", {**LLAMA_8B, "quantization": {"bits": 6, "group_size": 64}})
-    known = shape_of_family("Llama 3.1 8B 8-bit")
-    assert found.parameters == found.active == pytest.approx(known.parameters, rel=1e-3)
-    assert (found.hidden_size, found.vocab_size) == (known.hidden_size, known.vocab_size)
+    assert found.parameters == found.active == pytest.approx(8.03e9, rel=1e-3)
+    assert (found.hidden_size, found.vocab_size) == (4096, 128256)
     assert found.bits in (4, 8)
     assert shape_of_config("x", LLAMA_8B).bits == 16
 
@@ -73,46 +83,28 @@ def test_damaged_configs_are_named(change: dict[str, object], message: str) -> N
         shape_of_config("x", {**LLAMA_8B, **change})
 
 
-def test_families_have_names_sizes_and_bits() -> None:
-    for family, sizes in FAMILIES.items():
-        for size, (billions, hidden, vocab) in sizes.items():
-            shape = shape_of_family(f"{family} {size} 4bit")
-            assert (shape.parameters, shape.bits) == (billions * 1e9, 4)
-            assert (shape.hidden_size, shape.vocab_size) == (hidden, vocab)
-    assert shape_of_family("Qwen 2.5 7b").vocab_size == 152064
-    with pytest.raises(ConfigError, match="expected a size of llama out of 1B"):
-        shape_of_family("llama 9B")
-    with pytest.raises(ConfigError, match="or a family with a size like 'llama 8B 4bit'"):
-        shape_of_family("llama")
-    with pytest.raises(UnsupportedTargetError, match=r"rwkv7.*rows"):
-        shape_of_family("rwkv7 1B")
-    with pytest.raises(ConfigError, match="expected a family out of llama"):
-        shape_of_family("olmo2 7B")
-
-
 def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
     assert find_subject(None).is_bundled
     target = find_bundled("target")
     assert find_subject(str(target)).folder == target
     shutil.copy(target / "config.json", tmp_path)
     assert find_subject(str(tmp_path)).folder is None, "no weights, nothing to measure"
-    with pytest.raises(CheckpointError, match="like 'llama 8B 4bit', needs no files"):
-        find_subject("nobody/nothing")
+    for name in ("nobody/nothing", "llama 8B"):
+        with pytest.raises(CheckpointError, match=r"nobody/nothing|no such folder"):
+            find_subject(name)
 
 
-def test_a_drafter_at_hand_fits_or_not() -> None:
+def test_a_drafter_at_hand_fits_or_not(llama: Path) -> None:
     drafter = str(find_bundled("drafter"))
-    fits, foreign = find_subject(None, drafter), find_subject("llama 8B", drafter)
+    fits, foreign = find_subject(None, drafter), find_subject(str(llama), drafter)
     assert fits.usable_drafter == drafter
     assert foreign.usable_drafter is None
     assert "does not match the target's" in (foreign.refusal or "")
     assert find_subject(None, "lookup").drafter is None
 
 
-def _advice(
-    chip: str, trial: DrafterTrial | None = None, drafter: str | None = None
-) -> dict[str, str]:
-    subject = find_subject("llama 8B 4bit" if drafter is None else None, drafter)
+def _advice(chip: str, trial: float | None = None, drafter: str | None = None) -> dict[str, str]:
+    subject = Subject("MODEL", SHAPE, None) if drafter is None else find_subject(None, drafter)
     cost = TrainingCost.of(subject.shape, 10**6)
     forecast = predict_forecast(subject.shape, CHIPS[chip], cost)
     sections = advise(subject, chip, forecast, recommend(subject, forecast, trial), cost)
@@ -146,10 +138,10 @@ def test_limits_are_those_of_the_chip_and_the_model() -> None:
 
 def test_what_was_tried_decides() -> None:
     drafter = str(find_bundled("drafter"))
-    gained = _advice("M1", DrafterTrial(1.4, 2.0), drafter)["Recommended"]
+    gained = _advice("M1", 1.4, drafter)["Recommended"]
     assert f"generate --drafter {drafter}" in gained
     assert "Gain: 1.40 times as fast as plain decoding; measured here" in gained
-    lost = _advice("M1", DrafterTrial(0.9, 1.3), drafter)["Recommended"]
+    lost = _advice("M1", 0.9, drafter)["Recommended"]
     assert "generate --drafter lookup" in lost
     assert "0.90 times as fast here: leave it out" in lost
     assert "`redrafter-mlx try` measures it" in _advice("M1", None, drafter)["Recommended"]
@@ -163,37 +155,37 @@ def test_the_bundled_pair_is_measured_and_tried(capsys: pytest.CaptureFixture[st
     assert result.out.startswith("Recommended\n  redrafter-mlx generate")
 
 
-def test_answers_without_a_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    result = run(capsys, "advise", "llama 8B 4bit", "--chip", "m2 pro")
+def test_answers_without_a_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, llama: Path
+) -> None:
+    result = run(capsys, "advise", llama, "--chip", "m2 pro")
     assert result.code == 0
     assert "Forecast for M2 Pro" in result.out
-    refused = run(capsys, "advise", "rwkv7 1B", "--chip", "M2")
-    assert refused.code == 1
-    assert refused.out.startswith("Not supported: model_type 'rwkv7'")
     config = {**read_config(find_bundled("target")), "model_type": "rwkv7"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "Not supported: model_type 'rwkv7'" in run(capsys, "advise", tmp_path).out
-    for arguments in (("advise", "llama 8B", "--chip", "M9"), ("advise", "x", "--tokens", "many")):
+    refused = run(capsys, "advise", tmp_path)
+    assert refused.code == 1
+    assert refused.out.startswith("Not supported: model_type 'rwkv7'")
+    for arguments in (("advise", llama, "--chip", "M9"), ("advise", "x", "--tokens", "many")):
         wrong = run(capsys, *arguments)
         assert wrong.code == 2
         assert wrong.err.count("\n") == 1
 
 
 def test_a_machine_without_figures_says_what_to_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, llama: Path
 ) -> None:
     monkeypatch.setattr("mlx_redrafter.bench.machine.processor_name", lambda: "Other CPU")
-    result = run(capsys, "advise", "llama 8B")
+    result = run(capsys, "advise", llama)
     assert result.code == 2
     assert "no figures are known for this machine (Other CPU); say --chip" in result.err
     monkeypatch.setattr("mlx_redrafter.bench.machine.processor_name", lambda: "Apple M4 Pro")
-    assert "Forecast for M4 Pro" in run(capsys, "advise", "llama 8B").out
+    assert "Forecast for M4 Pro" in run(capsys, "advise", llama).out
 
 
 def test_the_forecast_is_of_the_question() -> None:
-    shape = shape_of_family("llama 8B 4bit")
-    cost = TrainingCost.of(shape, 10**6)
-    small, large = (predict_forecast(shape, CHIPS[name], cost) for name in ("M4 Pro", "M4 Max"))
+    cost = TrainingCost.of(SHAPE, 10**6)
+    small, large = (predict_forecast(SHAPE, CHIPS[name], cost) for name in ("M4 Pro", "M4 Max"))
     assert isinstance(small, Forecast)
     assert small.plain == pytest.approx(2 * large.plain, rel=0.01)
     assert small.training.total > large.training.total

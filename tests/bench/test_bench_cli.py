@@ -132,18 +132,6 @@ def test_sweep_without_matplotlib(folders, tmp_path, monkeypatch):
     assert (out / "sweep.json").exists()
 
 
-def test_profile(folders, tmp_path):
-    options = ("--model", folders[0], "--drafter", folders[1], "-o", tmp_path / "profile")
-    text = run_lab("profile", *options, "--contexts", "16,40", "--tokens", "1,3", "--widths", 2,
-               "--rounds", 2, "--shape", "4x3")  # fmt: skip
-    assert "verify(T) at 40" in text
-    found = json.loads((tmp_path / "profile" / "profile.json").read_text())["found"]
-    assert [(cost["context"], cost["tokens"]) for cost in found["verify"]] == [
-        (16, 1), (16, 3), (40, 1), (40, 3)
-    ]  # fmt: skip
-    assert [cost["length"] for cost in found["draft"]] == [2, 3]
-
-
 def test_lists():
     assert parse_ints("1,2, 4-6,5") == (1, 2, 4, 5, 6)
     for text in ("", "0", "3-2", "a", "1,,2"):

@@ -4,60 +4,50 @@ import json
 
 import pytest
 
-from mlx_redrafter.bench import throughput
+from mlx_redrafter.bench import speed
 from mlx_redrafter.bench.lab.tables import fill
 from tests.bench.commands import PROMPTS, run
 
 
-def test_every_way_with_several_texts(folders, tmp_path):
+def test_every_method_with_several_texts_and_after_a_power_cut(folders, tmp_path, monkeypatch):
     target, drafter = folders
     prompts, out = tmp_path / "p.txt", tmp_path / "t.json"
     prompts.write_text(PROMPTS)
-    run(
+    options = (
         "throughput", "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 6,
-        "--batch-sizes", "3", "--shapes", "2x3", "--rounds", 1, "-o", out,
+        "--batch-sizes", "1,3", "--shapes", "2x3", "--rounds", 2, "-o", out,
     )  # fmt: skip
+    decode = speed._decode_by_stock
+
+    def break_down(settings, batch):
+        if len(batch) == 3:
+            raise RuntimeError("power cut")
+        return decode(settings, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(speed, "_decode_by_stock", break_down)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run(*options)
+    before = json.loads(out.read_text())["runs"]
+    assert {one["group"] for one in before} == {"T 0, batch 1"}
+    run(*options, "--resume")
     result = json.loads(out.read_text())
     assert result["kind"] == "throughput"
-    ways = [(one["batch_size"], one["way"]) for one in result["found"]]
-    assert len(set(ways)) == len(ways) == 4
-    for one in result["found"]:
-        assert one["num_different"] == (None if one["way"] == "mlx-lm" else 0)
-        assert one["throughput"]["median"] > 0
+    assert result["runs"][: len(before)] == before
+    rows = [(row["batch_size"], row["method"]) for row in result["rows"]]
+    assert len(set(rows)) == len(rows) == 8
+    for row in result["rows"]:
+        assert row["num_different"] == 0
+        assert row["tokens_per_second"]["median"] > 0
+        if row["method"] == "mlx-lm":
+            assert row["speedup"]["median"] == 1
 
 
-def test_sizes_that_are_measured_are_kept(folders, tmp_path, monkeypatch):
-    target, drafter = folders
-    prompts, out = tmp_path / "p.txt", tmp_path / "t.json"
-    prompts.write_text(PROMPTS)
-    stock_way = throughput._stock_method
-
-    def break_down(setting):
-        write = stock_way(setting)
-
-        def way(ids):
-            if len(ids) == 2:
-                raise RuntimeError("power cut")
-            return write(ids)
-
-        return way
-
-    monkeypatch.setattr(throughput, "_stock_method", break_down)
-    with pytest.raises(RuntimeError, match="power cut"):
-        run(
-            "throughput", "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 4,
-            "--batch-sizes", "1,2", "--shapes", "2x3", "--rounds", 1, "-o", out,
-        )  # fmt: skip
-    assert {one["batch_size"] for one in json.loads(out.read_text())["found"]} == {1}
-
-
-@pytest.mark.parametrize(("table", "cell"), [("throughput", "100 (1.25)"), ("latency", "20.0")])
-def test_tables_have_a_column_for_each_number_of_texts(table, cell):
-    one = {
-        "way": "auto",
+def test_a_table_has_a_column_for_each_number_of_texts():
+    row = {
+        "method": "auto",
         "batch_size": 2,
-        "throughput": {"median": 100.0},
-        "latency": {"median": 0.02},
+        "tokens_per_second": {"median": 100.0},
         "speedup": {"median": 1.25},
     }
     result = {
@@ -65,7 +55,7 @@ def test_tables_have_a_column_for_each_number_of_texts(table, cell):
         "commit": "0123456789",
         "configuration": {"temp": 0.0},
         "disturbances": [],
-        "found": [one],
+        "rows": [row],
     }
-    page = fill(f"<!-- table: {table} -->\n<!-- end -->", {"x": result})
-    assert f"| x | 0123456 | 0 | auto |  | {cell} |  |  |  | yes |" in page
+    page = fill("<!-- table: throughput -->\n<!-- end -->", {"x": result})
+    assert "| x | 0123456 | 0 | auto |  | 100 (1.25) |  |  |  | yes |" in page

@@ -2,7 +2,8 @@
 
 import pytest
 
-from mlx_redrafter.bench.timing import estimate, take_turns
+from mlx_redrafter.bench.lab.rounds import scaled, take_turns
+from mlx_redrafter.bench.timing import estimate
 
 
 def test_every_round_starts_with_another_job():
@@ -32,7 +33,7 @@ def test_estimate():
     assert found.quartiles == (2, 4)
     assert 1 <= found.low <= 3 <= found.high <= 5
     assert found.count == 5
-    assert found.scaled(2).median == 6
+    assert scaled(found, 2).median == 6
     assert found.span(".0f").endswith("(95%)")
 
 

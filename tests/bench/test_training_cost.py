@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_redrafter.bench.chips import CHIPS
-from mlx_redrafter.bench.lab.training_table import TABLE_CHIPS
-from mlx_redrafter.bench.model_shape import shape_of_family
+from mlx_redrafter.bench.lab.training_table import TABLE_CHIPS, shape_of
 from mlx_redrafter.bench.training_cost import TrainingCost
 from tests.bench.commands import run_lab
 from tests.helpers.models import ROOT
@@ -23,8 +22,8 @@ def test_the_table_in_the_documentation_is_what_the_command_gives() -> None:
 @pytest.mark.parametrize("name", ["M1", "M4 Max"])
 def test_the_cost_grows_with_the_model_and_the_tokens(name: str) -> None:
     chip, totals = CHIPS[name], []
-    for family in ("llama 1B 4bit", "llama 8B 4bit", "llama 70B 4bit"):
-        shape = shape_of_family(family)
+    for model in ("llama 1B", "llama 8B"):
+        shape = shape_of(model, 4)
         once, twice = (TrainingCost.of(shape, tokens) for tokens in (10**6, 2 * 10**6))
         totals.append(once.predict(shape, chip).total)
         assert 1.7 < twice.predict(shape, chip).total / totals[-1] < 2.1
@@ -34,7 +33,7 @@ def test_the_cost_grows_with_the_model_and_the_tokens(name: str) -> None:
 
 
 def test_the_stages_follow_from_the_hardware() -> None:
-    shape = shape_of_family("llama 8B 16bit")
+    shape = shape_of("llama 8B", 16)
     cost = TrainingCost.of(shape, 10**6)
     stages = cost.predict(shape, CHIPS["M2 Max"]).stages
     assert set(stages) == {"generating", "reading", "training", "evaluation"}

@@ -188,7 +188,7 @@ def test_nothing_is_overwritten(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="found files in"):
+    with pytest.raises(CheckpointError, match="found files that no conversion wrote in"):
         widen_target(source, mine, 10**6)
     with pytest.raises(CheckpointError, match="found a file"):
         widen_target(source, mine / "notes.txt", 10**6)

@@ -100,7 +100,7 @@ def test_the_entry_that_the_target_accepts_is_found(
         ids[1:, 0] = best
         return [text]
 
-    monkeypatch.setattr("mlx_redrafter.convert.block.decode_all", decode)
+    monkeypatch.setattr("mlx_redrafter.convert.selftest.decode_all", decode)
     save_drafter(network, tmp_path / "right")
     wrong = replace(network.config, first_slot=1)
     (tmp_path / "wrong").mkdir()

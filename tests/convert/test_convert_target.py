@@ -6,6 +6,7 @@ A drafter is fitted to stories260k within seconds, so acceptance is real, if mod
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from mlx_redrafter.convert.conversion_options import (
     Quantization,
     VocabularySlice,
 )
-from mlx_redrafter.convert.selftest import MIN_ACCEPTANCE, TOKENS_PER_PROMPT, self_test
+from mlx_redrafter.convert.selftest import MIN_ACCEPTANCE, TOKENS_PER_PROMPT
 from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError
@@ -112,10 +113,19 @@ def test_calibration_is_stored(convert: Convert, tmp_path: Path) -> None:
     assert config.inverse_temperature != 1
 
 
-def test_the_wrong_recurrence_is_noticed(convert: Convert) -> None:
-    conversion = convert(rnn_activation="identity")
-    assert conversion.config.rnn_activation == "identity"
-    assert "--rnn-activation silu" in conversion.warnings[0]
+def test_the_recurrence_is_the_one_that_the_target_accepts_most(
+    convert: Convert, fitted: Path, stories: Trained, tmp_path: Path
+) -> None:
+    wrong = shutil.copytree(fitted, tmp_path / "wrong")
+    values = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps({**values, "rnn_activation": "identity"}))
+    options = ConversionOptions(target=stories.folder)
+    conversion = convert_drafter(wrong, tmp_path / "right", options)
+    assert conversion.config.rnn_activation == "silu"
+    assert conversion.provenance["notes"][-1].endswith("; used other recurrence")
+    assert conversion.warnings == ()
+    assert convert().provenance["notes"][-1].endswith("; used as it says")
+    assert convert(rnn_activation="identity").config.rnn_activation == "identity"
 
 
 @pytest.mark.parametrize("rnn", [True, False])
@@ -131,7 +141,8 @@ def test_the_self_test_measures_what_drafting_does(
     convert: Convert, stories: Trained, tmp_path: Path, is_linear: bool
 ) -> None:
     """The first draft of a beam search at every token of the target's own text."""
-    convert(dtype="float32", rnn_activation="identity" if is_linear else "silu")
+    activation = "identity" if is_linear else "silu"
+    conversion = convert(dtype="float32", rnn_activation=activation)
     drafter = load_drafter(tmp_path / "out")
     target, shape = Target(stories.model), DraftShape(1, 2)
     enter = drafter.input_of(target.embed)
@@ -139,15 +150,15 @@ def test_the_self_test_measures_what_drafting_does(
     for prompt in PROMPTS_OF_SELF_TEST:
         cache = target.new_cache()
         ids = mx.array(stories.tokenizer.encode(prompt), dtype=mx.int32)
-        forward = target.prefill(ids, cache, 512, lambda done, total: None)
+        forward = target.prefill(ids, cache, 512)
         for _ in range(TOKENS_PER_PROMPT):
             root = mx.argmax(forward.logits, axis=-1)
             draft = expand(drafter, enter, forward.hidden_states[0], root, shape).tokens[0]
             forward = target.advance(root, cache)
             matches.append(draft.item() == mx.argmax(forward.logits).item())
-    measured = self_test(drafter, stories.model, stories.tokenizer)
-    assert measured.positions == len(matches)
-    assert measured.acceptance == pytest.approx(sum(matches) / len(matches))
+    measured = conversion.provenance["self_test"]
+    assert measured["positions"] == len(matches)
+    assert measured["acceptance"] == pytest.approx(sum(matches) / len(matches))
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_advice_names_the_drafter_and_whose_figure_its_gain_is(
 def test_models_are_listed_pulled_and_removed(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert "no models on this machine" in run(capsys, "list").err
+    assert "no models in MLX's format on this machine" in run(capsys, "list").err
     pulled = run(capsys, "pull", MODEL.partition("/")[2])
     assert f"downloading {MODEL} (" in pulled.err, "the owner is completed"
     assert "licence apache-2.0" in pulled.err

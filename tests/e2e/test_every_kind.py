@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +14,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_redrafter import Engine, Grammar, load, proposers
+from mlx_redrafter import Engine, Grammar, device_read, load, proposers
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import find_kind
 from mlx_redrafter.decoding.protocols import Wish, propose_all
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.checkpoint import save_drafter
@@ -30,6 +32,7 @@ from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers import mimo, toy
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.cli import run
+from tests.helpers.few_shapes import compile_passes
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import fast_tokenizer, random_drafter
 from tests.server.serving import KEY, serving
@@ -240,6 +243,46 @@ def test_a_network_drafts_for_several_texts_as_for_each(
                     assert one.read().scores == pytest.approx(other.read().scores, abs=1e-3)
     drafts_alone = isinstance(drafted.proposer, DraftModel | toy.Toy)
     assert (num_joint > 0) == (not drafts_alone)
+
+
+def test_passes_are_dispatched_before_the_host_reads(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a fixed plan the host reads once per step; where it waits by design, also before it."""
+    drafted, plain = engines
+    compile_passes(monkeypatch, uses=1)
+    ahead = Engine(drafted.target.model, drafted.tokenizer, drafted.proposer)
+    counts: Counter[str] = Counter()
+    follow, waiting = SequenceDecoder._follow, device_read.waiting
+
+    def count_steps(sequence: SequenceDecoder) -> bool:
+        follows = follow(sequence)
+        counts.update(steps=1, followed=follows)
+        return follows
+
+    def count_reads() -> Any:
+        counts["reads"] += 1
+        return waiting()
+
+    monkeypatch.setattr(SequenceDecoder, "_follow", count_steps)
+    monkeypatch.setattr(device_read, "waiting", count_reads)
+    samplings: tuple[dict[str, Any], ...] = {"temp": 1.0, "seed": 2}, {"temp": 0.8, "seed": 3}, {}
+    for shape, sampling in zip(SHAPES, samplings, strict=True):
+        options: dict[str, Any] = {"max_tokens": 14, **shape, **sampling}
+        expected = [r.token for r in plain.stream(PROMPTS[0], **options)]
+        counts.clear()
+        assert [r.token for r in ahead.stream(PROMPTS[0], **options)] == expected
+        is_chain_of_model = isinstance(ahead.proposer, DraftModel) and shape == SHAPES[1]
+        if shape and ahead.proposer.networks and not is_chain_of_model:
+            assert counts["followed"] >= counts["steps"] - 3
+            assert counts["reads"] <= counts["steps"] + 3
+        shared = ahead.share()
+        first, second = (
+            ahead.stream(prompt, shared=shared, **options) for prompt in (PROMPTS[0], PROMPTS[0])
+        )
+        begun = [next(first).token for _ in range(6)]  # alone, before the other one joins it
+        assert [r.token for r in second] == expected
+        assert [*begun, *(r.token for r in first)] == expected
 
 
 def test_the_server(engines: tuple[Engine, Engine]) -> None:

@@ -186,7 +186,7 @@ def logits_of_tree(model: nn.Module, follow: bool) -> list[mx.array]:
 
     def start() -> Any:
         cache = target.new_cache()
-        target.prefill(text, cache, 512, lambda done, total: None)
+        target.prefill(text, cache, 512)
         return cache
 
     if not follow:

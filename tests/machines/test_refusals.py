@@ -11,12 +11,12 @@ import pytest
 
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
-from mlx_redrafter.generation_options import Quantisation
-from mlx_redrafter.machines.agreement import agree_on
+from mlx_redrafter.machines.agreement import load_together
+from mlx_redrafter.machines.following import load_when_asked
 from mlx_redrafter.machines.frames import Do, Frame
 from mlx_redrafter.machines.leading import Leader, LeadingTarget
 from mlx_redrafter.machines.meeting import Machines, Rank
-from mlx_redrafter.machines.splitting import check_family, split
+from mlx_redrafter.machines.splitting import check_family, config_digest, split
 from tests.machines.test_ends import store_tiny
 from tests.models.tiny_models import build, tiny_config
 
@@ -35,12 +35,12 @@ class Group:
 
 
 class Line:
-    """A connection to a rank that gives one answer."""
+    """A connection to a rank that gives these answers, one after the other."""
 
     other = "rank 1 (there)"
 
-    def __init__(self, answer: Frame | None = None):
-        self._answer = answer
+    def __init__(self, *answers: Frame):
+        self._answers = list(answers)
         self.sent: list[Do] = []
 
     def send(self, data: bytes) -> None:
@@ -50,12 +50,11 @@ class Line:
         self.sent.append(do)
 
     def receive(self) -> Frame:
-        assert self._answer is not None
-        return self._answer
+        return self._answers.pop(0)
 
 
-def _machines(answer: Frame | None = None) -> tuple[Machines, Line]:
-    line = Line(answer)
+def _machines(*answers: Frame) -> tuple[Machines, Line]:
+    line = Line(*answers)
     return Machines(Group(), [Rank.own(0)], [line]), line  # type: ignore[list-item]
 
 
@@ -79,21 +78,25 @@ def test_a_family_that_mlx_lm_cannot_split_is_refused() -> None:
         check_family({"model_type": "gemma2"})
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (Frame(Do.NO, (), "no such model"), r"rank 1 \(there\): no such model; copy"),
-        (Frame(Do.YES, (), "0" * 64), r"rank 1 \(there\) has another config.json"),
-    ],
-)
-def test_a_rank_without_the_model_loads_nothing(
-    tmp_path: Path, answer: Frame, message: str
-) -> None:
-    folder, (machines, line) = store_tiny(tmp_path / "tiny"), _machines(answer)
+def test_a_rank_without_the_model_loads_nothing(tmp_path: Path) -> None:
+    folder = store_tiny(tmp_path / "tiny")
+    machines, line = _machines(Frame(Do.NO, (), "no such model"))
     config = json.loads((folder / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=message):
-        agree_on(machines, str(folder), config)
+    with pytest.raises(CheckpointError, match=r"rank 1 \(there\): no such model; copy"):
+        load_together(machines, str(folder), config, {})
     assert line.sent == [Do.CHECK]
+
+
+def test_a_rank_with_another_config_says_so(tmp_path: Path) -> None:
+    folder = str(store_tiny(tmp_path / "tiny"))
+    machines, line = _machines(
+        Frame(Do.CHECK, (), f"{config_digest(folder)} {folder}"),
+        Frame(Do.CHECK, (), f"{'0' * 64} {folder}"),
+        Frame(Do.CHECK, (), f"{'0' * 64} {tmp_path / 'none'}"),
+        Frame(Do.END),
+    )
+    assert load_when_asked(machines, None) is None
+    assert line.sent == [Do.YES, Do.NO, Do.NO]
 
 
 def test_other_versions_are_named() -> None:
@@ -108,14 +111,13 @@ def test_options_for_one_machine_are_refused(
 ) -> None:
     machines, _ = _machines()
     monkeypatch.setattr("mlx_redrafter.checkpoints.loading.meet", lambda group: machines)
+    monkeypatch.setattr(mx.distributed, "Group", Group)
     with pytest.raises(ConfigError, match="the bundled one is for one machine"):
         load(group=Group())
-    with pytest.raises(ConfigError, match="adapter_path is not supported on several machines"):
+    with pytest.raises(ConfigError, match=r"adapter_path .* fuse it into the model"):
         load("org/model", adapter_path=tmp_path, group=Group())
     model = build(tiny_config("llama"))
     target = LeadingTarget(model, Leader(replace(machines, lines=[])))
-    with pytest.raises(ConfigError, match="kv_bits is not supported on several machines"):
-        target.new_cache(quantisation=Quantisation(8, 64, 0))
     filled = target.stock_cache()
     mx.eval(model(mx.array([[1, 2]]), cache=filled))
     with pytest.raises(ConfigError, match="which the other machines lack"):

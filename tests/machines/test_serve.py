@@ -6,15 +6,18 @@ import http.client
 import json
 import signal
 import socket
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_redrafter import Engine, load
-from mlx_redrafter.bench.lab.ranks import started
+from mlx_redrafter.bench.lab.ranks import Ranks, started
+from mlx_redrafter.machines.line import LOST
 from tests.machines.test_ends import store_tiny
 
 pytest.importorskip("starlette")
@@ -29,6 +32,12 @@ def _ask(port: int, path: str, **body: Any) -> Any:
         return json.loads(client.getresponse().read())
 
 
+def _read(port: int, path: str) -> str:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+        client.request("GET", path)
+        return client.getresponse().read().decode()
+
+
 def _leave_early(port: int) -> None:
     """Begin a long text and hang up."""
     body = json.dumps({"prompt": PROMPTS[1], "max_tokens": 400, "stream": True})
@@ -37,16 +46,47 @@ def _leave_early(port: int) -> None:
         client.getresponse().read(20)
 
 
-def test_answers_of_two_ranks(tmp_path: Path) -> None:
-    folder = store_tiny(tmp_path / "tiny")
-    engine = Engine(*load(folder)[:2], None)
-    options: dict[str, Any] = {"max_tokens": 24, "temp": 0.7, "seed": 5}
-    expected = [engine.generate(prompt, **options) for prompt in PROMPTS]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return store_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def _served(folder: Path) -> Iterator[tuple[Ranks, int]]:
+    """Two ranks that serve a model, and rank 0's port."""
     with closing(socket.create_server(("127.0.0.1", 0))) as one:
         port = one.getsockname()[1]
     command = ["-m", "mlx_redrafter", "serve", "--model", str(folder), "--port", str(port)]
     with started(command, 2) as ranks:
         ranks.wait_for("serving")
+        yield ranks, port
+
+
+def test_a_lost_rank_ends_the_server_with_an_answer(folder: Path) -> None:
+    with _served(folder) as (ranks, port), ThreadPoolExecutor(1) as pool:
+        body = {
+            "prompt": PROMPTS[0],
+            "max_tokens": 3000,
+            "temperature": 1,
+            "logit_bias": {"2": -100},
+        }
+        answer = pool.submit(_ask, port, "/v1/completions", **body)
+        while "running_requests 1" not in _read(port, "/metrics"):
+            time.sleep(0.05)
+        ranks.processes[1].kill()
+        ended = ranks.wait()
+        error = answer.result()["error"]
+    assert [one.code for one in ended] == [LOST, -9], ended
+    assert error["code"] == "machine_lost"
+    assert error["message"].startswith("rank 1 (")
+    assert f"redrafter-mlx: {error['message']}" in ended[0].out
+
+
+def test_answers_of_two_ranks(folder: Path) -> None:
+    engine = Engine(*load(folder)[:2], None)
+    options: dict[str, Any] = {"max_tokens": 24, "temp": 0.7, "seed": 5}
+    expected = [engine.generate(prompt, **options) for prompt in PROMPTS]
+    with _served(folder) as (ranks, port):
 
         def complete(prompt: str) -> str:
             body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.7, "seed": 5}

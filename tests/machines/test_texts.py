@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from mlx_redrafter.bench.lab.ranks import started
 from tests.machines.proposers import store
 
-# Kinds of proposers to try, as all of them take a minute: one that reads the target's states.
-TRIED = ("EAGLE-3",)
+# Kinds of proposers to try, as all of them take a minute, with the number of results: one that
+# reads the target's states, and a module of another target.
+TRIED = {"EAGLE-3": 5, "MTP": 3}
 
 
 def _families(*arguments: str, size: int) -> list[dict[str, object]]:
@@ -30,13 +33,20 @@ def test_two_ranks_write_what_one_process_writes() -> None:
     assert all(map(_is_exact, found)), found
 
 
-def test_proposers_batches_and_caches_on_two_ranks(tmp_path: Path) -> None:
-    store(tmp_path)
-    with started(["-m", "tests.machines.proposers", str(tmp_path), *TRIED], 2) as ranks:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kinds")
+    store(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", TRIED)
+def test_proposers_batches_and_caches_on_two_ranks(kind: str, folder: Path) -> None:
+    with started(["-m", "tests.machines.proposers", str(folder), kind], 2) as ranks:
         ended = ranks.wait()
     assert [one.code for one in ended] == [0, 0], ended
     found = [json.loads(line) for line in ended[0].out.splitlines() if line.startswith("{")]
-    assert len(found) == len(TRIED) + 3
+    assert len(found) == TRIED[kind]
     wrong = [one for one in found if not all(value for value in one.values())]
     assert wrong == []
 

@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
@@ -31,7 +30,14 @@ from tests.models.test_architectures import (
     assert_tree_agrees,
     disagreement,
 )
-from tests.models.test_windows import assert_continues_alike, prompt_of, read_by_stock
+from tests.models.test_windows import (
+    SAMPLERS,
+    assert_continues_alike,
+    assert_conversation,
+    assert_sampled_texts,
+    assert_texts_of_any_shapes,
+    read_by_stock,
+)
 from tests.models.tiny_models import (
     COMMON,
     VOCAB_SIZE,
@@ -163,28 +169,7 @@ def test_a_draft_that_is_not_a_number_spoils_its_branch_alone() -> None:
 @pytest.mark.parametrize("length", [1, 2, 17])
 @pytest.mark.parametrize("model_type", WITH_STATES)
 def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, length: int) -> None:
-    """Trees of all sizes with plain steps between, and the cache after them."""
-    model, prompt = build(tiny_config(model_type)), prompt_of(length)
-    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
-    stock = stock_tokens(model, prompt, NUM_TOKENS, prompt_cache=stock_cache)
-    use_policy(monkeypatch, RandomShapes(length))
-    found = list(
-        stream_generate(
-            model,
-            wrapped_tokenizer(VOCAB_SIZE),
-            prompt,
-            drafter=Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8),
-            max_tokens=NUM_TOKENS,
-            prompt_cache=cache,
-        )
-    )
-    assert_same_tokens(stock, [response.token for response in found], model_type)
-    for response, (_, log_probs) in zip(found, stock, strict=True):
-        assert disagreement(response.logprobs, log_probs) <= TOLERANCE
-    assert_continues_alike(model, cache, stock_cache)
-
-
-SAMPLERS: list[dict[str, Any]] = [{"temp": 0.7}, {"temp": 1.0, "top_p": 0.9}]
+    assert_texts_of_any_shapes(monkeypatch, build(tiny_config(model_type)), length)
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -192,22 +177,7 @@ SAMPLERS: list[dict[str, Any]] = [{"temp": 0.7}, {"temp": 1.0, "top_p": 0.9}]
 def test_sampled_texts(
     monkeypatch: pytest.MonkeyPatch, model_type: str, options: dict[str, Any]
 ) -> None:
-    model, tokenizer = build(tiny_config(model_type)), wrapped_tokenizer(VOCAB_SIZE)
-
-    def write(drafter: Any, **options: Any) -> list[int]:
-        responses = stream_generate(
-            model, tokenizer, PROMPT, drafter=drafter, max_tokens=40, **options
-        )
-        return [response.token for response in responses]
-
-    plain = write(None, seed=5, **options)
-    mx.random.seed(5)
-    stock = stock_tokens(model, PROMPT, 40, sampler=make_sampler(**options))
-    use_policy(monkeypatch, RandomShapes(3))
-    assert write(Scripted(plain, VOCAB_SIZE, accuracy=0.8), seed=5, **options) == plain
-    mx.random.seed(5)
-    drafted = write(Scripted(ids(stock), VOCAB_SIZE, 0.8), sampler=make_sampler(**options))
-    assert_same_tokens(stock, drafted)
+    assert_sampled_texts(monkeypatch, build(tiny_config(model_type)), options)
 
 
 def test_a_recurrent_drafter_and_lookup() -> None:
@@ -223,24 +193,7 @@ def test_a_recurrent_drafter_and_lookup() -> None:
 @pytest.mark.parametrize("model_type", WITH_ROWS)
 @pytest.mark.parametrize("has_drafts", [False, True])
 def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> None:
-    model, tokenizer = build(long_config(model_type)), wrapped_tokenizer(VOCAB_SIZE)
-    ours, stock = make_prompt_cache(model), make_prompt_cache(model)
-    for turn, question in enumerate([[5, 17, 3], [8], [40, 2], prompt_of(20), [7], [1, 2]]):
-        expected = stock_tokens(model, question, 5 + turn, prompt_cache=stock)
-        drafter: Any = Scripted(ids(expected), VOCAB_SIZE) if has_drafts else None
-        found = stream_generate(
-            model,
-            tokenizer,
-            question,
-            drafter=drafter,
-            max_tokens=5 + turn,
-            prompt_cache=ours,
-            beam_width=4,
-            beam_length=5,
-            tree_nodes=9,
-        )
-        assert_same_tokens(expected, [response.token for response in found], turn)
-    assert_continues_alike(model, ours, stock)
+    assert_conversation(build(long_config(model_type)), has_drafts)
 
 
 @functools.cache

@@ -129,13 +129,11 @@ def test_a_mask_off_by_one_is_noticed(
     assert disagreement(found, expected) > VISIBLE
 
 
-@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
-@pytest.mark.parametrize("model_type", WITH_WINDOWS)
-@pytest.mark.usefixtures("few_shapes_or_not")
-def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, length: int) -> None:
-    """Trees of all sizes with plain steps between, over several wraps, and the cache after them."""
-    monkeypatch.setattr(ChunkedKVCache, "step", 32)  # so that buffers are copied, too
-    model, prompt = build(windowed_config(model_type)), prompt_of(length)
+def assert_texts_of_any_shapes(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, length: int
+) -> None:
+    """Trees of all sizes with plain steps between, and the cache after them."""
+    prompt = prompt_of(length)
     stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
     stock = stock_tokens(model, prompt, NUM_TOKENS, prompt_cache=stock_cache)
     use_policy(monkeypatch, RandomShapes(length))
@@ -150,21 +148,29 @@ def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, l
             prompt_cache=cache,
         )
     )
-    assert_same_tokens(stock, [response.token for response in found], model_type)
+    assert_same_tokens(stock, [response.token for response in found])
     for response, (_, log_probs) in zip(found, stock, strict=True):
         assert disagreement(response.logprobs, log_probs) <= TOLERANCE
     assert_continues_alike(model, cache, stock_cache)
 
 
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
+@pytest.mark.parametrize("model_type", WITH_WINDOWS)
+@pytest.mark.usefixtures("few_shapes_or_not")
+def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, length: int) -> None:
+    """Over several wraps."""
+    monkeypatch.setattr(ChunkedKVCache, "step", 32)  # so that buffers are copied, too
+    assert_texts_of_any_shapes(monkeypatch, build(windowed_config(model_type)), length)
+
+
 SAMPLERS: list[dict[str, Any]] = [{"temp": 0.7}, {"temp": 1.0, "top_p": 0.9}]
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama"])
-@pytest.mark.parametrize("options", SAMPLERS, ids=str)
-def test_sampled_texts(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, options: dict[str, Any]
+def assert_sampled_texts(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, options: dict[str, Any]
 ) -> None:
-    model, tokenizer = build(windowed_config(model_type)), wrapped_tokenizer(VOCAB_SIZE)
+    """With seeds and with a sampler of mlx-lm, drafts or not."""
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
 
     def write(drafter: Any, **options: Any) -> list[int]:
         responses = stream_generate(
@@ -182,10 +188,17 @@ def test_sampled_texts(
     assert_same_tokens(stock, drafted)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gemma3n", "iquestloopcoder", "llama4"])
-@pytest.mark.parametrize("has_drafts", [False, True])
-def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> None:
-    model, tokenizer = build(windowed_config(model_type)), wrapped_tokenizer(VOCAB_SIZE)
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama"])
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+def test_sampled_texts(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, options: dict[str, Any]
+) -> None:
+    assert_sampled_texts(monkeypatch, build(windowed_config(model_type)), options)
+
+
+def assert_conversation(model: nn.Module, has_drafts: bool) -> None:
+    """Several turns on one prompt cache."""
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     ours, stock = make_prompt_cache(model), make_prompt_cache(model)
     for turn, question in enumerate([[5, 17, 3], [8], [40, 2], prompt_of(20), [7], [1, 2]]):
         expected = stock_tokens(model, question, 5 + turn, prompt_cache=stock)
@@ -203,6 +216,12 @@ def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> No
         )
         assert_same_tokens(expected, [response.token for response in found], turn)
     assert_continues_alike(model, ours, stock)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gemma3n", "iquestloopcoder", "llama4"])
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> None:
+    assert_conversation(build(windowed_config(model_type)), has_drafts)
 
 
 def read_by_stock(model: nn.Module, tokens: Sequence[int]) -> list[Any]:

@@ -53,7 +53,7 @@ def verify_after_prompt(
 ) -> TargetOutputs:
     """Verify a tree whose root follows `PROMPT`."""
     cache = target.new_cache(quantisation=quantisation)
-    target.prefill(mx.array(PROMPT), cache, 2048, lambda done, total: None)
+    target.prefill(mx.array(PROMPT), cache, 2048)
     return target.verify(tree, cache)
 
 

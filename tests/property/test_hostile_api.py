@@ -113,7 +113,7 @@ class Yard:
             "Grammar": (api.Grammar, {"source": api.Grammar.json_object().source}),
             "json_schema": (api.Grammar.json_schema, {"schema": {"type": "object"}}),
             "regex": (api.Grammar.regex, {"pattern": "[a-z]+"}),
-            "lark": (api.Grammar.lark, {"rules": 'start: "a"', "max_lines": 9}),
+            "lark": (api.Grammar.lark, {"rules": 'start: "a"', "scale": 9}),
             "load_drafter": (api.load_drafter, {"path_or_repo": self.folder}),
             "load": (
                 api.load,

@@ -114,7 +114,7 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
     target = Target(model)
     text = [1, 5, 9]
     cache = target.new_cache()
-    target.prefill(mx.array(text), cache, 512, lambda done, total: None)
+    target.prefill(mx.array(text), cache, 512)
     tokens, parents = grow(random.Random(0), 7, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
     logits = target.verify(make_tree(tokens, parents, 4), cache).logits
     for node in range(len(tokens)):
@@ -122,7 +122,7 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
         while path[-1]:
             path.append(parents[path[-1]])
         alone = target.new_cache()
-        target.prefill(mx.array(text), alone, 512, lambda done, total: None)
+        target.prefill(mx.array(text), alone, 512)
         for above in path[::-1]:
             last = target.advance(mx.array([tokens[above]]), alone).logits[0]
         first, second = (np.array(row.astype(mx.float32)) for row in (last, logits[node]))

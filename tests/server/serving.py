@@ -103,18 +103,18 @@ def serving(
     """A server for this block; skips the test where the extra is not installed."""
     pytest.importorskip("starlette", reason=ABSENT)
     pytest.importorskip("uvicorn", reason=ABSENT)
-    from mlx_redrafter.server.application import Endpoints
+    from mlx_redrafter.server.application import make_application
     from mlx_redrafter.server.callers import Callers
     from mlx_redrafter.server.listening import listen, make_server
     from mlx_redrafter.server.models import Model, Models
+    from mlx_redrafter.server.protocols.service import Service
 
     limits = Limits() if limits is None else limits
     worker = Worker(limits)
     served = [Model("tiny", lambda: engine), *others]
     models = Models(served, defaults, limits, worker.is_busy, is_strict, folder)
     callers = Callers(hosts=["named.example"], origins=["http://page.example"], key=KEY)
-    endpoints = Endpoints(models, worker, defaults, limits, callers)
-    application = endpoints.application()
+    application = make_application(Service(models, worker, defaults, limits, callers))
     server = make_server(application, limits.client_timeout, grace, worker.end)
     listener = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],))

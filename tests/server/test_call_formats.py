@@ -244,12 +244,12 @@ def test_bad_schemas(kind: str) -> None:
     assert len(refused) >= 6
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "pythonic", "qwen3_coder"])
+@pytest.mark.parametrize("kind", ["gemma4", "json_tools", "pythonic", "qwen3_coder"])
 def test_as_many_tools_as_a_request_may_have(kind: str) -> None:
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     text = {"type": "string", "maxLength": 1 << 19}
     functions = [
-        {"name": f"tool_{i}", "parameters": {"properties": {f"{i}_{j}": text for j in range(8)}}}
+        {"name": f"tool_{i}", "parameters": {"properties": {f"{i}_{j}": text for j in range(20)}}}
         for i in range(MAX_TOOLS)
     ]
     tools = Tools([{"type": "function", "function": one} for one in functions])

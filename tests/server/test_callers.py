@@ -195,9 +195,9 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(
     """The encoding of a large body lasts until the small one has its answer."""
     import threading
 
-    from mlx_redrafter.server import application
+    from mlx_redrafter.server.protocols import service
 
-    fit, is_answered, began = application.fit, threading.Event(), threading.Event()
+    fit, is_answered, began = service.fit, threading.Event(), threading.Event()
 
     def slowly(request: Any, *rest: Any) -> Any:
         if len(request.prompts[0]) > 1000:
@@ -205,7 +205,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(
             assert is_answered.wait(20)
         return fit(request, *rest)
 
-    monkeypatch.setattr(application, "fit", slowly)
+    monkeypatch.setattr(service, "fit", slowly)
     found: list[Any] = []
     large = threading.Thread(
         target=lambda: found.append(quick.send(PATH, {"prompt": "A" * 1_000_000}))

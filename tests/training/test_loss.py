@@ -16,7 +16,7 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import loss
 from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, draft_loss
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
-from mlx_redrafter.training.training_request import LossOptions, Recipe
+from mlx_redrafter.training.training_request import Recipe
 from tests.training import reference
 
 H, V, K, S, B, LAYERS = 4, 11, 3, 3, 5, 1
@@ -72,7 +72,7 @@ class Case:
         self.drafter = _drafter(exit_dim)
         self.batch = _batch()
         self.table = _table()
-        self.options = LossOptions(recipe=recipe)
+        self.recipe = recipe
         self.counts = mx.sum(self.batch.weights, axis=0)
         self.arrays = {
             name: np.array(value).astype(np.int64 if name in ("tokens", "top_ids") else np.float64)
@@ -95,14 +95,13 @@ class Case:
                     self.weights, LAYERS, self.arrays["states"][row], embeddings
                 )
             ]
-            floor = self.options.confidence_floor
-            result.append(reference.confidences(log_qs, tokens[1:], floor))
+            result.append(reference.confidences(log_qs, tokens[1:], loss.CONFIDENCE_FLOOR))
         return result
 
     def loss(self, batch: TrainingBatch) -> mx.array:
         """Compute the trainer's loss."""
         student = RecurrentStudent(self.drafter, lambda t: self.table[t])
-        return draft_loss(student.logits(self.drafter, batch), batch, self.counts, self.options)
+        return draft_loss(student.logits(self.drafter, batch), batch, self.counts, self.recipe)
 
     def expected(self, weights: reference.Weights) -> float:
         """Compute the reference's loss; acceptance chances stay those of the original weights."""
@@ -112,8 +111,8 @@ class Case:
             LAYERS,
             table,
             self.arrays,
-            self.options.recipe,
-            self.options.position_decay,
+            self.recipe,
+            loss.POSITION_DECAY,
             self.rho,
         )
 
@@ -241,7 +240,7 @@ def test_an_estimate_of_the_confidence_is_best_at_the_overlap() -> None:
         assert found[0] == pytest.approx(1 - far / 2, abs=1e-5)
 
     def total(estimate: mx.array) -> float:
-        options = (case.counts, case.options, mx.log(mx.clip(estimate, 1e-3, 1 - 1e-3)))
+        options = (case.counts, case.recipe, mx.log(mx.clip(estimate, 1e-3, 1 - 1e-3)))
         value: float = draft_loss(logits, case.batch, *options).item()
         return value
 

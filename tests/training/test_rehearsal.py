@@ -13,7 +13,6 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
     DataOptions,
-    LossOptions,
     NetworkOptions,
     TrainingOptions,
     TrainingRequest,
@@ -40,7 +39,7 @@ def target() -> Target:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_stage_takes_time(target: Target, recipe: Recipe) -> None:
-    request = replace(REQUEST, loss=LossOptions(recipe=recipe))
+    request = replace(REQUEST, recipe=recipe)
     stages: list[int] = []
     student = new_student(target, request.network)
     pace = rehearse(request, target, student, [[1, 2, 3]], lambda done, _: stages.append(done))

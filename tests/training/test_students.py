@@ -25,12 +25,13 @@ from mlx_redrafter.training import (
     simulate,
     train_drafter,
 )
+from mlx_redrafter.training import loss as loss_module
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.students.kv_students import AutoregressiveStudent
 from mlx_redrafter.training.teacher import read_sequences, read_states
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import HEADS, Head, LossOptions, Recipe
+from mlx_redrafter.training.training_request import HEADS, Head, Recipe
 from tests.helpers.models import shared_model, tiny_llama, wrapped_tokenizer
 from tests.training.conftest import small_request
 from tests.training.pieces import Silent
@@ -74,7 +75,7 @@ def test_every_head_learns_by_other_recipes(target: Target, head: Head, recipe: 
     optimiser = optim.Adam(learning_rate=3e-3)
 
     def loss() -> mx.array:
-        return draft_loss(student.logits(network, batch), batch, counts, LossOptions(recipe))
+        return draft_loss(student.logits(network, batch), batch, counts, recipe)
 
     losses = []
     for _ in range(30):
@@ -139,7 +140,9 @@ def test_slots_along_a_text_are_those_of_drafting(target: Target) -> None:
 
 
 @pytest.mark.parametrize("head", STUDENTS)
-def test_gradients_are_those_of_the_loss(target: Target, head: Head) -> None:
+def test_gradients_are_those_of_the_loss(
+    target: Target, head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a random direction, against the difference of two losses."""
     student = _student(target, head)
     shard = _shard(target, student, 16)
@@ -148,11 +151,11 @@ def test_gradients_are_those_of_the_loss(target: Target, head: Head) -> None:
     batch = gather(group, np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
     counts = mx.sum(batch.weights, axis=0)
     # Without the confidence, through which no gradient flows.
-    options = LossOptions(confidence_floor=1)
+    monkeypatch.setattr(loss_module, "CONFIDENCE_FLOOR", 1)
     network = student.network
 
     def loss() -> mx.array:
-        return draft_loss(student.logits(network, batch), batch, counts, options)
+        return draft_loss(student.logits(network, batch), batch, counts, "soft")
 
     _, gradient = nn.value_and_grad(network, loss)()
     weights = network.trainable_parameters()

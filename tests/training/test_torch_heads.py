@@ -16,9 +16,9 @@ from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, Student, TokenSequence, new_student
 from mlx_redrafter.training.batches import HeadRows, find_draftable_steps, gather, make_group
-from mlx_redrafter.training.loss import TrainingBatch, draft_loss
+from mlx_redrafter.training.loss import CONFIDENCE_FLOOR, POSITION_DECAY, TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher import read_sequences, read_states
-from mlx_redrafter.training.training_request import BLOCK_HEADS, HEADS, Head, LossOptions
+from mlx_redrafter.training.training_request import BLOCK_HEADS, HEADS, Head
 from tests.helpers.models import tiny_llama
 
 torch = pytest.importorskip("torch")
@@ -105,11 +105,11 @@ def _double(array: mx.array) -> Any:
 @pytest.mark.parametrize("head", [head for head in HEADS if head not in BLOCK_HEADS])
 def test_loss_and_gradient_are_those_of_torch(target: Target, head: Head) -> None:
     student = _student(target, head)
-    batch, network, options = _batch(target, student), student.network, LossOptions()
+    batch, network = _batch(target, student), student.network
     counts = mx.sum(batch.weights, axis=0)
 
     def loss() -> mx.array:
-        return draft_loss(student.logits(network, batch), batch, counts, options)
+        return draft_loss(student.logits(network, batch), batch, counts, "soft")
 
     value, gradient = nn.value_and_grad(network, loss)()
     weights = {
@@ -122,9 +122,7 @@ def test_loss_and_gradient_are_those_of_torch(target: Target, head: Head) -> Non
         for name, array in batch._asdict().items()
     }
     reference = _reference(target, student, weights)
-    expected = torch_heads.loss(
-        reference, tensors, options.position_decay, options.confidence_floor
-    )
+    expected = torch_heads.loss(reference, tensors, POSITION_DECAY, CONFIDENCE_FLOOR)
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
     found = dict(tree_flatten(gradient))

@@ -21,6 +21,7 @@ from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import preparation, resources
+from mlx_redrafter.training.teacher import TOP_K
 from mlx_redrafter.training.training_request import CACHE_FOLDER
 from tests.helpers.cli import Result, run
 from tests.helpers.models import shared_model
@@ -79,7 +80,7 @@ def test_held_out_texts_keep_what_calibration_looks_at(finished: Run) -> None:
         for part in ("train", "held-out")
     )
     vocab_size = json.loads((finished.request.out / "config.json").read_text())["vocab_size"]
-    assert train.shape[1] == finished.request.top_k
+    assert train.shape[1] == TOP_K
     assert held_out.shape[1] == min(TOP_TOKENS, vocab_size) > train.shape[1]
 
 

@@ -24,15 +24,16 @@ from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.students.student_kinds import new_student
 from mlx_redrafter.training.teacher import fill_cache, fill_states
 from mlx_redrafter.training.teacher_cache import TeacherCache
-from mlx_redrafter.training.trainer import Trainer, TrainingTask
+from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import (
     HEADS,
     RECIPES,
+    STATE_FOLDER,
     Head,
-    LossOptions,
     NetworkOptions,
     Recipe,
     TrainingOptions,
+    TrainingRequest,
 )
 from tests.helpers.models import tiny_llama
 
@@ -76,14 +77,12 @@ class TrainingSetup:
         student.initialise(compute_head_matrix(self.target), 0)
         stretch = 16 if student.reads_context else 1
         batch_options = BatchOptions(4, options.batch_tokens, options.seed, stretch, student.layers)
-        task = TrainingTask(
-            BatchOrder(self.cache, "train", batch_options),
-            [self.cache.load("held-out", 0, student.layers)],
-            0.8,
-            LossOptions(recipe=recipe),
-            options,
+        order = BatchOrder(self.cache, "train", batch_options)
+        held_out = [self.cache.load("held-out", 0, student.layers)]
+        request = TrainingRequest(
+            "m", folder, data=[folder], resume=True, recipe=recipe, training=options
         )
-        return Trainer(student, task, folder, identity, total_steps)
+        return Trainer(student, order, held_out, request, identity, total_steps)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,9 @@ def test_interrupted_and_resumed_is_the_same_as_undisturbed(
     trainer = setup.trainer(tmp_path / "parts", head=head)
     assert trainer.progress.step == 7
     assert _same(trainer.run(_ignore, _ignore), expected)
-    first, second = (load_arrays(tmp_path / name / STATE_FILE)[0] for name in ("whole", "parts"))
+    first, second = (
+        load_arrays(tmp_path / name / STATE_FOLDER / STATE_FILE)[0] for name in ("whole", "parts")
+    )
     assert first.keys() == second.keys()
     assert all(mx.array_equal(first[name], second[name]).item() for name in first)
     rates = [
@@ -165,11 +166,12 @@ def test_a_run_with_other_options_is_refused(setup: TrainingSetup, tmp_path: Pat
         setup.trainer(tmp_path).run(_stop_at(1), _ignore)
     with pytest.raises(CheckpointError, match="a: expected 2, found 1"):
         setup.trainer(tmp_path, identity='{"a": 2}')
-    path = tmp_path / STATE_FILE
+    path = tmp_path / STATE_FOLDER / STATE_FILE
     arrays, metadata = load_arrays(path)
+    del metadata["format"]
     old = tmp_path / "old"
-    save_arrays(old / STATE_FILE, arrays, {k: v for k, v in metadata.items() if k != "format"})
-    with pytest.raises(CheckpointError, match=r"expected a training state of format 2, found .* 1"):
+    save_arrays(old / STATE_FOLDER / STATE_FILE, arrays, metadata)
+    with pytest.raises(CheckpointError, match=r"expected a training state of format 3, found .* 1"):
         setup.trainer(old)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CheckpointError, match=r"cannot read .*delete it"):

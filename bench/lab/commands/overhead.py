@@ -23,6 +23,7 @@ from mlx_redrafter.bench.lab.options import (
     read_plan,
 )
 from mlx_redrafter.bench.lab.overhead import Overhead, measure_overhead
+from mlx_redrafter.bench.lab.rounds import scaled
 from mlx_redrafter.bench.result_file import new_result, write_result
 from mlx_redrafter.cli.bench_output import progress, show, warn
 from mlx_redrafter.draft_plan import DraftPlan
@@ -84,7 +85,7 @@ def _table(found: Overhead) -> Table:
         ("overhead", found.overhead),
         ("overhead, host work included", found.unhidden),
     ]:
-        interval = part.scaled(1e3).span()
+        interval = scaled(part, 1e3).span()
         table.add_row(name, f"{part.median * 1e3:.2f}", interval, f"{part.median / plain:.1%}")
     return table
 

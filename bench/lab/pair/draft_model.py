@@ -25,7 +25,6 @@ from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import MANIFEST, TeacherCache
 from mlx_redrafter.training.trainer import make_schedule
-from mlx_redrafter.training.training_request import LossOptions, TrainingOptions
 
 # Consecutive tokens that attend to each other, even if they belong to several texts.
 STRETCH = 512
@@ -96,13 +95,13 @@ def train(model: Model, cache: TeacherCache, peak: float, seed: int) -> None:
     options = BatchOptions(2, BATCH_TOKENS, seed, STRETCH)
     order = BatchOrder(cache, "train", options)
     total = order.steps_per_epoch
-    rate = make_schedule(peak, TrainingOptions.warmup, total)
+    rate = make_schedule(peak, total)
     adam = optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=0.0, bias_correction=True)
 
     def loss(part: TrainingBatch, counts: mx.array) -> mx.array:
         # Row t of a batch holds the token after position t and what the target says after it.
         logits = model(part.tokens[None, :, 0])[0].astype(mx.float32)
-        return draft_loss(logits[:, None], part, counts, LossOptions())
+        return draft_loss(logits[:, None], part, counts, "soft")
 
     gradient = nn.value_and_grad(model, loss)
     begun, found = time.monotonic(), 0.0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Wish, propose_all
@@ -14,13 +13,6 @@ from mlx_redrafter.proposers.lookup.lookup import Lookup, LookupDrafting
 from mlx_redrafter.proposers.wrapper import Wrapper
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
-
-# Number of lookups in a row whose drafts the policy did not use, after which they become rare.
-IN_VAIN = 32
-# Number of steps per lookup while they are rare.
-SELDOM = 4
-# Share of decoding time below which lookups never become rare.
-LITTLE = 0.01
 
 
 class LookupFirst(Wrapper[Proposer]):
@@ -42,48 +34,22 @@ class LookupFirst(Wrapper[Proposer]):
 class LookupFirstDrafting:
     """Drafts of one sequence."""
 
-    def __init__(
-        self,
-        lookup: LookupDrafting,
-        network: Drafting,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, lookup: LookupDrafting, network: Drafting):
         self.lookup = lookup
         self.network = network
         self.reader = network.reader
-        self._clock = clock
-        # End of the first lookup, which indexes the prompt, in seconds.
-        self._start: float | None = None
-        # Seconds of lookups since then.
-        self._looking = 0.0
-        # Number of lookups since the policy used one.
-        self._in_vain = 0
-        # Number of steps since the last lookup.
-        self._waited = 0
         # A pass that the lookup has not read yet, as the host had not.
         self._unseen: PendingPass | None = None
 
     def outlook(self) -> Sequence[float]:
-        """Look up, or return nothing if lookups have become rare and cost time."""
-        self._waited += 1
-        begin = self._clock()
-        if self._in_vain >= IN_VAIN and self._waited < SELDOM and self._takes_time(begin):
-            return ()
-        self._in_vain, self._waited = self._in_vain + 1, 0
         self._show_lookup()
-        outlook, end = self.lookup.outlook(), self._clock()
-        if self._start is None:
-            self._start = end
-        else:
-            self._looking += end - begin
-        return outlook
+        return self.lookup.outlook()
 
     def propose(
         self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
     ) -> TokenTree | None:
         if plan.from_text:
             self._show_lookup()
-            self._in_vain = 0
             tree = self.lookup.propose(flight, plan, noise)
             self.network.skip(flight)
             return tree
@@ -111,10 +77,6 @@ class LookupFirstDrafting:
 
     def settle(self, length: int) -> None:
         self.network.settle(length)
-
-    def _takes_time(self, now: float) -> bool:
-        """Return whether lookups cost more than `LITTLE` of the time."""
-        return self._start is not None and self._looking > LITTLE * (now - self._start)
 
     def _show_lookup(self) -> None:
         unseen, self._unseen = self._unseen, None

@@ -27,6 +27,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
+from mlx_redrafter.target.caches.tree_pass import UnreadPath
 from mlx_redrafter.target.few_shapes import bucket
 
 
@@ -81,6 +82,16 @@ class FullCache:
         self._num_in_place = self.step.length + in_place
         self._aside = consecutive_runs(path[in_place:])
         self._length = self.step.length + len(path)
+
+    def follow(self, path: UnreadPath) -> None:
+        """Regard the path as in place: `write_all_aside` writes the entries that are not."""
+        self._num_in_place = self._length = self.step.length + path.max_length
+        self._aside = []
+
+    def place(self, length: int) -> None:
+        if self._rows.keys is not None:
+            self._rows.offset = length
+        self._num_in_place = self._length = length
 
     def settle(self, length: int) -> None:
         self.write_aside()
@@ -221,12 +232,21 @@ def _fill(stock: Any, entries: Entries, length: int) -> None:
         stock.start_position = entries.start
 
 
-def write_all_aside(caches: Sequence[FullCache]) -> None:
-    """Let the caches of a sequence write what their buffers lack, with one compiled graph."""
+def write_all_aside(caches: Sequence[FullCache], path: mx.array | None = None) -> None:
+    """Let the caches of a sequence write what their buffers lack, with one compiled graph.
+
+    Args:
+        caches: The caches.
+        path: Nodes of a path that the host has not read, whose entries the buffers lack, int32,
+            shape (L,); None if the caches know them.
+    """
     nodes: list[int] = []
     lacking = []
     for one in caches:
-        if runs := one._runs_aside():
+        if path is not None and one._fresh is not None:
+            one._grow(one._length - one.start)
+            lacking.append(one)
+        elif runs := one._runs_aside():
             nodes = [node for run in runs for node in range(run.start, run.stop)]
             lacking.append(one)
     if not lacking:
@@ -236,7 +256,8 @@ def write_all_aside(caches: Sequence[FullCache]) -> None:
     indices = [starts.index(row) for row in rows]
     buffers = [part for one in lacking for part in (one._rows.keys, one._rows.values)]
     fresh = [part for one in lacking for part in one._fresh or ()]
-    written = iter(_write_nodes(mx.array(nodes), mx.array(starts), indices, buffers, fresh))
+    lacked = mx.array(nodes) if path is None else path
+    written = iter(_write_nodes(lacked, mx.array(starts), indices, buffers, fresh))
     for one in lacking:
         one._rows.keys, one._rows.values = next(written), next(written)
         one._rows.offset = one._length

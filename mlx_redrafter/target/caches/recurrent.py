@@ -14,7 +14,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.target.caches.tree_cache import ForwardPass, flat
-from mlx_redrafter.target.caches.tree_pass import State, StateAfter, StateRecord, TreePass
+from mlx_redrafter.target.caches.tree_pass import (
+    State,
+    StateAfter,
+    StateRecord,
+    TreePass,
+    UnreadPath,
+)
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 
@@ -69,6 +75,12 @@ class RecurrentCache:
                 _selected(new, old, taken) for new, old in zip(state, self.stock.cache, strict=True)
             ]
         self._store(state)
+
+    def follow(self, path: UnreadPath) -> None:
+        self.commit()
+
+    def place(self, length: int) -> None:
+        """Do nothing: the state is that after the path."""
 
     def settle(self, length: int) -> None:
         # If no pass has processed token ``length``, the state stays as it is.

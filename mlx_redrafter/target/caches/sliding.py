@@ -100,10 +100,18 @@ class SlidingCache(FullCache):
 
         ``chunk_size`` entries stay, so MLX copies the buffer only now and then.
         """
-        rows = self._rows
-        if rows.keys is not None and end - rows.start_position > rows.keys.shape[2]:
+        if not self._reaches(end):
             self.write_aside()
-            rows.maybe_trim_front()
+            self._rows.maybe_trim_front()
+
+    def has_room(self, end: int) -> bool:
+        """Whether entries up to position ``end`` leave all entries in the buffer."""
+        return self._is_ordered and self._reaches(end)
+
+    def _reaches(self, end: int) -> bool:
+        """Whether the buffer ends at position ``end`` or after it."""
+        rows = self._rows
+        return rows.keys is None or end - rows.start_position <= rows.keys.shape[2]
 
 
 def _in_order(ring: RotatingKVCache) -> ChunkedKVCache:

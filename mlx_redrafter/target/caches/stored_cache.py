@@ -143,6 +143,7 @@ def _copied(arrays: Arrays) -> Arrays:
 
 
 def _fill(part: Any, arrays: Arrays, length: int) -> None:
+    """Fill one cache with arrays named as in `_entries` or `_state`."""
     if isinstance(part, ArraysCache):
         for name, array in arrays.items():
             part[int(name)] = array

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from mlx_redrafter.target.caches.tree_pass import History, TreePass
+from mlx_redrafter.target.caches.tree_pass import History, TreePass, UnreadPath
 from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
@@ -47,6 +47,10 @@ class ForwardPass(TreePass):
         assert self.tree is not None
         ancestors = self.tree.ancestors
         return self._joined(mx.ones((ancestors.shape[0], self.length), mx.bool_), ancestors)
+
+    def place(self, length: int) -> None:
+        """Set the number of committed tokens, of which the pass knew a bound."""
+        self.length = self.lengths[0] = length
 
     def _columns(self, first: int) -> mx.array:
         """Places of the tokens from ``first`` on that have a column, counted from the root."""
@@ -106,6 +110,14 @@ class LayerCache(Protocol):
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
         ...
 
+    def follow(self, path: UnreadPath) -> None:
+        """Do what `commit` does before the host has read the path, for the passes in use now."""
+        ...
+
+    def place(self, length: int) -> None:
+        """Note the number of committed tokens before the pass, of which it knew a bound."""
+        ...
+
     def settle(self, length: int) -> None:
         """Leave the stock cache holding exactly the first ``length`` tokens."""
         ...
@@ -120,6 +132,7 @@ class TreeCache:
         length: Number of committed tokens.
         has_buckets: Whether trees attend to whole buckets of K/V entries.
         history: The newest passes.
+        unread: Path that `follow` has committed, until `commit` gets its nodes.
     """
 
     def __init__(self, layers: Sequence[Any], length: int, has_buckets: bool = False):
@@ -128,7 +141,8 @@ class TreeCache:
         self.length = length
         self.has_buckets = has_buckets
         self.history = History(1)
-        self._step = ForwardPass(length)
+        self.unread: UnreadPath | None = None
+        self._step = self._followed = ForwardPass(length)
         # Number of committed tokens before the newest pass that is committed.
         self._floor = length
 
@@ -136,6 +150,17 @@ class TreeCache:
     def stock(self) -> list[Any]:
         """The mlx-lm caches of the layers."""
         return [layer.stock for layer in self.layers]
+
+    @property
+    def bound(self) -> int:
+        """Maximum number of tokens before the pass over the newest tree."""
+        return self._step.length
+
+    @property
+    def length_on_device(self) -> mx.array:
+        """Number of tokens before the pass over the newest tree, int32, shape (1,)."""
+        known = mx.array([self.length], dtype=mx.int32)
+        return known if self.unread is None else known + self.unread.length
 
     @property
     def may_move(self) -> bool:
@@ -151,18 +176,49 @@ class TreeCache:
 
     def expect(self, tree: TokenTree | None) -> None:
         """Make the next forward pass one over a tree, or over committed tokens."""
-        self._step = ForwardPass(self.length, tree, self.has_buckets, self.history)
+        bound = self.length + (0 if self.unread is None else self.unread.max_length)
+        self._step = ForwardPass(bound, tree, self.has_buckets, self.history)
         self.history.enter(self._step, [self._floor])
         self._floor = self.length
         for part in self.parts:
             part.expect(self._step)
 
+    def follow(self, path: mx.array, num_accepted: mx.array) -> None:
+        """Keep the nodes of a path of the tree just verified before the host has read the path.
+
+        The next pass must be a compiled one, over a tree. Then `commit` gets the same path.
+
+        Args:
+            path: Node indices from the root on, junk after the accepted ones, int32, shape (L,).
+            num_accepted: Number of accepted drafts, int32, shape (1,).
+        """
+        tree, self._followed = self._step.tree, self._step
+        assert tree is not None
+        self.unread = UnreadPath(path, num_accepted, tree.size, tree.is_chain)
+        self._followed.accepted = self.unread
+        self._followed.paths = list(self.unread.paths)
+        for part in self.parts:
+            part.follow(self.unread)
+
     def commit(self, path: Sequence[int]) -> None:
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
+        if self.unread is not None:
+            self._read(path)
+            return
         self._step.paths[0] = path
         for part in self.parts:
             part.commit(path)
         self.grow(len(path))
+
+    def _read(self, path: Sequence[int]) -> None:
+        """Note the nodes of the path that `follow` has committed."""
+        self.unread = None
+        self._followed.paths[0] = path
+        self.grow(len(path))
+        self._floor = self.length
+        self._step.place(self.length)
+        for part in self.parts:
+            part.place(self.length)
 
     def grow(self, num_tokens: int) -> None:
         """Count tokens whose K/V entries the cache holds now."""
@@ -177,6 +233,7 @@ class TreeCache:
 
         ``length`` may include the root of the newest tree. Safe after an interruption.
         """
+        self.unread = None
         for part in self.parts:
             part.settle(length)
         self.length = self._floor = length

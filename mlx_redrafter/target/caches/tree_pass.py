@@ -56,6 +56,31 @@ class Paths:
         return mx.array(last, dtype=mx.int32)
 
 
+class UnreadPath(Paths):
+    """The accepted path of a single sequence, before the host has read it.
+
+    Args:
+        path: The path, junk after the accepted nodes, int32, shape (L,).
+        num_accepted: Number of accepted drafts, int32, shape (1,).
+        num_nodes: N.
+        is_in_place: Whether it consists of the first nodes of the tree, in order.
+
+    Attributes:
+        max_length: L.
+        length: Number of accepted nodes, root included, int32, shape (1,).
+    """
+
+    def __init__(self, path: mx.array, num_accepted: mx.array, num_nodes: int, is_in_place: bool):
+        self.max_length = path.shape[0]
+        self.is_in_place = is_in_place
+        super().__init__([range(self.max_length)], num_nodes)
+        self.length = num_accepted + 1
+        order = mx.arange(self.max_length)
+        self.last = path[num_accepted]
+        self.nodes = path[mx.minimum(order, num_accepted)][None]
+        self.is_node = (order <= num_accepted)[None]
+
+
 StateAfter = Callable[[Paths], State]
 
 
@@ -127,7 +152,7 @@ class TreePass:
         """Find the inputs of a convolution over ``size`` tokens, for every node.
 
         Returns:
-            The last ``size`` rows of each node's branch, int32, shape (B, N, size). Each sequence
+            The last ``size`` rows of each node's branch, int32, shape (B N, size). Each sequence
             has ``size`` - 1 rows of tokens before the root, then those of its nodes; rows count
             through all sequences.
         """
@@ -142,7 +167,7 @@ class TreePass:
             for _ in range(root):
                 rows.append(mx.take_along_axis(above, rows[-1], axis=1))
             first = mx.arange(0, count * num_rows, num_rows)[:, None, None]
-            self._window_rows[size] = mx.stack(rows[::-1], axis=2) + first
+            self._window_rows[size] = (mx.stack(rows[::-1], axis=2) + first).flatten(0, 1)
         return self._window_rows[size]
 
     @cached_property

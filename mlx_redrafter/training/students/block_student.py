@@ -16,11 +16,11 @@ from mlx_redrafter.proposers.block.along_text import read_blocks, score_levels
 from mlx_redrafter.proposers.block.fit_block import calibrate
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training.generated_texts import iterate_read_texts
+from mlx_redrafter.training.generated_texts import iterate_texts
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.students.kv_students import KvStudent
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import LossOptions
+from mlx_redrafter.training.training_request import Recipe
 
 
 class BlockStudent(KvStudent):
@@ -31,10 +31,6 @@ class BlockStudent(KvStudent):
     @property
     def name(self) -> str:  # type: ignore[override]
         return f"a {self.network.config.name} drafter"
-
-    @property
-    def coupling_weight(self) -> float:
-        return self.network.coupling_weight
 
     def start_from_head(self, head: mx.array | None) -> None:
         """Begin with the target's final norm, as the head is the target's.
@@ -63,7 +59,7 @@ class BlockStudent(KvStudent):
         return score_levels(network, self.target, self.outputs(network, batch), batch.tokens)
 
     def loss(
-        self, network: BlockNetwork, batch: TrainingBatch, counts: mx.array, options: LossOptions
+        self, network: BlockNetwork, batch: TrainingBatch, counts: mx.array, recipe: Recipe
     ) -> mx.array:
         outputs = self.outputs(network, batch)
         levels = score_levels(network, self.target, outputs, batch.tokens)
@@ -75,10 +71,10 @@ class BlockStudent(KvStudent):
                 for depth in range(outputs.shape[1])
             ]
             confidences = mx.concatenate(found, axis=1)
-        return draft_loss(logits, batch, counts, options, confidences)
+        return draft_loss(logits, batch, counts, recipe, confidences)
 
     def calibrate(self, texts: Sequence[Shard]) -> None:
-        found = (text for shard in texts for text in iterate_read_texts(shard))
+        found = (text for shard in texts for text in iterate_texts(shard))
         self.network.config = calibrate(self.network, self.target, found)
 
 

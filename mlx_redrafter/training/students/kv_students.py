@@ -20,7 +20,6 @@ from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_network import KvNetwork
 from mlx_redrafter.proposers.mtp.network import Mtp
-from mlx_redrafter.proposers.scores import COUPLING_WEIGHT
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.training.loss import TrainingBatch
@@ -46,7 +45,7 @@ class KvStudent(Student):
 
     @property
     def coupling_weight(self) -> float:
-        return COUPLING_WEIGHT
+        return self.network.coupling_weight
 
 
 class AutoregressiveStudent(KvStudent):

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_redrafter.proposers.medusa.fit_heads import calibrate, rank_accuracies
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.training.generated_texts import iterate_generated_texts
+from mlx_redrafter.training.generated_texts import iterate_texts
 from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
@@ -42,6 +42,6 @@ class MedusaStudent(Student):
     def calibrate(self, texts: Sequence[Shard]) -> None:
         """Fit the scalars, and the acceptance rates by rank that choose the static tree."""
         network = self.network
-        found = [text for shard in texts for text in iterate_generated_texts(shard)]
+        found = [text.observed() for shard in texts for text in iterate_texts(shard)]
         config = calibrate(network, found).applied(network.config)
         network.config = replace(config, rank_accuracies=rank_accuracies(network, found))

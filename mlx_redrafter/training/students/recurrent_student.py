@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.recurrence import Embed
-from mlx_redrafter.training.generated_texts import iterate_generated_texts
+from mlx_redrafter.training.generated_texts import iterate_texts
 from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
@@ -77,7 +77,7 @@ class RecurrentStudent(Student):
 
     def calibrate(self, texts: Sequence[Shard]) -> None:
         network = self.network
-        found = (text for shard in texts for text in iterate_generated_texts(shard))
+        found = (text.observed() for shard in texts for text in iterate_texts(shard))
         network.config = calibrate(network, self.embed, found).applied(network.config)
 
 

@@ -25,7 +25,7 @@ from mlx_redrafter.training.batches import HeadRows, ShardGroup, gather
 from mlx_redrafter.training.generated_texts import draw_noise, read_following
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import LossOptions
+from mlx_redrafter.training.training_request import Recipe
 
 
 class Student(ABC):
@@ -131,10 +131,10 @@ class Student(ABC):
         return mx.stack(list(self.levels(network, batch)), axis=1)
 
     def loss(
-        self, network: Any, batch: TrainingBatch, counts: mx.array, options: LossOptions
+        self, network: Any, batch: TrainingBatch, counts: mx.array, recipe: Recipe
     ) -> mx.array:
         """Compute the loss of a network; the other arguments are those of `draft_loss`."""
-        return draft_loss(self.logits(network, batch), batch, counts, options)
+        return draft_loss(self.logits(network, batch), batch, counts, recipe)
 
     def leave_target(self) -> None:  # noqa: B027
         """Drop the references to the target that training does not need."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -18,6 +19,7 @@ from mlx_redrafter.measured import MOST_RUNS
 from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.target.target import Target
+from tests.helpers.few_shapes import compile_passes
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
@@ -180,3 +182,32 @@ def test_times_that_use_shows_to_be_too_long_are_measured_once_more_by_a_later_r
             assert len(runs) == min(1 + run, MOST_RUNS), "not in a run that has timed"
     (path,) = folder.iterdir()
     assert json.loads(path.read_text())["runs"] == MOST_RUNS
+
+
+def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU builds kernels for the first one of each."""
+    compile_passes(monkeypatch, uses=100)
+    monkeypatch.setattr(stored_costs, "builds_kernels", lambda: True)
+    monkeypatch.setattr(mlx_redrafter.engine.engine, "step_costs", stored_costs.step_costs)
+    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [_timed()])
+    model = tiny_llama(VOCAB_SIZE)
+    engine, plain = (
+        Engine(model, wrapped_tokenizer(VOCAB_SIZE), one) for one in (_proposer(), None)
+    )
+    engine._costs(engine.proposer)
+    compiled = engine.target.compiled
+    assert compiled is not None
+    used, passes, before = set(compiled._uses), set(compiled.passes), compiled._uses.total()
+    assert {use[0] for use in used} == set(SIZES)
+    for seed in range(4):
+        options: dict[str, Any] = {"max_tokens": 60, "temp": seed % 2, "seed": seed}
+        found, expected = (
+            [response.token for response in one.stream([seed + 1, 2, 3], **options)]
+            for one in (engine, plain)
+        )
+        assert found == expected
+    assert compiled._uses.total() > before + 20
+    assert set(compiled._uses) == used
+    assert set(compiled.passes) == passes

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import exp
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,10 +21,7 @@ from mlx_redrafter.proposers.lookup.lookup import (
     MatchRates,
 )
 from mlx_redrafter.proposers.lookup.lookup_first import (
-    IN_VAIN,
-    SELDOM,
     LookupFirst,
-    LookupFirstDrafting,
 )
 
 PLAN = DraftPlan(DraftShape(4, 16), 16)
@@ -166,35 +162,3 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     assert network.seen == [("propose", [2]), ("skip", [3]), ("skip", [4])]
     assert len(drafting.lookup.index) == 9
     assert drafting.outlook() == pytest.approx(drafting.lookup.outlook())
-
-
-@pytest.mark.parametrize("step_seconds", [1e-3, 1.0])
-def test_where_it_takes_a_share_of_the_time_in_vain_the_text_is_looked_up_now_and_then(
-    step_seconds: float,
-) -> None:
-    now, network = 0.0, cast(Any, _Network())
-
-    def clock() -> float:
-        nonlocal now
-        now += 1e-4  # a look reads it twice
-        return now
-
-    prompt = [1, 2, 3, 4, 1, 2, 3, 4]
-    drafting = LookupFirstDrafting(_open(prompt), network, clock)
-
-    def look(tokens: Iterable[int]) -> list[bool]:
-        nonlocal now
-        found = []
-        for token in tokens:
-            found.append(bool(drafting.outlook()))
-            drafting.skip(_flight(token))
-            now += step_seconds
-        return found
-
-    copy = [prompt[i % 4] for i in range(4 * SELDOM)]
-    assert all(look(copy))
-    look(range(100, 100 + IN_VAIN))
-    is_short = step_seconds < 1
-    assert sum(look(copy)[SELDOM:]) == (len(copy) // SELDOM - 1 if is_short else 3 * SELDOM)
-    drafting.propose(_flight(1), DraftPlan(PLAN.shape, PLAN.num_nodes, from_text=True), None)
-    assert all(look([2, 3, 4, *copy]))

@@ -35,7 +35,7 @@ def new_target(model_type: str, changes: dict[str, Any] | None = None) -> Target
 def verify_growing(target: Target, steps: int) -> list[mx.array]:
     """Return the logits of one tree after a sequence that grows by its paths."""
     cache = target.new_cache()
-    target.prefill(mx.array(PROMPT), cache, 2048, lambda done, total: None)
+    target.prefill(mx.array(PROMPT), cache, 2048)
     found = []
     for step in range(steps):
         logits = target.verify(branching_tree(), cache).logits

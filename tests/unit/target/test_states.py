@@ -34,14 +34,13 @@ def test_states_are_those_of_the_layers_and_logits_stay() -> None:
     target.watch(LAYERS)
     prompt = mx.array(PROMPT)
     expected = _layer_inputs(model, [*PROMPT, 8, 9])
-    chunks: list[mx.array] = []
     cache, other = target.new_cache(), plain.new_cache()
-    ignore: Any = lambda *_: None  # noqa: E731
-    outputs = target.prefill(prompt, cache, 4, ignore, LAYERS, chunks.append)
-    reference = plain.prefill(prompt, other, 4, ignore)
+    parts = prompt[:4], prompt[4:6]
+    chunks = [target.process_chunk(part, cache, LAYERS).states for part in parts]
+    outputs = target.advance(prompt[6:], cache, LAYERS)
+    reference = plain.prefill(prompt, other, 4)
     assert reference.states is None
     assert mx.array_equal(outputs.logits, reference.logits).item()
-    assert [chunk.shape[0] for chunk in chunks] == [4, 2]
     states = mx.concatenate([*chunks, outputs.states])
     assert mx.allclose(states, expected[: len(PROMPT)], atol=1e-5).item()
     tree = TokenTree.of([8, 9, 30], [0, 0, 0])
