@@ -47,10 +47,7 @@ class Subject:
     """The model that the advice is about, and a drafter for it.
 
     Attributes:
-        name: Name for commands.
-        shape: Its sizes.
         folder: Folder with its weights; None if they are not on this machine.
-        is_bundled: Whether it is the bundled model.
         drafter: The user's drafter, or the one that was found on this machine; None without one.
         refusal: Reason why the user's drafter does not fit the model; None if it fits.
         found: The drafter that was found; None if the user named one.
@@ -148,11 +145,9 @@ class Recommendation:
     """The command to use for a model, and the reasons.
 
     Attributes:
-        command: The command.
-        speedup: Its speed relative to plain decoding: a number, the words of those who measured it,
-            or None if nobody has.
+        speedup: Speed relative to plain decoding: a number, the words of those who measured it, or
+            None if nobody has.
         source: Whose figure that is, or why there is none.
-        reasons: Sentences about the choice.
         limits: Sentences that say when drafting will not pay.
     """
 

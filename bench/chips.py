@@ -30,8 +30,6 @@ class Chip:
     """A chip.
 
     Attributes:
-        name: Apple's name of the chip.
-        generation: Number of the generation, 1 for M1.
         bandwidth: Memory bandwidth, GB/s.
         cores: Number of GPU cores.
         published_teraflops: Arithmetic of the GPU in float16 or float32; None from M3 on.
@@ -79,8 +77,6 @@ class VerifyCurve:
     """Measured time of a forward pass over T tokens, relative to one token.
 
     Attributes:
-        chip: Name of the chip it was measured on.
-        bits: Bits of the weights.
         ratios: verify(T) / verify(1) by T.
         source: Model, chip and origin of the measurement.
     """

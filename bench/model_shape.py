@@ -18,12 +18,8 @@ class ModelShape:
     """Sizes of a model.
 
     Attributes:
-        name: Name in tables.
-        parameters: Number of all parameters.
         active: Number of parameters read per token; fewer than all in a mixture of experts.
         bits: Bits of the weights, the nearest of 16, 8 and 4.
-        hidden_size: Size of a hidden state, H.
-        vocab_size: Number of rows of the input embedding, V.
     """
 
     name: str

@@ -44,9 +44,7 @@ class OpenAiServer:
     Attributes:
         name: Name for tables.
         url: Address of the API, such as http://127.0.0.1:8080/v1.
-        model: Name of the model, in requests.
         counts_steps: Whether the server is this project's, which reports steps on request.
-        key: Key for the server, if it needs one.
     """
 
     name: str
@@ -58,18 +56,11 @@ class OpenAiServer:
     def write(
         self, texts: Sequence[str], is_chat: bool, max_tokens: int, temp: float, seed: int
     ) -> list[ServedText]:
-        """Ask for the answers to several messages at the same time.
-
-        Args:
-            texts: One message per request.
-            is_chat: Whether they are messages of chats, or prompts to continue.
-            max_tokens: Maximum number of tokens of a text.
-            temp: Temperature.
-            seed: Seed of the random numbers.
+        """Ask for the answers to several messages, or the ends of prompts, at the same time.
 
         Raises:
-            ResourceError: The server cannot be reached, or stops in the middle of a text.
             DataError: Its answer is an error, or no stream of OpenAI's.
+            ResourceError: The server cannot be reached, or stops in the middle of a text.
         """
         options: dict[str, Any] = {
             "model": self.model,

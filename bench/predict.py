@@ -106,9 +106,7 @@ class ShapePrediction:
     """Predicted speed of a shape.
 
     Attributes:
-        acceptance: The shape and its tokens per step.
         step: Milliseconds per step.
-        tokens_per_second: Tokens per second of decoding.
         speedup: Speed relative to plain decoding.
     """
 

@@ -22,7 +22,6 @@ class Row:
         tokens_per_step: Tokens per step over all steps; None for stock mlx-lm.
         acceptance_rate_by_depth: Share of steps that accepted at least d drafts, at index d - 1.
         nodes_per_step: Tokens verified per step.
-        merged: Share of the beams' tokens saved by merging prefixes.
         repeated: Share of 4-grams that had occurred earlier in their text.
         num_texts: Number of texts counted.
         num_different: Number of texts, counted or not, that differ from the reference's; None if
@@ -36,7 +35,6 @@ class Row:
     tokens_per_step: float | None
     acceptance_rate_by_depth: list[float]
     nodes_per_step: float | None
-    merged: float
     repeated: float
     num_texts: int
     num_different: int | None = None
@@ -77,7 +75,6 @@ def _row(
     timed = [run for run in runs if run.is_timed]
     pairs = [(stock[run.turn], run) for run in timed if run.turn in stock]
     steps = sum(run.steps for run in runs)
-    unmerged = sum(run.num_unmerged for run in runs)
     verified = sum(run.num_verified for run in runs)
     return Row(
         arm=name,
@@ -87,7 +84,6 @@ def _row(
         tokens_per_step=sum(len(run.tokens) - 1 for run in runs) / steps if steps else None,
         acceptance_rate_by_depth=_acceptance(runs),
         nodes_per_step=verified / steps if steps else None,
-        merged=1 - verified / unmerged if unmerged > verified else 0.0,
         repeated=sum(repetition(run.tokens) for run in runs) / max(1, len(runs)),
         num_texts=len(runs),
     )

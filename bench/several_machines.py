@@ -62,13 +62,7 @@ LINKS = {
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A model on several machines.
-
-    Attributes:
-        shape: The model's sizes.
-        chip: Chip of every machine.
-        machines: N.
-        link: Name of the link.
+    """A model on N machines with the same chip.
 
     Raises:
         ConfigError: There is no such link, or the chip has none.

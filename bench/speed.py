@@ -18,7 +18,6 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.bench.compare import time_shapes
 from mlx_redrafter.bench.openai_server import OpenAiServer
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import summarise
@@ -38,7 +37,7 @@ from mlx_redrafter.bench.runs import (
     stock_arm,
 )
 from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, rotated
-from mlx_redrafter.bench.turns import arm_name
+from mlx_redrafter.bench.turns import arm_name, time_shapes
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ConfigError
@@ -101,8 +100,6 @@ class Comparison:
 
     Attributes:
         settings: Settings that all methods share, except the temperature.
-        servers: Servers beside this process.
-        plans: Fixed plans beside the default.
         has_stock: Whether mlx-lm's batches are a method, to which speeds are then relative.
         cool_down: Seconds to rest before every batch.
     """
@@ -166,9 +163,7 @@ def measure_speed(
             _warm_up(compared, replace(mine, max_tokens=WARM_UP_TOKENS), batch)
         recording.add(_take_turn(methods, batch, mine, compared.cool_down))
     on_progress(len(work), len(work))
-    rows = summarise_speed(recording.runs, [setting for setting, _ in work], compared.baseline)
-    recording.finish(has_servers=bool(compared.servers), rows=rows)
-    return rows
+    return summarise_speed(recording.runs, [setting for setting, _ in work], compared.baseline)
 
 
 def summarise_speed(

@@ -8,7 +8,6 @@ from typing import Any
 
 from mlx_redrafter.bench.runs import AUTO, PLAIN
 from mlx_redrafter.bench.speed import SpeedRow
-from mlx_redrafter.bench.timing import MedianEstimate
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.memory_sizes import format_bytes
 
@@ -51,36 +50,13 @@ def _category_cells(row: SpeedRow) -> list[str]:
     return [setting, row.category, speedup, tokens_per_step, num_texts]
 
 
-def speed_tables(rows: Sequence[SpeedRow]) -> str:
-    """Make the tables of all prompts, and of the default by category if there are several."""
-    tables = [_table(columns(), (cells(row) for row in rows if not row.category))]
+def speed_tables(rows: Sequence[SpeedRow], baseline: str = PLAIN) -> list[str]:
+    """Make the tables of all prompts, and of the default by category; return the lines."""
+    tables = [_table(columns(baseline), (cells(row) for row in rows if not row.category))]
     drafted = [row for row in rows if row.category and row.method == AUTO]
     if drafted:
         tables.append(_table(CATEGORY_COLUMNS, map(_category_cells, drafted)))
-    return "\n\n".join([*tables, EXPLANATION]) + "\n"
-
-
-def read_rows(result: Mapping[str, Any]) -> list[SpeedRow]:
-    """Read the rows of a result file.
-
-    Raises:
-        DataError: The benchmark was interrupted, or the file is damaged.
-    """
-    if not result.get("rows"):
-        raise DataError("expected a finished result, found no rows; finish it with --resume")
-    try:
-        return [
-            SpeedRow(
-                **{
-                    **row,
-                    "tokens_per_second": _estimate(row["tokens_per_second"]),
-                    "speedup": _estimate(row["speedup"]),
-                }
-            )
-            for row in result["rows"]
-        ]
-    except (TypeError, KeyError) as error:
-        raise DataError(f"expected rows of bench speed, found others: {error}") from error
+    return "\n\n".join([*tables, EXPLANATION]).splitlines()
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -91,7 +67,6 @@ def page(result: Mapping[str, Any]) -> str:
     Raises:
         DataError: The result is not finished or damaged.
     """
-    rows = read_rows(result)
     try:
         machine, settings = result["machine"], result["configuration"]
         memory = machine["memory_bytes"]
@@ -108,10 +83,13 @@ def page(result: Mapping[str, Any]) -> str:
             "texts": f"{settings['repeats']} x {settings['max_tokens']} tokens of every prompt",
             "idle machine": _idleness(result["disturbances"], settings["servers"]),
         }
+        tables = "\n".join(result["tables"])
     except (KeyError, TypeError) as error:
-        raise DataError(f"expected a result of bench speed, found no {error}") from error
+        raise DataError(
+            f"expected a finished result of bench speed, found no {error}; finish it with --resume"
+        ) from error
     lines = [f"# {facts['model']} on {facts['machine']}", "", _table(("", ""), facts.items())]
-    found = "\n".join(lines) + "\n\n" + speed_tables(rows)
+    found = "\n".join(lines) + f"\n\n{tables}\n"
     if str(Path.home()) in found:
         raise DataError("the page would have your home folder in it; rename the model's folder")
     return found
@@ -119,10 +97,6 @@ def page(result: Mapping[str, Any]) -> str:
 
 def _idleness(disturbances: Sequence[str], servers: Sequence[str]) -> str:
     return "; ".join(disturbances) or ("unknown, as servers worked beside" if servers else "yes")
-
-
-def _estimate(values: Mapping[str, Any] | None) -> MedianEstimate | None:
-    return None if values is None else MedianEstimate(**values)
 
 
 def _public(name: str) -> str:

@@ -40,12 +40,7 @@ PLANS_PER_BLOCK = 4
 class Grid:
     """Values of every option swept.
 
-    Attributes:
-        widths: Beam widths.
-        lengths: Beam lengths.
-        nodes: Tree nodes with "top_n", None for the default; impossible numbers are left out.
-        selections: Selections, "top_n" and "beam".
-        temps: Temperatures.
+    Of ``nodes``, None is the default; numbers that no tree has are left out.
     """
 
     widths: tuple[int, ...]

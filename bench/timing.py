@@ -24,13 +24,8 @@ MIN_SAMPLES = 5
 class MedianEstimate:
     """A median and its uncertainty, in the unit of the samples.
 
-    Attributes:
-        median: Median of the samples.
-        low: Lower end of the 95% bootstrap interval of the median; of fewer than 5 samples, the
-            smallest one.
-        high: Upper end of that interval; of fewer than 5 samples, the largest one.
-        quartiles: First and third quartile of the samples.
-        count: Number of samples.
+    ``low`` and ``high`` are the ends of its 95% bootstrap interval; of fewer than 5 samples, the
+    smallest and the largest one. ``quartiles`` are those of the samples.
     """
 
     median: float

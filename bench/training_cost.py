@@ -41,15 +41,7 @@ CALIBRATION_MEASUREMENTS = 6
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Cost of a run with the default options.
-
-    Attributes:
-        work: Amounts of work.
-        needed: Disk and memory.
-        request: The run.
-        config: The drafter's shape.
-        num_weights: Number of the drafter's weights.
-    """
+    """Cost of a run with the default options."""
 
     work: Workload
     needed: ResourceEstimate

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from mlx_redrafter.bench.recording import Recording
+from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import (
     AUTO,
     PLAIN,
@@ -19,8 +21,12 @@ from mlx_redrafter.bench.runs import (
     take_turn,
     warm_up,
 )
-from mlx_redrafter.bench.timing import OnProgress
+from mlx_redrafter.bench.timing import OnProgress, timed
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.engine.profiling import time_steps
+from mlx_redrafter.engine.stored_costs import contexts, step_costs
+from mlx_redrafter.machines.leading import target_of
+from mlx_redrafter.proposers.lookup import Lookup
 
 
 def compared_arms(settings: CommonSettings, plans: Sequence[DraftPlan]) -> dict[str, Arm]:
@@ -80,3 +86,49 @@ def decode_in_turns(
 def part_of(on_progress: OnProgress, before: int, total: int) -> OnProgress:
     """Return the progress callback of a part, before which some of ``total`` units are done."""
     return lambda done, _: on_progress(before + done, total)
+
+
+def compare(
+    arms: Mapping[str, Arm],
+    settings: CommonSettings,
+    prompts: Sequence[EncodedPrompt],
+    repeats: int,
+    recording: Recording,
+    cool_down: float = 0.0,
+    on_progress: OnProgress = lambda done, total: None,
+) -> tuple[list[Row], dict[str, list[Row]]]:
+    """Decode every prompt with every method, ``repeats`` times, in interleaved runs.
+
+    Return a row per method over all prompts, and the same by category if there are several.
+
+    Turns that the recording already has are not repeated.
+    """
+    prepare = partial(time_shapes, settings, max(len(prompt.ids) for prompt in prompts), recording)
+    decode_in_turns(arms, make_turns(prompts, repeats), recording, cool_down, on_progress, prepare)
+
+    reference = reference_arm(settings)
+    categories = dict.fromkeys(prompt.category for prompt in prompts)
+    rows = summarise(recording.runs, reference)
+    by_category = {
+        category: summarise([run for run in recording.runs if run.category == category], reference)
+        for category in (categories if len(categories) > 1 else ())
+    }
+    recording.finish(found={"rows": rows, "by_category": by_category})
+    return rows, by_category
+
+
+def time_shapes(settings: CommonSettings, longest: int, recording: Recording) -> None:
+    """Time the steps that `auto` chooses from, and record the seconds of that.
+
+    The library does this once per model and machine; no answer's time includes it. ``longest`` is
+    the length of the longest prompt, in tokens.
+    """
+    target = target_of(settings.model)
+    is_lookup = isinstance(settings.drafter, Lookup)
+    network = None if is_lookup else settings.drafter
+    seconds = sum(
+        timed(partial(time_steps, target, network, context))
+        for context in contexts(target, longest)
+    )
+    step_costs(target, network, longest)
+    recording.result["calibration_seconds"] = seconds

@@ -23,7 +23,6 @@ class Address:
 
     Attributes:
         url: Address of the server, without ``/v1``.
-        model: Name of the model.
         key: Key of the server; None if it needs none.
         context: Maximum number of tokens of a prompt and its answer.
     """

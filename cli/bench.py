@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mlx_redrafter.cli.bench_compare import compare
+from mlx_redrafter.cli.bench_compare import compare, sweep
 from mlx_redrafter.cli.bench_speed import share, speed, throughput
-from mlx_redrafter.cli.bench_sweep import sweep
 from mlx_redrafter.cli.typer_app import Application
 
 app = Application(help="Measure the speed of drafting on this machine.", no_args_is_help=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.runs import EncodedPrompt
 
 Out = Annotated[
@@ -95,6 +97,24 @@ class ShortRounds(Rounds):
 
     max_tokens: TextTokens = 64
     repeats: Repeats = 2
+
+
+def begin(
+    kind: str,
+    out: Path | None,
+    resume: bool,
+    pair: Pair,
+    loaded: Any,
+    prompts: Path,
+    encoded: Sequence[EncodedPrompt],
+    **settings: Any,
+) -> Recording:
+    """Begin or resume the recording of a benchmark, described by its pair, prompts and settings."""
+    from mlx_redrafter.bench.prompts import describe_prompts
+    from mlx_redrafter.bench.recording import Recording
+
+    described = {**describe_pair(pair, loaded), **describe_prompts(prompts, encoded)}
+    return Recording(out, kind, {**described, **settings}, resume)
 
 
 def describe_pair(pair: Pair, loaded: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,7 @@ from mlx_redrafter.cli.bench_options import (
     Resume,
     Rounds,
     TextTokens,
-    describe_pair,
+    begin,
 )
 from mlx_redrafter.cli.bench_output import (
     draw,
@@ -83,11 +82,8 @@ def speed(
     chosen, sizes = parse_temps(temps), parse_ints(batch_sizes)
     lengths = [None] if contexts is None else [parse_count(one) for one in contexts.split(",")]
     from mlx_redrafter.bench.openai_server import find_server
-    from mlx_redrafter.bench.prompts import describe_prompts
-    from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.runs import AUTO, CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
-    from mlx_redrafter.bench.speed_page import speed_tables
     from mlx_redrafter.checkpoint_files import write_text
 
     servers = [find_server(one, api_key) for one in server or ()]
@@ -95,15 +91,14 @@ def speed(
         raise ConfigError("expected a different name for every --server; rename one")
     target, tokenizer, drafter = pair.load()
     encoded = {length: prompts.encode(tokenizer, length) for length in lengths}
-    configuration = {
-        **describe_pair(pair, drafter),
-        **describe_prompts(prompts.prompts, encoded[lengths[0]]),
+    recording = begin(
+        "speed", out, resume, pair, drafter, prompts.prompts, encoded[lengths[0]],
+        temps=list(chosen),
+        contexts=lengths,
+        batch_sizes=list(sizes),
+        servers=[one.name for one in servers],
         **asdict(rounds),
-        "temps": list(chosen),
-        "contexts": lengths,
-        "batch_sizes": list(sizes),
-        "servers": [one.name for one in servers],
-    }
+    )  # fmt: skip
     work = [
         batch
         for length, some in encoded.items()
@@ -113,13 +108,9 @@ def speed(
     ]
     settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
     compared = Comparison(settings, servers, cool_down=rounds.cool_down)
-    recording = Recording(out, "speed", configuration, resume)
-
-    def write(rows: list[SpeedRow]) -> None:
-        if out is not None:
-            write_text(out.with_suffix(".md"), speed_tables(rows))
-
-    rows = _measure(work, compared, recording, write)
+    rows = _measure(work, compared, recording)
+    if out is not None:
+        write_text(out.with_suffix(".md"), "\n".join(recording.result["tables"]) + "\n")
     refuse_texts(sum(row.num_different or 0 for row in rows if row.method == AUTO))
 
 
@@ -149,21 +140,18 @@ def throughput(
     for name, value in (("max_tokens", max_tokens), ("rounds", rounds)):
         check_int(name, value, 1)
     target, tokenizer, drafter = pair.load()
-    from mlx_redrafter.bench.prompts import describe_prompts
-    from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.runs import CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, next_prompts
 
     encoded = Prompts(prompts).encode(tokenizer)
-    configuration = {
-        **describe_pair(pair, drafter),
-        **describe_prompts(prompts, encoded),
-        "max_tokens": max_tokens,
-        "repeats": rounds,
-        "temp": temp,
-        "shapes": shapes,
-        "batch_sizes": list(sizes),
-    }
+    recording = begin(
+        "throughput", out, resume, pair, drafter, prompts, encoded,
+        max_tokens=max_tokens,
+        repeats=rounds,
+        temp=temp,
+        shapes=shapes,
+        batch_sizes=list(sizes),
+    )  # fmt: skip
     work = [
         batch
         for size in sizes
@@ -171,24 +159,20 @@ def throughput(
     ]
     settings = CommonSettings(target, tokenizer, drafter, max_tokens)
     compared = Comparison(settings, plans=plans, has_stock=True)
-    recording = Recording(out, "throughput", configuration, resume)
     rows = _measure(work, compared, recording)
     refuse_texts(sum(row.num_different or 0 for row in rows))
 
 
-def _measure(
-    work: Work,
-    compared: Comparison,
-    recording: Recording,
-    on_rows: Callable[[list[SpeedRow]], None] = lambda rows: None,
-) -> list[SpeedRow]:
+def _measure(work: Work, compared: Comparison, recording: Recording) -> list[SpeedRow]:
     """Measure, print the table, draw the plot, and return the rows over all categories."""
     from mlx_redrafter.bench.plots import count_texts, plot_speed, title
     from mlx_redrafter.bench.speed import measure_speed
-    from mlx_redrafter.bench.speed_page import cells, columns
+    from mlx_redrafter.bench.speed_page import cells, columns, speed_tables
 
     with progress("Batches") as on_progress:
         rows = measure_speed(work, compared, recording, on_progress)
+    tables = speed_tables(rows, compared.baseline)
+    recording.finish(bool(compared.servers), rows=rows, tables=tables)
     found = [row for row in rows if not row.category]
     table = Table(*columns(compared.baseline))
     for row in found:
@@ -196,7 +180,6 @@ def _measure(
     show(table)
     result: dict[str, Any] = recording.result
     warn(result["disturbances"])
-    on_rows(rows)
     if recording.path is not None:
         heading = title(result, compared.settings.model, count_texts(result["configuration"]))
         path = recording.path.with_suffix(".png")

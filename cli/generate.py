@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -119,22 +119,6 @@ class GrammarOptions:
         return None
 
 
-class Result(NamedTuple):
-    """A finished text.
-
-    Attributes:
-        text: The text.
-        tokens: Token ids, including the stop token.
-        last: Last response.
-        hits: Counts of speculative speculative decoding; None if it is off.
-    """
-
-    text: str
-    tokens: list[int]
-    last: GenerationResponse
-    hits: Hits | None
-
-
 def generate(
     prompt: PromptOptions,
     pair: GeneratingPair,
@@ -161,15 +145,17 @@ def generate(
             given = ", ".join(f"{name}={value}" for name, value in shape.items())
         typer.echo(f"Seed: {options.seed}. Drafting: {given}", err=True)
     shown = nullcontext() if as_json else live_text(show_drafts)
-    result = _generate(pair, prompt, options, rules, shown)
+    written, tokens, last, hits = _generate(pair, prompt, options, rules, shown)
     if as_json:
         settings = shape if pair.drafts else dict.fromkeys(shape)
-        typer.echo(json.dumps({**_to_json(result), **settings, "seed": options.seed}))
+        typer.echo(
+            json.dumps({**_to_json(written, tokens, last), **settings, "seed": options.seed})
+        )
     else:
         typer.echo()
-        _print_statistics(result, pair.drafts)
-    if verbose and result.last.stats.shapes:
-        _print_shapes(result.last.stats.shapes)
+        _print_statistics(last, hits, pair.drafts)
+    if verbose and last.stats.shapes:
+        _print_shapes(last.stats.shapes)
 
 
 def _generate(
@@ -178,7 +164,8 @@ def _generate(
     options: GenerationOptions,
     grammar: Grammar | None,
     shown: AbstractContextManager[Callable[[GenerationResponse], None] | None],
-) -> Result:
+) -> tuple[str, list[int], GenerationResponse, Hits | None]:
+    """Return the text, its token ids, the last response, and the counts of drafting ahead."""
     from mlx_redrafter.cli.progress import prefill_progress
     from mlx_redrafter.engine.generation import stream_generate
 
@@ -202,7 +189,7 @@ def _generate(
             tokens.append(response.token)
             if write is not None:
                 write(response)
-    return Result(text, tokens, response, getattr(drafter, "hits", None))
+    return text, tokens, response, getattr(drafter, "hits", None)
 
 
 def _add_stop_token(tokenizer: TokenizerWrapper, token: str) -> None:
@@ -233,12 +220,10 @@ def _read_grammar(path: Path) -> str:
         raise ConfigError(f"{path} must be UTF-8 text: {error}") from error
 
 
-def _to_json(result: Result) -> dict[str, Any]:
-    last = result.last
-    stopped = last.finish_reason == "stop"
+def _to_json(text: str, tokens: list[int], last: GenerationResponse) -> dict[str, Any]:
     return {
-        "text": result.text,
-        "tokens": result.tokens[:-1] if stopped else result.tokens,
+        "text": text,
+        "tokens": tokens[:-1] if last.finish_reason == "stop" else tokens,
         "prompt_tokens": last.prompt_tokens,
         "generation_tokens": last.generation_tokens,
         "steps": last.steps,
@@ -251,8 +236,7 @@ def _to_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _print_statistics(result: Result, drafts: bool) -> None:
-    last, hits = result.last, result.hits
+def _print_statistics(last: GenerationResponse, hits: Hits | None, drafts: bool) -> None:
     lines = [
         "=" * 10,
         f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",

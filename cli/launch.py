@@ -103,9 +103,10 @@ def launch(
         )
     with _ending_by_signals(), _running(server) as model:
         settings = AGENTS[agent].configure(_address(server, model))
-        typer.echo(f"{agent} uses the model {model['id']} at {server.url}, with", err=True)
-        for line in _describe(settings, server.api_key):
-            typer.echo(f"  {line}", err=True)
+        typer.echo(f"{agent} uses the model {model['id']} at {server.url}:", err=True)
+        shown = _as_command(agent, settings, arguments or [])
+        key = server.api_key
+        typer.echo(f"  {shown.replace(key, '***') if key else shown}", err=True)
         command = [program, *settings.arguments, *(arguments or [])]
         code = subprocess.call(command, env={**os.environ, **settings.variables})
     raise typer.Exit(code)
@@ -214,13 +215,6 @@ def _name(server: ServerOptions) -> str:
 def _address(server: ServerOptions, model: dict[str, Any]) -> Address:
     context = min(model.get("context_length") or Limits.max_context, Limits.max_context)
     return Address(server.url, model["id"], server.api_key, context)
-
-
-def _describe(settings: Settings, key: str | None) -> list[str]:
-    """Return the settings as lines, without the key."""
-    lines = [f"{name}={value}" for name, value in settings.variables.items()]
-    lines += [" ".join(settings.arguments)] if settings.arguments else []
-    return [line.replace(key, "***") if key else line for line in lines]
 
 
 def _as_command(agent: str, settings: Settings, arguments: list[str]) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,22 +17,18 @@ from mlx_redrafter.cli.run import find_model
 from mlx_redrafter.cli.text_options import MaxTokens
 
 if TYPE_CHECKING:
-    from mlx_redrafter.engine.engine import Engine
+    from mlx_redrafter.bench.runs import Arm, TimedRun
 
 # Prompt of the text if the user gives none.
 PROMPT = "Once upon a time"
+# Name of decoding with drafts.
+DRAFTED = "with drafts"
+# Name of decoding by mlx-lm alone.
+STOCK = "mlx-lm"
 # Maximum number of rounds: in each, the program generates the text once in both ways.
 ROUNDS = 5
 # Seconds after which no further round begins.
 ENOUGH = 20.0
-
-
-class _Run(NamedTuple):
-    """One generated text: token ids, and tokens per second from the first token to the last."""
-
-    tokens: list[int]
-    speed: float
-    tokens_per_step: float | None = None
 
 
 def try_out(
@@ -58,69 +54,68 @@ def try_out(
     pair = Pair() if name is None else Pair(find_model(name, yes), AUTO, yes)
     model, tokenizer, drafter = pair.load(CONTEXT + max_tokens)
 
-    from mlx_redrafter.engine.engine import Engine
+    from mlx_redrafter.bench.runs import (
+        CommonSettings,
+        EncodedPrompt,
+        Turn,
+        drafted_arm,
+        stock_arm,
+        take_turn,
+    )
     from mlx_redrafter.engine.prompt_encoding import encode_question
 
-    engine = Engine(model, tokenizer, drafter)
-    ids = encode_question(tokenizer, prompt)
-    end, rounds = time.perf_counter() + ENOUGH, list[tuple[_Run, _Run]]()
+    settings = CommonSettings(model, tokenizer, drafter, max_tokens)
+    drafted = drafted_arm(settings, None)
+    arms = {DRAFTED: drafted, STOCK: stock_arm(settings)}
+    encoded = EncodedPrompt("", "", encode_question(tokenizer, prompt))
+    end = time.perf_counter() + ENOUGH
+    rounds: list[dict[str, TimedRun]] = []
     while len(rounds) < ROUNDS and (not rounds or time.perf_counter() < end):
-        drafted = _with_drafts(engine, ids, max_tokens, is_shown=not rounds)
-        rounds.append((drafted, _by_mlx_lm(engine, ids, max_tokens)))
-    if not _report(rounds):
+        arms[DRAFTED] = drafted if rounds else _printing(drafted)
+        runs = take_turn(arms, Turn("", 0, encoded, len(rounds)))
+        rounds.append({one.arm: one for one in runs})
+    if not _report([(one[DRAFTED], one[STOCK]) for one in rounds]):
         raise typer.Exit(1)
 
 
-def _with_drafts(engine: Engine, ids: Sequence[int], max_tokens: int, is_shown: bool) -> _Run:
-    tokens, last = [], None
-    for last in engine.stream(ids, max_tokens=max_tokens):
-        tokens.append(last.token)
-        if is_shown:
-            sys.stdout.write(last.text)
+def _printing(arm: Arm) -> Arm:
+    """Print the text of a decoding method while it comes."""
+
+    def decode(ids: list[int]) -> Iterator[Any]:
+        for response in arm(ids):
+            sys.stdout.write(response.text)
             sys.stdout.flush()
-    if is_shown:
+            yield response
         typer.echo()
-    assert last is not None
-    return _Run(tokens, last.generation_tps, last.tokens_per_step)
+
+    return decode
 
 
-def _by_mlx_lm(engine: Engine, ids: Sequence[int], max_tokens: int) -> _Run:
-    from mlx_lm import stream_generate
-
-    responses: Iterable[Any] = stream_generate(
-        engine.target.model, engine.tokenizer, list(ids), max_tokens=max_tokens
-    )
-    tokens, speed = [], 0.0
-    for one in responses:
-        tokens.append(one.token)
-        speed = one.generation_tps
-    return _Run(tokens, speed)
-
-
-def _report(rounds: Sequence[tuple[_Run, _Run]]) -> bool:
+def _report(rounds: Sequence[tuple[TimedRun, TimedRun]]) -> bool:
     """Print the speeds and whether the texts are equal, and return that."""
+    from mlx_redrafter.engine.text_comparison import num_same
+
     drafted, plain = rounds[-1]
     is_equal = all(one.tokens == plain.tokens for pair in rounds for one in pair)
-    ratio = median(ours.speed / stock.speed for ours, stock in rounds)
+    texts = f"equal, all {len(plain.tokens)} tokens"
+    if not is_equal:
+        position = num_same(drafted.tokens, plain.tokens) + 1
+        texts = f"DIFFERENT from token {position} on; redrafter-mlx check shows how close they were"
+    if not drafted.is_timed or not plain.is_timed:
+        typer.echo(f"texts:        {texts}; too short for a speed", err=True)
+        return is_equal
+    ours, theirs = (
+        [1 / one.seconds_per_token for one in runs] for runs in zip(*rounds, strict=True)
+    )
+    ratio = median(one / other for one, other in zip(ours, theirs, strict=True))
     times = "in one run" if len(rounds) == 1 else f"median of {len(rounds)} runs in turns"
-    rate = f", {drafted.tokens_per_step:.2f} tokens per forward pass"
+    rate = (len(drafted.tokens) - 1) / drafted.steps
     lines = [
         "=" * 10,
-        f"mlx-lm:       {median(stock.speed for _, stock in rounds):.1f} tokens per second",
-        f"with drafts:  {median(ours.speed for ours, _ in rounds):.1f} tokens per second"
-        + (rate if drafted.tokens_per_step is not None else ""),
+        f"mlx-lm:       {median(theirs):.1f} tokens per second",
+        f"with drafts:  {median(ours):.1f} tokens per second, {rate:.2f} tokens per forward pass",
         f"speed:        {ratio:.2f} times mlx-lm's ({times})",
-        f"texts:        {_compare(drafted.tokens, plain.tokens, is_equal)}",
+        f"texts:        {texts}",
     ]
     typer.echo("\n".join(lines), err=True)
     return is_equal
-
-
-def _compare(drafted: Sequence[int], plain: Sequence[int], is_equal: bool) -> str:
-    if is_equal:
-        return f"equal, all {len(plain)} tokens"
-    position = next(
-        (i for i, (ours, theirs) in enumerate(zip(drafted, plain, strict=False)) if ours != theirs),
-        min(len(drafted), len(plain)),
-    )
-    return f"DIFFERENT from token {position + 1} on; redrafter-mlx check shows how close they were"

@@ -27,14 +27,10 @@ TARGET_KEY = "base_model_name_or_path"
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint as `convert_drafter` sees it.
+    """A checkpoint as `convert_drafter` sees it, and its kind in words.
 
-    Attributes:
-        source: Files and tensors of the checkpoint.
-        kind: Kind of the checkpoint, in words.
-        config: Config of the converted drafter; None if the checkpoint cannot be converted.
-        notes: Tensors that a conversion would leave out, or the reason why there can be no
-            conversion.
+    ``config`` is that of the converted drafter, or None if there can be no conversion. ``notes``
+    name tensors that a conversion would leave out, or say why there can be none.
     """
 
     source: Source

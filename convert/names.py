@@ -38,13 +38,7 @@ _TARGET_PREFIXES = ("verifier.", "transformer.", "base_model.")
 
 @dataclass(frozen=True)
 class NamedTensors:
-    """The drafter's tensors of a checkpoint.
-
-    Attributes:
-        name_set: Naming convention of the checkpoint.
-        sources: Name in the checkpoint by this package's name.
-        notes: Notes on tensors that were left out, for the user.
-    """
+    """The drafter's tensors of a checkpoint: their names there by this package's names."""
 
     name_set: NameSet
     sources: dict[str, str]

@@ -70,15 +70,10 @@ QUANTISED = (
 
 @dataclass(frozen=True)
 class ConvertedDrafter:
-    """A drafter that is ready to be written.
+    """A drafter that is ready to be written, with the config to write.
 
-    Attributes:
-        network: Its network, with the config to write.
-        name_set: Naming convention of the source.
-        measured: Results of the self-test; None if it was skipped.
-        notes: Notes on the conversion, for the user.
-        warnings: Warnings about the drafter, for the user.
-        target: Name of the target, if the source gives one.
+    ``name_set`` is the source's naming convention, ``measured`` None without a self-test, and
+    ``target`` the name of the target if the source gives one.
     """
 
     network: DraftNetwork
@@ -98,12 +93,8 @@ def finish(
 ) -> None:
     """Check, cast and quantise the weights of a network; waits for the device.
 
-    Args:
-        network: The network.
-        name: Name of its checkpoint, for messages.
-        names: Names in the checkpoint by the network's, for messages.
-        options: Dtype and quantization.
-        is_cast: Whether a floating-point weight changes its dtype.
+    For messages, ``name`` is that of its checkpoint and ``names`` are those there by the network's.
+    ``is_cast`` tells whether a floating-point weight changes its dtype.
     """
     if quantization_of(network) is not None:
         raise CheckpointError(QUANTISED)

@@ -39,13 +39,7 @@ STORAGE_DTYPES = {
 
 
 class Storage(NamedTuple):
-    """A run of values outside the pickle.
-
-    Attributes:
-        key: Name of the storage in the file.
-        dtype: Dtype of the values, such as "float32".
-        size: Number of elements.
-    """
+    """A run of ``size`` values outside the pickle, stored in the file under ``key``."""
 
     key: str
     dtype: str
@@ -53,14 +47,7 @@ class Storage(NamedTuple):
 
 
 class PickledTensor(NamedTuple):
-    """A strided view of a storage, checked to stay inside the storage's claimed elements.
-
-    Attributes:
-        storage: The storage.
-        offset: Index of the first element in the storage.
-        shape: Size of each axis.
-        strides: Step of each axis, in elements.
-    """
+    """A strided view of a storage, checked to stay inside it; all numbers count elements."""
 
     storage: Storage
     offset: int

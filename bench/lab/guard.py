@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from mlx_redrafter.bench.compare import time_shapes
 from mlx_redrafter.bench.lab.cases import GuardCase
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import summarise
@@ -29,7 +28,7 @@ from mlx_redrafter.bench.runs import (
     warm_up,
 )
 from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate
-from mlx_redrafter.bench.turns import reference_arm
+from mlx_redrafter.bench.turns import reference_arm, time_shapes
 from mlx_redrafter.engine.stored_costs import CONTEXT
 
 # Minimum median of mlx-lm's time relative to the default's.

@@ -21,9 +21,7 @@ class Repository(NamedTuple):
     """A repository, as the hub describes it.
 
     Attributes:
-        name: Its id.
         sizes: Sizes of its files in bytes, by name.
-        card: Facts from its card.
         is_gated: Whether its owner must accept the user first.
     """
 

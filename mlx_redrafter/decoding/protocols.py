@@ -165,20 +165,6 @@ def propose_all(wishes: Sequence[Wish]) -> list[TokenTree | None]:
     return [one.drafting.propose(one.pending, one.plan, one.noise) for one in wishes]
 
 
-class Proposal(NamedTuple):
-    """Dispatched drafts of what may follow a pass.
-
-    Attributes:
-        plan: Their plan.
-        tree: The drafts; None if there are none.
-        noise: Noise of the target's choices after them; None without noise.
-    """
-
-    plan: DraftPlan
-    tree: TokenTree | None
-    noise: GumbelNoise | None
-
-
 class Step(NamedTuple):
     """Result of one step, passed to `DraftPolicy.observe`.
 

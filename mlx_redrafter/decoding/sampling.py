@@ -56,10 +56,6 @@ class TokenSampler(Protocol):
         """
         ...
 
-    def noise_of_root(self, position: int) -> GumbelNoise | None:
-        """Return the noise after a root alone, if the host knows the position."""
-        ...
-
     def sample(
         self,
         log_probs: mx.array,
@@ -168,7 +164,7 @@ class KeyedSampler:
         self.params = params
         self.vocab_size = vocab_size
         # Noise of the choices at positions in a row, shape (n, V), the first of these positions,
-        # and the rows one by one, once `noise_of_root` needs them.
+        # and the rows one by one, once a root alone needs them.
         self._rows = mx.zeros((0, vocab_size))
         self._first = 0
         self._single: list[mx.array] = []
@@ -183,6 +179,8 @@ class KeyedSampler:
     ) -> GumbelNoise | None:
         if self.params.temp == 0:
             return None
+        if num_levels == 1 and not furthest:
+            return GumbelNoise(self.params, self._row_of_root(position))
         # The token after a node of depth d stands d + 1 after the root.
         first, count = position + 1, furthest + num_levels
         if not furthest:
@@ -193,34 +191,30 @@ class KeyedSampler:
             values = gumbel_noise(self.params.seed, positions, self.vocab_size)
             return GumbelNoise(self.params, values)
         if not self._first <= first <= self._first + len(self._rows) - count:
-            self._draw(first, self._max_positions)
+            self._draw(first)
         start, stop = first - self._first, first - self._first + num_levels
         if further is None:
             return GumbelNoise(self.params, self._rows[start:stop])
         return GumbelNoise(self.params, self._rows[further + mx.arange(start, stop)])
 
-    def noise_of_root(self, position: int) -> GumbelNoise | None:
-        if self.params.temp == 0:
-            return None
+    def _row_of_root(self, position: int) -> mx.array:
         number = position + 1 - self._first
         if not 0 <= number < len(self._rows):
-            # In plain decoding, roots follow each other: draw twice as many each time.
-            count = 2 * number if number == len(self._rows) else 1
-            self._draw(position + 1, max(1, min(count, self._max_positions)))
+            self._draw(position + 1)
             number = 0
         if not self._single:
             count = len(self._rows)
             self._single = list(mx.split(self._rows, count)) if count > 1 else [self._rows]
-        return GumbelNoise(self.params, self._single[number])
+        return self._single[number]
 
     @property
     def _max_positions(self) -> int:
         """Maximum number of positions whose noise is drawn at once."""
         return min(MAX_POSITIONS, MAX_NOISE // self.vocab_size)
 
-    def _draw(self, first: int, count: int) -> None:
-        """Draw the noise of the choices at ``count`` positions in a row."""
-        seed, size = self.params.seed, self.vocab_size
+    def _draw(self, first: int) -> None:
+        """Draw the noise of the choices at positions in a row."""
+        seed, size, count = self.params.seed, self.vocab_size, max(1, self._max_positions)
         self._first, self._single = first, []
         if count == 1:
             self._rows = gumbel_noise_at(seed, first, size)
@@ -283,10 +277,6 @@ class StockSampler:
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
     ) -> GumbelNoise | None:
         """Return None: the sampler draws its own random numbers."""
-        return None
-
-    def noise_of_root(self, position: int) -> GumbelNoise | None:
-        """Return None, too."""
         return None
 
     def sample(

@@ -28,7 +28,6 @@ from mlx_redrafter.decoding.protocols import (
     Drafting,
     DraftPolicy,
     Offer,
-    Proposal,
     Step,
     Wish,
 )
@@ -103,7 +102,9 @@ class SequenceDecoder:
         # The pass whose tokens `take` returns, from `ask` on.
         self._taken: PendingPass | None = None
         # Drafts of what follows the newest pass.
-        self._proposal: Proposal | None = None
+        # Newest wish, and the drafts that were dispatched for it; None if there are none.
+        self._wish: Wish | None = None
+        self._drafts: TokenTree | None = None
         # Whether the policy chooses the drafts of this step.
         self._chooses = False
         # Whether this step verifies no drafts, as there are none, or those of a probe.
@@ -161,7 +162,7 @@ class SequenceDecoder:
         Raises:
             NonFiniteError: The logits after the tokens so far are NaN.
         """
-        pending, self._proposal = self._pending, None
+        pending, self._wish, self._drafts = self._pending, None, None
         if pending is None:
             self.begin()
             return None
@@ -181,7 +182,7 @@ class SequenceDecoder:
 
     def receive(self, wish: Wish, tree: TokenTree | None) -> None:
         """Set the drafts that were dispatched for a wish; None if there are none."""
-        self._proposal = Proposal(wish.plan, tree, wish.noise)
+        self._wish, self._drafts = wish, tree
 
     def read(self) -> None:
         """Read and commit the newest pass, if the next one depends on its outcome."""
@@ -194,12 +195,12 @@ class SequenceDecoder:
     @property
     def offer(self) -> Offer | None:
         """After `read`, the drafts of which the policy may keep some; None for plain decoding."""
-        pending, proposal = self._pending, self._proposal
+        pending, wish, tree = self._pending, self._wish, self._drafts
         if self._is_plain or self.is_finished or pending is None or not pending.is_finite:
             return None
-        if self.policy is None or proposal is None or proposal.tree is None:
+        if self.policy is None or wish is None or tree is None:
             return None
-        return Offer(self.policy, proposal.plan, proposal.tree)
+        return Offer(self.policy, wish.plan, tree)
 
     def ask(self) -> mx.array | TokenTree | None:
         """Return what the target is to process next: a root, shape (1,), or a tree.
@@ -228,7 +229,7 @@ class SequenceDecoder:
     def answer(self, chosen: PendingPass) -> None:
         """Make the target's answer, whose computation is dispatched, the newest pass."""
         asked, self._asked = self._asked, None
-        chosen.plan = None if self._proposal is None else self._proposal.plan
+        chosen.plan = None if self._wish is None else self._wish.plan
         chosen.length = self.cache.length
         if isinstance(asked, TokenTree):
             chosen.num_nodes, chosen.num_unmerged = asked.num_nodes, asked.num_unmerged
@@ -255,9 +256,9 @@ class SequenceDecoder:
         if taken is not None:
             if not taken.is_accepted:
                 self._accept(taken)
-            if self._proposal is None and taken.num_nodes:
+            if self._wish is None and taken.num_nodes:
                 self._show(taken)
-        if self._is_plain and self._proposal is not None and not self.is_finished:
+        if self._is_plain and self._wish is not None and not self.is_finished:
             self._keep_drafts()  # of a probe, from which the policy updates its estimates
         return [] if taken is None else taken.kept_tokens
 
@@ -278,7 +279,7 @@ class SequenceDecoder:
             if isinstance(drafts, TokenTree):
                 return sample_and_accept(self.sampler, outputs, drafts, self.noise)
             # The token just processed, the last of the committed ones, is the root of this choice.
-            noise = self.sampler.noise_of_root(self.cache.length - 1)
+            noise = self.sampler.noise(self.cache.length - 1, 1)
             return sample_root(self.sampler, outputs, noise)
 
     def process(self, drafts: mx.array | TokenTree, logits: mx.array) -> mx.array:
@@ -408,7 +409,7 @@ class SequenceDecoder:
     def noise(self) -> GumbelNoise | None:
         """Noise of the choices after the tree that `ask` returned; None without one."""
         is_tree = isinstance(self._asked, TokenTree)
-        return self._proposal.noise if is_tree and self._proposal is not None else None
+        return self._wish.noise if is_tree and self._wish is not None else None
 
     @property
     def own_cache(self) -> TreeCache:
@@ -440,18 +441,18 @@ class SequenceDecoder:
 
     def _follow(self) -> bool:
         """Commit the newest pass before the host has read it, if the next one can follow it."""
-        pending, policy, proposal = self._pending, self.policy, self._proposal
+        pending, policy, wish, drafts = self._pending, self.policy, self._wish, self._drafts
         compiled, self._kept = self.target.compiled, None
         if self._is_plain or pending is None or pending.path is None or pending.is_read:
             return False
-        if policy is None or proposal is None or proposal.tree is None:
+        if policy is None or wish is None or drafts is None:
             return False
         is_on_host = self.processors is not None or self.common_sampler is None
         # A cache of a batch must know its length, and so must one that quantises its entries.
         if is_on_host or compiled is None or type(self.cache) is not TreeCache:
             return False
         with mx.stream(generation_stream):
-            tree = self._kept = policy.keep_early(proposal.plan, proposal.tree)
+            tree = self._kept = policy.keep_early(wish.plan, drafts)
             longest = pending.max_accepted + 1
             if tree is None or not compiled.may_follow(tree, self.cache, self.layers, longest):
                 return False
@@ -460,11 +461,11 @@ class SequenceDecoder:
 
     def _keep_drafts(self) -> TokenTree | None:
         """Let the policy choose the drafts to verify; None if it chooses none."""
-        proposal = self._proposal
-        if self.policy is None or proposal is None or proposal.tree is None:
+        wish, drafts = self._wish, self._drafts
+        if self.policy is None or wish is None or drafts is None:
             return None
         with mx.stream(generation_stream):
-            tree = self._kept or self.policy.keep(proposal.plan, proposal.tree)
+            tree = self._kept or self.policy.keep(wish.plan, drafts)
         return tree if tree.size > 1 and self.cache.takes(tree) else None
 
     def _report(self, done: int) -> None:

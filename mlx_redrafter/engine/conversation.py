@@ -8,8 +8,6 @@ for response in conversation.ask("Why is the sky blue?"):
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import takewhile
-from operator import eq
 from types import NoneType
 from typing import Any
 
@@ -19,6 +17,7 @@ from mlx_redrafter.checks import check_instance
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.prompt_encoding import Message, encode_chat
 from mlx_redrafter.engine.responses import GenerationResponse
+from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 
@@ -96,8 +95,7 @@ class Conversation:
 
     def _keep(self, tokens: list[int]) -> list[int]:
         """Trim the cache to the prefix that it shares with a text, and return that prefix."""
-        num_same = sum(takewhile(bool, map(eq, self._tokens, tokens)))
-        num_kept = min(num_same, len(tokens) - 1)
+        num_kept = min(num_same(self._tokens, tokens), len(tokens) - 1)
         num_gone = len(self._tokens) - num_kept
         # Neither the cache of a sliding window nor a recurrent state can go back.
         if num_gone and not can_trim_prompt_cache(self._cache):

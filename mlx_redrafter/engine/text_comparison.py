@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import mlx.core as mx
@@ -97,15 +99,18 @@ def compare_decoding(
     )
 
 
+def num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Count the tokens with which two texts begin alike."""
+    return sum(takewhile(bool, map(eq, one, other)))
+
+
 def _first_difference(
     plain: Sequence[tuple[int, mx.array]], drafted: Sequence[int]
 ) -> Difference | None:
     expected = [token for token, _ in plain]
     if expected == list(drafted):
         return None
-    position = 0
-    while position < min(len(expected), len(drafted)) and expected[position] == drafted[position]:
-        position += 1
+    position = num_same(expected, drafted)
     log_probs = plain[min(position, len(plain) - 1)][1].astype(mx.float32)
     second, first = to_floats(mx.sort(log_probs)[-2:])
     return Difference(

@@ -17,24 +17,18 @@ Draft = mx.array | TokenTree
 NUM_FACTS = 4
 
 
-def describe(draft: Draft) -> tuple[int, int, int, int]:
-    """Return N, the number of nodes without padding, the maximum depth, and the number of arrays.
+def describe(draft: Draft) -> tuple[tuple[int, ...], list[mx.array]]:
+    """Separate what the host knows of a draft from what it may not know yet.
 
-    The number of nodes is 0 for a root alone.
+    Returns:
+        N, the number of nodes without padding, 0 for a root alone, the maximum depth, and the
+        number of arrays; and these arrays, each of shape (N,): the tokens, and the parents and
+        depths of a tree that is no chain.
     """
     if not isinstance(draft, TokenTree):
-        return 1, 0, 0, 1
-    return draft.size, draft.num_nodes, draft.max_depth, len(arrays(draft))
-
-
-def arrays(draft: Draft) -> list[mx.array]:
-    """List what ranks cannot know: the tokens of a root or a chain, the parents and depths, too.
-
-    Each has the shape (N,).
-    """
-    if not isinstance(draft, TokenTree):
-        return [draft]
-    return [draft.tokens] if draft.is_chain else [draft.tokens, draft.parents, draft.depths]
+        return (1, 0, 0, 1), [draft]
+    arrays = [draft.tokens] if draft.is_chain else [draft.tokens, draft.parents, draft.depths]
+    return (draft.size, draft.num_nodes, draft.max_depth, len(arrays)), arrays
 
 
 def num_values(facts: Sequence[int]) -> int:

@@ -42,20 +42,14 @@ def follow(machines: Machines, own_name: str | None = None) -> NoReturn:
     (line,) = machines.lines
     try:
         model = load_when_asked(machines, own_name)
-        if model is not None:
-            obey(machines, model)
+        follower = None if model is None else Follower(model, machines)
+        with mx.stream(generation_stream):
+            while follower is not None and (frame := line.receive()).do is not Do.END:
+                follower.obey(frame)
     except Exception as error:
         time.sleep(BEAT)  # if the reason is a lost rank, rank 0 ends this one with its name
-        line.fail(f"{type(error).__name__}: {first_line(error)}")
+        machines.fail(f"{type(error).__name__}: {first_line(error)}")
     machines.leave(0)
-
-
-def obey(machines: Machines, model: nn.Module) -> None:
-    """Do what rank 0 says until it ends, with this rank's part of the model."""
-    (line,), follower = machines.lines, Follower(model, machines)
-    with mx.stream(generation_stream):
-        while (frame := line.receive()).do is not Do.END:
-            follower.obey(frame)
 
 
 def load_when_asked(machines: Machines, own_name: str | None) -> nn.Module | None:

@@ -24,9 +24,9 @@ import mlx.nn as nn
 from mlx_redrafter.device_read import longest_wait, waiting
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, first_line
 from mlx_redrafter.generation_options import Quantisation
-from mlx_redrafter.machines.drafts import arrays, describe
+from mlx_redrafter.machines.drafts import describe
 from mlx_redrafter.machines.frames import MOST, Do, Frame, pack
-from mlx_redrafter.machines.line import BEAT, end_process
+from mlx_redrafter.machines.line import BEAT
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor
@@ -47,8 +47,9 @@ LEADER = "redrafter_leader"
 class Leader:
     """Tells the other ranks what rank 0 does.
 
-    Args:
+    Attributes:
         machines: All ranks.
+        numbers: Numbers of caches by their first layer, mlx-lm's object, which outlives a text.
     """
 
     def __init__(self, machines: Machines):
@@ -58,17 +59,12 @@ class Leader:
         self._is_within = False
         self._waiting: list[Frame] = []
         self._count = itertools.count(1)
-        # Numbers of the caches, by their first layer: mlx-lm's objects, which outlive a text.
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._num_owners: Counter[int] = Counter()
         self._dropped: deque[int] = deque()
         # Stream of the thread that ran the newest pass.
         self._stream = mx.default_stream(mx.cpu)
         threading.Thread(target=self._watch, name="pass limit", daemon=True).start()
-
-    def number_of(self, layer: Any) -> int | None:
-        """Return the number of the cache with this first layer; None for a foreign one."""
-        return self._numbers.get(layer)
 
     def add(self, owner: Any, number: int | None = None) -> int:
         """Give a number to a cache by its first layer, or to a batch, until no owner is left.
@@ -78,8 +74,8 @@ class Leader:
             number: The number that other owners have already; a new one by default.
         """
         number = next(self._count) if number is None else number
-        if self._numbers.get(owner) != number:
-            self._numbers[owner] = number
+        if self.numbers.get(owner) != number:
+            self.numbers[owner] = number
             self._num_owners[number] += 1
             weakref.finalize(owner, self._drop, number)
         return number
@@ -98,19 +94,20 @@ class Leader:
             do: Operation on a cache, announced with the next pass unless it is part of another.
             *numbers: Its numbers.
         """
-        with self._lock, _without_interruption():
-            if not self._is_within:
+        with self._undisturbed() as is_part:
+            if not is_part:
                 self._waiting.append(Frame(do, numbers))
-            with self._within():
-                yield
+            yield
 
     @contextmanager
-    def _within(self) -> Iterator[None]:
-        before, self._is_within = self._is_within, True
-        try:
-            yield
-        finally:
-            self._is_within = before
+    def _undisturbed(self) -> Iterator[bool]:
+        """Hold off other threads and Ctrl-C; yields whether this is part of another operation."""
+        with self._lock, _without_interruption():
+            is_part, self._is_within = self._is_within, True
+            try:
+                yield is_part
+            finally:
+                self._is_within = is_part
 
     @contextmanager
     def passing(self, do: Do, numbers: Sequence[int], values: Sequence[mx.array]) -> Iterator[None]:
@@ -121,8 +118,11 @@ class Leader:
             numbers: Its numbers.
             values: Arrays of int32 that the other ranks need, each of shape (n,).
         """
-        with self._lock, _without_interruption(), self._within(), waiting():
-            self._order()
+        with self._undisturbed(), waiting():
+            stream = mx.default_stream(mx.cpu)
+            if stream != self._stream:  # each thread has its own: let the other one's passes end
+                mx.synchronize(self._stream)
+                self._stream = stream
             drops = [Frame(Do.DROP, (self._dropped.popleft(),)) for _ in range(len(self._dropped))]
             data = b"".join(map(pack, [*self._waiting, *drops, Frame(do, tuple(numbers))]))
             self._waiting = []
@@ -135,13 +135,7 @@ class Leader:
                 # If the reason is a lost rank, its connection ends this process with its name.
                 time.sleep(BEAT)
                 # The others wait in the middle of this pass for sums that will never come.
-                self._fail(f"{type(error).__name__}: {first_line(error)}")
-
-    def _fail(self, message: str) -> None:
-        """End all ranks with one line each."""
-        for line in self.machines.lines:
-            line.say(Do.FAIL, message)
-        end_process(message, 1)
+                self.machines.fail(f"{type(error).__name__}: {first_line(error)}")
 
     def _watch(self) -> None:
         """End all ranks if a pass takes too long, as nothing can interrupt it."""
@@ -154,17 +148,10 @@ class Leader:
             last = waited
             if waited > max(PASS_SECONDS, PASS_WAITS * longest):
                 names = ", ".join(line.other for line in self.machines.lines)
-                self._fail(
+                self.machines.fail(
                     f"expected a pass to end within {PASS_SECONDS:g} s, found none from rank 0, "
                     f"{names} though all of them live; start them again"
                 )
-
-    def _order(self) -> None:
-        """Let the passes of another thread end: each thread has a stream of its own."""
-        stream = mx.default_stream(mx.cpu)
-        if stream != self._stream:
-            mx.synchronize(self._stream)
-            self._stream = stream
 
 
 class LedCache(TreeCache):
@@ -280,18 +267,15 @@ class LeadingTarget(Target):
         Raises:
             ConfigError: They hold other tokens.
         """
-        number = self.leader.number_of(stock[0])
+        number = self.leader.numbers.get(stock[0])
         if number is None and any(not layer.empty() for layer in stock):
             raise ConfigError(
                 "prompt_cache must be empty or of a text of this process on several machines, "
                 "found one with other tokens, which the other machines lack; give the whole prompt"
             )
-        is_new = number is None
         number = self.leader.add(stock[0], number)
-        if not is_new or quantisation:
-            with self.leader.together(Do.OPEN, number, length, *quantisation):
-                pass
-        return number
+        with self.leader.together(Do.OPEN, number, length, *quantisation):
+            return number
 
     def reserve(self, cache: TreeCache, num_rows: int) -> None:
         with self.leader.together(Do.RESERVE, _number(cache), num_rows):
@@ -318,18 +302,20 @@ class LeadingTarget(Target):
     def verify(
         self, tree: TokenTree, cache: TreeCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
-        numbers = [_number(cache), *describe(tree)]
-        with self.leader.passing(Do.VERIFY, numbers, arrays(tree)):
+        facts, values = describe(tree)
+        with self.leader.passing(Do.VERIFY, [_number(cache), *facts], values):
             return _dispatched(super().verify(tree, cache, layers))
 
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
         assert isinstance(cache, LedBatchCache)
-        slots = zip(trees.drafts, cache.kept(), strict=True)
-        facts = [number for one, kept in slots for number in (*describe(one), kept)]
-        values = [array for one in trees.drafts for array in arrays(one)]
-        with self.leader.passing(Do.BATCH, [cache.number, trees.size, *facts], values):
+        numbers, values = [cache.number, trees.size], list[mx.array]()
+        for one, kept in zip(trees.drafts, cache.kept(), strict=True):
+            facts, arrays = describe(one)
+            numbers += [*facts, kept]
+            values += arrays
+        with self.leader.passing(Do.BATCH, numbers, values):
             return _dispatched(super().verify_batch(trees, cache, layers))
 
     def process_chunk(
@@ -360,7 +346,7 @@ class LedModel:
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return the logits of one sequence's next tokens, shape (1, n) to (1, n, V)."""
-        target, number = self._target, self._target.leader.number_of(cache[0])
+        target, number = self._target, self._target.leader.numbers.get(cache[0])
         if number is None:
             number = target.number_of(cache, 0)
         with target.leader.passing(Do.CALL, [number, tokens.shape[1]], [tokens[0]]):

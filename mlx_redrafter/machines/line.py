@@ -22,6 +22,8 @@ from mlx_redrafter.machines.frames import Do, Frame, pack, read
 BEAT = 0.5
 # Seconds without any sign of life after which a rank counts as lost.
 PATIENCE = 8.0
+# Seconds that a rank's part of the last pass, or its last answers, may take.
+LAST_SECONDS = 5.0
 # Functions to call with the line that says why, before a process ends by another rank's loss. None
 # may wait for MLX, whose passes do not end any more.
 before_end: list[Callable[[str], None]] = []
@@ -35,10 +37,18 @@ def end_process(message: str, code: int = LOST) -> None:
         with suppress(OSError, ValueError):  # a stderr that is closed or gone
             sys.stderr.write(f"redrafter-mlx: {printable(message)}\n")
             sys.stderr.flush()
+        exit_soon(code)
         for work in before_end:
             work(message)
     finally:
         os._exit(code)
+
+
+def exit_soon(code: int) -> None:
+    """End this process after `LAST_SECONDS`, even if a thread never returns from MLX."""
+    timer = threading.Timer(LAST_SECONDS, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 class Line:
@@ -91,11 +101,6 @@ class Line:
         self.say(Do.END)
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
-
-    def fail(self, message: str) -> None:
-        """End both ranks with one line each."""
-        self.say(Do.FAIL, message)
-        end_process(f"{self.own}{message}", 1)
 
     def _beat(self) -> None:
         data = pack(Frame(Do.BEAT))

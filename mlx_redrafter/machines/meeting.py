@@ -8,7 +8,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from mlx_lm.generate import generation_stream
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.machines.frames import Do
-from mlx_redrafter.machines.line import Line
+from mlx_redrafter.machines.line import Line, end_process, exit_soon
 from mlx_redrafter.version import __version__
 
 # Environment variable of ``mlx.launch`` with the file of addresses, for the ring.
@@ -30,8 +29,6 @@ RING = "MLX_HOSTFILE"
 JACCL = "MLX_JACCL_COORDINATOR"
 # Seconds in which all ranks must have connected to rank 0.
 MEETING_SECONDS = 60.0
-# Seconds that a rank's part of the last pass may take after it has been told to end.
-LAST_SECONDS = 5.0
 # Bytes of the message in which rank 0 gives its address and a key, more than any host name has.
 ADDRESS_BYTES = 320
 
@@ -79,7 +76,7 @@ class Machines:
 
     Attributes:
         group: MLX's group.
-        ranks: All ranks on rank 0; rank 0 and itself on another.
+        ranks: All ranks on rank 0, itself alone on another.
         lines: Connections to all others on rank 0, to rank 0 on another.
         has_model: Whether they have begun to load a model.
     """
@@ -99,6 +96,12 @@ class Machines:
         for line in self.lines:
             line.close()
 
+    def fail(self, message: str) -> None:
+        """End this process with one line, and that of the other end of each line."""
+        for line in self.lines:
+            line.say(Do.FAIL, message)
+        end_process(f"{self.lines[0].own}{message}", 1)
+
     def leave(self, code: int) -> NoReturn:
         """End this process once its part of the last pass is done; as rank 0, let all others end.
 
@@ -107,9 +110,7 @@ class Machines:
         """
         if self.leads:
             self.end()
-        timer = threading.Timer(LAST_SECONDS, os._exit, (code,))
-        timer.daemon = True
-        timer.start()
+        exit_soon(code)
         with suppress(OSError, RuntimeError):  # from a closed pipe; from MLX, if a rank has gone
             sys.stdout.flush()
             sys.stderr.flush()
@@ -159,7 +160,7 @@ def _join(group: Any, own: Rank) -> Machines:
     line = Line(connection, f"{own.name}: ", f"rank 0 ({leader})")
     line.say(Do.HELLO, json.dumps([key, own.rank, own.host, own.device, own.versions]))
     line.begin()
-    return Machines(group, [Rank(0, leader, "", own.versions), own], [line])
+    return Machines(group, [own], [line])
 
 
 def _await_ranks(listener: socket.socket, key: str, size: int) -> list[tuple[Rank, Line]]:

@@ -43,13 +43,7 @@ DEFAULT_PASSES = 2
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sequences to train on and sequences to measure on.
-
-    Attributes:
-        given: Sequences from the files.
-        self_generated: Sequences that the target generated for training.
-        held_out: Sequences that the target generated for measuring, from held-out prompts.
-    """
+    """Sequences from files, and those that the target generated for training and measuring."""
 
     given: list[TokenSequence]
     self_generated: list[TokenSequence]
@@ -64,10 +58,8 @@ class Corpus:
 class Sources:
     """Items divided by their use, each list in random order.
 
-    Attributes:
-        given: Texts and chats to train on.
-        prompts: Items that the target continues for training.
-        held_out: Items that the target continues for measuring.
+    The drafter trains on ``given``; the target continues ``prompts`` for training and ``held_out``
+    for measuring.
     """
 
     given: list[Item]

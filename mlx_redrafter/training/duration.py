@@ -21,16 +21,10 @@ TRAINED_PER_MEASURED = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """Amounts of work of a run.
+    """Amounts of work of a run, in tokens and, without a limit of minutes, in optimiser steps.
 
-    Attributes:
-        given: Number of tokens of the texts from files.
-        generated: Number of tokens that the target generates for training.
-        held_out: Number of tokens that the target generates for measuring.
-        prompts: Number of tokens of the prompts of both.
-        steps: Number of optimiser steps without a limit of minutes.
-        batch_tokens: Number of tokens of a step.
-        num_evaluations: Maximum number of measurements, the first one left out.
+    The target generates ``generated`` tokens for training and ``held_out`` tokens for measuring;
+    ``num_evaluations`` is the maximum number of measurements, the first one left out.
     """
 
     given: int

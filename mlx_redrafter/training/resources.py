@@ -38,14 +38,10 @@ PROMPT_TOKENS = 32
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """Upper estimates of the resources of a run.
+    """Upper estimates of the resources of a run: tokens of all sequences, and sizes in bytes.
 
-    Attributes:
-        tokens: Number of tokens of all sequences, prompts included.
-        cache: Size of the target's outputs on disk, in bytes.
-        drafter: Size of the drafter on disk, in bytes.
-        disk: Size of cache, state and drafter on disk, in bytes.
-        memory: Peak memory, in bytes.
+    ``cache`` is for the target's outputs, ``disk`` for cache, state and drafter; ``memory`` is the
+    peak.
     """
 
     tokens: int
@@ -64,14 +60,7 @@ class ResourceEstimate:
 
 @dataclass(frozen=True)
 class TargetSize:
-    """Sizes of a target.
-
-    Attributes:
-        hidden_size: Size of a hidden state, H.
-        vocab_size: Number of rows of the input embedding, V.
-        weight_bytes: Size of all weights, in bytes.
-        float_bytes: Size of an element of a hidden state, in bytes.
-    """
+    """Sizes of a target; ``float_bytes`` is that of an element of a hidden state."""
 
     hidden_size: int
     vocab_size: int

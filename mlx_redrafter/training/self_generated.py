@@ -75,14 +75,9 @@ class TextGenerator:
     ) -> list[TokenSequence]:
         """Generate prompts with answers until there are enough tokens or no more jobs.
 
-        Seeds MLX's global random state. Rounds whose file exists are read instead of generated.
-
-        Args:
-            jobs: Texts to generate; a resumed run must give the same jobs in the same order.
-            limits: Limits of the generation.
-            folder: Folder of the rounds' files.
-            name: Prefix of the rounds' file names.
-            on_tokens: Called with the number of tokens generated so far, without the prompts.
+        Seeds MLX's global random state. Rounds whose file exists in ``folder``, named by ``name``
+        and a number, are read instead, so a resumed run must give the same jobs in the same order.
+        ``on_tokens`` receives the number of tokens generated so far, without the prompts.
         """
         sequences: list[TokenSequence] = []
         num_generated = 0

@@ -43,17 +43,12 @@ class TrainingProgress:
     """Counters and measurements of a run.
 
     Attributes:
-        total_steps: Number of steps of the whole run.
         num_evaluations: Number of measurements of the whole run, the first one left out.
         step: Number of steps done.
         seconds: Training time so far, in seconds.
-        best: Maximum tokens per step measured so far.
-        best_step: Number of steps done at the best measurement.
+        best: Maximum tokens per step measured so far, at ``best_step``.
         since_best: Number of measurements without improvement in the second half of the run.
-        loss_sum: Sum of the losses since the last measurement, in nats.
-        loss_count: Number of steps since the last measurement.
-        curve: All measurements.
-        is_done: Whether training has ended.
+        loss_sum: Sum of the ``loss_count`` losses since the last measurement, in nats.
     """
 
     total_steps: int

@@ -62,6 +62,7 @@ def read_common(
     if not streams and fields.values.get("stream_options") is not None:
         raise Refusal("stream_options needs stream to be true", "stream_options")
     shown.take("include_obfuscation")
+    has_format = fields.values.get("response_format") is not None
     form = fields.inner("response_format")
     common = {
         "model": fields.typed("model", str),
@@ -69,7 +70,7 @@ def read_common(
         "num_texts": fields.integer("n", 1, MAX_TEXTS) or 1,
         "stops": read_stops(fields, "stop"),
         "penalties": read_penalties(fields),
-        "format": read_format(form, "json_schema") if form.values else None,
+        "format": read_format(form, "json_schema") if has_format else None,
         "top_logprobs": top_logprobs,
         "is_streamed": streams,
     }

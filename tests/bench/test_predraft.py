@@ -67,7 +67,7 @@ def test_tables_of_cases_and_of_a_given_one(tmp_path):
 
 def test_comparison_with_and_without(folders, tmp_path, monkeypatch):
     # Times of tiny models are of no use, and take most of the time.
-    monkeypatch.setattr("mlx_redrafter.bench.compare.time_shapes", lambda *_: None)
+    monkeypatch.setattr("mlx_redrafter.bench.turns.time_shapes", lambda *_: None)
     target, drafter = folders
     prompts, out = tmp_path / "p.txt", tmp_path / "c.json"
     prompts.write_text("abc abc")

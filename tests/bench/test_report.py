@@ -27,7 +27,6 @@ def test_ratios_within_a_turn():
     assert a.tokens_per_step == pytest.approx(4 / 3)
     assert a.acceptance_rate_by_depth == pytest.approx([2 / 3, 1 / 3])
     assert a.nodes_per_step == 4
-    assert a.merged == pytest.approx(1 / 3)
     assert (a.num_different, b.num_different) == (0, 1)
     assert b.speedup.median == 10
 

@@ -81,7 +81,7 @@ def test_a_process_and_a_server_in_all_settings(
 
 def test_a_result_that_cannot_be_shared(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.json"
-    for content in ({"kind": "speed"}, {"kind": "speed", "rows": [{}]}):
+    for content in ({"kind": "speed"}, {"kind": "speed", "machine": {}}):
         out.write_text(json.dumps(content))
         with pytest.raises(DataError, match="expected"):
             run("share", out, "-o", tmp_path / "page.md")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx_lm
 import pytest
 
-from mlx_redrafter.cli import try_out
+from mlx_redrafter.bench import runs
 from tests.conftest import Trained
 from tests.helpers.cli import run
 
@@ -31,13 +33,16 @@ def test_the_text_is_printed_and_compared_with_mlx_lm(
 def test_a_difference_is_an_error(
     stories: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = try_out._by_mlx_lm
+    right = runs.stock_arm
 
-    def wrong(*arguments: Any) -> Any:
-        made = right(*arguments)
-        return made._replace(tokens=[*made.tokens[:-1], made.tokens[-1] + 1])
+    def wrong(settings: Any) -> Any:
+        def decode(ids: list[int]) -> Iterator[Any]:
+            for number, response in enumerate(right(settings)(ids)):
+                yield replace(response, token=response.token + (number == 11))
 
-    monkeypatch.setattr(try_out, "_by_mlx_lm", wrong)
+        return decode
+
+    monkeypatch.setattr(runs, "stock_arm", wrong)
     shown = _try(capsys, stories.folder)
     assert shown.code == 1
     assert "DIFFERENT from token 12 on" in shown.err

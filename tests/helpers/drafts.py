@@ -20,9 +20,10 @@ from mlx_redrafter.trees.tree import TokenTree
 
 
 def make_tree(tokens: Sequence[int], parents: Sequence[int], depth: int) -> TokenTree:
-    """A tree from lists; ``depth`` is that of the deepest node there may be."""
+    """Make a tree of lists; ``depth`` is that of the deepest node there may be."""
     scores = [-1.0 * node for node in range(1, len(tokens))]
-    return TokenTree.of(tokens, parents, scores, depth)
+    tree = TokenTree.of(tokens, parents, scores)
+    return replace(tree, max_depth=depth, is_chain=tree.is_chain and tree.max_depth == depth)
 
 
 def grow(

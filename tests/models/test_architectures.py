@@ -22,6 +22,7 @@ from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target import target as target_module
 from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
+from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.hooks import (
     Hook,
     HookPoint,
@@ -34,6 +35,7 @@ from mlx_redrafter.target.hooks import (
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
+from tests.helpers.few_shapes import compile_passes
 from tests.models.tiny_models import (
     COMMON,
     THRESHOLD,
@@ -47,6 +49,8 @@ from tests.models.tiny_recurrent import WITHOUT_POSITIONS
 from tests.models.trees import (
     PLAN,
     PROMPT,
+    DraftsOnDevice,
+    Followed,
     ScriptedDrafts,
     branching_tree,
     decode_paths,
@@ -141,7 +145,9 @@ def apply_head(model: nn.Module, model_type: str, forward: TargetOutputs) -> mx.
 
 @pytest.mark.parametrize(("model_type", "rope"), MAIN_CASES)
 @pytest.mark.usefixtures("few_shapes_or_not")
-def test_generated_tokens_and_cache(model_type: str, rope: str) -> None:
+def test_generated_tokens_and_cache(
+    model_type: str, rope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(tiny_config(model_type, rope))
     stock_cache = make_prompt_cache(model)
     stock = stock_tokens(model, NUM_TOKENS, stock_cache)
@@ -150,12 +156,18 @@ def test_generated_tokens_and_cache(model_type: str, rope: str) -> None:
     cache = target.new_cache()
     request = Request(PROMPT, max_tokens=NUM_TOKENS, leave_as_stock=True)
     chooser = KeyedSampler(SamplingParams(), target.vocab_size)
-    text = SequenceDecoder(
-        target, cache, chooser, request, ScriptedDrafts(stock), FixedPolicy(PLAN)
-    )
+    drafts: Any = ScriptedDrafts(stock)
+    if target.compiled is not None:
+        compile_passes(monkeypatch, uses=1)
+        drafts = DraftsOnDevice([*PROMPT, *stock], is_chain=False)
+    followed = Followed(monkeypatch)
+    text = SequenceDecoder(target, cache, chooser, request, drafts, FixedPolicy(PLAN))
     assert [token.id for token in decode(text)] == stock
     if target.compiled is not None:
         assert bool(target.compiled.passes) == (model_type not in NOT_COMPILED)
+        # The buffer of a tiny window has no room for the longest path.
+        if not any(isinstance(part, SlidingCache) for part in cache.parts):
+            assert bool(followed.count) == (model_type not in NOT_COMPILED)
     # Paths of all lengths were kept.
     assert len([count for count in text.stats.accepted_counts if count > 0]) >= 4
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -18,6 +20,7 @@ from mlx_lm.models.cache import (
 
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import Quantisation
@@ -148,6 +151,62 @@ class ScriptedDrafts:
 
     def settle(self, length: int) -> None:
         """Nothing to settle."""
+
+
+class DraftsOnDevice:
+    """Drafts of a known text, made on the device, that are right for 0, 1, 2 ... tokens in turn.
+
+    Args:
+        text: The text, prompt included.
+        is_chain: Whether drafts form a chain; else every draft comes after a wrong sibling.
+    """
+
+    reader = None
+
+    def __init__(self, text: list[int], is_chain: bool):
+        self.text = mx.array([*text, *[0] * (2 * (DRAFT_LENGTH + 1))])
+        self.is_chain = is_chain
+        self.num_drafted = 0
+
+    def outlook(self) -> None:
+        """There is always something to propose."""
+
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        num_right = self.num_drafted % (DRAFT_LENGTH + 1)
+        self.num_drafted += 1
+        depths = mx.arange(1, DRAFT_LENGTH + 1)
+        # The root stands at this position, the drafts after it.
+        root = flight.length + flight.num_accepted + 1
+        drafts = self.text[root + depths] + (depths > num_right)
+        if self.is_chain:
+            tokens = mx.concatenate([flight.root, drafts % VOCAB_SIZE])
+            return TokenTree.chain(tokens, DRAFT_LENGTH + 1)
+        siblings = mx.stack([drafts + 17, drafts], axis=1).reshape(-1) % VOCAB_SIZE
+        parents = [0, *(2 * ((node - 1) // 2) for node in range(1, 2 * DRAFT_LENGTH + 1))]
+        tokens = mx.concatenate([flight.root, siblings])
+        return replace(TokenTree.of([0] * len(parents), parents), tokens=tokens)
+
+    def skip(self, flight: PendingPass) -> None:
+        """Nothing to note."""
+
+    def settle(self, length: int) -> None:
+        """Nothing to settle."""
+
+
+class Followed:
+    """Counts the paths that caches follow, and checks that nobody had read them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.count = 0
+        follow = SequenceDecoder._follow
+
+        def count(sequence: SequenceDecoder) -> bool:
+            follows = follow(sequence)
+            self.count += follows
+            assert not (follows and sequence._pending.is_read)
+            return follows
+
+        patch.setattr(SequenceDecoder, "_follow", count)
 
 
 def scripted_tree(root: int, coming: list[int], num_right: int) -> TokenTree:

@@ -71,6 +71,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {}}]}),
     ("tool_choice", {"tool_choice": "required"}),
     ("response_format.type", {"response_format": {"type": "yaml"}}),
+    ("response_format.type", {"response_format": {}}),
     ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}),
     ("response_format.colour", {"response_format": {"type": "text", "colour": "red"}}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
-from mlx_redrafter.bench.compare import compare
 from mlx_redrafter.bench.lab.options import (
     add_out,
     add_pair,
@@ -26,7 +25,7 @@ from mlx_redrafter.bench.prompts import describe_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import num_different
 from mlx_redrafter.bench.runs import AUTO, drafted_arm
-from mlx_redrafter.bench.turns import arm_name, compared_arms
+from mlx_redrafter.bench.turns import arm_name, compare, compared_arms
 from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, speed_table, warn
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.speculate_ahead import Hits, SpeculateAhead
@@ -65,12 +64,12 @@ def run(arguments: Namespace) -> None:
         hits[name] = ahead.hits
     recording = Recording(arguments.out, "compare", configuration, arguments.resume)
     with progress("Turns") as on_progress:
-        found = compare(
+        rows, _ = compare(
             arms, settings, encoded, arguments.repeats, recording, arguments.cool_down, on_progress
         )
-    recording.finish(found=found, hits=hits)
-    show(speed_table(found.rows, "all prompts"))
+    recording.finish(found=recording.result["found"], hits=hits)
+    show(speed_table(rows, "all prompts"))
     for name, count in hits.items():
         show(f"{name}: {count.foreseen} of {count.passes} outcomes were drafted for")
     warn(recording.result["disturbances"])
-    refuse_texts(num_different(found.rows))
+    refuse_texts(num_different(rows))

@@ -109,9 +109,10 @@ class SlidingCache(FullCache):
         return self._is_ordered and self._reaches(end)
 
     def _reaches(self, end: int) -> bool:
-        """Whether the buffer ends at position ``end`` or after it."""
+        """Whether the buffer holds all entries up to position ``end``, or grows for them."""
         rows = self._rows
-        return rows.keys is None or end - rows.start_position <= rows.keys.shape[2]
+        num_rows = 0 if rows.keys is None else rows.keys.shape[2]
+        return end - rows.start_position <= max(num_rows, rows.chunk_size)
 
 
 def _in_order(ring: RotatingKVCache) -> ChunkedKVCache:

@@ -1,4 +1,4 @@
-"""How tokens are chosen: the distribution, the noise, and the random state of stock samplers.
+"""Choice of tokens: the distribution, the noise, and the random state of stock samplers.
 
 Axes: V vocabulary.
 """
@@ -95,7 +95,7 @@ def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) ->
         assert np.array_equal(alone[0], block[i])
     chooser = KeyedSampler(SamplingParams(temp=1.0, seed=seed), vocab_size)
     for i in (*range(16), 3, 4, 5, 9, 10, 0, 15):  # as roots come, with trees between them or not
-        root = chooser.noise_of_root(999 + i)
+        root = chooser.noise(999 + i, 1)
         assert root is not None
         assert np.array_equal(np.array(root.values), block[i : i + 1])
     # As trees come, after passes of which the host knows how many drafts they accepted, or not.
@@ -104,7 +104,7 @@ def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) ->
         tree = chooser.noise(999 + i, 3, accepted, furthest)
         assert tree is not None
         assert np.array_equal(np.array(tree.values), block[i + further : i + further + 3])
-        root = chooser.noise_of_root(999 + i)
+        root = chooser.noise(999 + i, 1)
         assert root is not None
         assert np.array_equal(np.array(root.values), block[i : i + 1])
     shifted = np.array(gumbel_noise(seed, 1003 + mx.arange(5), vocab_size))

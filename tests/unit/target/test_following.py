@@ -10,88 +10,20 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.decoding.decode import decode
-from mlx_redrafter.decoding.records import PendingPass, Request
-from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
-from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.few_shapes import compile_passes
-from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config
-from tests.models.trees import PLAN, PROMPT, rows_of
+from tests.models.tiny_models import build, main_rope, tiny_config
+from tests.models.trees import PLAN, PROMPT, DraftsOnDevice, Followed, rows_of
 
 # Largest difference of entries from those of plain decoding, relative to the largest.
 TOLERANCE = 1e-4
 NUM_TOKENS = 40
-LENGTH = PLAN.shape.length
-
-
-class DraftsOnDevice:
-    """Drafts of a known text that are right for 0, 1, 2 ... tokens in turn, made on the device.
-
-    Args:
-        text: The text, prompt included.
-        is_chain: Whether drafts form a chain; else every draft comes after a wrong sibling.
-    """
-
-    reader = None
-
-    def __init__(self, text: list[int], is_chain: bool):
-        self.text = mx.array([*text, *[0] * (2 * LENGTH)])
-        self.is_chain = is_chain
-        self.num_drafted = 0
-
-    def outlook(self) -> None:
-        """There is always something to propose."""
-
-    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        num_right = self.num_drafted % LENGTH
-        self.num_drafted += 1
-        depths = mx.arange(1, LENGTH)
-        # The root stands at this position, the drafts after it.
-        root = flight.length + flight.num_accepted + 1
-        drafts = self.text[root + depths] + (depths > num_right)
-        if self.is_chain:
-            tokens = mx.concatenate([flight.root, drafts % VOCAB_SIZE])
-            return TokenTree.chain(tokens, LENGTH).scored(mx.zeros((LENGTH - 1,)))
-        siblings = mx.stack([drafts + 17, drafts], axis=1).reshape(-1) % VOCAB_SIZE
-        parents = [0, *(2 * ((node - 1) // 2) for node in range(1, 2 * LENGTH - 1))]
-        shape = TokenTree.of([0] * len(parents), parents)
-        tree = TokenTree(
-            mx.concatenate([flight.root, siblings]),
-            shape.parents,
-            shape.depths,
-            shape.ancestors,
-            len(parents),
-            len(parents),
-            LENGTH - 1,
-        )
-        return tree.scored(mx.zeros((len(parents) - 1,)))
-
-    def skip(self, flight: PendingPass) -> None:
-        """Nothing to note."""
-
-    def settle(self, length: int) -> None:
-        """Nothing to settle."""
-
-
-class Followed:
-    """Counts the paths that caches follow, and checks that nobody had read them."""
-
-    def __init__(self, patch: pytest.MonkeyPatch):
-        self.count = 0
-        follow = SequenceDecoder._follow
-
-        def count(sequence: SequenceDecoder) -> bool:
-            follows = follow(sequence)
-            self.count += follows
-            assert not (follows and sequence._pending.is_read)
-            return follows
-
-        patch.setattr(SequenceDecoder, "_follow", count)
 
 
 def begin(
