@@ -29,11 +29,11 @@ from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import (
     eagle_config,
     own_names,
-    resolve_offsets,
     rope_of,
     target_of,
 )
 from mlx_redrafter.proposers.layer_sizes import build
+from mlx_redrafter.proposers.speculators import resolve_offsets
 from mlx_redrafter.target.target import FINAL, Target
 
 

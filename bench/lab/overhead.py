@@ -128,6 +128,8 @@ def measure_overhead(
 class _ReadingPolicy(FixedPolicy):
     """A fixed plan that reads the drafts' scores, as `AdaptivePolicy` does."""
 
+    reads_drafts = True
+
     def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """Read the scores and keep all nodes."""
         tree.read()

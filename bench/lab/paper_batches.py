@@ -102,6 +102,8 @@ class Cell:
 class CellPolicy:
     """The same plan in every step, with padding if the beams count as unmerged."""
 
+    reads_drafts = False
+
     def __init__(self, plan: DraftPlan, is_merged: bool):
         self.plan = plan
         self.is_merged = is_merged

@@ -188,6 +188,11 @@ class DraftPolicy(Protocol):
     draws the drafts next to it, and `keep` gets them after the outcome, but none are verified.
     """
 
+    @property
+    def reads_drafts(self) -> bool:
+        """Whether it may read drafts, so that their scores are computed with them."""
+        ...
+
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         """Choose the plan of the next step; None for plain decoding.
 

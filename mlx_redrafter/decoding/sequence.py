@@ -143,7 +143,8 @@ class SequenceDecoder:
             with mx.stream(generation_stream):
                 tree = wish.drafting.propose(wish.pending, wish.plan.searched, wish.noise)
                 if tree is not None and tree.known is None:
-                    mx.async_eval(tree.arrays)
+                    reads = self.policy is None or self.policy.reads_drafts
+                    mx.async_eval(tree.arrays if reads else tree.unscored_arrays)
             self.receive(wish, tree)
 
     def look(self) -> bool:

@@ -237,6 +237,8 @@ class _Schedule:
         is_done: Whether the rounds suffice.
     """
 
+    reads_drafts = True
+
     def __init__(
         self,
         kinds: Sequence[Kind],

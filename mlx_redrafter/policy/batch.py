@@ -164,6 +164,8 @@ class MemberPolicy:
         pending: Its drafts that the policy still learns from.
     """
 
+    reads_drafts = True
+
     def __init__(self, batch: BatchPolicy):
         self._batch = batch
         self.pending: list[ScoredDrafts] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class FixedPolicy:
 
     plan: DraftPlan | None
     costs: StepCosts | None = None
+    reads_drafts: ClassVar[bool] = False
 
     def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
         has_nothing = outlook is not None and len(outlook) == 0

@@ -40,7 +40,10 @@ from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_as_stored
 
 CONFIG_ONLY = [CONFIG_FILE]
-PATTERNS = [CONFIG_FILE, *WEIGHTS_PATTERNS, "README.md"]
+# Name of a file of torch that block drafters may have: an embedding instead of the mask token's.
+MASK_FILE = "mask_embedding.pt"
+# Files of a drafter's repository.
+PATTERNS = [CONFIG_FILE, *WEIGHTS_PATTERNS, "README.md", MASK_FILE]
 # Name of the tensor with the token ids of a reduced head.
 TOKEN_IDS = "token_ids"
 

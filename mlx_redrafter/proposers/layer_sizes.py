@@ -50,6 +50,10 @@ class LayerSizes(StoredConfig):
         for name in ("rms_norm_eps", "rope_theta"):
             if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ConfigError(f"{field.name} must be true or false, got {value!r}")
         if not isinstance(self.rope_scaling, (Mapping, type(None))):
             raise ConfigError(f"rope_scaling must be an object or null, got {self.rope_scaling!r}")
         heads = self.num_attention_heads

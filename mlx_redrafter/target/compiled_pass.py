@@ -74,19 +74,14 @@ class EntriesKind(NamedTuple):
     window: int | None
 
 
-class StateKind(NamedTuple):
-    """A layer with a state, by the number of its arrays."""
-
-    num_arrays: int
-
-
 class PartsKind(NamedTuple):
     """A layer with several caches."""
 
     parts: tuple[Any, ...]
 
 
-LayerKind = EntriesKind | StateKind | PartsKind | None
+# Kind of a layer: an int is the number of arrays of a state, None a layer that is never used.
+LayerKind = EntriesKind | PartsKind | int | None
 
 
 class PassKind(NamedTuple):
@@ -96,7 +91,7 @@ class PassKind(NamedTuple):
         num_nodes: N.
         max_depth: Maximum depth of a node.
         captured: Layers whose inputs to capture.
-        layers: Kind of each layer; None for one that the model never uses.
+        layers: Kind of each layer.
     """
 
     num_nodes: int
@@ -227,7 +222,7 @@ class _Loan:
         if isinstance(layer, RecurrentCache):
             state = cast(list[mx.array], layer.stock.cache)
             self.arrays += state
-            return StateKind(len(state))
+            return len(state)
         assert isinstance(layer, FullCache)
         buffers = layer.lend(self._tree.size)
         if buffers is None:
@@ -407,8 +402,8 @@ def _make_layer(kind: LayerKind, step: TracedPass, lent: Iterator[mx.array]) -> 
         return TracedEntries(kind, step, next(lent), next(lent))
     if kind is None:
         return None
-    stock = ArraysCache(kind.num_arrays)
-    stock.cache = list(islice(lent, kind.num_arrays))  # type: ignore[arg-type]
+    stock = ArraysCache(kind)
+    stock.cache = list(islice(lent, kind))  # type: ignore[arg-type]
     layer = RecurrentCache(stock)
     layer.expect(step)
     return layer

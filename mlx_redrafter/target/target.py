@@ -295,7 +295,7 @@ class Target:
     ) -> TargetOutputs:
         """Process some tokens of a prompt, shape (n,), which MLX has not computed yet."""
         cache.expect(None)
-        outputs = self._process(chunk[None], cache.stock, layers).alone
+        outputs = self.compute(chunk[None], cache.stock, layers).alone
         cache.grow(chunk.shape[0])
         return outputs
 
@@ -336,7 +336,7 @@ class Target:
     ) -> TargetOutputs:
         """Process one token, shape (1,), as plain decoding does; layers are those of `verify`."""
         cache.expect(None)
-        outputs = self._process(token[None], cache.layers, layers).alone
+        outputs = self.compute(token[None], cache.layers, layers).alone
         cache.grow(1)
         return outputs
 
@@ -379,7 +379,7 @@ class Target:
 
     def layer_inputs(self, tokens: mx.array, layers: Sequence[int]) -> mx.array:
         """Capture the inputs of layers at all tokens of a new sequence, shape (n,) to (n, S)."""
-        states = self._process(tokens[None], None, layers).alone.states
+        states = self.compute(tokens[None], None, layers).alone.states
         assert states is not None
         return states
 
@@ -422,15 +422,18 @@ class Target:
         caches: list[Any],
         layers: Sequence[int],
     ) -> TargetOutputs:
-        """Compute outputs as `_process`, for nodes of trees at these positions."""
+        """Compute outputs as `compute`, for nodes of trees at these positions."""
         masks = additive_masks() if self.has_buckets else nullcontext()
         with tree_positions(positions), masks:
-            return self._process(tokens, caches, layers)
+            return self.compute(tokens, caches, layers)
 
-    def _process(
+    def compute(
         self, tokens: mx.array, caches: list[Any] | None, layers: Sequence[int]
     ) -> TargetOutputs:
-        """Compute outputs with an axis of sequences, for tokens of shape (sequences, N)."""
+        """Compute outputs with an axis of sequences, for tokens of shape (sequences, N).
+
+        ``layers`` are captured; without caches the sequences are new ones.
+        """
         with captured_output() as outputs, captured_inputs() as inputs:
             logits = self.call(tokens, caches)
         final, states = outputs[-1], None

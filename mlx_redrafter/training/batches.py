@@ -38,6 +38,7 @@ class BatchOptions(NamedTuple):
         seed: Random seed for the order.
         stretch: Number of consecutive positions of an example.
         layers: Layers of the target whose inputs the drafter reads, () for its last hidden states.
+        anchors: Number of positions of an example that draft, drawn in every step; None for all.
     """
 
     beam_length: int
@@ -45,6 +46,7 @@ class BatchOptions(NamedTuple):
     seed: int
     stretch: int = 1
     layers: Sequence[int] = ()
+    anchors: int | None = None
 
     @property
     def batch_examples(self) -> int:
@@ -127,7 +129,25 @@ class BatchOrder:
         options, size = self.options, self.options.batch_examples
         chosen = order[first : first + size]
         positions = (chosen[:, None] + np.arange(options.stretch)).flatten()
-        return gather(group, positions, size * options.stretch, options.beam_length, self.rows)
+        anchors = self._draw_anchors(group, chosen, np.random.default_rng([options.seed, step, 1]))
+        size *= options.stretch
+        return gather(group, positions, size, options.beam_length, self.rows, anchors)
+
+    def _draw_anchors(
+        self, group: ShardGroup, chosen: NDArray[np.int64], rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """Draw positions of the examples that draft, those with steps that count first.
+
+        Returns:
+            Ascending indices in each example of a batch, int64, shape (examples, anchors).
+        """
+        options = self.options
+        order = rng.random((options.batch_examples, options.stretch))
+        positions = chosen[:, None] + np.arange(options.stretch)
+        last = len(group.steps) - 1
+        counts = group.steps[np.minimum(positions, last)].any(axis=-1) & (positions <= last)
+        order[: len(chosen)] += ~counts
+        return np.sort(np.argsort(order, axis=1)[:, : options.anchors], axis=1)
 
     def _place(self, step: int) -> tuple[int, int, int]:
         """Find the epoch of a step, its group, and its first example in the group's order."""
@@ -214,22 +234,34 @@ def concatenate(shards: list[Shard]) -> Shard:
 
 
 def gather(
-    group: ShardGroup, positions: NDArray[np.int64], size: int, length: int, rows: HeadRows
+    group: ShardGroup,
+    positions: NDArray[np.int64],
+    size: int,
+    length: int,
+    rows: HeadRows,
+    anchors: NDArray[np.int64] | None = None,
 ) -> TrainingBatch:
     """Collect the batch of some positions.
 
-    Positions of weight 0 pad it to ``size``, and replace positions beyond the last.
+    Positions of weight 0 pad it to ``size``, and replace positions beyond the last. ``anchors`` are
+    indices of the positions that draft in each example, shape (examples, anchors); by default all
+    draft, in one example.
     """
+    if anchors is None:
+        anchors = np.arange(size)[None]
     shard, last = group.shard, len(group.steps) - 1
     padded = np.full(size, last + 1)
     padded[: len(positions)] = positions
     is_there = padded <= last
     padded = np.where(is_there, padded, 0)
-    weights = np.where(is_there[:, None], group.steps[padded], False).astype(np.float32)
     # The padding of a stretch counts as another sequence.
     sequences = np.searchsorted(np.array(shard.starts), padded, side="right")
     sequences = np.where(is_there, sequences, 0).astype(np.int32)
     here = mx.array(padded.astype(np.int32))
+    begins = np.arange(0, size, size // len(anchors))[:, None]
+    drafting = (begins + anchors).flatten()
+    padded, is_there = padded[drafting], is_there[drafting]
+    weights = np.where(is_there[:, None], group.steps[padded], False).astype(np.float32)
     ahead = np.minimum(padded[:, None] + np.arange(1, length + 1), last).astype(np.int32)
     tokens = shard.tokens[mx.array(ahead)]
     # The distribution at the root and at each draft but the last: P_{t+1} to P_{t+S}.
@@ -240,6 +272,7 @@ def gather(
     return TrainingBatch(
         states=(shard.hidden if shard.states is None else shard.states)[here],
         sequences=mx.array(sequences),
+        anchors=mx.array(anchors.flatten().astype(np.int32)),
         tokens=tokens,
         labels=rows.look_up(tokens[:, 1:]),
         weights=mx.array(weights),

@@ -1,7 +1,7 @@
 """The training losses: distillation of the target along the drafter's unrolled states.
 
-Axes: B positions, S = L - 1 unroll steps, C layers of the target, H hidden size, V rows of the
-head, k kept tokens.
+Axes: N positions, B of them that draft, S = L - 1 unroll steps, C layers of the target, H hidden
+size, V rows of the head, k kept tokens.
 
 At position t a drafter reads the hidden state h_t and the tokens x_{t+1} (the root) to x_{t+1+i},
 or only the root of these, and predicts x_{t+2+i}: step i of S. The target's distribution of that
@@ -75,12 +75,14 @@ def _log_total_gradient(
 
 
 class TrainingBatch(NamedTuple):
-    """The drafter's inputs and the target's outputs at B positions.
+    """The drafter's inputs and the target's outputs at N positions.
 
     Attributes:
-        states: Last hidden states of the target, shape (B, H), or the inputs of the C layers that
-            the drafter reads, shape (B, C * H).
-        sequences: Number of the sequence of each position, int32, shape (B,).
+        states: Last hidden states of the target, shape (N, H), or the inputs of the C layers that
+            the drafter reads, shape (N, C * H).
+        sequences: Number of the sequence of each position, int32, shape (N,).
+        anchors: Indices of the positions that draft in the positions of their example, int32,
+            shape (B,).
         tokens: Root and drafts, int32, shape (B, S + 1).
         labels: Rows of the head for the tokens after the root, -1 for tokens without a row, int32,
             shape (B, S).
@@ -93,6 +95,7 @@ class TrainingBatch(NamedTuple):
 
     states: mx.array
     sequences: mx.array
+    anchors: mx.array
     tokens: mx.array
     labels: mx.array
     weights: mx.array
@@ -100,9 +103,14 @@ class TrainingBatch(NamedTuple):
     top_log_probs: mx.array
     tail: mx.array
 
-    def rows(self, start: int, stop: int) -> TrainingBatch:
-        """Select the positions from ``start`` to ``stop``, the latter excluded."""
-        return TrainingBatch(*(array[start:stop] for array in self))
+    def part(self, number: int, count: int) -> TrainingBatch:
+        """Select one of ``count`` parts of almost equal size."""
+        return TrainingBatch(
+            *(
+                array[len(array) * number // count : len(array) * (number + 1) // count]
+                for array in self
+            )
+        )
 
 
 def draft_loss(

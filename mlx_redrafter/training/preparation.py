@@ -27,7 +27,7 @@ from mlx_redrafter.training.resources import (
 from mlx_redrafter.training.self_generated import ROUND_SIZE, TextGenerator
 from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.students.student_kinds import load_student, new_student
-from mlx_redrafter.training.teacher import TOP_K, fill_cache, fill_states
+from mlx_redrafter.training.teacher import TOP_K, fill_cache
 from mlx_redrafter.training.teacher_cache import Split, TeacherCache
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
@@ -153,10 +153,8 @@ class Preparation:
         def report(stage: str, done: int) -> None:
             self._reporter.progress(stage, done, total)
 
-        k = TOP_K if is_train else TOP_TOKENS
-        fill_cache(cache, split, target, sequences, k, lambda n: report(f"reading {split} text", n))
-        if layers:
-            fill_states(cache, split, target, layers, lambda n: report("reading layers", n))
+        k, stage = TOP_K if is_train else TOP_TOKENS, f"reading {split} text"
+        fill_cache(cache, split, target, sequences, k, layers, lambda n: report(stage, n))
 
     def _initialise(self, corpus: Corpus) -> None:
         student, target, token_ids = self.student, self._target, None

@@ -27,9 +27,9 @@ from mlx_redrafter.training.self_generated import (
 )
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher import BATCH_SEQUENCES, TOP_K, read_sequences, read_states
+from mlx_redrafter.training.teacher import BATCH_SEQUENCES, TOP_K, read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.trainer import Optimiser, choose_stretch
+from mlx_redrafter.training.trainer import Optimiser, choose_batches
 from mlx_redrafter.training.training_request import TrainingRequest
 
 # Maximum number of tokens of a prompt.
@@ -70,12 +70,9 @@ def rehearse(
         TokenSequence(one.tokens[:WARM_UP_TOKENS], one.is_trained[:WARM_UP_TOKENS])
         for one in sequences
     ]
-    few = read_sequences(target, beginnings, TOP_K)
-    shard, seconds = _timed(lambda: read_sequences(target, sequences, TOP_K), is_warm=True)
-    if student.layers:
-        read_states(target, few, student.layers)
-        states, extra = _timed(lambda: read_states(target, shard, student.layers), is_warm=True)
-        shard, seconds = replace(shard, states=states), seconds + extra
+    layers = student.layers
+    read_sequences(target, beginnings, TOP_K, layers)
+    shard, seconds = _timed(lambda: read_sequences(target, sequences, TOP_K, layers), is_warm=True)
     reading = seconds / shard.tokens.shape[0]
     on_stage(2, NUM_STAGES)
     ids = None if student.row_ids is None else np.arange(student.head_rows, dtype=np.int32)
@@ -115,15 +112,15 @@ def _generate(
 
 def _time_step(request: TrainingRequest, student: Student, shard: Shard) -> float:
     """Time optimiser steps on a batch of the run's size; the drafter's weights change."""
-    length, stretch = request.network.beam_length, choose_stretch(student, request)
-    size = max(1, request.training.batch_tokens // stretch) * stretch
-    count = shard.tokens.shape[0]
+    options = choose_batches(student, request)
+    length, stretch, examples = options.beam_length, options.stretch, options.batch_examples
+    size, count = examples * stretch, shard.tokens.shape[0]
     group = ShardGroup(shard, np.arange(count), np.ones((count, length - 1), np.bool_))
-    rows = student.rows
+    anchors = np.tile(np.arange(options.anchors or stretch), (examples, 1))
     optimiser = Optimiser(student, stretch, request.recipe, request.training, total_steps=1000)
 
     def step() -> None:
-        batch = gather(group, np.arange(size) % count, size, length, rows)
+        batch = gather(group, np.arange(size) % count, size, length, student.rows, anchors)
         mx.eval(optimiser.step(batch), optimiser.arrays())
 
     step()

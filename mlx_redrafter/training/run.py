@@ -12,15 +12,14 @@ import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.training.batches import BatchOptions, BatchOrder
+from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.files import remove_leftovers
 from mlx_redrafter.training.preparation import Preparation
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher_cache import TeacherCache
-from mlx_redrafter.training.trainer import Trainer, choose_stretch
+from mlx_redrafter.training.trainer import Trainer, choose_batches
 from mlx_redrafter.training.training_report import write_csv, write_picture, write_training_card
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
@@ -71,7 +70,7 @@ def train_drafter(
         request = replace(request, training=options)
         if options.minutes is not None:
             total_steps = timetable.count_steps(options.minutes, time.monotonic() - begun)
-    order = _order_batches(request, student, cache)
+    order = BatchOrder(cache, "train", choose_batches(student, request), student.rows)
     held_out = [
         cache.load("held-out", n, student.layers) for n in range(cache.num_shards("held-out"))
     ]
@@ -90,17 +89,6 @@ def train_drafter(
     if not write_picture(request.out, trainer.progress.curve):
         reporter.say("no curves.png: matplotlib is not installed (mlx-redrafter[plot])")
     return TrainingResult(best, measured)
-
-
-def _order_batches(request: TrainingRequest, student: Student, cache: TeacherCache) -> BatchOrder:
-    options = BatchOptions(
-        request.network.beam_length,
-        request.training.batch_tokens,
-        request.training.seed,
-        choose_stretch(student, request),
-        student.layers,
-    )
-    return BatchOrder(cache, "train", options, student.rows)
 
 
 def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Corpus) -> str:

@@ -7,17 +7,15 @@ C layers, k kept tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.target.hooks import captured_output
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.loss import IMPOSSIBLE
 from mlx_redrafter.training.self_generated import pack_sequences
@@ -46,6 +44,7 @@ class TokenOutputs(NamedTuple):
     top_ids: NDArray[np.int32]
     top_log_probs: NDArray[np.float16]
     tail: NDArray[np.float32]
+    states: NDArray[np.float16]
 
 
 def fill_cache(
@@ -54,17 +53,21 @@ def fill_cache(
     target: Target,
     sequences: Sequence[TokenSequence],
     k: int,
+    layers: Sequence[int],
     on_tokens: OnTokens,
 ) -> None:
-    """Run the target over the sequences; existing shards are kept.
+    """Run the target over the sequences; existing files are kept.
 
-    The cache keeps the log-probabilities of k next tokens. ``on_tokens`` receives the number of
-    tokens done so far.
+    The cache keeps the log-probabilities of k next tokens, and the inputs of some layers.
+    ``on_tokens`` receives the number of tokens done so far.
     """
     done = 0
     for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS)):
-        if not cache.has(split, number):
-            cache.save(split, number, read_sequences(target, group, k))
+        if not (cache.has(split, number) and cache.has(split, number, layers)):
+            shard = read_sequences(target, group, k, layers)
+            if shard.states is not None:
+                cache.save_states(split, number, layers, shard.states)
+            cache.save(split, number, shard)
         done += sum(map(len, group))
         on_tokens(done)
 
@@ -83,8 +86,10 @@ def group_by_tokens(
         yield group
 
 
-def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -> Shard:
-    """Compute hidden states and most probable next tokens at every token."""
+def read_sequences(
+    target: Target, sequences: Sequence[TokenSequence], k: int, layers: Sequence[int] = ()
+) -> Shard:
+    """Compute hidden states, inputs of layers and most probable next tokens at every token."""
     total = sum(map(len, sequences))
     k = min(k, target.vocab_size)
     outputs = TokenOutputs(
@@ -92,49 +97,28 @@ def read_sequences(target: Target, sequences: Sequence[TokenSequence], k: int) -
         np.zeros((total, k), np.int32),
         np.zeros((total, k), np.float16),
         np.zeros((total,), np.float32),
+        np.zeros((total, len(layers) * target.hidden_size), np.float16),
     )
     starts = np.cumsum([0, *map(len, sequences)])
     # Batches of similar length: shorter sequences are padded on the right, and no token before the
     # padding attends to it.
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     for first in range(0, len(order), BATCH_SEQUENCES):
-        _read_batch(target, sequences, starts, order[first : first + BATCH_SEQUENCES], outputs)
+        rows = order[first : first + BATCH_SEQUENCES]
+        _read_batch(target, sequences, starts, rows, layers, outputs)
     if not np.isfinite(outputs.hidden).all() or not np.isfinite(outputs.tail).all():
         raise NonFiniteError(
             "expected finite hidden states and logits within float16 from the target, found NaN, "
             "infinity or larger values; this model cannot be used as a teacher"
         )
-    arrays = {name: mx.array(value) for name, value in outputs._asdict().items()}
-    return Shard(**pack_sequences(sequences), **arrays)
-
-
-def fill_states(
-    cache: TeacherCache, split: Split, target: Target, layers: Sequence[int], on_tokens: OnTokens
-) -> None:
-    """Add the inputs of watched layers at every token of all shards; existing ones are kept."""
-    done = 0
-    for number in range(cache.num_shards(split)):
-        shard = cache.load(split, number)
-        if not cache.has(split, number, layers):
-            cache.save_states(split, number, layers, read_states(target, shard, layers))
-        done += shard.tokens.shape[0]
-        on_tokens(done)
-
-
-def read_states(target: Target, shard: Shard, layers: Sequence[int]) -> mx.array:
-    """Compute the inputs of some layers at every token, float16, shape (n, C * H)."""
-    texts = []
-    for start, end in pairwise(to_ints(shard.starts)):
-        found = target.layer_inputs(shard.tokens[start:end], layers).astype(mx.float16)
-        mx.eval(found)
-        texts.append(found)
-    states = mx.concatenate(texts)
-    if not mx.all(mx.isfinite(states)).item():
+    if not np.isfinite(outputs.states).all():
         raise NonFiniteError(
             f"expected finite inputs of layers {list(layers)} within float16 from the target, "
             "found NaN, infinity or larger values; train a head that reads its last hidden state"
         )
-    return states
+    arrays = {name: mx.array(value) for name, value in outputs._asdict().items()}
+    shard = Shard(**pack_sequences(sequences), **arrays)
+    return shard if layers else replace(shard, states=None)
 
 
 def _read_batch(
@@ -142,6 +126,7 @@ def _read_batch(
     sequences: Sequence[TokenSequence],
     starts: NDArray[np.int64],
     rows: Sequence[int],
+    layers: Sequence[int],
     outputs: TokenOutputs,
 ) -> None:
     longest = max(len(sequences[row]) for row in rows)
@@ -152,9 +137,8 @@ def _read_batch(
     cache = target.new_cache().stock
     k = outputs.top_ids.shape[1]
     for begin in range(0, longest, chunk):
-        with captured_output() as captured:
-            logits = target.model(mx.array(padded[:, begin : begin + chunk]), cache=cache)
-        found = summarise(logits, captured[-1], k)
+        tokens = mx.array(padded[:, begin : begin + chunk])
+        found = summarise(target.compute(tokens, cache, layers), k)
         size = found.hidden.shape[1]
         for index, row in enumerate(rows):
             count = min(size, len(sequences[row]) - begin)
@@ -164,16 +148,13 @@ def _read_batch(
                     getattr(outputs, name)[where] = values[index, :count]
 
 
-def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
-    """Keep the k most probable next tokens and the probability of the rest.
+def summarise(outputs: TargetOutputs, k: int) -> TokenOutputs:
+    """Keep the k most probable next tokens, 1 to V, and the probability of the rest.
 
     Blocks until MLX has evaluated them.
-
-    Args:
-        logits: The target's logits, shape (B, c, V).
-        hidden: The target's hidden states, shape (B, c, H).
-        k: Number of kept tokens, 1 to V.
     """
+    logits, hidden = outputs.logits, outputs.hidden_states
+    states = hidden[..., :0] if outputs.states is None else outputs.states
     batch, size, vocab = logits.shape
     flat = logits.reshape(-1, vocab).astype(mx.float32)
     best = top_k(flat, k)
@@ -188,6 +169,7 @@ def summarise(logits: mx.array, hidden: mx.array, k: int) -> TokenOutputs:
         best.indices.astype(mx.int32).reshape(batch, size, k),
         mx.maximum(log_probs, IMPOSSIBLE).astype(mx.float16).reshape(batch, size, k),
         tail.reshape(batch, size),
+        states.astype(mx.float16),
     )
     mx.eval(arrays)
     return TokenOutputs(*(np.array(array) for array in arrays))

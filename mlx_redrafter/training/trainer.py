@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.training.batches import BatchOrder
+from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.files import Arrays
 from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.simulated_decoding import simulate
@@ -76,11 +76,11 @@ class Optimiser:
     def step(self, batch: TrainingBatch) -> mx.array:
         """Compute one step, in parts that bound the memory for logits; return its loss in nats."""
         counts = mx.sum(batch.weights, axis=0)
-        size = self._part_size(batch)
+        count = self._num_parts(batch)
         loss = mx.array(0.0)
         gradient: Any = None
-        for start in range(0, batch.tokens.shape[0], size):
-            part_loss, part = self._gradient(*batch.rows(start, start + size), counts)
+        for number in range(count):
+            part_loss, part = self._gradient(*batch.part(number, count), counts)
             loss = loss + part_loss
             gradient = part if gradient is None else tree_map(mx.add, gradient, part)
             mx.eval(loss, gradient)
@@ -113,13 +113,12 @@ class Optimiser:
     def _trainable_parameters(self) -> Arrays:
         return dict(tree_flatten(self.network.trainable_parameters()))
 
-    def _part_size(self, batch: TrainingBatch) -> int:
+    def _num_parts(self, batch: TrainingBatch) -> int:
         if self.stretch > 1:
-            return self.stretch
+            return batch.states.shape[0] // self.stretch
         rows, num_steps = batch.weights.shape
         most = LOGITS_BYTES // (4 * self.student.head_rows * num_steps)
-        parts = -(-rows // max(1, most))
-        return -(-rows // parts)
+        return -(-rows // max(1, most))
 
     def _part_gradient(self, *arrays: mx.array) -> tuple[mx.array, Any]:
         *fields, counts = arrays
@@ -256,14 +255,17 @@ class Trainer:
         progress.is_done = progress.step >= total or gave_up
 
 
-def choose_stretch(student: Student, request: TrainingRequest) -> int:
-    """Choose the consecutive positions of an example of a drafter, so that the logits fit."""
-    if not student.reads_context:
-        return 1
-    length = request.network.beam_length
-    most = LOGITS_BYTES // (4 * student.head_rows * (length - 1))
-    longest = min(request.data_options.sequence_length, request.training.batch_tokens, most)
-    return max(2 * length, longest)
+def choose_batches(student: Student, request: TrainingRequest) -> BatchOptions:
+    """Choose the batches of a drafter, with examples so long that the logits fit."""
+    training, length, share = request.training, request.network.beam_length, student.anchor_share
+    stretch, anchors = 1, None
+    if student.reads_context:
+        most = LOGITS_BYTES / (4 * student.head_rows * (length - 1) * share)
+        longest = min(request.data_options.sequence_length, training.batch_tokens, int(most))
+        stretch = max(2 * length, longest)
+        anchors = round(share * stretch) if share < 1 else None
+    tokens, seed = training.batch_tokens, training.seed
+    return BatchOptions(length, tokens, seed, stretch, student.layers, anchors)
 
 
 def compiling_pays() -> bool:

@@ -139,10 +139,18 @@ class TokenTree:
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """Arrays to evaluate for this tree, or for any part of it."""
+        if self.packed is None:
+            return self.unscored_arrays
+        if self.is_chain:
+            return self.tokens, self.packed
+        return self.tokens, self.parents, self.depths, self.packed
+
+    @property
+    def unscored_arrays(self) -> tuple[mx.array, ...]:
+        """Arrays to evaluate for this tree, if nothing reads its drafts."""
         if self.is_chain:  # the arrays of `_chain` are computed already
-            return (self.tokens,) if self.packed is None else (self.tokens, self.packed)
-        known = self.tokens, self.parents, self.depths
-        return (*known, self.ancestors) if self.packed is None else (*known, self.packed)
+            return (self.tokens,)
+        return self.tokens, self.parents, self.depths, self.ancestors
 
     def read(self) -> Drafts:
         """Read the drafts of a tree with scores; blocks unless they are on the host already."""

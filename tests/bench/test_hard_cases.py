@@ -52,8 +52,8 @@ def test_expectations_hold_on_a_drafter_that_knows_three_of_four_tokens() -> Non
             continue
         drafted = [one for one in policy.shapes() if one.plan is not None and one.steps]
         expected = sum(one.expected_tokens for one in drafted)
-        assert sum(one.tokens for one in drafted) == pytest.approx(expected, rel=0.35)
+        assert sum(one.tokens for one in drafted) == pytest.approx(expected, rel=0.2)
         best = min(run_fixed(text, plan, start, stop) for plan in fixed)
-        assert seconds <= 1.20 * best
+        assert seconds <= 1.14 * best
         total, total_best = total + seconds, total_best + best
-    assert total <= 1.10 * total_best
+    assert total <= 1.06 * total_best

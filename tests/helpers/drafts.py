@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
@@ -24,6 +25,14 @@ def make_tree(tokens: Sequence[int], parents: Sequence[int], depth: int) -> Toke
     scores = [-1.0 * node for node in range(1, len(tokens))]
     tree = TokenTree.of(tokens, parents, scores)
     return replace(tree, max_depth=depth, is_chain=tree.is_chain and tree.max_depth == depth)
+
+
+def scored(tree: TokenTree, scores: Sequence[float]) -> TokenTree:
+    """Give a tree scores as a network does, in arrays that the host has not read."""
+    values = mx.array(scores, dtype=mx.float32)
+    places = () if tree.is_chain else (tree.parents[1:], tree.depths[1:])
+    columns = tree.tokens[1:], values.view(mx.int32), *places
+    return replace(tree, scores=values, packed=mx.concatenate(columns))
 
 
 def grow(
@@ -141,6 +150,8 @@ class RandomShapes:
 
     Some are probes.
     """
+
+    reads_drafts = True
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)

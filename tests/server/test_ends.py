@@ -82,12 +82,10 @@ def test_a_second_signal_ends_texts_at_once(
         answers: list[Any] = []
         threads = [_ask(port, answers, stream=stream) for stream in (True, True, False)]
         time.sleep(0.5)
-        begin = time.monotonic()
         for one in signals:
             server.send_signal(one)
             time.sleep(0.2)
-        assert server.wait(20) == code
-        assert time.monotonic() - begin < 10
+        assert server.wait(25) == code  # after one signal the texts would have 30 seconds
         for thread in threads:
             thread.join(20)
         assert server.stderr is not None

@@ -100,6 +100,24 @@ def test_every_position_once_per_epoch_with_its_own_neighbours(
     assert sorted(seen) == [0, 1, 2, *range(7, 14)]
 
 
+def test_anchors_are_drawn_among_the_positions_that_teach(tmp_path: Path) -> None:
+    cache = TeacherCache(tmp_path, {"target": "none"})
+    cache.save("train", 0, _shard([_sequence(100, [0] * 7 + [1] * 9), _sequence(116, [1] * 16)], 0))
+    order = BatchOrder(cache, "train", BatchOptions(L, 32, 1, stretch=16, anchors=3))
+    drawn = set()
+    for batch in _batches(order, 8):
+        assert batch.states.shape[0] == 32
+        for number in range(2):
+            part = batch.part(number, 2)
+            anchors = np.array(part.anchors)
+            assert sorted(set(anchors.tolist())) == anchors.tolist()
+            here = np.array(part.states[:, 0])[anchors].round().astype(int)
+            assert np.array(part.tokens[:, 0]).tolist() == (101 + here).tolist()
+            assert np.array(part.weights).any(axis=1).all()
+            drawn |= set(here.tolist())
+    assert len(drawn) > 12
+
+
 def test_order_depends_on_seed_and_step_alone(cache: TeacherCache) -> None:
     options = BatchOptions(L, 4, seed=1)
     steps = _batches(BatchOrder(cache, "train", options), 6)

@@ -73,9 +73,9 @@ def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.Monke
     written: list[int] = []
     generate_round = rehearsal.TextGenerator.generate_round
 
-    def read_sequences(target: Target, sequences: list[Any], k: int) -> Shard:
+    def read_sequences(target: Target, sequences: list[Any], *options: Any) -> Shard:
         read.append([len(one) for one in sequences])
-        return teacher.read_sequences(target, sequences, k)
+        return teacher.read_sequences(target, sequences, *options)
 
     def generate(generator: Any, jobs: Any, limits: AnswerLimits, number: int) -> Any:
         written.append(limits.answer_tokens)

@@ -29,7 +29,7 @@ from mlx_redrafter.training import loss as loss_module
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.students.kv_students import AutoregressiveStudent
-from mlx_redrafter.training.teacher import read_sequences, read_states
+from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.training_request import HEADS, Head, Recipe
 from tests.helpers.models import shared_model, tiny_llama, wrapped_tokenizer
@@ -57,10 +57,7 @@ def _shard(target: Target, student: Student, *lengths: int) -> Shard:
     texts = [
         TokenSequence(rng.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 0) for n in lengths
     ]
-    shard = read_sequences(target, texts, 4)
-    if student.layers:
-        shard = replace(shard, states=read_states(target, shard, student.layers))
-    return shard
+    return read_sequences(target, texts, 4, student.layers)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -185,9 +182,7 @@ def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None
         sequences.append(TokenSequence(text, np.arange(len(text)) >= len(prompt)))
         tokens += len(responses) - 1
         steps += responses[-1].steps
-    shard = read_sequences(target, sequences, VOCAB)
-    if student.layers:
-        shard = replace(shard, states=read_states(target, shard, student.layers))
+    shard = read_sequences(target, sequences, VOCAB, student.layers)
     found = simulate(student, [shard], LENGTH)
     assert (found.num_tokens - 1, found.steps) == (tokens, steps)
     assert steps < tokens, "some drafts are right by chance"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,7 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import teacher
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.fingerprinting import fingerprint_weights
-from mlx_redrafter.training.teacher import fill_cache, fill_states, read_sequences
+from mlx_redrafter.training.teacher import fill_cache, read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.models.tiny_models import build, tiny_config, windowed_config
@@ -44,7 +45,8 @@ def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setattr(teacher, "BATCH_SEQUENCES", 3)
     target = Target(MODELS[name]())
     sequences = _sequences([17, 3, 40, 9, 21])
-    shard = read_sequences(target, sequences, K)
+    target.watch((1, 2))
+    shard = read_sequences(target, sequences, K, (1, 2))
     starts = np.array(shard.starts)
     assert starts.tolist() == [0, 17, 20, 60, 69, 90]
     for sequence, start in zip(sequences, starts, strict=False):
@@ -58,6 +60,8 @@ def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, nam
         np.testing.assert_allclose(
             np.array(shard.hidden[where]), np.array(outputs[-1][0]), rtol=2e-3, atol=1e-4
         )
+        states = np.array(target.layer_inputs(mx.array(sequence.tokens), (1, 2)))
+        np.testing.assert_allclose(np.array(shard.states[where]), states, rtol=2e-3, atol=1e-3)
         kept = np.take_along_axis(log_probs, best, -1)
         np.testing.assert_allclose(np.array(shard.top_log_probs[where]), kept, rtol=2e-3, atol=1e-4)
         np.testing.assert_allclose(np.array(shard.tail[where]), 1 - np.exp(kept).sum(-1), atol=2e-5)
@@ -78,20 +82,21 @@ def test_complete_shards_are_not_read_again(
     sequences = _sequences([12, 12, 12, 12, 5])
     cache = TeacherCache(tmp_path, {"target": fingerprint_weights(target.model)})
     done: list[int] = []
-    fill_cache(cache, "train", target, sequences, K, done.append)
-    fill_states(cache, "train", target, (0,), lambda n: None)
+    target.watch((0,))
+    fill_cache(cache, "train", target, sequences, K, (), done.append)
+    fill_cache(cache, "train", target, sequences, K, (0,), lambda n: None)
     assert done == [24, 48, 53]
     assert cache.num_shards("train") == 3
     first = cache.path("train", 0).read_bytes()
     cache.path("train", 1).unlink()
     calls: list[int] = []
 
-    def counted(target: Target, sequences: list[TokenSequence], k: int) -> Shard:
+    def counted(target: Target, sequences: list[TokenSequence], *options: Any) -> Shard:
         calls.append(len(sequences))
-        return read_sequences(target, sequences, k)
+        return read_sequences(target, sequences, *options)
 
     monkeypatch.setattr(teacher, "read_sequences", counted)
-    fill_cache(cache, "train", target, sequences, K, lambda n: None)
+    fill_cache(cache, "train", target, sequences, K, (0,), lambda n: None)
     assert len(calls) == 1
     assert cache.path("train", 0).read_bytes() == first
     states = cache.load("train", 1, (0,)).states

@@ -17,7 +17,7 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, Student, TokenSequence, new_student
 from mlx_redrafter.training.batches import HeadRows, find_draftable_steps, gather, make_group
 from mlx_redrafter.training.loss import CONFIDENCE_FLOOR, POSITION_DECAY, TrainingBatch, draft_loss
-from mlx_redrafter.training.teacher import read_sequences, read_states
+from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.training_request import BLOCK_HEADS, HEADS, Head
 from tests.helpers.models import tiny_llama
 
@@ -55,9 +55,7 @@ def _batch(target: Target, student: Student) -> TrainingBatch:
     texts = [
         TokenSequence(rng.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 0) for n in LENGTHS
     ]
-    shard = read_sequences(target, texts, KEPT)
-    if student.layers:
-        shard = replace(shard, states=read_states(target, shard, student.layers))
+    shard = read_sequences(target, texts, KEPT, student.layers)
     arrays = (np.array(one) for one in (shard.tokens, shard.is_trained, shard.starts))
     steps, count = find_draftable_steps(*arrays, LENGTH), sum(LENGTHS)
     return gather(

@@ -22,7 +22,7 @@ from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.state import STATE_FILE, TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.students.student_kinds import new_student
-from mlx_redrafter.training.teacher import fill_cache, fill_states
+from mlx_redrafter.training.teacher import fill_cache
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import (
@@ -51,12 +51,10 @@ class TrainingSetup:
             for _ in range(10)
         ]
         self.cache = TeacherCache(folder / "cache", {})
-        fill_cache(self.cache, "train", self.target, texts[:8], 8, lambda n: None)
-        fill_cache(self.cache, "held-out", self.target, texts[8:], 8, lambda n: None)
-        for head in ("eagle", "specformer", "dspark"):
+        for head in ("redrafter", "eagle", "specformer", "dspark"):
             layers = self.new_student(head).layers
-            for split in ("train", "held-out"):
-                fill_states(self.cache, split, self.target, layers, lambda n: None)
+            fill_cache(self.cache, "train", self.target, texts[:8], 8, layers, lambda n: None)
+            fill_cache(self.cache, "held-out", self.target, texts[8:], 8, layers, lambda n: None)
 
     def new_student(self, head: Head) -> Student:
         """Create an untrained student of 4 levels."""

@@ -15,6 +15,7 @@ from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, best_nodes, merge_beams
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
+from tests.helpers.drafts import scored
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import ancestors, tree_paths
 
@@ -130,22 +131,15 @@ def test_padding_leaves_the_nodes_of_a_tree_alone(parents: int, size: int) -> No
     assert not np.any(np.array(tree.ancestors)[:count, count:]), "no node sees padding"
 
 
-def _scored(tree: TokenTree, scores: list[float]) -> TokenTree:
-    """Give a tree scores as a network does, in arrays that the host has not read."""
-    values = mx.array(scores)
-    columns = tree.tokens[1:], values.view(mx.int32), tree.parents[1:], tree.depths[1:]
-    return replace(tree, scores=values, packed=mx.concatenate(columns))
-
-
 def test_what_the_host_reads_of_a_tree_is_what_the_device_has() -> None:
-    tree = _scored(TokenTree.of([9, 4, 5, 6], [0, 0, 1, 0]), [-0.25, -1.5, -2.0])
+    tree = scored(TokenTree.of([9, 4, 5, 6], [0, 0, 1, 0]), [-0.25, -1.5, -2.0])
     found = tree.read()
     assert found.scores == [-0.25, -1.5, -2.0]
     assert (found.tokens, found.parents, found.depths) == ([4, 5, 6], [0, 1, 0], [1, 2, 1])
 
 
 def test_a_subtree_has_the_drafts_in_the_order_asked_for() -> None:
-    tree = _scored(TokenTree.of([9, 4, 5, 6, 7], [0, 0, 1, 0, 2]), [-1.0, -2, -3, -4])
+    tree = scored(TokenTree.of([9, 4, 5, 6, 7], [0, 0, 1, 0, 2]), [-1.0, -2, -3, -4])
     part = tree.subtree([2, 0, 1])
     assert to_ints(part.tokens) == [9, 6, 4, 5]
     assert to_ints(part.parents) == [0, 0, 0, 2]

@@ -109,8 +109,9 @@ def train(model: Model, cache: TeacherCache, peak: float, seed: int) -> None:
         batch = order.batch(step)
         counts = mx.sum(batch.weights, axis=0)
         parts = None
-        for start in range(0, batch.tokens.shape[0], STRETCH):
-            value, part = gradient(batch.rows(start, start + STRETCH), counts)
+        num_parts = batch.tokens.shape[0] // STRETCH
+        for number in range(num_parts):
+            value, part = gradient(batch.part(number, num_parts), counts)
             parts = part if parts is None else tree_map(mx.add, parts, part)
             mx.eval(value, parts)
             found += value.item()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.published import (
     block_config,
@@ -12,7 +13,7 @@ from mlx_redrafter.proposers.block.published import (
     own_names,
     resolve_stored,
 )
-from mlx_redrafter.proposers.checkpoint import Checkpoint
+from mlx_redrafter.proposers.checkpoint import MASK_FILE, Checkpoint
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
@@ -24,6 +25,11 @@ recognise = is_block_drafter
 def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> BlockNetwork:
     """Load a drafter as published in safetensors, or as `convert` writes it."""
     stored = Checkpoint(path_or_repo)
+    if (stored.folder / MASK_FILE).exists():
+        raise CheckpointError(
+            f"this block drafter has an embedding of its own for masks ({MASK_FILE}), which is not "
+            "supported; use another head"
+        )
     names = own_names(stored.shapes)
     config = block_config(stored.config, {own: stored.shapes[name] for own, name in names.items()})
     target.check(config)

@@ -1,6 +1,6 @@
-"""Blocks after every token of a text at once, for training and calibration.
+"""Blocks after several tokens of a text at once, for training and calibration.
 
-Axes: n tokens with states, each the last one before a root, B entries of a block, D depths, H
+Axes: n tokens with states, M anchors (the tokens before roots), B entries of a block, D depths, H
 hidden size, V rows of the head, S width of the target's states.
 """
 
@@ -21,32 +21,31 @@ def read_blocks(
     roots: mx.array,
     states: mx.array,
     sequences: mx.array,
+    anchors: mx.array,
     levels: int,
 ) -> mx.array:
-    """Process a block after each token; the outputs of its depths have shape (n, D, H).
+    """Process a block after each anchor; the outputs of its depths have shape (M, D, H).
 
     Args:
         network: The network.
         target: Its target.
-        roots: Token after each token, integer, shape (n,).
+        roots: Token after each anchor, integer, shape (M,).
         states: The target's states at the tokens, shape (n, S).
         sequences: Number of the sequence of each token, integer, shape (n,). Sequences do not see
             each other.
+        anchors: Indices of the tokens before the roots, int32, shape (M,).
         levels: D.
     """
-    config, count = network.config, roots.shape[0]
-    size = network.block_size(levels)
-    masks = mx.full((count, size - 1), config.mask_token_id, dtype=mx.int32)
-    ids = mx.concatenate([roots[:, None].astype(mx.int32), masks], axis=1)
-    block = network.embed(ids.flatten(), target).reshape(count, size, -1)
-    around = TextSurroundings(network, network.fuse(states), sequences)
-    return network.outputs(block, around)[:, config.first_slot : config.first_slot + levels]
+    blocks = network.embed_blocks(roots, network.block_size(levels), target)
+    around = TextSurroundings(network, network.fuse(states), sequences, anchors)
+    slot = network.config.first_slot
+    return network.outputs(blocks, around)[:, slot : slot + levels]
 
 
 def score_levels(
     network: BlockNetwork, target: Target, outputs: mx.array, tokens: mx.array
 ) -> Iterator[mx.array]:
-    """Compute the logits of each depth after given drafts, float32, shape (n, V).
+    """Compute the logits of each depth after given drafts, float32, shape (M, V).
 
     If the link scores some candidates of a depth, the other tokens have logits without it.
 
@@ -54,7 +53,7 @@ def score_levels(
         network: The network.
         target: Its target.
         outputs: Result of `read_blocks`.
-        tokens: Root, and the drafts before the last depth, integer, shape (n, D).
+        tokens: Root, and the drafts before the last depth, integer, shape (M, D).
     """
     state, count = None, network.config.num_candidates
     for depth in range(outputs.shape[1]):
@@ -71,23 +70,23 @@ def score_levels(
 
 
 class TextSurroundings:
-    """The tokens of a text, and a block after each of them; a `Surroundings`.
+    """The tokens of a text, and a block after some of them; a `Surroundings`.
 
     Args:
         network: The network.
         features: Result of `BlockNetwork.fuse` at all tokens, shape (n, H).
         sequences: Number of the sequence of each token, integer, shape (n,).
+        anchors: Indices of the tokens with a block after them, int32, shape (M,).
     """
 
-    def __init__(self, network: BlockNetwork, features: mx.array, sequences: mx.array):
+    def __init__(
+        self, network: BlockNetwork, features: mx.array, sequences: mx.array, anchors: mx.array
+    ):
         self.network, self.features = network, features
-        rows = mx.arange(features.shape[0])
-        self._is_same = sequences[:, None] == sequences[None]
-        self._distances = rows[:, None] + 1 - rows[None]  # from a block's first entry to a token
-
-    @property
-    def offset(self) -> mx.array:
-        return mx.arange(1, self.features.shape[0] + 1, dtype=mx.int32)
+        self.offset = anchors + 1
+        self._is_same = sequences[anchors, None] == sequences[None]
+        # From a block's first entry to a token.
+        self._distances = self.offset[:, None] - mx.arange(features.shape[0])
 
     def attend(
         self, layer: int, queries: mx.array, own: KeysValues, scale: float, sinks: mx.array | None
@@ -97,7 +96,7 @@ class TextSurroundings:
         keys, values = (x[0] for x in attention.keys_values(self.features[None], 0))
         blocks, heads, size, width = queries.shape
         groups, count = keys.shape[0], keys.shape[1]
-        q = queries.reshape(blocks, groups, -1, width).swapaxes(0, 1)  # (groups, n, heads * B, D)
+        q = queries.reshape(blocks, groups, -1, width).swapaxes(0, 1)  # (groups, M, heads * B, D)
         to_text = q.reshape(groups, -1, width) @ keys.swapaxes(1, 2)
         to_own = q @ own[0].swapaxes(0, 1).swapaxes(2, 3)
         shape = (groups, blocks, heads // groups, size)
@@ -115,13 +114,13 @@ class TextSurroundings:
         return out.swapaxes(0, 1).reshape(queries.shape)
 
     def _mask(self, layer: int, size: int) -> mx.array:
-        """Build the mask of blocks to tokens and to themselves, (n, B, n + B)."""
+        """Build the mask of blocks to tokens and to themselves, (M, B, n + B)."""
         config, entries = self.network.config, mx.arange(size)
         seen = (self._is_same & (self._distances > 0))[:, None]
         window = (config.windows or ())[layer]
         if window is not None:
             seen = seen & (self._distances[:, None] + entries[:, None] < window)
-        count = self.features.shape[0]
-        seen = mx.broadcast_to(seen, (count, size, count))
+        blocks, count = self._distances.shape
+        seen = mx.broadcast_to(seen, (blocks, size, count))
         own = entries[None] <= (entries[:, None] if (config.causal or ())[layer] else size)
-        return mx.concatenate([seen, mx.broadcast_to(own, (count, size, size))], axis=-1)
+        return mx.concatenate([seen, mx.broadcast_to(own, (blocks, size, size))], axis=-1)

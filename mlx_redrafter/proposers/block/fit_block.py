@@ -20,8 +20,9 @@ def predict(network: BlockNetwork, target: Target, text: ReadSequence) -> list[P
     depths = min(network.config.num_drafts, last - first)
     states = text.states.astype(network.dtype)
     same = mx.zeros((last,), dtype=mx.int32)
-    outputs = read_blocks(network, target, tokens[1:], states, same, depths)[first - 1 :]
-    ahead = mx.arange(first, last + 1)[:, None] + mx.arange(depths)
+    anchors = mx.arange(first - 1, last, dtype=mx.int32)
+    outputs = read_blocks(network, target, tokens[first:], states, same, anchors, depths)
+    ahead = anchors[:, None] + 1 + mx.arange(depths)
     given = tokens[mx.minimum(ahead, last)]
     return [
         Prediction(logits[: last - first - depth], *(one[1 + depth :] for one in text[3:]))

@@ -1,4 +1,4 @@
-"""Levels of a block with a link, whose probabilities depend on the depth and on the draft before.
+"""Levels of a block, whose probabilities depend on the depth and, by a link, on the draft before.
 
 Axes: R roots, W beams of all of them, D depths, V rows of the head, K candidates of a depth, H
 hidden size.
@@ -11,7 +11,8 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlx_redrafter.proposers.block.links import Link
-from mlx_redrafter.proposers.scores import NoiseRank, log_probs
+from mlx_redrafter.proposers.expansion import Expansion
+from mlx_redrafter.proposers.scores import NoiseRank, bounded, log_probs
 from mlx_redrafter.trees.topk import top_k
 
 # Largest share of a depth's probability that candidates may have; the rest keeps a logarithm.
@@ -19,17 +20,17 @@ MAX_SHARE = 1 - 1e-6
 
 
 class LinkedLevels:
-    """A `LevelScorer` of logits ``scale_d * (unary_d(t) + link(p, h_d, s)[t])``.
+    """A `LevelScorer` of logits ``scale_d * (unary_d(t) + link(p, h_d, s)[t])``, or a chain.
 
     If K candidates of a depth are scored, the other tokens keep their unary logits. So a depth
     whose candidates have little probability is scored low.
 
     Args:
-        link: The link.
+        link: The link; None without one.
         outputs: Outputs of each root's block at the depths, shape (R, D, H).
         unary: Logits before the link, float32, shape (R, D, V).
         roots: Token ids of the roots, integer, shape (R,).
-        scales: Factors of the logits, float32, shape (D,).
+        scales: Factors of the logits, float32, shape (D,); None for 1.
         rank: Function that ranks with the target's noise, or None. It also chooses the candidates,
             as the noise may favour improbable tokens.
         num_candidates: K; None for all tokens.
@@ -41,19 +42,18 @@ class LinkedLevels:
 
     def __init__(
         self,
-        link: Link,
+        link: Link | None,
         outputs: mx.array,
         unary: mx.array,
         roots: mx.array,
-        scales: mx.array,
+        scales: mx.array | None,
         rank: NoiseRank | None,
         num_candidates: int | None,
         to_token_ids: Callable[[mx.array], mx.array],
         confidences: Callable[[mx.array, mx.array], mx.array] | None = None,
     ):
         self.link, self.outputs, self.roots = link, outputs, roots
-        self.scales, self.rank = scales[:, None], rank
-        self.unary = unary * self.scales
+        self.scales, self.rank, self.unary = scales, rank, unary
         self.confidences = confidences
         self._to_token_ids = to_token_ids
         self._state: mx.array | None = None
@@ -65,6 +65,25 @@ class LinkedLevels:
         self._depth = 0
         if self.num_rows < unary.shape[-1]:
             self._choose_candidates()
+
+    def chain(self) -> Expansion:
+        """Follow the best draft of every depth from each root, as a search of one beam does.
+
+        The drafts come from logits, so that their probabilities are computed only if something
+        reads them.
+        """
+        depths, previous = self.unary.shape[1], self.roots
+        tokens, scores = [], []
+        for depth in range(depths):
+            logits = self._logits(previous, depth)
+            best = mx.argmax(logits, axis=-1, keepdims=True)
+            found = self._log_probs(logits, previous, depth)
+            scores.append(mx.take_along_axis(found, best, axis=-1))
+            tokens.append(self.to_token_ids(best))
+            previous = tokens[-1].squeeze(-1)
+        total = mx.cumsum(bounded(mx.concatenate(scores, axis=-1)), axis=-1)
+        parents = mx.broadcast_to(mx.arange(-1, depths - 1, dtype=mx.int32), total.shape)
+        return Expansion(mx.concatenate(tokens, axis=-1), total, parents)
 
     def first(self) -> mx.array:
         return self._score(self.roots, 0)
@@ -86,42 +105,59 @@ class LinkedLevels:
     def _choose_candidates(self) -> None:
         """Choose the K best tokens of each depth by their logits and noise before the link."""
         roots, depths, size = self.unary.shape
+        scaled = self.unary if self.scales is None else self.unary * self.scales[:, None]
         order = self.unary.reshape(-1, size)
         if self.rank is not None:
             places = mx.tile(mx.arange(depths, dtype=mx.int32), roots)
             order = self.rank(log_probs(order), places)
         chosen = top_k(order, self.num_rows).indices.astype(mx.int32).reshape(roots, depths, -1)
-        total = mx.logsumexp(self.unary, axis=-1, keepdims=True)
+        total = mx.logsumexp(scaled, axis=-1, keepdims=True)
         self.unary = mx.take_along_axis(self.unary, chosen, axis=-1)
-        share = mx.exp(mx.logsumexp(self.unary, axis=-1, keepdims=True) - total)
+        scaled = mx.take_along_axis(scaled, chosen, axis=-1)
+        share = mx.exp(mx.logsumexp(scaled, axis=-1, keepdims=True) - total)
         self._rest = total + mx.log1p(-mx.minimum(share, MAX_SHARE))
         self._candidates = chosen
 
     def _score(self, previous: mx.array, depth: int) -> mx.array:
-        """Compute log-probabilities of tokens of a depth after others, (W, V) or (W, K)."""
+        """Compute log-probabilities of tokens of a depth after others, (W, V) or (W, K), ranked."""
+        found = self._log_probs(self._logits(previous, depth), previous, depth)
+        if self.rank is None:
+            return found
+        if self._candidates is None:
+            return self.rank(found, depth)
+        ids = self._to_token_ids(self._of_depth(self._candidates, depth, previous))
+        return self.rank(found, depth, token_ids=ids[0] if ids.shape[0] == 1 else ids)
+
+    def _of_depth(self, values: mx.array, depth: int, previous: mx.array) -> mx.array:
+        """Select the rows of a depth: one for all beams, or one for each."""
+        rows = values[:, depth]
+        roots, count = rows.shape[0], previous.shape[0]
+        return rows if roots in (1, count) else mx.repeat(rows, count // roots, axis=0)
+
+    def _logits(self, previous: mx.array, depth: int) -> mx.array:
+        """Compute logits, without a scale, of tokens of a depth after others, (W, V) or (W, K)."""
         self._depth = depth
-
-        def of_depth(values: mx.array) -> mx.array:
-            """Select the rows of a depth: one for all beams, or one for each."""
-            rows = values[:, depth]
-            roots, count = rows.shape[0], previous.shape[0]
-            return rows if roots in (1, count) else mx.repeat(rows, count // roots, axis=0)
-
-        rows = None if self._candidates is None else of_depth(self._candidates)
-        outputs = of_depth(self.outputs)
+        unary = self._of_depth(self.unary, depth, previous)
+        if self.link is None:
+            return unary
+        rows = None
+        if self._candidates is not None:
+            rows = self._of_depth(self._candidates, depth, previous)
+        outputs = self._of_depth(self.outputs, depth, previous)
         feature, self._state = self.link.feature(previous, outputs, self._state)
-        linked = self.link.scores(feature, rows).astype(mx.float32)
-        logits = of_depth(self.unary) + self.scales[depth] * linked
+        return unary + self.link.scores(feature, rows).astype(mx.float32)
+
+    def _log_probs(self, logits: mx.array, previous: mx.array, depth: int) -> mx.array:
+        """Compute log-probabilities of the logits of a depth, those of the confidence if given."""
+        if self.scales is not None:
+            logits = logits * self.scales[depth]
         normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
         if self._rest is not None:
-            normaliser = mx.logaddexp(normaliser, of_depth(self._rest))
+            normaliser = mx.logaddexp(normaliser, self._of_depth(self._rest, depth, previous))
         found = logits - normaliser
-        if self.rank is None:
-            return found if self.confidences is None else self._trusted(found, previous, outputs)
-        if rows is None:
-            return self.rank(found, depth)
-        ids = self._to_token_ids(rows)
-        return self.rank(found, depth, token_ids=ids[0] if ids.shape[0] == 1 else ids)
+        if self.confidences is None or self.rank is not None:
+            return found
+        return self._trusted(found, previous, self._of_depth(self.outputs, depth, previous))
 
     def _trusted(self, found: mx.array, previous: mx.array, outputs: mx.array) -> mx.array:
         """Give the best token the estimated probability, and scale those of the others to fit."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import MAX_LAYERS
 from mlx_redrafter.proposers.block.values import LIKE_ZLAB, PublishedValues
+from mlx_redrafter.proposers.speculators import speculative_tokens
 
 # Whether a kind of layer has a window.
 KINDS = {"full_attention": False, "sliding_attention": True}
@@ -25,7 +25,7 @@ def first_slot_of(config: PublishedValues) -> int:
     if config.packaging == "speculators":
         # Before that key was written. Their number of tokens may be a choice of who served it, so
         # only the whole block is a sign.
-        return int(_speculative_tokens(config) != config.find("block_size"))
+        return int(speculative_tokens(config.values) != config.find("block_size"))
     return int(config.packaging in LIKE_ZLAB)
 
 
@@ -73,10 +73,3 @@ def _causal(config: PublishedValues, sliding: list[bool]) -> list[bool]:
         if isinstance(said, bool):
             return [said] * len(sliding)
     return sliding
-
-
-def _speculative_tokens(config: PublishedValues) -> Any:
-    inner = config.values.get("speculators_config")
-    methods = inner.get("proposal_methods") if isinstance(inner, Mapping) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    return first.get("speculative_tokens") if isinstance(first, Mapping) else None

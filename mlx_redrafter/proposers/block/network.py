@@ -39,10 +39,9 @@ from mlx_redrafter.proposers.block.surroundings import (
     write,
 )
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.factorised import ranked_slots
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.proposers.scores import NoiseRank, log_probs
+from mlx_redrafter.proposers.scores import NoiseRank
 from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 
@@ -176,6 +175,12 @@ class BlockNetwork(KvNetwork):
             rows = target.embed_input(tokens, normed=not self.config.skips_embedding_norm)
         return (rows * self.config.embed_scale).astype(self.dtype)
 
+    def embed_blocks(self, roots: mx.array, size: int, target: Target) -> mx.array:
+        """Embed blocks of a root and masks each, ids of shape (M,) to shape (M, B, H)."""
+        masks = mx.full((len(roots), size - 1), self.config.mask_token_id, dtype=mx.int32)
+        tokens = mx.concatenate([roots.astype(mx.int32)[:, None], masks], axis=1)
+        return self.embed(tokens.flatten(), target).reshape(*tokens.shape, -1)
+
     def outputs(self, embeddings: mx.array, around: Surroundings) -> mx.array:
         """Process blocks, shape (M, B, H) to (M, B, H), after the final norm."""
         x = embeddings
@@ -220,15 +225,15 @@ class BlockNetwork(KvNetwork):
             x = mx.concatenate([x, self.markov_head.markov_w1(previous)], axis=-1)
         return nn.log_sigmoid(self.confidence_head.proj(x).astype(mx.float32))
 
-    def scales(self, levels: int, rank: NoiseRank | None) -> mx.array:
-        """Return the factor on the logits of each depth, float32, shape (levels,).
+    def scales(self, levels: int, rank: NoiseRank | None) -> mx.array | None:
+        """Return the factor on the logits of each depth, float32, shape (levels,), or None for 1.
 
         The noise of a sampling target makes its choices as uncertain as the network's
         probabilities say, so the factors apply only if no noise ranks.
         """
         config = self.config
         if rank is not None:
-            return mx.ones((levels,))
+            return None
         return mx.array((config.depth_scales or [config.inverse_temperature] * levels)[:levels])
 
 
@@ -248,23 +253,19 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
         network, target, levels = self.network, self.target, shape.levels
         outputs = read_blocks(draftings, flights, levels)
         unary = network.logits(outputs.reshape(-1, outputs.shape[-1]), target)
-        unary, scales = unary.reshape(len(outputs), levels, -1), network.scales(levels, rank)
-        if network.link is None:
-            found = log_probs((unary * scales[:, None]).reshape(-1, unary.shape[-1]))
-            found = found.reshape(unary.shape)
-            return search_all(ranked_slots(found, rank, network.to_token_ids), shape)
         linked = LinkedLevels(
             network.link,
             outputs,
-            unary,
+            unary.reshape(len(outputs), levels, -1),
             mx.concatenate([flight.root for flight in flights]),
-            scales,
+            network.scales(levels, rank),
             rank,
             network.config.num_candidates,
             network.to_token_ids,
             network.confidences if network.trusts_confidence else None,
         )
-        return search_all(linked, shape)
+        is_chain = shape.width == 1 and rank is None
+        return linked.chain() if is_chain else search_all(linked, shape)
 
     def surround(self, flight: PendingPass, size: int) -> DecodingSurroundings:
         """Return what a block after a pass attends to; its states enter with the block."""
@@ -292,10 +293,8 @@ def read_blocks(
     network, target, count = draftings[0].network, draftings[0].target, len(draftings)
     size = network.block_size(levels)
     parts = [one.surround(flight, size) for one, flight in zip(draftings, flights, strict=True)]
-    roots = mx.concatenate([flight.root for flight in flights]).astype(mx.int32)[:, None]
-    masks = mx.full((count, size - 1), network.config.mask_token_id, dtype=mx.int32)
-    tokens = mx.concatenate([roots, masks], axis=1)
-    blocks = network.embed(tokens.reshape(-1), target).reshape(count, size, -1)
+    roots = mx.concatenate([flight.root for flight in flights])
+    blocks = network.embed_blocks(roots, size, target)
     around = parts[0] if count == 1 else JointSurroundings(parts)
     slot = network.config.first_slot
     return network.outputs(blocks, around)[:, slot : slot + levels]

@@ -29,14 +29,13 @@ from mlx_redrafter.proposers.block.masks import first_slot_of, masks_of
 from mlx_redrafter.proposers.block.values import ASSISTANT, LIKE_ZLAB, PublishedValues
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.speculators import OFFSETS, resolve_offsets
 from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
 
 # Tensors that are not read: the target's own, and what only training needs.
 LEFT_OUT = re.compile(r"t2d$|verifier_|.*rotary_emb\.inv_freq$")
 # Names of one runtime for tensors that all others name otherwise.
 ALIASES = {"encoder.fc": "fc", "encoder.output_norm_enc": "hidden_norm"}
-# Name of the offsets from rows of the head to token ids.
-OFFSETS = "d2t"
 # Tensors of variants that are not supported, and what they are.
 UNSUPPORTED = {
     "layers.0.self_attn.qkv_proj.weight": "a joint projection of queries, keys and values",
@@ -111,9 +110,7 @@ def resolve_stored(
     Offsets become token ids, and norms that are stored less one become factors. ``names`` are the
     published names by those of `BlockNetwork`.
     """
-    if names.get("token_ids", "").endswith(OFFSETS):
-        offsets = weights["token_ids"].astype(mx.int32)
-        weights["token_ids"] = mx.arange(offsets.shape[0], dtype=mx.int32) + offsets
+    resolve_offsets(weights, names)
     if values.get("model_type") == MODEL_TYPE:
         return
     (mean,) = to_floats(mx.mean(weights["hidden_norm.weight"].astype(mx.float32))[None])

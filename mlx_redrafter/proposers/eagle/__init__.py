@@ -11,9 +11,9 @@ from mlx_redrafter.proposers.eagle.published import (
     eagle_config,
     is_eagle,
     own_names,
-    resolve_offsets,
 )
 from mlx_redrafter.proposers.layer_sizes import build
+from mlx_redrafter.proposers.speculators import resolve_offsets
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "EAGLE head"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 from mlx_redrafter.checks import check_int
@@ -81,10 +81,6 @@ class EagleConfig(LayerSizes):
         check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
         if self.draft_vocab_size is not None:
             check_int("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
-                raise ConfigError(f"{field.name} must be true or false, got {value!r}")
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other, got both")
         if self.captured_layers is not None:

@@ -19,14 +19,13 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.layer_sizes import LayerSizes
+from mlx_redrafter.proposers.speculators import OFFSETS, speculative_tokens
 
 # The embedding, which is the target's unless the config says that the head has one of its own.
 EMBEDDING = "embed_tokens.weight"
@@ -36,8 +35,6 @@ LEFT_OUT = (
     "verifier_norm.weight",
     "verifier_lm_head.weight",
 )
-# Name of the offsets from rows of the head to token ids.
-OFFSETS = "d2t"
 # Projections of which the first layer of a head has one: full attention, and latent attention.
 FIRST = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
 # Tensors of which an MLP of experts has one: gpt-oss's and Qwen's.
@@ -123,16 +120,6 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     )
 
 
-def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> None:
-    """Replace offsets from rows of the head to token ids by these ids, int32, shape (V,).
-
-    ``names`` are the published names by those of `Eagle`.
-    """
-    if names.get("token_ids", "").endswith(OFFSETS):
-        offsets = weights["token_ids"].astype(mx.int32)
-        weights["token_ids"] = mx.arange(offsets.shape[0], dtype=mx.int32) + offsets
-
-
 def target_of(values: Mapping[str, Any]) -> str | None:
     """Return the name of the model that a published config was trained for, if it has one."""
     for path in (("speculators_config", "verifier", "name_or_path"), ("base_model_name_or_path",)):
@@ -192,10 +179,7 @@ def _mask(values: Mapping[str, Any]) -> dict[str, Any]:
     """Read the fields of a P-EAGLE head; none for others."""
     if values.get("speculators_model_type") != "peagle":
         return {}
-    found: Any = values.get("speculators_config")
-    for key in ("proposal_methods", 0, "speculative_tokens"):
-        is_there = isinstance(found, (Mapping, list)) and found
-        found = (found.get(key) if isinstance(found, Mapping) else found[0]) if is_there else None
+    found = speculative_tokens(values)
     depths = found if type(found) is int and found > 0 else DEPTHS
     return {
         "mask_token_id": _required(values, "mask_token_id"),

@@ -1,9 +1,7 @@
-"""Block drafters as students: a block after every position of a stretch of text.
+"""Block drafters as students: blocks after some positions of a stretch of text.
 
-The published trainers draw some positions of a text at random; all positions of a stretch give the
-same objective, and cost the target's states once.
-
-Axes: n positions, S unroll steps, H hidden size, V rows of the head.
+Axes: N positions, B of them with a block after them, S unroll steps, H hidden size, V rows of the
+head.
 """
 
 from __future__ import annotations
@@ -22,11 +20,15 @@ from mlx_redrafter.training.students.kv_students import KvStudent
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.training_request import Recipe
 
+# Share of the positions of a stretch that draft: 512 of 4,096, as DeepSpec trains DSpark.
+ANCHOR_SHARE = 1 / 8
+
 
 class BlockStudent(KvStudent):
     """A DFlash, DFlash 2 or DSpark drafter."""
 
     network: BlockNetwork
+    anchor_share = ANCHOR_SHARE
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -50,10 +52,10 @@ class BlockStudent(KvStudent):
             selector.predecessor_codebook = 1 + 0.1 * mx.random.normal(shape)
 
     def outputs(self, network: BlockNetwork, batch: TrainingBatch) -> mx.array:
-        """Compute the outputs of a block after each position, shape (n, S, H)."""
-        levels = batch.tokens.shape[1] - 1
-        root = batch.tokens[:, 0]
-        return read_blocks(network, self.target, root, batch.states, batch.sequences, levels)
+        """Compute the outputs of a block after each anchor, shape (B, S, H)."""
+        levels, roots = batch.tokens.shape[1] - 1, batch.tokens[:, 0]
+        states, sequences, anchors = batch.states, batch.sequences, batch.anchors
+        return read_blocks(network, self.target, roots, states, sequences, anchors, levels)
 
     def levels(self, network: BlockNetwork, batch: TrainingBatch) -> Iterator[mx.array]:
         return score_levels(network, self.target, self.outputs(network, batch), batch.tokens)

@@ -37,11 +37,14 @@ class Student(ABC):
         reads_context: Whether the drafter attends to the context, so that its examples are
             stretches of text; otherwise it drafts from one state of the target.
         layers: Layers of the target whose inputs the drafter reads, () for the last hidden states.
+        anchor_share: Share of the positions of a stretch that draft, if the drafter attends to the
+            context.
     """
 
     name: str
     reads_context = False
     layers: Sequence[int] = ()
+    anchor_share = 1.0
 
     def __init__(self, network: nn.Module):
         self.network: Any = network

@@ -94,7 +94,7 @@ def test_frequencies_are_found_even_if_all_log_odds_are_14() -> None:
             acceptance.fit()
     for place, rate in rates.items():
         (found,) = acceptance.probabilities([(False, 14.0, place)], [0])
-        assert found == pytest.approx(rate, abs=0.1)
+        assert found == pytest.approx(rate, abs=0.05)
 
 
 def test_later_siblings_have_weights_of_their_own() -> None:

@@ -26,6 +26,7 @@ from mlx_redrafter.policy.plans import (
     FixedPolicy,
 )
 from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.step_times import EMPTY
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 TOKENS = 200
@@ -51,6 +52,8 @@ def _scenario(ease: float, costs: StepCosts | None = None, **values: Any) -> Sce
 
 class Watched:
     """A policy, and what it chose."""
+
+    reads_drafts = True
 
     def __init__(self, policy: AdaptivePolicy):
         self.policy = policy
@@ -111,7 +114,7 @@ def test_a_boastful_or_timid_drafter_is_used_as_well(scale: float) -> None:
         plans = DraftPlan.of(1, 6, 6), DraftPlan.of(2, 6, 8), DraftPlan.of(4, 6, 16)
         best = min(run_fixed(text, plan, TOKENS, 2 * TOKENS) for plan in plans)
         shares.append(best / seconds)
-    assert np.mean(shares) > 0.9
+    assert min(shares) > 0.93
 
 
 def test_levels_are_drafted_while_they_give_more_than_their_time() -> None:
@@ -185,8 +188,8 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
         both = _decode(wrong, first, TOKENS), _decode(right, _decode(right), TOKENS)
         taken, known = (sum(step.seconds or 0.0 for step in one.steps) for one in both)
         seconds.append(taken / known)
-    assert np.mean(firsts) < 1.25
-    assert np.mean(seconds) < 1.2
+    assert np.mean(firsts) < 1.22
+    assert max(seconds) < 1.2
 
 
 def test_a_machine_that_has_become_slower_is_used_as_well() -> None:
@@ -357,6 +360,32 @@ def test_a_guard_turns_drafts_in_flight_into_a_plain_step() -> None:
     assert policy.choose(None) is None
 
 
+@pytest.mark.parametrize(
+    ("ease", "curve", "level", "scale"),
+    [
+        (-8.0, "gentle", 0.01, 8.0),
+        (-4.0, "gentle", 0.3, 1.0),
+        (-1.0, "steep", 0.1, 1.0),
+        (-2.0, "linear", 0.1, 4.0),
+        (-8.0, "steep", 0.3, 8.0),
+    ],
+)
+def test_sequences_of_96_tokens_lose_little_where_nothing_pays(
+    ease: float, curve: str, level: float, scale: float
+) -> None:
+    """Allow the first one to lose more: drafting is trusted with some plain steps."""
+    scenario = _scenario(ease, _costs(curve, level), score_scale=scale)
+    text, before, speeds = SimulatedText(scenario), None, []
+    for start in range(0, 4 * 96, 96):
+        policy = AdaptivePolicy(scenario.timed, before, itertools.count(0, 0).__next__)
+        seconds = run_policy(text, policy, start, start + 96, seed=start)
+        speeds.append(run_fixed(text, None, start, start + 96) / seconds)
+        before = policy.conclude()
+    assert speeds[0] > 0.93
+    assert min(speeds[1:]) > 0.97
+    assert np.mean(speeds[1:]) > 0.98
+
+
 def test_a_plan_of_one_node_is_a_probe() -> None:
     scenario = _scenario(-8.0)
     second = _decode(scenario, _decode(scenario), TOKENS)
@@ -381,6 +410,22 @@ def test_lookups_that_cost_more_than_timed_are_used_less_often() -> None:
         )
         chosen = policy.choose(outlook)
     assert chosen is None
+
+
+def test_a_lookup_must_gain_more_than_one_of_which_nothing_is_kept_loses() -> None:
+    policy, outlook = _lookup_policy(), [0.7, 0.5]
+    assert policy.choose(outlook) == LOOKUP
+    assert policy.keep(LOOKUP, _tree(0.01)).size == 1
+    ratios = policy.experience.ratios
+    for _ in range(2):  # one slow step changes nothing
+        policy.observe(Step(LOOKUP, 1, [1], 2.0))
+    assert ratios.of(EMPTY) > 1.1 * ratios.of(1)
+    for _ in range(10):
+        ratios.learn(EMPTY, 2.0)
+        ratios.learn(1, 1.0)
+    policy = AdaptivePolicy(policy._timed, Experience(ratios=ratios))
+    assert policy.choose(outlook) is None
+    assert policy.choose([0.99] * 15) == LOOKUP
 
 
 def test_plain_steps_without_a_network_are_all_counted() -> None:

@@ -6,7 +6,15 @@ import pytest
 
 from mlx_redrafter.policy.plans import LENGTHS, PLACES, PLANS, SIZES
 from mlx_redrafter.policy.step_costs import StepCosts
-from mlx_redrafter.policy.step_times import LOSS, PROBE, SPARE, CurrentCosts, Guard, TimeRatios
+from mlx_redrafter.policy.step_times import (
+    LOSS,
+    PROBE,
+    SPARE,
+    TRUST,
+    CurrentCosts,
+    Guard,
+    TimeRatios,
+)
 
 COSTS = StepCosts(
     1.0, {size: 1 + 0.1 * size for size in SIZES}, {1: 0.0, 2: 0.0}, {1: 0.1, 2: 0.2}, wait=0.1
@@ -118,7 +126,7 @@ def test_the_guard_stops_drafts_that_cost_more_than_they_yield() -> None:
         else:
             guard.learn_plain(1.0)
         guard.count(1)
-    assert 9 <= lost <= SPARE + 9 + LOSS * 250
+    assert 9 <= lost <= TRUST + 9 + LOSS * 250
 
 
 def test_gains_pay_for_losses_and_half_of_them_stays_for_the_next_sequence() -> None:
@@ -131,6 +139,20 @@ def test_gains_pay_for_losses_and_half_of_them_stays_for_the_next_sequence() -> 
     for _ in range(10):
         guard.learn_drafted(1.0, 4)
     assert guard.allows_drafts
+
+
+def test_drafting_may_lose_what_it_has_gained_up_to_a_bound() -> None:
+    guard, lost = _measured(), 0
+    for _ in range(10):
+        guard.learn_drafted(1.0, 4)
+    while guard.allows_drafts:
+        guard.learn_drafted(2.0, 1)
+        lost += 1
+    assert SPARE + TRUST < lost <= SPARE + TRUST + 1
+    for _ in range(1000):  # plain steps make up for losses, and save nothing
+        guard.count(1)
+    guard.learn_drafted(TRUST + 2, 1)
+    assert not guard.allows_drafts
 
 
 def test_the_guard_goes_by_measured_plain_steps_and_is_careful_before() -> None:

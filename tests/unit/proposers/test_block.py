@@ -153,6 +153,13 @@ def test_bad_files_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
     assert len(str(refusal.value).splitlines()) == 1
 
 
+def test_a_trained_embedding_of_masks_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "z-lab", lambda config, arrays: None)
+    (folder / "mask_embedding.pt").touch()
+    with pytest.raises(CheckpointError, match=r"for masks \(mask_embedding.pt\), which is not"):
+        load_block(folder)
+
+
 def test_drafters_for_other_targets_are_refused() -> None:
     tokenizer = wrapped_tokenizer(VOCAB)
     target = Target(tiny_llama(vocab_size=VOCAB, layers=NUM_TARGET_LAYERS))
@@ -185,7 +192,6 @@ def test_the_head_and_the_embedding_of_the_target(name: str) -> None:
 
 
 def new_levels(network: BlockNetwork, count: int | None, rank: Any = None) -> LinkedLevels:
-    assert network.link is not None
     mx.random.seed(5)
     levels = network.config.num_drafts
     outputs = mx.random.normal((levels, network.config.hidden_size))
@@ -223,21 +229,36 @@ def test_a_search_scores_every_path_by_the_one_formula(link: str) -> None:
                 row = slice(depth, depth + 1)
                 feature, state = network.link.feature(previous, again.outputs[0, row], state)
                 scale, unary = again.scales[row], again.unary[0, row]
-                linked = scale * network.link.scores(feature, None)
+                linked = network.link.scores(feature, None)
                 if count is not None:  # others than the candidates have no link
                     least = mx.min(mx.topk(unary, count))
                     linked = mx.where(unary >= least, linked, 0)
-                scores = unary + linked
+                scores = scale * (unary + linked)
                 total += (scores[0, tokens[step]] - mx.logsumexp(scores)).item()
                 previous = mx.array([tokens[step]])
             assert found.scores[node].item() == pytest.approx(total, abs=1e-3)
+
+
+@pytest.mark.parametrize("link", [None, *LINKS])
+@pytest.mark.parametrize("count", [None, 12])
+def test_a_chain_is_the_search_of_one_beam(link: str | None, count: int | None) -> None:
+    config = {} if link is None else LINKS[link]
+    network = random_block(block_config(VOCAB, 32, **config), seed=3)
+    shape = DraftShape(1, 1 + network.config.num_drafts)
+    found, expected = (
+        new_levels(network, count).chain().alone,
+        search(new_levels(network, count), shape),
+    )
+    assert mx.array_equal(found.tokens, expected.tokens).item()
+    assert mx.array_equal(found.parents, expected.parents).item()
+    assert mx.allclose(found.scores, expected.scores, atol=1e-4).item()
 
 
 def test_candidates_are_those_that_the_noise_may_choose() -> None:
     """Favour an improbable token by the noise: it is a candidate, and wins."""
     network = random_block(block_config(VOCAB, 32, **LINKS["vanilla"]))
     plain = new_levels(network, None)
-    favoured = to_ints(mx.argmin(plain.unary[0] / plain.scales, axis=-1))
+    favoured = to_ints(mx.argmin(plain.unary[0], axis=-1))
 
     def rank(scores: mx.array, depth: Any, token_ids: mx.array | None = None) -> mx.array:
         ids = mx.arange(VOCAB) if token_ids is None else token_ids

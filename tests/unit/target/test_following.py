@@ -23,6 +23,7 @@ from tests.models.trees import PLAN, PROMPT, DraftsOnDevice, Followed, rows_of
 
 # Largest difference of entries from those of plain decoding, relative to the largest.
 TOLERANCE = 1e-4
+# Tokens of a text.
 NUM_TOKENS = 40
 
 
@@ -82,7 +83,7 @@ def test_texts_and_caches_are_those_of_plain_decoding(
 
 
 def test_a_caller_leaves_at_any_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caches hold what the caller has taken, though a later pass is in flight."""
+    """Caches then hold what the caller has taken, though a later pass is in flight."""
     compile_passes(monkeypatch, uses=1)
     target = Target(build(tiny_config("qwen3_5", main_rope("qwen3_5"))))
     text = text_of(begin(target, None))

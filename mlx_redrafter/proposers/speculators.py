@@ -1,0 +1,29 @@
+"""Parts of published configs and tensors that drafters of several kinds share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+# Name of the offsets from rows of the head to token ids.
+OFFSETS = "d2t"
+
+
+def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> None:
+    """Replace offsets from rows of the head to token ids by these ids, int32, shape (V,).
+
+    ``names`` are the published names by those of the network.
+    """
+    if names.get("token_ids", "").endswith(OFFSETS):
+        offsets = weights["token_ids"].astype(mx.int32)
+        weights["token_ids"] = mx.arange(offsets.shape[0], dtype=mx.int32) + offsets
+
+
+def speculative_tokens(values: Mapping[str, Any]) -> Any:
+    """Return the number of drafts of the first method in a config; None if it has none."""
+    inner = values.get("speculators_config")
+    methods = inner.get("proposal_methods") if isinstance(inner, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first.get("speculative_tokens") if isinstance(first, Mapping) else None
