@@ -30,8 +30,10 @@ from mlx_redrafter.target.model_loading import make_model
 
 # Tokens of a window: fewer than a prompt of these measurements and its text have.
 WINDOW = 64
-# Size of a Mamba-2 head, and of its state per number, as in Granite 4.0.
-HEAD_SIZE, STATE_SIZE = 64, 128
+# Size of a Mamba-2 head, as in Granite 4.0.
+HEAD_SIZE = 64
+# Size of a head's state per number of its input, as there.
+STATE_SIZE = 128
 
 
 def with_windows(config: Mapping[str, Any]) -> dict[str, Any]:

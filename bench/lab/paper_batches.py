@@ -67,6 +67,9 @@ BUDGETS = (3, 4, 5)
 # Steps before the timed ones.
 WARM_UP = 4
 
+# Steps of all texts of a cell at least, so that small batches take more steps.
+TEXT_STEPS = 64
+
 # Name of the batches without drafts.
 PLAIN = "plain"
 
@@ -227,7 +230,8 @@ def run(heads: Path, out: Path, minutes: float, steps: int, most: int) -> None:
         if time.perf_counter() > deadline:
             sys.stdout.write("the time is spent; run the command again to go on\n")
             break
-        found[cell.name] = measure(cell, target, proposers[cell.drafter], prompts, steps)
+        count = max(steps, TEXT_STEPS // cell.batch_size)
+        found[cell.name] = measure(cell, target, proposers[cell.drafter], prompts, count)
         write_text(path, json.dumps(found, indent=1))
         sys.stdout.write(f"{cell.name}: {found[cell.name]['tokens_per_second']:.1f} tokens/s\n")
         sys.stdout.flush()
@@ -318,7 +322,7 @@ def main() -> None:
     parser.add_argument("heads", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=25.0, help="begin no cell afterwards")
-    parser.add_argument("--steps", type=int, default=16, help="timed steps of a cell")
+    parser.add_argument("--steps", type=int, default=16, help="timed steps of a cell at least")
     parser.add_argument(
         "--most", type=int, default=64, help="largest batch; 0 counts saved nodes only"
     )

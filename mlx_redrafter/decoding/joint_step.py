@@ -21,7 +21,7 @@ from mlx_redrafter.decoding.protocols import JointPolicy, Outlook, Wish, propose
 from mlx_redrafter.decoding.records import PendingPass, Token
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.target_choice import sample_and_accept_all, sample_roots
-from mlx_redrafter.target.caches.batch_cache import BatchCache, SlotCache
+from mlx_redrafter.target.caches.batch_cache import BatchCache, Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch, tree_size
@@ -60,7 +60,7 @@ class JointStep:
 
     target: Target
     cache: BatchCache
-    slots: dict[SequenceDecoder, SlotCache]
+    slots: dict[SequenceDecoder, Slot]
     policy: JointPolicy
     _has_drafts: bool = False
     _errors: dict[SequenceDecoder, Exception] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class JointStep:
             return
         drafts: list[mx.array | TokenTree] = [_IDLE] * self.cache.num_slots
         for sequence, one in asked.items():
-            drafts[self.slots[sequence].slot] = one
+            drafts[self.slots[sequence].number] = one
         trees = TreeBatch(drafts)
         # Sequences without drafts may be among those with them.
         layers = next((one.layers for one in asked if one.layers), ())
@@ -157,7 +157,7 @@ class JointStep:
         rows = list(outputs.logits)
 
         def process(sequence: SequenceDecoder) -> None:
-            slot, one = self.slots[sequence].slot, asked[sequence]
+            slot, one = self.slots[sequence].number, asked[sequence]
             logits, size = rows[slot], tree_size(one)
             processed = sequence.process(one, logits[:size])
             rows[slot] = mx.concatenate([processed.astype(logits.dtype), logits[size:]])
@@ -169,7 +169,7 @@ class JointStep:
         self, group: Sequence[SequenceDecoder], outputs: TargetOutputs, trees: TreeBatch
     ) -> list[PendingPass]:
         """Sample after the trees or roots of several sequences with one set of operations."""
-        slots = [self.slots[one].slot for one in group]
+        slots = [self.slots[one].number for one in group]
         samplers = [one.common_sampler for one in group if one.common_sampler is not None]
         is_tree = isinstance(trees.drafts[slots[0]], TokenTree)
         if slots != list(range(self.cache.num_slots)):
@@ -181,7 +181,7 @@ class JointStep:
     def _sample_alone(
         self, sequence: SequenceDecoder, drafts: mx.array | TokenTree, outputs: TargetOutputs
     ) -> PendingPass:
-        own = outputs.of(self.slots[sequence].slot)
+        own = outputs.of(self.slots[sequence].number)
         return sequence.choose(drafts, own.first(tree_size(drafts)))
 
 

@@ -25,7 +25,7 @@ from mlx_redrafter.decoding.protocols import JointPolicy, OwnPolicies
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import NonFiniteError
-from mlx_redrafter.target.caches.batch_cache import SlotCache
+from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.target import Target
 
 # Steps with half of the slots idle before those are given up. A sequence that comes before then
@@ -66,7 +66,7 @@ class Scheduler:
         self._begun: list[SequenceDecoder] = []
         self._cache = target.new_batch_cache()
         # Slots of the sequences in the batch.
-        self._slots: dict[SequenceDecoder, SlotCache] = {}
+        self._slots: dict[SequenceDecoder, Slot] = {}
         # Results that nobody has asked for yet; those sequences rest meanwhile.
         self._ready: dict[SequenceDecoder, Progress] = {}
         # Sequences whose prompts are not processed yet, and the time until which the others go on.
@@ -191,15 +191,12 @@ class Scheduler:
         tokens = sequence.finish_pass()
         if sequence.is_finished:
             return tokens
-        cache, taken = self._cache, {one.slot for one in self._slots.values()}
+        cache, own = self._cache, sequence.own_cache
         with mx.stream(generation_stream):
-            if len(taken) == cache.num_slots:
-                cache.resize(range(len(taken)), max(1, 2 * len(taken)), cache.capacity)
-            number = next(slot for slot in range(cache.num_slots) if slot not in taken)
-            own = sequence.own_cache
+            number = cache.idle_slot()
             cache.insert(number, own, sequence.num_kept)
-        self._slots[sequence] = SlotCache(cache, number, own)
-        sequence.move(self._slots[sequence], self.policy.join(sequence.policy))
+        self._slots[sequence] = cache.slots[number]
+        sequence.move(cache.slots[number], self.policy.join(sequence.policy))
         return tokens
 
     def _move_out(self, sequence: SequenceDecoder) -> list[Token]:
@@ -214,7 +211,8 @@ class Scheduler:
         is_over = sequence.is_finished or sequence.is_cancelled
         is_needed = sequence.request.leave_as_stock or not is_over
         with mx.stream(generation_stream):
-            self._cache.leave(slot.slot, slot.own if is_needed else None)
+            self._cache.leave(slot.number, slot.own if is_needed else None)
+        assert slot.own is not None
         sequence.move(slot.own)
         if not self._slots:
             self._shrink()
@@ -232,8 +230,8 @@ class Scheduler:
             results = JointStep(self.target, self._cache, self._slots, self.policy).run(active)
         except Exception as error:  # no single sequence has caused it
             results = [Progress(one, [], error) for one in active]
-        for sequence, _, error in results:
-            if sequence.is_finished or sequence.is_cancelled or error is not None:
+        for sequence, _, reason in results:
+            if sequence.is_finished or sequence.is_cancelled or reason is not None:
                 self._free(sequence)
         self._num_spare = self._num_spare + 1 if 2 * len(self._slots) <= self.num_slots else 0
         if self._num_spare > PATIENCE:
@@ -241,14 +239,9 @@ class Scheduler:
         return [one for one in results if one.tokens or one.sequence not in self._slots]
 
     def _shrink(self) -> None:
-        """Keep one slot for each sequence, rounded up to a power of two."""
-        count = len(self._slots)
         with mx.stream(generation_stream):
-            num_slots = 1 << (count - 1).bit_length() if count else 0
-            self._cache.shrink([one.slot for one in self._slots.values()], num_slots)
+            self._cache.shrink()
         self._num_spare = 0
-        for number, one in enumerate(self._slots.values()):
-            one.slot = number
 
 
 def _progress(

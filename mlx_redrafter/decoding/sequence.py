@@ -36,7 +36,7 @@ from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, TokenSamp
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.decoding.target_choice import sample_and_accept, sample_root
 from mlx_redrafter.device_read import wait_for
-from mlx_redrafter.target.caches.batch_cache import SlotCache
+from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
@@ -68,7 +68,7 @@ class SequenceDecoder:
     def __init__(
         self,
         target: Target,
-        cache: TreeCache | SlotCache,
+        cache: TreeCache | Slot,
         sampler: TokenSampler,
         request: Request,
         drafting: Drafting | None = None,
@@ -346,7 +346,7 @@ class SequenceDecoder:
             tokens = self._pending.kept_tokens
         return tokens
 
-    def move(self, cache: TreeCache | SlotCache, policy: DraftPolicy | None = None) -> None:
+    def move(self, cache: TreeCache | Slot, policy: DraftPolicy | None = None) -> None:
         """Continue in another cache.
 
         Args:

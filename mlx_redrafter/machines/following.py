@@ -78,8 +78,8 @@ class FollowingBatch(BatchCache):
 
     def keep(self, numbers: Sequence[int]) -> None:
         """Take over the number of tokens that each slot's sequence keeps on rank 0."""
-        for slot, number in zip(self._slots, numbers, strict=True):
-            slot.floor = slot.floor and partial(int, number)
+        for slot, number in zip(self.slots, numbers, strict=True):
+            slot.floor = partial(int, number)
 
 
 class Follower:

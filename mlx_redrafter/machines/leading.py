@@ -202,7 +202,7 @@ class LedBatchCache(BatchCache):
 
     def kept(self) -> list[int]:
         """Return the number of tokens that each slot keeps whatever happens; 0 for an idle one."""
-        return [min(one.floor(), MOST) if one.floor else 0 for one in self._slots]
+        return [min(one.floor(), MOST) for one in self.slots]
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         with self._leader.together(Do.KEEP, self.number, slot, *path):

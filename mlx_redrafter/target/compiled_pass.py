@@ -211,7 +211,7 @@ class _Loan:
         self._kinds: dict[tuple[Any, ...], EntriesKind] = {}
         unread = cache.unread
         write_all_aside(
-            [_entries_of(one) for one in cache.parts if type(one) is not RecurrentCache],
+            [one for one in cache.parts if isinstance(one, FullCache)],
             None if unread is None or unread.is_in_place else unread.nodes[0],
         )
 
@@ -223,13 +223,13 @@ class _Loan:
             state = cast(list[mx.array], layer.stock.cache)
             self.arrays += state
             return len(state)
-        entries = _entries_of(layer)
-        buffers = entries.lend(self._tree.size)
+        assert isinstance(layer, FullCache)
+        buffers = layer.lend(self._tree.size)
         if buffers is None:
             return None
         self.arrays += buffers
         window = layer.stock.max_size if isinstance(layer, SlidingCache) else None
-        key = buffers[0].shape[2], entries.start, window
+        key = buffers[0].shape[2], layer.start, window
         if key not in self._kinds:  # few, as most layers are alike
             self._kinds[key] = self._entries_kind(*key)
         return self._kinds[key]
@@ -415,11 +415,5 @@ def _give_back(part: LayerCache, places: Any, results: Sequence[mx.array]) -> No
         states = [make(*(results[i] for i in own)) for make, own in places]
         part.branch(BranchedState(states))
     elif places is not None:
-        _entries_of(part).take_back(*(results[i] for i in places))
-
-
-def _entries_of(layer: LayerCache) -> FullCache:
-    """Return the entries of a layer in the order of tokens."""
-    entries = layer.ordered if isinstance(layer, SlidingCache) else layer
-    assert isinstance(entries, FullCache)
-    return entries
+        assert isinstance(part, FullCache)
+        part.take_back(*(results[i] for i in places))

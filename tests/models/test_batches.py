@@ -207,7 +207,7 @@ def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
     def read_and_poison() -> None:
         for number in range(20):
             if number == 6:
-                poison(scheduler._cache, scheduler._slots[texts[1]].slot)
+                poison(scheduler._cache, scheduler._slots[texts[1]].number)
             for own, reader in zip(found, readers, strict=True):
                 own.append(next(reader).id)
 

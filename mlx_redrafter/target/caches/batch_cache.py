@@ -33,22 +33,35 @@ from mlx_redrafter.trees.tree_batch import TreeBatch
 Floor = Callable[[], int]
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """The place of one sequence in a batch's buffers.
+    """A slot as the cache of its sequence; the batch runs the forward passes.
 
     Attributes:
+        batch: The batch.
+        number: Number of the slot.
+        own: The sequence's own cache, which is empty meanwhile; None if the slot is idle.
         length: Number of committed tokens; 0 if the slot is idle.
-        floor: Its sequence's `Floor`; None if the slot is idle.
+        floor: Its sequence's `Floor`.
         end: Position behind its last entry, of a tree or committed.
         moves: The accepted nodes of the newest tree that are not in place, and the position of the
             first of them.
     """
 
+    batch: BatchCache
+    number: int
+    own: TreeCache | None = None
     length: int = 0
-    floor: Floor | None = None
+    floor: Floor = int  # returns 0
     end: int = 0
     moves: tuple[Sequence[int], int] = ((), 0)
+
+    def commit(self, path: Sequence[int]) -> None:
+        self.batch.commit(self.number, path)
+
+    def takes(self, tree: TokenTree) -> bool:
+        """Return True, because the batch takes sequences only while that holds."""
+        return True
 
 
 class BatchCache:
@@ -56,6 +69,7 @@ class BatchCache:
 
     Attributes:
         layers: The model's ``cache=`` argument.
+        slots: The slots.
         capacity: Number of entries for which a slot has room if a layer attends to all tokens.
     """
 
@@ -63,7 +77,7 @@ class BatchCache:
         self._has_buckets = has_buckets
         self.layers: list[Any] = []
         self.capacity = 0
-        self._slots: list[Slot] = []
+        self.slots: list[Slot] = []
         # Size of the largest trees so far.
         self._max_nodes = 1
         self._step: BatchPass | None = None
@@ -76,11 +90,13 @@ class BatchCache:
     @property
     def num_slots(self) -> int:
         """Number of slots, B."""
-        return len(self._slots)
+        return len(self.slots)
 
-    def length(self, slot: int) -> int:
-        """Return the number of committed tokens of a slot."""
-        return self._slots[slot].length
+    def idle_slot(self) -> int:
+        """Return the number of an idle slot, with twice as many slots if there was none."""
+        if all(one.own for one in self.slots):
+            self.resize(range(self.num_slots), max(1, 2 * self.num_slots), self.capacity)
+        return next(one.number for one in self.slots if one.own is None)
 
     def takes(self, own: TreeCache) -> bool:
         """Whether a slot can hold a sequence as it is, with layers like those of the others."""
@@ -89,7 +105,7 @@ class BatchCache:
     def expect(self, trees: TreeBatch) -> BatchPass:
         """Make the next forward pass one over these trees, one per slot."""
         self._take_over_states()
-        slots = self._slots
+        slots = self.slots
         num_rows = max(one.length for one in slots) + trees.size
         if self._has_buckets:
             num_rows = bucket(num_rows)
@@ -101,16 +117,18 @@ class BatchCache:
             num_rows,
             [one.moves for one in slots],
         )
-        self._history.enter(step, [one.floor() if one.floor else 0 for one in slots])
-        for layer in (*self._rows, *self._states):
+        self._history.enter(step, [one.floor() for one in slots])
+        for layer in self._rows:
             layer.expect(step)
+        for state in self._states:
+            state.expect(step)
         for one in slots:
             one.end, one.moves = one.length + trees.size, ((), 0)
         return step
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
-        visit, one = self._history.visits[slot][-1], self._slots[slot]
+        visit, one = self._history.visits[slot][-1], self.slots[slot]
         visit.step.paths[visit.row] = path
         in_place = next((i for i, node in enumerate(path) if node != i), len(path))
         one.moves = path[in_place:], one.length + in_place
@@ -127,10 +145,10 @@ class BatchCache:
         """
         if self._is_idle:
             self._begin(own)
-        self._slots[slot] = Slot(own.length, floor)  # nothing to keep of what the slot holds
+        self.slots[slot] = Slot(self, slot, own, own.length, floor)  # and nothing at its end yet
         self._history.visits[slot], own.history.visits = own.history.visits[0], [[]]
         self._reserve(own.length + 1, self._max_nodes)
-        self._slots[slot].end = own.length
+        self.slots[slot].end = own.length
         rows, states = _split(own)
         for layer, one in zip(self._rows, rows, strict=True):
             layer.insert(slot, self.num_slots, one.release(), own.length)
@@ -147,7 +165,7 @@ class BatchCache:
         """
         if own is not None:
             self._write_aside()
-            length = own.length = self._slots[slot].length
+            length = own.length = self.slots[slot].length
             own.history.visits = [self._history.visits[slot]]
             step = ForwardPass(length, history=own.history)
             rows, states = _split(own)
@@ -155,19 +173,24 @@ class BatchCache:
                 one.hold(layer.extract(slot, length), length)
             for state, one in zip(self._states, states, strict=True):
                 state.extract(slot, one, step)
-        self._slots[slot], self._history.visits[slot] = Slot(), []
+        self.slots[slot], self._history.visits[slot] = Slot(self, slot), []
 
-    def shrink(self, slots: Sequence[int], num_slots: int) -> None:
-        """Keep some slots, in this order, and only the room that their sequences need."""
-        self.resize(slots, num_slots, max((self._slots[slot].end for slot in slots), default=0))
+    def shrink(self) -> None:
+        """Keep a slot for each sequence, rounded up to a power of two, and the room they need."""
+        used = [one for one in self.slots if one.own is not None]
+        num_slots = 1 << (len(used) - 1).bit_length() if used else 0
+        num_rows = max((one.end for one in used), default=0)
+        self.resize([one.number for one in used], num_slots, num_rows)
 
     def resize(self, slots: Sequence[int], num_slots: int, num_rows: int) -> None:
         """Keep some slots, in this order, and add idle ones, with ``num_rows`` entries each."""
         self.capacity = whole(num_rows)
         num_idle, visits = num_slots - len(slots), self._history.visits
-        self._slots = [self._slots[slot] for slot in slots]
-        ends = [one.end for one in self._slots]
-        self._slots += [Slot() for _ in range(num_idle)]
+        self.slots = [self.slots[slot] for slot in slots]
+        ends = [one.end for one in self.slots]
+        self.slots += [Slot(self, 0) for _ in range(num_idle)]
+        for number, one in enumerate(self.slots):
+            one.number = number
         self._history.visits = [visits[slot] for slot in slots] + [[] for _ in range(num_idle)]
         kept = mx.array(list(slots), dtype=mx.int32)
         for layer in self._rows:
@@ -177,7 +200,7 @@ class BatchCache:
 
     @property
     def _is_idle(self) -> bool:
-        return not any(one.floor for one in self._slots)
+        return not any(one.own for one in self.slots)
 
     def _begin(self, own: TreeCache) -> None:
         """Make layers like those of a sequence, the first one."""
@@ -207,8 +230,8 @@ class BatchCache:
         if not any(row is not None for row in rows):
             return
         num_rows = len(step.paths)
-        for number, one in enumerate(self._slots[:num_rows]):
-            if one.floor is None:  # an idle slot may take over any state
+        for number, one in enumerate(self.slots[:num_rows]):
+            if one.own is None:  # an idle slot may take over any state
                 rows[number] = number
         taken = None
         if rows != list(range(num_rows)):
@@ -219,36 +242,12 @@ class BatchCache:
 
     def _write_aside(self) -> None:
         """Write all accepted entries that are not in place."""
-        moves = [one.moves for one in self._slots]
+        moves = [one.moves for one in self.slots]
         if any(nodes for nodes, _ in moves):
             for layer in self._rows:
                 layer.write_aside(moves)
-            for one in self._slots:
+            for one in self.slots:
                 one.moves = (), 0
-
-
-class SlotCache:
-    """A slot as the cache of its sequence; the batch runs its forward passes.
-
-    ``own`` is the sequence's own cache, which is empty meanwhile.
-    """
-
-    def __init__(self, batch: BatchCache, slot: int, own: TreeCache):
-        self._batch = batch
-        self.slot = slot
-        self.own = own
-
-    @property
-    def length(self) -> int:
-        """Number of committed tokens."""
-        return self._batch.length(self.slot)
-
-    def commit(self, path: Sequence[int]) -> None:
-        self._batch.commit(self.slot, path)
-
-    def takes(self, tree: TokenTree) -> bool:
-        """Return True, because the batch takes sequences only while that holds."""
-        return True
 
 
 def _layer(own: Any) -> Any:

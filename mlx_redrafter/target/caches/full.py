@@ -47,14 +47,16 @@ class Entries(NamedTuple):
 class FullCache:
     """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``."""
 
-    def __init__(self, stock: KVCache | ChunkedKVCache | QuantizedKVCache):
+    def __init__(self, stock: Any):
         self.stock = stock
+        # The cache whose buffer holds the entries.
+        self._rows: Any = stock
         self._begin()
 
     def _begin(self) -> None:
-        """Follow the stock cache, which holds all committed entries."""
-        self.step = ForwardPass(self.stock.offset)
-        self._length = self._num_in_place = self.stock.offset
+        """Follow the cache of the entries, which holds all committed ones."""
+        self.step = ForwardPass(self._rows.offset)
+        self._length = self._num_in_place = self._rows.offset
         self._aside: list[slice] = []
         self._fresh: tuple[mx.array, mx.array] | None = None
         # Number of entries with which the buffer ended with a bucket.
@@ -63,7 +65,7 @@ class FullCache:
     @property
     def start(self) -> int:
         """Position of the first entry of the buffer."""
-        start: int = getattr(self.stock, "start_position", 0)
+        start: int = getattr(self._rows, "start_position", 0)
         return start
 
     @property
@@ -87,36 +89,36 @@ class FullCache:
         self._aside = []
 
     def place(self, length: int) -> None:
-        if self.stock.keys is not None:
-            self.stock.offset = length
+        if self._rows.keys is not None:
+            self._rows.offset = length
         self._num_in_place = self._length = length
 
     def settle(self, length: int) -> None:
         self.write_aside()
-        if self.stock.keys is not None:  # a layer that the model never uses stays empty
-            self.stock.offset = length
+        if self._rows.keys is not None:  # a layer that the model never uses stays empty
+            self._rows.offset = length
         self._length = length
 
     def release(self) -> Entries:
         """Give the committed entries away."""
         self.write_aside()
-        stock, start = self.stock, self.start
-        parts = [] if stock.keys is None else arrays_of(*stock.keys_and_values())
-        _fill(stock, Entries([], 0), 0)
+        rows, start = self._rows, self.start
+        parts = [] if rows.keys is None else arrays_of(*rows.keys_and_values())
+        _fill(rows, Entries([], 0), 0)
         self._begin()
         return Entries(parts, start)
 
     def hold(self, entries: Entries, length: int) -> None:
         """Take entries, of which those of ``length`` tokens count; the cache must be empty."""
         if entries.parts:  # else a layer that the model never uses
-            _fill(self.stock, entries, length)
+            _fill(self._rows, entries, length)
         self._begin()
 
     def write_aside(self) -> None:
         """Write the committed entries that the buffer lacks."""
         keys, values = self._entries_aside()
         if keys:
-            self.stock.update_and_fetch(
+            self._rows.update_and_fetch(
                 mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
             )
 
@@ -136,10 +138,10 @@ class FullCache:
         if keys_aside:
             new_keys = mx.concatenate([*keys_aside, keys], axis=2)
             new_values = mx.concatenate([*values_aside, values], axis=2)
-        everything = self.stock.update_and_fetch(new_keys, new_values)
+        everything = self._rows.update_and_fetch(new_keys, new_values)
         if self.step.tree is not None:
             everything = self._attended()
-            self.stock.offset -= keys.shape[2]
+            self._rows.offset -= keys.shape[2]
             self._fresh = (keys, values)
         return everything
 
@@ -148,9 +150,9 @@ class FullCache:
         num_nodes = 0
         if self.step.tree is not None and self._fresh is not None:
             num_nodes = self._fresh[0].shape[2]
-        self.stock.offset += num_nodes
+        self._rows.offset += num_nodes
         entries = self._attended()
-        self.stock.offset -= num_nodes
+        self._rows.offset -= num_nodes
         return entries
 
     def lend(self, num_nodes: int) -> tuple[mx.array, mx.array] | None:
@@ -158,10 +160,10 @@ class FullCache:
 
         `write_all_aside` must come first. None for a layer that the model never uses.
         """
-        if self.stock.keys is None:
+        if self._rows.keys is None:
             return None
         self._grow(self._length + num_nodes - self.start)
-        keys, values = self.stock.keys, self.stock.values
+        keys, values = self._rows.keys, self._rows.values
         assert keys is not None
         assert values is not None
         return keys, values
@@ -170,22 +172,22 @@ class FullCache:
         self, keys: mx.array, values: mx.array, fresh_keys: mx.array, fresh_values: mx.array
     ) -> None:
         """Take the buffers back, with the entries of the tree behind the committed ones."""
-        self.stock.keys, self.stock.values = keys, values
+        self._rows.keys, self._rows.values = keys, values
         self._fresh = fresh_keys, fresh_values
 
     def _grow(self, num_entries: int) -> None:
         """Let the buffer end with a bucket, because graphs know strides, too."""
-        assert self.stock.keys is not None
-        num_rows = self.stock.keys.shape[2]
+        assert self._rows.keys is not None
+        num_rows = self._rows.keys.shape[2]
         if num_rows == self._whole and num_entries <= num_rows:
             return
         self._whole = bucket(max(num_entries, num_rows))
         if self._whole > num_rows:
-            reserve_rows([self.stock], self._whole)
+            reserve_rows([self._rows], self._whole)
 
     def _attended(self) -> tuple[mx.array, mx.array]:
         """Return the entries, and in a pass with buckets what stands behind them in the buffer."""
-        stock = self.stock
+        stock = self._rows
         if self.step.tree is None or not self.step.has_buckets:
             return stock.keys_and_values()
         count = bucket(stock.offset - self.start)
@@ -196,9 +198,9 @@ class FullCache:
 
     def _runs_aside(self) -> list[slice]:
         """Find nodes whose committed entries the buffer lacks, and count those that it holds."""
-        if self._fresh is None or self.stock.offset >= self._length:
+        if self._fresh is None or self._rows.offset >= self._length:
             return []
-        self.stock.offset = self._num_in_place
+        self._rows.offset = self._num_in_place
         return self._aside
 
     def _entries_aside(self) -> tuple[list[mx.array], list[mx.array]]:
@@ -249,16 +251,16 @@ def write_all_aside(caches: Sequence[FullCache], path: mx.array | None = None) -
             lacking.append(one)
     if not lacking:
         return
-    rows = [one.stock.offset - one.start for one in lacking]
+    rows = [one._rows.offset - one.start for one in lacking]
     starts = list(dict.fromkeys(rows))  # few, because equal windows begin with the same token
     indices = [starts.index(row) for row in rows]
-    buffers = [part for one in lacking for part in (one.stock.keys, one.stock.values)]
+    buffers = [part for one in lacking for part in (one._rows.keys, one._rows.values)]
     fresh = [part for one in lacking for part in one._fresh or ()]
     lacked = mx.array(nodes) if path is None else path
     written = iter(_write_nodes(lacked, mx.array(starts), indices, buffers, fresh))
     for one in lacking:
-        one.stock.keys, one.stock.values = next(written), next(written)
-        one.stock.offset = one._length
+        one._rows.keys, one._rows.values = next(written), next(written)
+        one._rows.offset = one._length
 
 
 @mx.compile

@@ -10,86 +10,61 @@ the entries back. Before the first tree the layer uses the ring alone, as in mlx
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.target.caches.full import Entries, FullCache
 from mlx_redrafter.target.caches.tree_cache import ForwardPass
-from mlx_redrafter.target.caches.tree_pass import UnreadPath
 
 
-class SlidingCache:
+class SlidingCache(FullCache):
     """The `LayerCache` of a sliding window, on top of mlx-lm's ``RotatingKVCache``."""
 
-    def __init__(self, stock: RotatingKVCache):
-        self.stock = stock
-        self.step = ForwardPass(stock.offset)
-        # The entries in the order of tokens, from the first tree on.
-        self._ordered: _OrderedCache | None = None
+    stock: RotatingKVCache
 
     @property
-    def offset(self) -> int:
-        """Number of committed tokens before the forward pass."""
-        return self.step.length
+    def _is_ordered(self) -> bool:
+        return self._rows is not self.stock
 
     def expect(self, step: ForwardPass) -> None:
-        self.step = step
         # Before any layer runs, because mlx-lm's models ask one layer for the mask of all.
-        if self._ordered is None and step.tree is not None:
-            self._ordered = _OrderedCache(_in_order(self.stock))
+        if not self._is_ordered and step.tree is not None:
+            self._rows = _in_order(self.stock)
             self.stock.keys = self.stock.values = None
-        if self._ordered is not None:
-            self._ordered.make_room(step.length + (1 if step.tree is None else step.tree.size))
-            self._ordered.expect(step)
-
-    @property
-    def ordered(self) -> FullCache:
-        """The entries in the order of tokens, during and after a pass over a tree."""
-        assert self._ordered is not None
-        return self._ordered
-
-    def commit(self, path: Sequence[int]) -> None:
-        self.ordered.commit(path)
-
-    def follow(self, path: UnreadPath) -> None:
-        self.ordered.follow(path)
-
-    def place(self, length: int) -> None:
-        self.ordered.place(length)
-
-    def has_room(self, end: int) -> bool:
-        """Whether entries up to position ``end`` leave all entries in the buffer."""
-        return self._ordered is not None and self._ordered.has_room(end)
+            self._begin()
+        if self._is_ordered:
+            self._make_room(step.length + (1 if step.tree is None else step.tree.size))
+        super().expect(step)
 
     def settle(self, length: int) -> None:
         """Fill the ring again; entries that the buffer has dropped become zeros."""
-        if self._ordered is not None:
-            self._ordered.settle(length)
-            _fill(self.stock, self._ordered.stock, length)
-            self._ordered = None
+        if self._is_ordered:
+            super().settle(length)
+            _fill(self.stock, self._rows, length)
         elif self.stock.offset != length:
             _fill(self.stock, _in_order(self.stock), length)
+        self._rows = self.stock
 
     def release(self) -> Entries:
         """Give away the committed entries that the cache still has."""
-        ordered = self._ordered or _OrderedCache(_in_order(self.stock))
-        self._ordered = None
+        if not self._is_ordered:
+            self._rows = _in_order(self.stock)
+            self._begin()
         self.stock.keys = self.stock.values = None
         self.stock.offset = self.stock._idx = 0
-        return ordered.release()
+        entries = super().release()
+        self._rows = self.stock
+        return entries
 
     def hold(self, entries: Entries, length: int) -> None:
-        """Take entries, of which those of ``length`` tokens count; the cache must be empty."""
-        self._ordered = _OrderedCache(_rows_for(self.stock))
-        self._ordered.hold(entries, length)
+        self._rows = _rows_for(self.stock)
+        super().hold(entries, length)
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        if self._ordered is None:
+        if not self._is_ordered:
             return self.stock.make_mask(num_tokens, window_size, return_array)
         if self.step.tree is None:
             return None
@@ -97,16 +72,16 @@ class SlidingCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write entries as `FullCache.update_and_fetch` does; return those in some window."""
-        if self._ordered is None:
+        if not self._is_ordered:
             return self.stock.update_and_fetch(keys, values)
-        self._ordered.update_and_fetch(keys, values)
+        super().update_and_fetch(keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        if self._ordered is None:
+        if not self._is_ordered:
             return self.stock.keys_and_values()
-        keys, values = self._ordered.keys_and_values()
-        first = self._first - self._ordered.stock.start_position
+        keys, values = super().keys_and_values()
+        first = self._first - self.start
         return (keys, values) if first == 0 else (keys[..., first:, :], values[..., first:, :])
 
     @property
@@ -116,30 +91,28 @@ class SlidingCache:
         With buckets the whole buffer, so that its part has the same shape in every step. Otherwise
         the window of the next token.
         """
-        if self.step.tree is not None and self.step.has_buckets and self._ordered is not None:
-            return self._ordered.stock.start_position
+        if self.step.tree is not None and self.step.has_buckets:
+            return self.start
         return max(0, self.step.length + 1 - self.stock.max_size)
 
-
-class _OrderedCache(FullCache):
-    """The `LayerCache` of the last tokens' entries, in order."""
-
-    stock: ChunkedKVCache
-
-    def make_room(self, end: int) -> None:
+    def _make_room(self, end: int) -> None:
         """Drop the entries that no window reaches if the buffer ends before position ``end``.
 
         ``chunk_size`` entries stay, so MLX copies the buffer only now and then.
         """
-        if not self.has_room(end):
+        if not self._reaches(end):
             self.write_aside()
-            self.stock.maybe_trim_front()
+            self._rows.maybe_trim_front()
 
     def has_room(self, end: int) -> bool:
+        """Whether entries up to position ``end`` leave all entries in the buffer."""
+        return self._is_ordered and self._reaches(end)
+
+    def _reaches(self, end: int) -> bool:
         """Whether the buffer holds all entries up to position ``end``, or grows for them."""
-        stock = self.stock
-        num_rows = 0 if stock.keys is None else stock.keys.shape[2]
-        return end - stock.start_position <= max(num_rows, stock.chunk_size)
+        rows = self._rows
+        num_rows = 0 if rows.keys is None else rows.keys.shape[2]
+        return end - rows.start_position <= max(num_rows, rows.chunk_size)
 
 
 def _in_order(ring: RotatingKVCache) -> ChunkedKVCache:

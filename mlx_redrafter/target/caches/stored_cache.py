@@ -22,6 +22,7 @@ from mlx_lm.models.cache import (
 
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.cache_kinds import parts_of
+from mlx_redrafter.target.caches.full import arrays_of, pair_of
 
 Arrays = dict[str, mx.array]
 # Kinds of caches whose entries are kept by token.
@@ -111,12 +112,13 @@ def _is_used(part: Any) -> bool:
 
 
 def _entries(part: Any) -> Iterator[tuple[str, mx.array]]:
-    for name in ("keys", "values"):
-        found = getattr(part, name)
-        if isinstance(found, mx.array):
-            yield name, found
-        else:  # codes, scales and biases
-            yield from ((f"{name}.{i}", array) for i, array in enumerate(found))
+    yield from zip(_names(part), arrays_of(part.keys, part.values), strict=True)
+
+
+def _names(part: Any) -> list[str]:
+    """List the names of the arrays of K/V entries: codes, scales and biases if quantised."""
+    endings = (".0", ".1", ".2") if isinstance(part, QuantizedKVCache) else ("",)
+    return [f"{name}{ending}" for name in ("keys", "values") for ending in endings]
 
 
 def _state(part: Any) -> Iterator[tuple[str, mx.array]]:
@@ -146,12 +148,7 @@ def _fill(part: Any, arrays: Arrays, length: int) -> None:
         for name, array in arrays.items():
             part[int(name)] = array
         return
-    part.keys, part.values = (
-        tuple(arrays[f"{name}.{i}"] for i in range(3))
-        if isinstance(part, QuantizedKVCache)
-        else arrays[name]
-        for name in ("keys", "values")
-    )
+    part.keys, part.values = pair_of([arrays[name] for name in _names(part)])
     part.offset = length
     if isinstance(part, RotatingKVCache):
         part._idx = part.keys.shape[2]

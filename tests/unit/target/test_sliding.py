@@ -204,8 +204,7 @@ def test_rows_that_no_window_reaches_are_dropped() -> None:
     copies, keys = 0, None
     while len(reading.text) < 1000:
         reading.tree(size, 5)
-        assert reading.layer._ordered is not None
-        rows = reading.layer._ordered.stock
+        rows = reading.layer._rows
         assert rows.keys is not None
         assert rows.keys.shape[2] <= most
         copies += rows.keys is not keys
