@@ -1,6 +1,6 @@
 """The batch tables of the papers of ReDrafter and SpecFormer, on one target.
 
-    python -m mlx_redrafter.bench.lab.paper_batches HEADS.json OUT --minutes 25
+    python -m mlx_redrafter.bench.lab paper_batches HEADS.json OUT --minutes 25
 
 HEADS.json has "target" (a folder beside the file), "prompts" (a file beside it), "recurrent" (a
 folder of a recurrent drafter) and "drafters", folders by name. A drafter that is not there is left
@@ -17,7 +17,6 @@ A cell is a batch of B texts, none of which ends: some steps that are not timed,
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -314,21 +313,3 @@ def plot(path: Path, found: Found, names: Sequence[str]) -> None:
         axes.set_xlabel("texts in the batch, B")
         axes.set_ylabel("times as fast as plain batches")
         axes.legend()
-
-
-def main() -> None:
-    """Parse the options and run."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("heads", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--minutes", type=float, default=25.0, help="begin no cell afterwards")
-    parser.add_argument("--steps", type=int, default=16, help="timed steps of a cell at least")
-    parser.add_argument(
-        "--most", type=int, default=64, help="largest batch; 0 counts saved nodes only"
-    )
-    given = parser.parse_args()
-    run(given.heads, given.out, given.minutes, given.steps, given.most)
-
-
-if __name__ == "__main__":
-    main()
