@@ -125,8 +125,8 @@ def test_memory_does_not_grow_with_the_number_of_texts() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"batch_size": 0}, "batch_size must be a whole number from 1, got 0"),
-        ({"batch_size": "4"}, "batch_size must be a whole number from 1, got '4'"),
+        ({"batch_size": 0}, "batch_size must be an integer at least 1, got 0"),
+        ({"batch_size": "4"}, "batch_size must be an integer at least 1, got '4'"),
         ({"max_tokens": "x"}, "max_tokens"),
     ],
     ids=str,
