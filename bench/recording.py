@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
 from mlx_redrafter.bench.result_file import new_result, read_result, write_result
 from mlx_redrafter.bench.runs import TimedRun
+from mlx_redrafter.checkpoint_files import naming
 from mlx_redrafter.errors import ConfigError
 
 # Parts of a result that must be equal for a benchmark to be resumed.
@@ -33,6 +35,7 @@ class Recording:
 
         Raises:
             ConfigError: The file exists and ``resume`` is false, or its settings are different.
+            OSError: Its folder takes no file.
         """
         self.path = path
         self.runs: list[TimedRun] = []
@@ -44,6 +47,9 @@ class Recording:
             if not resume:
                 raise ConfigError(f"{path} exists; resume it with --resume, or choose another file")
             self._continue(path, kind)
+        if path is not None and path.parent.is_dir():
+            with naming(path), TemporaryFile(dir=path.parent):
+                pass  # a folder that takes no file is told before the runs
         self._done = {run.turn for run in self.runs}
 
     def has(self, turn: tuple[str, int, str, int]) -> bool:

@@ -21,7 +21,7 @@ from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.stored import DTYPES
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
-from mlx_redrafter.proposers.checkpoint import check_finite, check_token_ids, save_drafter
+from mlx_redrafter.proposers.checkpoint import check_finite, check_token_ids, write_drafter
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
@@ -125,7 +125,7 @@ def write_conversion(
     }
     config = drafter.network.config
     with publish(destination) as folder:
-        save_drafter(drafter.network, folder, {PROVENANCE_KEY: provenance})
+        write_drafter(drafter.network, folder, {PROVENANCE_KEY: provenance})
         stored_as = str(options.quantization or options.dtype)
         card = render_card(destination.resolve().name, config, stored_as, provenance)
         (folder / CARD_FILE).write_text(card, encoding="utf-8")

@@ -36,7 +36,7 @@ from mlx_redrafter.checkpoint_files import (
 )
 from mlx_redrafter.convert.publication import check_destination, publish
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -148,7 +148,7 @@ def widen_drafter(
     drafter = load_drafter(folder)
     widened = widened_drafter(drafter, hidden_size, exit_dim, seed)
     with publish(destination) as staging:
-        save_drafter(widened, staging, {"widened_from": drafter.config.to_dict()})
+        write_drafter(widened, staging, {"widened_from": drafter.config.to_dict()})
     return widened.config
 
 

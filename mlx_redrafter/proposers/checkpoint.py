@@ -113,16 +113,23 @@ def save_drafter(
     check_instance("drafter", drafter, DraftNetwork, "a network that drafts, from load_drafter")
     check_instance("folder", folder, (str, Path), "the path of a folder")
     check_instance("extra_config", extra_config, (Mapping, NoneType), "a mapping or None")
-    config = drafter.stored_config()
-    if (quantization := quantization_of(drafter)) is not None:
-        config["quantization"] = quantization
-    tensors = {drafter.stored_name(own): one for own, one in named_parameters(drafter).items()}
     try:
-        write_checkpoint(Path(folder), {**config, **(extra_config or {})}, tensors)
+        write_drafter(drafter, Path(folder), extra_config)
     except OSError as error:
         raise CheckpointError(f"cannot write {folder}: {explain(error)}") from error
     except (TypeError, ValueError) as error:  # JSON has no such value, or no path such a name
         raise ConfigError(f"cannot write {folder}: {first_line(error)}") from error
+
+
+def write_drafter(
+    drafter: DraftNetwork, folder: Path, extra_config: Mapping[str, Any] | None = None
+) -> None:
+    """Do what `save_drafter` does, but let an OSError tell what cannot be written."""
+    config = drafter.stored_config()
+    if (quantization := quantization_of(drafter)) is not None:
+        config["quantization"] = quantization
+    tensors = {drafter.stored_name(own): one for own, one in named_parameters(drafter).items()}
+    write_checkpoint(folder, {**config, **(extra_config or {})}, tensors)
 
 
 def collect_sources(

@@ -20,7 +20,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.training.batches import HeadRows, ShardGroup, gather
 from mlx_redrafter.training.generated_texts import draw_noise, read_following
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
@@ -144,7 +144,7 @@ class Student(ABC):
 
     def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """Write the network, with further keys for its ``config.json``."""
-        save_drafter(self.network, folder, extra)
+        write_drafter(self.network, folder, extra)
 
     def calibrate(self, texts: Sequence[Shard]) -> None:  # noqa: B027
         """Fit the scalars that rank drafts to self-generated texts, if the drafter has any."""
