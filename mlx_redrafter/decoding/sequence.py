@@ -391,9 +391,9 @@ class SequenceDecoder:
     @property
     def shares_prefill(self) -> bool:
         """Whether its prompt may be processed together with others, all padded on the right."""
-        cache = self.own_cache
-        is_new = cache.length == 0 and len(self.request.prompt) > 1
-        return is_new and not self.layers and cache.may_pad
+        cache, length = self.own_cache, len(self.request.prompt)
+        is_new = cache.length == 0 and length > 1
+        return is_new and not self.layers and cache.may_pad(length)
 
     def num_kept(self) -> int:
         """Return the number of tokens that its caches will hold at least when it ends."""

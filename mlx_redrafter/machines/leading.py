@@ -168,8 +168,7 @@ class LedCache(TreeCache):
         self._leader = leader
         self.number = number
 
-    @property
-    def may_pad(self) -> bool:
+    def may_pad(self, length: int) -> bool:
         """Whether its prompt may be processed with others: no, as the other ranks do not."""
         return False
 

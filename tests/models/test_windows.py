@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter import stream_generate
+from mlx_redrafter import Engine, stream_generate
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches.cache_kinds import parts_of
@@ -324,6 +324,28 @@ def test_memory_does_not_grow_with_the_text() -> None:
         return peak_of(lambda: mx.eval(target.verify(tree, cache).logits))
 
     assert peak(10**6) < 1.2 * peak(1000)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "cohere2"])
+def test_prompts_within_windows_share_their_passes(
+    monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    model, groups = build(windowed_config(model_type, 20)), []
+    together = Target.prefill_together
+
+    def counted(target: Target, beginnings: Any, *others: Any) -> Any:
+        groups.append([len(tokens) for tokens in beginnings])
+        return together(target, beginnings, *others)
+
+    monkeypatch.setattr(Target, "prefill_together", counted)
+    prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (17, 20, 18, 21)]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
+    for response in engine.stream_batch(prompts, max_tokens=40):
+        tokens[response.number].append(response.response.token)
+    assert sorted(map(sorted, groups)) == [[16, 17, 19]]  # the longest one does not fit
+    for number, prompt in enumerate(prompts):
+        assert_same_tokens(stock_tokens(model, prompt, 40), tokens[number])
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "llama4"])

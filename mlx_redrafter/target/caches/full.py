@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
     ChunkedKVCache,
     KVCache,
     QuantizedKVCache,
+    RotatingKVCache,
     create_attention_mask,
 )
 
@@ -290,13 +291,20 @@ def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], 
         cache.keys, cache.values = tree_map(lengthen, (cache.keys, cache.values))
 
 
-def copy_entries(layer: KVCache, own: KVCache, row: int, length: int) -> None:
-    """Copy the first entries of one sequence of a batch into its own cache."""
+def copy_entries(
+    layer: KVCache | RotatingKVCache, own: KVCache | RotatingKVCache, row: int, length: int
+) -> None:
+    """Copy the first entries of one sequence of a batch into its own cache.
+
+    A ring must not have come round.
+    """
     if layer.keys is None or layer.values is None:  # a layer that the model never uses
         return
     parts = layer.keys, layer.values
     own.keys, own.values = (mx.contiguous(part[row : row + 1, :, :length]) for part in parts)
     own.offset = length
+    if isinstance(own, RotatingKVCache):
+        own._idx = length
 
 
 def consecutive_runs(numbers: Sequence[int]) -> list[slice]:

@@ -56,8 +56,7 @@ class QuantisingCache(TreeCache):
     def may_move(self) -> bool:
         return super().may_move and not self._is_due
 
-    @property
-    def may_pad(self) -> bool:
+    def may_pad(self, length: int) -> bool:
         return False  # the entries of every chunk of a prompt are quantised before the next one
 
     def grow(self, num_tokens: int) -> None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from mlx_redrafter.target.caches.tree_pass import History, TreePass, UnreadPath
 from mlx_redrafter.target.few_shapes import bucket
@@ -169,10 +169,13 @@ class TreeCache:
         # Some models process the first token otherwise than one that follows a state of zeros.
         return self.length > 0 or not has_states
 
-    @property
-    def may_pad(self) -> bool:
-        """Whether padding behind a beginning leaves its entries as they are."""
-        return all(type(part.stock) is KVCache for part in self.parts)
+    def may_pad(self, length: int) -> bool:
+        """Whether padding up to a beginning of ``length`` tokens leaves its entries as they are."""
+        return all(
+            type(part.stock) is KVCache
+            or (type(part.stock) is RotatingKVCache and length <= part.stock.max_size)
+            for part in self.parts
+        )
 
     def expect(self, tree: TokenTree | None) -> None:
         """Make the next forward pass one over a tree, or over committed tokens."""
