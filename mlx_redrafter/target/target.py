@@ -307,8 +307,8 @@ class Target:
     ) -> Iterator[None]:
         """Process the beginnings of several sequences at once, one chunk at a time, without logits.
 
-        `TreeCache.may_pad` must hold for the longest. Shorter beginnings are padded on the right, where no
-        token before the padding attends to it. Blocks until MLX has computed each chunk.
+        `TreeCache.may_pad` must hold for the longest. Shorter beginnings are padded on the right,
+        where no token before the padding attends to it. Blocks until MLX has computed each chunk.
 
         Args:
             beginnings: Token ids of each sequence.
