@@ -15,7 +15,7 @@ from mlx_redrafter.decoding.protocols import DraftPolicy, Offer, Outlook, Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.acceptance import ScoredDrafts
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
-from mlx_redrafter.policy.plans import FixedPolicy
+from mlx_redrafter.policy.plans import SIZES, FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.value import MEMORY
 from mlx_redrafter.trees.tree import TokenTree
@@ -138,7 +138,9 @@ class BatchPolicy:
         if steps and self._policy is not None:
             largest = max(steps, key=lambda step: step.num_nodes)
             num_tokens = sum(len(step.tokens) for step in steps) / len(steps)
-            self._policy.observe_time(largest, num_tokens)
+            # Texts of a batch may have fewer drafts than the best number, which was timed.
+            size = min(timed for timed in (1, *SIZES) if timed >= largest.num_nodes)
+            self._policy.observe_time(largest._replace(num_nodes=size), num_tokens)
 
     def current(self) -> AdaptivePolicy:
         """Return the policy for the present number of slots."""
