@@ -14,7 +14,7 @@ from mlx_redrafter.decoding.protocols import Offer, Outlook, Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
-from mlx_redrafter.policy.plans import SIZES
+from mlx_redrafter.policy.plans import LOOKUP, SIZES
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -180,3 +180,16 @@ def test_members_without_a_lookup_decode_plainly_next_to_those_with_one() -> Non
     assert plans[0] is not None
     assert plans[0].from_text
     assert plans[1] is None
+
+
+@pytest.mark.parametrize("num_nodes", [9, 13])
+def test_the_largest_tree_of_a_step_may_have_a_size_that_was_not_timed(num_nodes: int) -> None:
+    batch = BatchPolicy(lambda: COSTS, lambda: 2, {})
+    member = MemberPolicy(batch)
+    outlook = Outlook(member, [0.9] * 15)
+    batch.look([outlook], 2)
+    member.choose([0.9] * 15)
+    member.observe(Step(LOOKUP, num_nodes, [1] * 4, 0.01))
+    batch.look([outlook], 2)
+    counted = [one.plan.num_nodes for one in batch.current().shapes() if one.plan and one.steps]
+    assert counted == [min(size for size in SIZES if size >= num_nodes)]
