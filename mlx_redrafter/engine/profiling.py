@@ -105,7 +105,7 @@ def kinds_of(proposer: Proposer | None) -> tuple[Kind, ...]:
 
 
 def builds_kernels() -> bool:
-    """Whether MLX builds kernels for single shapes, which takes longer than steps do."""
+    """Return whether MLX builds kernels for single shapes, which takes longer than steps do."""
     return mx.cuda.is_available()
 
 

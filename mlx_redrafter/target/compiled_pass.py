@@ -149,7 +149,7 @@ class CompiledPasses:
     def may_follow(
         self, tree: TokenTree, cache: TreeCache, captured: Sequence[int], max_length: int
     ) -> bool:
-        """Whether a compiled pass can process a tree before the host has read the path before it.
+        """Return whether a compiled pass can process a tree before the host reads the last path.
 
         Args:
             tree: The tree.

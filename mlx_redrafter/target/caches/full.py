@@ -105,14 +105,14 @@ class FullCache:
         self.write_aside()
         rows, start = self._rows, self.start
         parts = [] if rows.keys is None else arrays_of(*rows.keys_and_values())
-        _fill(rows, Entries([], 0), 0)
+        fill_rows(rows, Entries([], 0), 0)
         self._begin()
         return Entries(parts, start)
 
     def hold(self, entries: Entries, length: int) -> None:
         """Take entries, of which those of ``length`` tokens count; the cache must be empty."""
         if entries.parts:  # else a layer that the model never uses
-            _fill(self._rows, entries, length)
+            fill_rows(self._rows, entries, length)
         self._begin()
 
     def write_aside(self) -> None:
@@ -226,10 +226,13 @@ def pair_of(arrays: Sequence[mx.array]) -> tuple[Any, Any]:
     return tuple(arrays[:half]), tuple(arrays[half:])
 
 
-def _fill(stock: Any, entries: Entries, length: int) -> None:
+def fill_rows(stock: Any, entries: Entries, length: int) -> None:
+    """Let a cache of mlx-lm hold entries in the order of tokens, of which ``length`` count."""
     stock.keys, stock.values = pair_of(entries.parts) if entries.parts else (None, None)
     stock.offset = length
-    if isinstance(stock, ChunkedKVCache):
+    if isinstance(stock, RotatingKVCache):
+        stock._idx = stock.keys.shape[2]
+    elif isinstance(stock, ChunkedKVCache):
         stock.start_position = entries.start
 
 
@@ -300,11 +303,8 @@ def copy_entries(
     """
     if layer.keys is None or layer.values is None:  # a layer that the model never uses
         return
-    parts = layer.keys, layer.values
-    own.keys, own.values = (mx.contiguous(part[row : row + 1, :, :length]) for part in parts)
-    own.offset = length
-    if isinstance(own, RotatingKVCache):
-        own._idx = length
+    parts = [mx.contiguous(part[row : row + 1, :, :length]) for part in (layer.keys, layer.values)]
+    fill_rows(own, Entries(parts, 0), length)
 
 
 def consecutive_runs(numbers: Sequence[int]) -> list[slice]:

@@ -105,11 +105,11 @@ class SlidingCache(FullCache):
             self._rows.maybe_trim_front()
 
     def has_room(self, end: int) -> bool:
-        """Whether entries up to position ``end`` leave all entries in the buffer."""
+        """Return whether entries up to position ``end`` leave all entries in the buffer."""
         return self._is_ordered and self._reaches(end)
 
     def _reaches(self, end: int) -> bool:
-        """Whether the buffer holds all entries up to position ``end``, or grows for them."""
+        """Return whether the buffer holds, or grows for, all entries up to position ``end``."""
         rows = self._rows
         num_rows = 0 if rows.keys is None else rows.keys.shape[2]
         return end - rows.start_position <= max(num_rows, rows.chunk_size)

@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
-    ChunkedKVCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
@@ -22,7 +21,7 @@ from mlx_lm.models.cache import (
 
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.cache_kinds import parts_of
-from mlx_redrafter.target.caches.full import arrays_of, pair_of
+from mlx_redrafter.target.caches.full import Entries, arrays_of, fill_rows
 
 Arrays = dict[str, mx.array]
 # Kinds of caches whose entries are kept by token.
@@ -148,9 +147,5 @@ def _fill(part: Any, arrays: Arrays, length: int) -> None:
         for name, array in arrays.items():
             part[int(name)] = array
         return
-    part.keys, part.values = pair_of([arrays[name] for name in _names(part)])
-    part.offset = length
-    if isinstance(part, RotatingKVCache):
-        part._idx = part.keys.shape[2]
-    elif isinstance(part, ChunkedKVCache):
-        part.start_position = length - part.keys.shape[2]
+    rows = [arrays[name] for name in _names(part)]
+    fill_rows(part, Entries(rows, length - rows[0].shape[2]), length)

@@ -170,7 +170,7 @@ class TreeCache:
         return self.length > 0 or not has_states
 
     def may_pad(self, length: int) -> bool:
-        """Whether padding up to a beginning of ``length`` tokens leaves its entries as they are."""
+        """Return whether a beginning of ``length`` tokens may be padded up to that of others."""
         return all(
             type(part.stock) is KVCache
             or (type(part.stock) is RotatingKVCache and length <= part.stock.max_size)
