@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 PROMPT = "Once upon a time"
 # Name of decoding with drafts.
 DRAFTED = "with drafts"
-# Name of decoding by mlx-lm alone.
-STOCK = "mlx-lm"
 # Maximum number of rounds: in each, the program generates the text once in both ways.
 ROUNDS = 5
 # Seconds after which no further round begins.
@@ -55,6 +53,7 @@ def try_out(
     model, tokenizer, drafter = pair.load(CONTEXT + max_tokens)
 
     from mlx_redrafter.bench.runs import (
+        STOCK,
         CommonSettings,
         EncodedPrompt,
         Turn,

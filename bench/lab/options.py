@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.bench.prompts import encode_prompts, read_prompts, select_prompts
+from mlx_redrafter.bench.prompts import (
+    describe_prompts,
+    encode_prompts,
+    read_prompts,
+    select_prompts,
+)
+from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
 from mlx_redrafter.cli.bench_options import describe_pair as describe
 from mlx_redrafter.cli.bench_output import parse_shapes
@@ -125,6 +131,24 @@ def describe_rounds(arguments: Namespace) -> dict[str, Any]:
     """Describe the rounds for a result."""
     names = ("max_tokens", "repeats", "cool_down")
     return {name: getattr(arguments, name) for name in names}
+
+
+def begin_recording(
+    kind: str, arguments: Namespace, drafter: Any, encoded: Sequence[EncodedPrompt], **others: Any
+) -> Recording:
+    """Begin or resume the recording of a benchmark of one pair; ``others`` describe it further.
+
+    Raises:
+        ConfigError: The file exists, or was measured with other settings.
+        OSError: Its folder takes no file.
+    """
+    configuration = {
+        **describe_pair(arguments, drafter),
+        **describe_prompts(arguments.prompts, encoded),
+        **describe_rounds(arguments),
+        **others,
+    }
+    return Recording(arguments.out, kind, configuration, arguments.resume)
 
 
 def add_sampling(parser: ArgumentParser) -> None:

@@ -12,14 +12,11 @@ from mlx_redrafter.bench.lab.options import (
     add_pair,
     add_prompts,
     add_rounds,
-    describe_pair,
-    describe_rounds,
+    begin_recording,
     load_pair,
     make_settings,
     read_given_prompts,
 )
-from mlx_redrafter.bench.prompts import describe_prompts
-from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import num_different
 from mlx_redrafter.bench.sweep import Grid, sweep
 from mlx_redrafter.cli.bench_output import (
@@ -52,15 +49,8 @@ def run(arguments: Namespace) -> None:
     encoded = read_given_prompts(arguments, tokenizer)
     couple = not arguments.no_couple
     settings = make_settings(arguments, target, tokenizer, drafter, couple=couple)
-    configuration = {
-        **describe_pair(arguments, drafter),
-        **describe_prompts(arguments.prompts, encoded),
-        **describe_rounds(arguments),
-        "temps": list(grid.temps),
-        "seed": arguments.seed,
-        "couple": couple,
-    }
-    recording = Recording(arguments.out, "sweep", configuration, arguments.resume)
+    more = {"temps": list(grid.temps), "seed": arguments.seed, "couple": couple}
+    recording = begin_recording("sweep", arguments, drafter, encoded, **more)
     with progress("Turns") as on_progress:
         points = sweep(
             settings, grid, encoded, arguments.repeats, recording, arguments.cool_down,

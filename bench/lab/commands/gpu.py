@@ -18,14 +18,11 @@ from mlx_redrafter.bench.lab.options import (
     add_pair,
     add_prompts,
     add_rounds,
-    describe_pair,
-    describe_rounds,
+    begin_recording,
     load_pair,
     make_settings,
     read_given_prompts,
 )
-from mlx_redrafter.bench.prompts import describe_prompts
-from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import summarise
 from mlx_redrafter.bench.runs import STOCK, Arm, TimedRun, drafted_arm
 from mlx_redrafter.bench.turns import compared_arms, decode_in_turns, make_turns, reference_arm
@@ -47,14 +44,8 @@ def run(arguments: Namespace) -> None:
     """Run the command."""
     model, tokenizer, drafter = load_pair(arguments)
     plans, encoded = parse_shapes(arguments.shapes), read_given_prompts(arguments, tokenizer)
-    configuration = {
-        **describe_pair(arguments, drafter),
-        **describe_prompts(arguments.prompts, encoded),
-        **describe_rounds(arguments),
-        "shapes": arguments.shapes,
-        "temps": arguments.temps,
-    }
-    recording = Recording(arguments.out, "gpu", configuration, arguments.resume)
+    more = {"shapes": arguments.shapes, "temps": arguments.temps}
+    recording = begin_recording("gpu", arguments, drafter, encoded, **more)
     for temp in parse_temps(arguments.temps):
         settings = replace(make_settings(arguments, model, tokenizer, drafter), temp=temp)
         arms = compared_arms(settings, plans)

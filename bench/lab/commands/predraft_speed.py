@@ -15,14 +15,11 @@ from mlx_redrafter.bench.lab.options import (
     add_rounds,
     add_sampling,
     at_least,
-    describe_pair,
-    describe_rounds,
+    begin_recording,
     load_pair,
     make_settings,
     read_given_prompts,
 )
-from mlx_redrafter.bench.prompts import describe_prompts
-from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import num_different
 from mlx_redrafter.bench.runs import AUTO, drafted_arm
 from mlx_redrafter.bench.turns import arm_name, compare, compared_arms
@@ -48,13 +45,6 @@ def run(arguments: Namespace) -> None:
     target, tokenizer, drafter = load_pair(arguments)
     encoded = read_given_prompts(arguments, tokenizer)
     settings = make_settings(arguments, target, tokenizer, drafter)
-    configuration = {
-        **describe_pair(arguments, drafter),
-        **describe_prompts(arguments.prompts, encoded),
-        **describe_rounds(arguments),
-        **{name: getattr(arguments, name) for name in ("temp", "seed", "predraft")},
-        "shapes": {arm_name(plan): plan.options for plan in PLANS},
-    }
     arms = compared_arms(settings, PLANS)
     hits: dict[str, Hits] = {}
     for plan in (*PLANS, None):
@@ -62,7 +52,9 @@ def run(arguments: Namespace) -> None:
         ahead = SpeculateAhead(drafter, arguments.predraft)
         arms[name] = drafted_arm(replace(settings, drafter=ahead), plan)
         hits[name] = ahead.hits
-    recording = Recording(arguments.out, "compare", configuration, arguments.resume)
+    more = {name: getattr(arguments, name) for name in ("temp", "seed", "predraft")}
+    shapes = {arm_name(plan): plan.options for plan in PLANS}
+    recording = begin_recording("compare", arguments, drafter, encoded, shapes=shapes, **more)
     with progress("Turns") as on_progress:
         rows, _ = compare(
             arms, settings, encoded, arguments.repeats, recording, arguments.cool_down, on_progress

@@ -13,8 +13,7 @@ from mlx_redrafter.bench.lab.options import (
     add_prompts,
     add_rounds,
     add_sampling,
-    describe_pair,
-    describe_rounds,
+    begin_recording,
     load_pair,
     make_settings,
     read_given_prompts,
@@ -22,8 +21,6 @@ from mlx_redrafter.bench.lab.options import (
 from mlx_redrafter.bench.lab.plots import plot_regret
 from mlx_redrafter.bench.lab.regret import measure_regret
 from mlx_redrafter.bench.plots import count_texts, title
-from mlx_redrafter.bench.prompts import describe_prompts
-from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import num_different
 from mlx_redrafter.cli.bench_output import draw, progress, refuse_texts, show, speed_table, warn
 
@@ -41,15 +38,9 @@ def run(arguments: Namespace) -> None:
     """Run the command."""
     target, tokenizer, drafter = load_pair(arguments)
     encoded = read_given_prompts(arguments, tokenizer)
-    configuration = {
-        **describe_pair(arguments, drafter),
-        **describe_prompts(arguments.prompts, encoded),
-        **describe_rounds(arguments),
-        "temp": arguments.temp,
-        "seed": arguments.seed,
-    }
     settings = make_settings(arguments, target, tokenizer, drafter)
-    recording = Recording(arguments.out, "regret", configuration, arguments.resume)
+    more = {"temp": arguments.temp, "seed": arguments.seed}
+    recording = begin_recording("regret", arguments, drafter, encoded, **more)
     with progress("Turns") as on_progress:
         found = measure_regret(
             settings, encoded, arguments.repeats, recording, arguments.cool_down,
@@ -59,7 +50,7 @@ def run(arguments: Namespace) -> None:
     ratio = found.ratio
     show(f"auto / {found.best}: {ratio.median:.3f}, {ratio.span('.3f') or 'one text'}")
     if (out := arguments.out) is not None:
-        heading = title(recording.result, target, count_texts(configuration))
+        heading = title(recording.result, target, count_texts(recording.result["configuration"]))
         draw(lambda: [plot_regret(out.with_suffix(".png"), found, heading)])
     warn(recording.result["disturbances"])
     refuse_texts(num_different(found.rows))
