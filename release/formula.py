@@ -2,8 +2,8 @@
 
     python -m release.formula dist/mlx_redrafter-0.1.0.tar.gz
 
-The formula includes the server, since its users cannot add an extra. Packages that Homebrew has as formulas for Python are dependencies. All others are resources, built
-from the archives of the lock.
+The formula includes the server, since its users cannot add an extra. Packages that Homebrew has as
+formulas for Python are dependencies. All others are resources, built from the archives of the lock.
 """
 
 from __future__ import annotations
