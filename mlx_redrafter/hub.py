@@ -28,8 +28,8 @@ from mlx_redrafter.model_store import CONFIG, WEIGHTS, stored_models
 MIN_SHOWN = 10**6
 # Maximum number of repositories that each of two searches for a similar name returns.
 MAX_SIMILAR = 100
-# Files that are not a model in MLX's format: a pattern of their names, their
-# description and the remedy. The first pattern that matches counts.
+# Files that are not a model in MLX's format: a pattern of their names, their description, and the
+# remedy. The first pattern that matches counts.
 OTHER_FORMATS = (
     ("model*.safetensors", "weights alone", "download the model again"),
     ("*.gguf", "GGUF files", "use a copy in MLX's format, such as one of mlx-community"),
