@@ -36,18 +36,12 @@ def compare(
     pair: Pair,
     rounds: Rounds,
     stock_draft_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Also measure mlx-lm's own speculative decoding with this draft model.",
-            show_default=False,
-        ),
+        str | None, "Also measure mlx-lm's own speculative decoding with this draft model."
     ] = None,
     shapes: Annotated[
         str,
-        typer.Option(
-            help="Fixed draft shapes to measure, each WIDTHxLENGTH or WIDTHxLENGTHxNODES of a "
-            "tree, or beam:WIDTHxLENGTH for merged beams."
-        ),
+        "Fixed draft shapes to measure, each WIDTHxLENGTH or WIDTHxLENGTHxNODES of a "
+        "tree, or beam:WIDTHxLENGTH for merged beams.",
     ] = "beam:4x5,4x5x9",
     temp: Temp = 0.0,
     out: Out = None,
@@ -100,15 +94,15 @@ def compare(
 class GridOptions:
     """Values to sweep, each a list."""
 
-    widths: Annotated[str, typer.Option(help="Beam widths, such as 1-4,8.")] = "1-4"
-    lengths: Annotated[str, typer.Option(help="Beam lengths, counting the root.")] = "2-5"
+    widths: Annotated[str, "Beam widths, such as 1-4,8."] = "1-4"
+    lengths: Annotated[str, "Beam lengths, counting the root."] = "2-5"
     nodes: Annotated[
         str | None, typer.Option(help="Tree nodes with top_n.", show_default="the default")
     ] = None
     selections: Annotated[
-        str, typer.Option(help="top_n for the most probable nodes, beam for merged beams, or both.")
+        str, "top_n for the most probable nodes, beam for merged beams, or both."
     ] = "top_n,beam"
-    temps: Annotated[str, typer.Option(help="Temperatures.")] = "0"
+    temps: Annotated[str, "Temperatures."] = "0"
 
     def read(self) -> Grid:
         """Parse the lists.
@@ -129,9 +123,9 @@ class GridOptions:
 
 def sweep(
     prompts: Prompts,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for JSON and PNG files.")],
+    out: Annotated[Path, "Folder for JSON and PNG files.", "-o"],
     pair: Pair,
-    swept: GridOptions,
+    shapes: GridOptions,
     rounds: ShortRounds,
     resume: Resume = False,
 ) -> None:
@@ -139,7 +133,7 @@ def sweep(
 
     Speeds are relative to stock mlx-lm. The exit code is 1 if a text differs from the target's own.
     """
-    grid = swept.read()
+    grid = shapes.read()
     from mlx_redrafter.bench.plots import count_texts, plot_sweep, title
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.runs import CommonSettings

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.speed import Comparison, SpeedRow, Work
 
-BatchSizes = Annotated[str, typer.Option(help="Texts at the same time, such as 1,2,4-6.")]
+BatchSizes = Annotated[str, "Texts at the same time, such as 1,2,4-6."]
 
 
 def speed(
@@ -47,7 +47,7 @@ def speed(
     pair: Pair,
     rounds: Rounds,
     *,
-    temps: Annotated[str, typer.Option(help="Temperatures.")] = "0,1",
+    temps: Annotated[str, "Temperatures."] = "0,1",
     contexts: Annotated[
         str | None,
         typer.Option(
@@ -59,16 +59,10 @@ def speed(
     batch_sizes: BatchSizes = "1,4",
     server: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Also measure an OpenAI server with the same model, as NAME=URL or NAME=URL#MODEL "
-            "such as mlx-lm=http://127.0.0.1:8080/v1; may be repeated.",
-            show_default=False,
-        ),
+        "Also measure an OpenAI server with the same model, as NAME=URL or NAME=URL#MODEL "
+        "such as mlx-lm=http://127.0.0.1:8080/v1; may be repeated.",
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="Key for the servers, if they need one.", show_default=False),
-    ] = None,
+    api_key: Annotated[str | None, "Key for the servers, if they need one."] = None,
     out: Out = None,
     resume: Resume = False,
 ) -> None:
@@ -120,13 +114,10 @@ def throughput(
     *,
     batch_sizes: BatchSizes = "1,2,4,8,16",
     shapes: Annotated[
-        str,
-        typer.Option(
-            help="Fixed draft shapes to measure, each WIDTHxLENGTH or WIDTHxLENGTHxNODES."
-        ),
+        str, "Fixed draft shapes to measure, each WIDTHxLENGTH or WIDTHxLENGTHxNODES."
     ] = "1x5,2x5,4x5",
     max_tokens: TextTokens = 64,
-    rounds: Annotated[int, typer.Option(help="Number of batches of each size and method.")] = 5,
+    rounds: Annotated[int, "Number of batches of each size and method."] = 5,
     temp: Temp = 0.0,
     out: Out = None,
     resume: Resume = False,
@@ -189,9 +180,7 @@ def _measure(work: Work, compared: Comparison, recording: Recording) -> list[Spe
 
 def share(
     result: Annotated[Path, typer.Argument(help="JSON file of `bench speed`.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Markdown file to write, for a pull request.")
-    ],
+    out: Annotated[Path, "Markdown file to write, for a pull request.", "-o"],
 ) -> None:
     """Write a page to publish: machine, versions, conditions and tables of a result.
 

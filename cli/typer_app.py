@@ -1,19 +1,20 @@
-"""Typer applications whose commands accept option groups.
+"""Typer applications whose commands accept option groups and plain descriptions.
 
 An option group is a dataclass whose fields are options. A command that has one as a parameter has
-an option for each of its fields:
+an option for each of its fields. An option is a type, a description, and its names if ``--field``
+is not the only one; short names are added to that one.
 
     @dataclass(frozen=True)
     class Pair:
-        model: Annotated[str | None, typer.Option(help="Target.")] = None
-        drafter: Annotated[str | None, typer.Option(help="Drafter.")] = None
+        model: Annotated[str | None, "Target."] = None
+        drafter: Annotated[str | None, "Drafter.", "--drafter", "--draft-model"] = None
 
     @app.command()
-    def check(pair: Pair, verbose: bool = False) -> None: ...
+    def check(pair: Pair, verbose: Annotated[bool, "Print more.", "-v"] = False) -> None: ...
 
-A group may also be a record of the library, whose fields have a description instead of a
-`typer.Option`, and further names of the option after it; fields without a description are no
-options. The help lists them under the name of the parameter.
+A group may also be a record of the library; fields without a description are no options. The help
+lists the options of a group under its ``panel``, or else the name of the parameter. A
+`typer.Option` in place of the description has the settings of rare options.
 """
 
 from __future__ import annotations
@@ -101,15 +102,17 @@ def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
 def _options_of(group: type[Any], panel: str) -> Iterator[Parameter]:
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
-        hint, default = hints[field.name], field.default
-        if get_origin(hint) is not Annotated:
-            continue
+        if get_origin(hints[field.name]) is Annotated:
+            default = Parameter.empty if field.default is MISSING else field.default
+            panel = getattr(group, "panel", panel)
+            yield _option(field.name, default, hints[field.name], panel)
+
+
+def _option(name: str, default: object, hint: Any, panel: str | None = None) -> Parameter:
+    if get_origin(hint) is Annotated:
         kind, described, *names = get_args(hint)
         if isinstance(described, str):
-            names = [f"--{field.name.replace('_', '-')}", *names]
+            if not any(one.startswith("--") for one in names):
+                names.insert(0, f"--{name.replace('_', '-')}")
             hint = Annotated[kind, typer.Option(*names, help=described, rich_help_panel=panel)]
-        yield _option(field.name, Parameter.empty if default is MISSING else default, hint)
-
-
-def _option(name: str, default: object, hint: object) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
