@@ -20,7 +20,7 @@ from mlx_redrafter.server.protocols.block_writer import BlockWriter
 from mlx_redrafter.server.protocols.conversation import BREAK, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import read_format, read_options, read_stops
-from mlx_redrafter.server.protocols.service import Routes, Service
+from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service, texts
 from mlx_redrafter.server.protocols.writer import Usage
 from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
@@ -64,15 +64,9 @@ _EMPTY = {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}
 SIGNATURE = "unsigned"
 
 
-async def answer(service: Service, client: Request) -> Response:
-    """Answer ``POST /v1/messages``."""
-    request = await service.read(client, read)
-    return await service.write(client, request, MessageWriter)
-
-
 async def count(service: Service, client: Request) -> Response:
     """Answer ``POST /v1/messages/count_tokens``."""
-    request = await service.read(client, partial(read, counts=True))
+    request, _ = await service.read(client, partial(read, counts=True))
     return respond({"input_tokens": await service.count(client, request)})
 
 
@@ -88,14 +82,10 @@ def to_error(refusal: Refusal) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def read(body: object, defaults: GenerationOptions, counts: bool = False) -> ChatRequest:
-    """Read a body.
-
-    Args:
-        body: The body.
-        defaults: Options of texts for requests that leave them out.
-        counts: Whether the request only counts tokens, and so needs no ``max_tokens``.
-    """
+def read(
+    body: object, defaults: GenerationOptions, counts: bool = False
+) -> tuple[ChatRequest, MakeWriter]:
+    """Read a body; one that only ``counts`` tokens needs no ``max_tokens``."""
     fields = Fields(body)
     if not counts and fields.values.get("max_tokens") is None:
         raise fields.refusal("max_tokens", "a number of tokens", None)
@@ -121,15 +111,11 @@ def read(body: object, defaults: GenerationOptions, counts: bool = False) -> Cha
         effort=effort,
     )
     fields.finish()
-    return request
+    return request, MessageWriter
 
 
 class MessageWriter(BlockWriter):
-    """Writes messages of content blocks.
-
-    Args:
-        model: Name of the model.
-    """
+    """Writes messages of content blocks."""
 
     def __init__(self, model: str):
         super().__init__(model)
@@ -300,6 +286,6 @@ def _read_tools(fields: Fields) -> Tools:
 
 
 ROUTES: Routes = {
-    ("POST", "/v1/messages"): answer,
+    ("POST", "/v1/messages"): texts(read),
     ("POST", "/v1/messages/count_tokens"): count,
 }

@@ -16,9 +16,6 @@ from mlx_redrafter.server.protocols.writer import Writer
 class BlockWriter(Writer):
     """Writes replies that consist of blocks.
 
-    Args:
-        model: Name of the model.
-
     Attributes:
         kind: Kind of the open block: "thinking", "text" or "call"; empty if none is open.
         last: The newest part.

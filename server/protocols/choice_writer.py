@@ -16,14 +16,7 @@ from mlx_redrafter.server.wire import event
 
 
 class ChoiceWriter(Writer):
-    """Writes replies that consist of choices.
-
-    Args:
-        prefix: First letters of the reply's id.
-        kind: The reply's ``object``.
-        options: Options of the stream.
-        model: Name of the model.
-    """
+    """Writes replies that consist of choices; ``kind`` is the reply's ``object``."""
 
     def __init__(self, prefix: str, kind: str, options: StreamOptions, model: str):
         super().__init__(model)
