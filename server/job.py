@@ -32,9 +32,6 @@ class Job:
     """A request and its place in the worker.
 
     Attributes:
-        model: Model that writes the texts.
-        request: The request.
-        prompts: Token ids of its prompts.
         receive: Function called with the parts of every step, and at the end.
         owner: Identity of the client, whose prompts no other client may use.
         num_cached: Number of prompt tokens found in a cache.
@@ -71,10 +68,8 @@ class Job:
     ) -> None:
         """Begin the request, in the worker's thread.
 
-        Args:
-            counters: Counters to add to.
-            on_progress: Function called between the chunks of a prompt.
-            chunk_limit: Function that returns the maximum size of a chunk at present.
+        ``on_progress`` is called between the chunks of a prompt; ``chunk_limit`` returns the
+        maximum size of a chunk at present.
         """
         self._counters, self._on_progress, self._chunk_limit = counters, on_progress, chunk_limit
         self._parts = self._write_all()

@@ -30,7 +30,6 @@ class TokenLogprob(NamedTuple):
     """A token's text and its natural log-probability.
 
     Attributes:
-        text: The text of the token.
         logprob: Its log-probability; None for the first token of a prompt, which nothing predicts.
         top: The most probable tokens at this position.
     """
@@ -45,7 +44,6 @@ class Part:
     """The addition of one token to an answer, or of several.
 
     Attributes:
-        index: Index of the text in its request.
         is_draft: Whether the newest token is an accepted draft.
         num_tokens: Tokens of the text so far.
         num_accepted: Accepted drafts among them.
@@ -94,14 +92,7 @@ class Part:
 
 
 class Answer:
-    """The parts of one text, read from its tokens.
-
-    Args:
-        request: The request.
-        tokenizer: Tokenizer of the model.
-        prompt: Token ids of the prompt.
-        index: Index of the text in its request.
-    """
+    """The parts of one text, read from its tokens."""
 
     def __init__(
         self, request: TextRequest, tokenizer: TokenizerWrapper, prompt: list[int], index: int
@@ -204,13 +195,7 @@ class Answer:
             part.content += f"{self._tokenizer.tool_call_start or ''}{text}{mark}"
 
     def repeat(self, text: str, first: int, scores: Iterable[tuple[Score, list[Score]]]) -> Part:
-        """Return a part that repeats the prompt.
-
-        Args:
-            text: The prompt.
-            first: Its first token.
-            scores: Scores of its other tokens, from `score_prompt`.
-        """
+        """Return a part that repeats a prompt, given the scores of all but its first token."""
         part = Part(self._index, False, 0, 0, 0, 0, content=text)
         if self._request.top_logprobs is not None:
             part.logprobs = [TokenLogprob(_token_text(self._tokenizer, first), None)]

@@ -26,12 +26,6 @@ KEEP_ALIVE = 15.0
 class Reply:
     """The reply to one request.
 
-    Args:
-        loaded: Model that writes the texts.
-        request: The request.
-        prompts: Token ids of its prompts.
-        writer: Writer of the request's protocol.
-
     Attributes:
         job: The request's place in the worker, which sends the parts of the reply.
     """

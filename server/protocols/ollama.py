@@ -147,7 +147,6 @@ class OllamaWriter(Writer):
 
     Args:
         field: Field of a text: "message" in a chat, "response" otherwise.
-        model: Name of the model.
     """
 
     media_type = "application/x-ndjson"

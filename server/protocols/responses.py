@@ -144,7 +144,6 @@ class ResponseWriter(BlockWriter):
         items: Items of the conversation so far.
         repeated: Fields of the request that the response repeats.
         stored: Responses to add this one to.
-        model: Name of the model.
     """
 
     def __init__(

@@ -38,11 +38,7 @@ class Service:
     """The functions that the endpoints of a protocol use.
 
     Attributes:
-        models: Models that requests may name.
-        worker: Worker that writes the texts.
         defaults: Options of texts for requests that leave them out.
-        limits: Limits of requests.
-        callers: Rules of who may use the server.
         stored: Responses that clients may continue.
     """
 

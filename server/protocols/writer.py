@@ -35,9 +35,6 @@ class Usage:
 class Writer(ABC):
     """Formats one reply, as events or as one object.
 
-    Args:
-        model: Name of the model that the reply shows.
-
     Attributes:
         media_type: Media type of a stream of events.
         usage: Function that returns the numbers of the reply so far; the reply sets it.
