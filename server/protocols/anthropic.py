@@ -16,12 +16,11 @@ from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields, read_text
 from mlx_redrafter.server.parts import Part
-from mlx_redrafter.server.protocols.block_writer import BlockWriter
 from mlx_redrafter.server.protocols.conversation import BREAK, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import read_format, read_options, read_stops
 from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service, texts
-from mlx_redrafter.server.protocols.writer import Usage
+from mlx_redrafter.server.protocols.writer import BlockWriter, Usage
 from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools, read_tools

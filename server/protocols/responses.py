@@ -18,7 +18,6 @@ from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part
-from mlx_redrafter.server.protocols.block_writer import BlockWriter
 from mlx_redrafter.server.protocols.conversation import ROLES, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import (
@@ -28,7 +27,7 @@ from mlx_redrafter.server.protocols.openai_fields import (
     read_options,
 )
 from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service, texts
-from mlx_redrafter.server.protocols.writer import Usage
+from mlx_redrafter.server.protocols.writer import BlockWriter, Usage
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.stored_responses import StoredResponses
