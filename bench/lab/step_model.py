@@ -50,6 +50,7 @@ TEXTS = 3
 TOKENS = 128
 # Number of such rows.
 ROWS = 6
+# Fixed plans beside the default.
 PLANS = {"chain of 4": DraftPlan.of(1, 5, 5), "tree of 16": DraftPlan.of(4, 5, 16)}
 
 
