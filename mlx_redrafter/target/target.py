@@ -24,6 +24,12 @@ from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, parts_of
 from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
+from mlx_redrafter.target.caches.stored_cache import (
+    Arrays,
+    copy_entries_of,
+    copy_states_of,
+    fill,
+)
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.compiled_pass import CompiledPasses, waits_for_host
 from mlx_redrafter.target.few_shapes import (
@@ -204,6 +210,25 @@ class Target:
         """Give the used layers of a cache that hold K/V entries room for ``num_rows``."""
         kinds = KVCache | ChunkedKVCache | QuantizedKVCache
         reserve_rows([one for one in parts_of(cache.stock) if isinstance(one, kinds)], num_rows)
+
+    def copy_entries(self, layers: Sequence[Any], start: int, end: int) -> Arrays:
+        """Copy K/V entries of mlx-lm's caches, as `copy_entries_of` does."""
+        return copy_entries_of(layers, start, end)
+
+    def copy_states(self, layers: Sequence[Any]) -> Arrays:
+        """Copy windows and states of mlx-lm's caches, as `copy_states_of` does."""
+        return copy_states_of(layers)
+
+    def fill(
+        self,
+        layers: list[Any],
+        pieces: Sequence[tuple[Arrays, int]],
+        states: Arrays,
+        length: int,
+        quantisation: Quantisation | None,
+    ) -> None:
+        """Fill mlx-lm's caches with such copies, as `stored_cache.fill` does."""
+        fill(layers, pieces, states, length, quantisation)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Look up rows of the input embedding, from ids of shape (n,) to shape (n, H)."""
