@@ -149,6 +149,8 @@ class BlockConfig(LayerSizes):
             raise ConfigError(f"rope scaling must be one of {ROPES}, got {kind!r}")
         if self.rope_dims is not None:
             check_int("rope_dims", self.rope_dims, 2, self.head_size)
+            if self.rope_dims % 2:
+                raise ConfigError(f"rope_dims must be even, got {self.rope_dims}")
         if self.conv_taps or self.conv_groups:
             check_int("conv_taps", self.conv_taps, 1, MAX_BLOCK)
             check_int("conv_groups", self.conv_groups, 1, self.hidden_size)
@@ -192,11 +194,6 @@ class BlockConfig(LayerSizes):
                     f"{MAX_SCORE_SCALE}, got {scales!r}"
                 )
             object.__setattr__(self, "depth_scales", tuple(scales))
-
-    @property
-    def head_size(self) -> int:
-        """Numbers of an attention head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def num_drafts(self) -> int:
