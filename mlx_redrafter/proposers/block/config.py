@@ -44,6 +44,8 @@ class BlockConfig(LayerSizes):
         mask_token_id: Token id whose embedding stands for tokens to draft.
         windows: For each layer, the number of entries that an entry attends to, itself included;
             None for all. No list at all means None for each layer.
+        windows_from_root: Whether all entries of a block attend to the tokens in the root's window,
+            as in speculators, and not each to those in its own.
         causal: For each layer, whether entries of a block attend to earlier ones only. No list at
             all means False for each layer.
         link: One of `LINKS`.
@@ -82,6 +84,7 @@ class BlockConfig(LayerSizes):
     mask_token_id: int
     num_target_layers: int | None = None
     windows: tuple[int | None, ...] = ()
+    windows_from_root: bool = False
     causal: tuple[bool, ...] = ()
     link: str = "none"
     rank: int = 0

@@ -53,9 +53,10 @@ def masks_of(config: PublishedValues) -> dict[str, Any]:
     window = config.find("sliding_window") if window is None else window
     if config.flag("use_sliding_window") is False:  # as in transformers' Qwen3Config
         window = None
-    if config.packaging == "Meta" and isinstance(window, int):
-        window += 1  # transformers' DFlash counts the distance, others the entries
+    if config.packaging in ("Meta", "speculators") and isinstance(window, int):
+        window += 1  # transformers' DFlash and speculators count the distance, others the entries
     return {
+        "windows_from_root": config.packaging == "speculators",
         "windows": [window if one else None for one in sliding],
         "causal": _causal(config, sliding),
     }
