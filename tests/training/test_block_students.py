@@ -42,6 +42,7 @@ SIZES = {
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "windows": {"windows": (4, None), "causal": (True, False)},
+    "windows from the root": {"windows": (4, None), "windows_from_root": True},
     "sinks": {"has_sinks": True, "is_gated": True},
     "gemma4": {"layer_type": "gemma4", "has_values": False},
     "convolutions": {"conv_taps": 2, "conv_groups": 4, "first_slot": 1},
