@@ -12,7 +12,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.machines.frames import Do
 from mlx_redrafter.machines.leading import lead
 from mlx_redrafter.machines.meeting import Machines
-from mlx_redrafter.machines.splitting import check_family, digest, load_part
+from mlx_redrafter.machines.splitting import check_family, digests, load_part
 
 
 def load_together(
@@ -41,8 +41,9 @@ def load_together(
             "expected one model on several machines, found a second one; start them again for it"
         )
     check_family(config)
+    own = digests(name, adapter)
     for line in machines.lines:
-        line.say(Do.CHECK, digest(name, adapter), name, adapter)
+        line.say(Do.CHECK, own, name, adapter)
     _await_all(machines, "; copy it there")
     machines.has_model = True
     for line in machines.lines:

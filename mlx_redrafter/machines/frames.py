@@ -39,7 +39,7 @@ class Do(StrEnum):
     # Copies of parts of caches, for later texts.
     COPY_ENTRIES = auto()  # copy, cache, start, end
     COPY_STATES = auto()  # copy, cache
-    FILL = auto()  # cache, copy of states, length, fields of its quantization, copies with lengths
+    FILL = auto()  # cache, length, fields of its quantization, copies and lengths, copy of states
     # Operations on the caches of batches.
     KEEP = auto()  # batch, slot, path
     INSERT = auto()  # batch, slot, cache

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -50,7 +50,9 @@ class Leader:
 
     Attributes:
         machines: All ranks.
-        numbers: Numbers of caches by their first layer, mlx-lm's object, which outlives a text.
+        count: Numbers for the next handles.
+        dropped: Numbers of handles that are gone.
+        handles: Handles of caches by their first layer, mlx-lm's object, which outlives a text.
     """
 
     def __init__(self, machines: Machines):
@@ -59,36 +61,12 @@ class Leader:
         # Whether an operation runs, all parts of which the others do by themselves.
         self._is_within = False
         self._waiting: list[bytes] = []
-        self._count = itertools.count(1)
-        self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._num_owners: Counter[int] = Counter()
-        self._dropped: deque[int] = deque()
+        self.count = itertools.count(1)
+        self.dropped: deque[int] = deque()
+        self.handles: weakref.WeakKeyDictionary[Any, Handle] = weakref.WeakKeyDictionary()
         # Stream of the thread that ran the newest pass.
         self._stream = mx.default_stream(mx.cpu)
         threading.Thread(target=self._watch, name="pass limit", daemon=True).start()
-
-    def add(self, owner: Any, number: int | None = None) -> int:
-        """Give a number to a batch or a copy, until no owner is left.
-
-        Args:
-            owner: The batch or the copy.
-            number: The number that other owners have already; a new one by default.
-        """
-        number = next(self._count) if number is None else number
-        self._num_owners[number] += 1
-        weakref.finalize(owner, self._drop, number)
-        return number
-
-    def add_cache(self, first: Any, number: int | None = None) -> int:
-        """Give a number to a cache by its first layer; arguments are those of `add`."""
-        self.numbers[first] = self.add(first, number)
-        return self.numbers[first]
-
-    def _drop(self, number: int) -> None:
-        self._num_owners[number] -= 1
-        if not self._num_owners[number]:
-            del self._num_owners[number]
-            self._dropped.append(number)
 
     @contextmanager
     def together(self, do: Do, *values: Any) -> Iterator[None]:
@@ -127,7 +105,7 @@ class Leader:
             if stream != self._stream:  # each thread has its own: let the other one's passes end
                 mx.synchronize(self._stream)
                 self._stream = stream
-            drops = [pack(Do.DROP, self._dropped.popleft()) for _ in range(len(self._dropped))]
+            drops = [pack(Do.DROP, self.dropped.popleft()) for _ in range(len(self.dropped))]
             data = b"".join([*self._waiting, *drops, pack(do, *values)])
             self._waiting = []
             for line in self.machines.lines:
@@ -158,30 +136,42 @@ class Leader:
                 )
 
 
+class Handle:
+    """A cache, batch or copy on the other ranks, which drop it when nothing here has the handle.
+
+    Attributes:
+        number: Its number there.
+    """
+
+    def __init__(self, leader: Leader):
+        self.number = next(leader.count)
+        weakref.finalize(self, leader.dropped.append, self.number)
+
+
 class LedCache(TreeCache):
     """A sequence's cache on rank 0, which tells the other ranks what becomes of theirs.
 
     Args:
         leader: Connection to them.
-        number: The cache's number.
+        handle: Their caches.
         *given: Arguments of `TreeCache`, or of the class that is mixed in.
     """
 
-    def __init__(self, leader: Leader, number: int, *given: Any):
+    def __init__(self, leader: Leader, handle: Handle, *given: Any):
         super().__init__(*given)
         self._leader = leader
-        self.number = number
+        self.handle = handle
 
     def may_pad(self, length: int) -> bool:
         """Whether its prompt may be processed with others: no, as the other ranks do not."""
         return False
 
     def commit(self, path: Sequence[int]) -> None:
-        with self._leader.together(Do.COMMIT, self.number, *path):
+        with self._leader.together(Do.COMMIT, self.handle.number, *path):
             super().commit(path)
 
     def settle(self, length: int) -> None:
-        with self._leader.together(Do.SETTLE, self.number, length):
+        with self._leader.together(Do.SETTLE, self.handle.number, length):
             super().settle(length)
 
 
@@ -189,10 +179,8 @@ class LedQuantisingCache(LedCache, QuantisingCache):
     """The same for a cache that quantises its entries, which replaces mlx-lm's caches."""
 
     def grow(self, num_tokens: int) -> None:
-        before = self.stock[0]  # lives until the number has its new owner
         super().grow(num_tokens)
-        if self.stock[0] is not before:
-            self._leader.add_cache(self.stock[0], self.number)
+        self._leader.handles[self.stock[0]] = self.handle
 
 
 class LedBatchCache(BatchCache):
@@ -201,27 +189,27 @@ class LedBatchCache(BatchCache):
     def __init__(self, leader: Leader, has_buckets: bool):
         super().__init__(has_buckets)
         self._leader = leader
-        self.number = leader.add(self)
+        self.handle = Handle(leader)
 
     def floors(self) -> list[int]:
         """Return the number of tokens that each slot keeps whatever happens; 0 for an idle one."""
         return [one.floor() for one in self.slots]
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
-        with self._leader.together(Do.KEEP, self.number, slot, *path):
+        with self._leader.together(Do.KEEP, self.handle.number, slot, *path):
             super().commit(slot, path)
 
     def insert(self, slot: int, own: TreeCache, floor: Floor) -> None:
-        with self._leader.together(Do.INSERT, self.number, slot, _number(own)):
+        with self._leader.together(Do.INSERT, self.handle.number, slot, _number(own)):
             super().insert(slot, own, floor)
 
     def leave(self, slot: int, own: TreeCache | None) -> None:
         number = 0 if own is None else _number(own)
-        with self._leader.together(Do.LEAVE, self.number, slot, number):
+        with self._leader.together(Do.LEAVE, self.handle.number, slot, number):
             super().leave(slot, own)
 
     def resize(self, slots: Sequence[int], num_slots: int, num_rows: int) -> None:
-        with self._leader.together(Do.RESIZE, self.number, num_slots, num_rows, *slots):
+        with self._leader.together(Do.RESIZE, self.handle.number, num_slots, num_rows, *slots):
             super().resize(slots, num_slots, num_rows)
 
 
@@ -230,7 +218,7 @@ class LedArrays(dict[str, mx.array]):
 
     def __init__(self, leader: Leader):
         super().__init__()
-        self.number = leader.add(self)
+        self.handle = Handle(leader)
 
 
 class LeadingTarget(Target):
@@ -260,14 +248,16 @@ class LeadingTarget(Target):
         given: list[Any] | None = None,
     ) -> TreeCache:
         cache = super().new_cache(prompt_cache, quantisation, given)
-        number = self.number_of(cache.stock, cache.length, _fields(quantisation))
-        facts = self.leader, number, cache.layers, cache.length
+        handle = self.handle_of(cache.stock, cache.length, _fields(quantisation))
+        facts = self.leader, handle, cache.layers, cache.length
         if quantisation is None:
             return LedCache(*facts, cache.has_buckets)
         return LedQuantisingCache(*facts, quantisation, given, cache.has_buckets)
 
-    def number_of(self, stock: Sequence[Any], length: int, quantisation: Sequence[int] = ()) -> int:
-        """Return the number of mlx-lm's caches, which are new or hold what these ranks computed.
+    def handle_of(
+        self, stock: Sequence[Any], length: int, quantisation: Sequence[int] = ()
+    ) -> Handle:
+        """Open mlx-lm's caches for a text, which are new or hold what these ranks computed.
 
         Args:
             stock: The caches.
@@ -277,16 +267,15 @@ class LeadingTarget(Target):
         Raises:
             ConfigError: They hold other tokens.
         """
-        number = self.leader.numbers.get(stock[0])
-        if number is None and any(not layer.empty() for layer in stock):
+        handle = self.leader.handles.get(stock[0])
+        if handle is None and any(not layer.empty() for layer in stock):
             raise ConfigError(
                 "prompt_cache must be empty or of a text of this process on several machines, "
                 "found one with other tokens, which the other machines lack; give the whole prompt"
             )
-        if number is None:
-            number = self.leader.add_cache(stock[0])
-        with self.leader.together(Do.OPEN, number, length, *quantisation):
-            return number
+        handle = self.leader.handles[stock[0]] = handle or Handle(self.leader)
+        with self.leader.together(Do.OPEN, handle.number, length, *quantisation):
+            return handle
 
     def reserve(self, cache: TreeCache, num_rows: int) -> None:
         with self.leader.together(Do.RESERVE, _number(cache), num_rows):
@@ -296,14 +285,14 @@ class LeadingTarget(Target):
         return LedBatchCache(self.leader, self.has_buckets)
 
     def copy_entries(self, layers: Sequence[Any], start: int, end: int) -> Arrays:
-        copy, number = LedArrays(self.leader), self.leader.numbers[layers[0]]
-        with self.leader.together(Do.COPY_ENTRIES, copy.number, number, start, end):
+        copy, cache = LedArrays(self.leader), self.leader.handles[layers[0]]
+        with self.leader.together(Do.COPY_ENTRIES, _number(copy), cache.number, start, end):
             copy.update(super().copy_entries(layers, start, end))
         return copy
 
     def copy_states(self, layers: Sequence[Any]) -> Arrays:
-        copy, number = LedArrays(self.leader), self.leader.numbers[layers[0]]
-        with self.leader.together(Do.COPY_STATES, copy.number, number):
+        copy, cache = LedArrays(self.leader), self.leader.handles[layers[0]]
+        with self.leader.together(Do.COPY_STATES, _number(copy), cache.number):
             copy.update(super().copy_states(layers))
         return copy
 
@@ -316,9 +305,9 @@ class LeadingTarget(Target):
         quantisation: Quantisation | None,
     ) -> None:
         super().fill(layers, pieces, states, length, quantisation)
-        number, copies = self.leader.add_cache(layers[0]), [(_number(one), n) for one, n in pieces]
-        given = number, _number(states) if states else 0, length, _fields(quantisation), copies
-        with self.leader.together(Do.FILL, *given):
+        handle = self.leader.handles[layers[0]] = Handle(self.leader)
+        copies = [(_number(one), count) for one, count in pieces], _number(states) if states else 0
+        with self.leader.together(Do.FILL, handle.number, length, _fields(quantisation), *copies):
             pass
 
     def logits(self, hidden_states: mx.array) -> mx.array:
@@ -352,7 +341,7 @@ class LeadingTarget(Target):
             facts, arrays = describe(one)
             slots.append((*facts, floor))
             tokens += arrays
-        with self.leader.passing(Do.BATCH, [cache.number, trees.size, *slots], tokens):
+        with self.leader.passing(Do.BATCH, [cache.handle.number, trees.size, *slots], tokens):
             return _dispatched(super().verify_batch(trees, cache, layers))
 
     def process_chunk(
@@ -383,10 +372,9 @@ class LedModel:
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return the logits of one sequence's next tokens, shape (1, n) to (1, n, V)."""
-        target, number = self._target, self._target.leader.numbers.get(cache[0])
-        if number is None:
-            number = target.number_of(cache, 0)
-        with target.leader.passing(Do.CALL, [number, tokens.shape[1]], [tokens[0]]):
+        target = self._target
+        handle = target.leader.handles.get(cache[0]) or target.handle_of(cache, 0)
+        with target.leader.passing(Do.CALL, [handle.number, tokens.shape[1]], [tokens[0]]):
             logits: mx.array = target.model(tokens, cache=cache)
             mx.async_eval(logits)
         return logits
@@ -422,7 +410,7 @@ def _dispatched(outputs: TargetOutputs) -> TargetOutputs:
 
 def _number(one: TreeCache | Arrays) -> int:
     assert isinstance(one, LedCache | LedArrays)
-    return one.number
+    return one.handle.number
 
 
 def _fields(quantisation: Quantisation | None) -> tuple[int, ...]:
