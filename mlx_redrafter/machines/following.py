@@ -13,15 +13,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.errors import CheckpointError, RedrafterError, first_line
+from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.generation_options import Quantisation
-from mlx_redrafter.kernels.selection import use_kernels
+from mlx_redrafter.machines.agreement import load_when_asked
 from mlx_redrafter.machines.drafts import num_values, rebuild
 from mlx_redrafter.machines.frames import Do, Frame
-from mlx_redrafter.machines.leading import dispatch_chunk, share
+from mlx_redrafter.machines.leader import share
+from mlx_redrafter.machines.leading import dispatch_chunk
 from mlx_redrafter.machines.line import BEAT
 from mlx_redrafter.machines.meeting import Machines
-from mlx_redrafter.machines.splitting import digests, load_part
 from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.stored_cache import Arrays
@@ -54,32 +54,6 @@ def follow(
         time.sleep(BEAT)  # if the reason is a lost rank, rank 0 ends this one with its name
         machines.fail(f"{type(error).__name__}: {first_line(error)}")
     machines.leave(0)
-
-
-def load_when_asked(
-    machines: Machines, own_name: str | None = None, own_adapter: str | None = None
-) -> nn.Module | None:
-    """Answer what rank 0 asks, and load this rank's part; None if rank 0 ends first."""
-    (line,), model = machines.lines, None
-    while model is None and (frame := line.receive()).do is not Do.END:
-        try:
-            if frame.do is Do.CHECK:
-                expected, name, adapter = frame.values
-                name, adapter = own_name or name, own_adapter or adapter
-                found = digests(name, adapter)
-                # Weights that are not here yet are downloaded later.
-                other = [one for one in expected.keys() & found if found[one] != expected[one]]
-                if other:
-                    raise CheckpointError(
-                        f"expected the {min(other)} that rank 0 has, found another for {name}"
-                    )
-            else:
-                model, _ = load_part(name, machines.group, adapter=adapter)
-                use_kernels(model)
-            line.say(Do.YES)
-        except RedrafterError as error:
-            line.say(Do.NO, str(error))
-    return model
 
 
 class Follower:

@@ -12,10 +12,10 @@ import pytest
 
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
-from mlx_redrafter.machines.agreement import load_together
-from mlx_redrafter.machines.following import load_when_asked
+from mlx_redrafter.machines.agreement import load_together, load_when_asked
 from mlx_redrafter.machines.frames import Do, Frame, read
-from mlx_redrafter.machines.leading import Leader, LeadingTarget
+from mlx_redrafter.machines.leader import Leader
+from mlx_redrafter.machines.leading import LeadingTarget
 from mlx_redrafter.machines.meeting import Machines, Rank
 from mlx_redrafter.machines.splitting import check_family, digests, split
 from tests.machines.test_ends import store_tiny
