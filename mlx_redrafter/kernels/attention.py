@@ -26,11 +26,11 @@ from mlx_redrafter.target.compiled_pass import TracedEntries
 from mlx_redrafter.target.hooks import (
     Call,
     HookPoint,
+    Scoped,
     UntraceableError,
     install,
     install_in_attention,
 )
-from mlx_redrafter.target.scoped import Scoped
 from mlx_redrafter.trees.tree import TokenTree
 
 

@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_redrafter import stream_generate
+from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
@@ -194,7 +195,7 @@ def logits_of_tree(model: nn.Module, follow: bool) -> list[mx.array]:
 
     def start() -> Any:
         cache = target.new_cache()
-        target.prefill(text, cache, 512)
+        prefill(target, text, cache, 512)
         return cache
 
     if not follow:
