@@ -10,6 +10,10 @@ an option for each of its fields:
 
     @app.command()
     def check(pair: Pair, verbose: bool = False) -> None: ...
+
+A group may also be a record of the library, whose fields have a description instead of a
+`typer.Option`, and further names of the option after it; fields without a description are no
+options. The help lists them under the name of the parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -65,20 +69,22 @@ class Application(typer.Typer):
 
 def pack(group: type[OptionGroup], values: Mapping[str, Any]) -> OptionGroup:
     """Make an option group of the values that have the names of its fields."""
-    return group(**{field.name: values[field.name] for field in fields(group)})  # type: ignore[arg-type]
+    names = [field.name for field in fields(group)]  # type: ignore[arg-type]
+    return group(**{name: values[name] for name in names if name in values})
 
 
 def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each option group among a command's parameters by its fields."""
     hints = get_type_hints(command, include_extras=True)
-    options: list[Parameter] = []
+    options: dict[str, Parameter] = {}
     groups: dict[str, type[Any]] = {}
     for name, parameter in signature(command).parameters.items():
         if is_dataclass(hints[name]):
             groups[name] = hints[name]
-            options += _options_of(hints[name])
+            # Groups that have an option of the same name share it.
+            options |= {one.name: one for one in _options_of(hints[name], name.capitalize())}
         else:
-            options.append(_option(name, parameter.default, hints[name]))
+            options[name] = _option(name, parameter.default, hints[name])
 
     @wraps(command)
     def with_groups(**values: Any) -> None:
@@ -87,16 +93,22 @@ def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
         command(**packed, **{name: values[name] for name in values if name not in grouped})
 
     # Typer reads these two.
-    with_groups.__signature__ = Signature(options)  # type: ignore[attr-defined]
-    with_groups.__annotations__ = {option.name: option.annotation for option in options}
+    with_groups.__signature__ = Signature([*options.values()])  # type: ignore[attr-defined]
+    with_groups.__annotations__ = {name: one.annotation for name, one in options.items()}
     return with_groups
 
 
-def _options_of(group: type[Any]) -> Iterator[Parameter]:
+def _options_of(group: type[Any], panel: str) -> Iterator[Parameter]:
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
-        default = Parameter.empty if field.default is MISSING else field.default
-        yield _option(field.name, default, hints[field.name])
+        hint, default = hints[field.name], field.default
+        if get_origin(hint) is not Annotated:
+            continue
+        kind, described, *names = get_args(hint)
+        if isinstance(described, str):
+            names = [f"--{field.name.replace('_', '-')}", *names]
+            hint = Annotated[kind, typer.Option(*names, help=described, rich_help_panel=panel)]
+        yield _option(field.name, Parameter.empty if default is MISSING else default, hint)
 
 
 def _option(name: str, default: object, hint: object) -> Parameter:

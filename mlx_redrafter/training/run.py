@@ -82,7 +82,7 @@ def train_drafter(
         on_best=lambda student: _save(student, request, fingerprint),
     )
     best.calibrate(held_out)
-    measured = simulate(best, held_out, request.network.beam_length, request.data_options.temp)
+    measured = simulate(best, held_out, request.network.length, request.data_options.temp)
     _save(best, request, fingerprint)
     write_csv(request.out, trainer.progress.curve)
     write_training_card(request, fingerprint, corpus, best, trainer.progress, measured)
@@ -93,19 +93,16 @@ def train_drafter(
 
 def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Corpus) -> str:
     """Render the options and texts that a resumed run must share, as JSON."""
-    training = {k: v for k, v in asdict(request.training).items() if k != "checkpoint_seconds"}
-    return json.dumps(
-        {
-            "target": preparation.target_fingerprint,
-            "start": preparation.start_fingerprint,
-            "tokens": sum(map(len, corpus.train)),
-            **asdict(request.data_options),
-            **asdict(request.network),
-            "recipe": request.recipe,
-            **training,
-        },
-        sort_keys=True,
-    )
+    options = {
+        **asdict(request.data_options),
+        **asdict(request.network),
+        **asdict(request.training),
+        "target": preparation.target_fingerprint,
+        "start_from": preparation.start_fingerprint,
+        "trained tokens": sum(map(len, corpus.train)),
+    }
+    del options["checkpoint_seconds"]
+    return json.dumps(options, sort_keys=True)
 
 
 def _report_step(progress: TrainingProgress, out: Path, reporter: Reporter) -> None:

@@ -36,7 +36,7 @@ def small_request(stories: Path, out: Path) -> TrainingRequest:
         model=str(shared_model("stories260k")),
         out=out,
         data=[stories],
-        data_options=DataOptions(max_tokens=8000, answer_tokens=64, held_out=8),
+        data_options=DataOptions(tokens=8000, answer_tokens=64, held_out=8),
         training=TrainingOptions(epochs=3, batch_tokens=256, num_evaluations=3),
     )
 

@@ -204,10 +204,7 @@ def test_refusals_are_one_line(
         (("--model", model), "nothing to train on"),
         (("--model", tmp_path / "none", "--data", texts), "no such folder"),
         (("--model", model, "--data", tmp_path / "none.txt"), "cannot read"),
-        (
-            (*fine, "--recipe", "magic"),
-            "recipe must be one of soft, coupled, overlap, apple",
-        ),
+        ((*fine, "--recipe", "magic"), "is not one of 'soft', 'coupled', 'overlap', 'apple'"),
         ((*fine, "--length", 1), "length must be an integer from 2 to 16"),
         ((*fine, "--self-generated", 2), "self_generated must be a number from 0 to 1"),
         ((*fine, "--lr", "nan"), "lr must be a number"),
