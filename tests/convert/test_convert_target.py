@@ -16,6 +16,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import load_drafter, stream_generate
+from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import (
     Conversion,
@@ -150,7 +151,7 @@ def test_the_self_test_measures_what_drafting_does(
     for prompt in PROMPTS_OF_SELF_TEST:
         cache = target.new_cache()
         ids = mx.array(stories.tokenizer.encode(prompt), dtype=mx.int32)
-        forward = target.prefill(ids, cache, 512)
+        forward = prefill(target, ids, cache, 512)
         for _ in range(TOKENS_PER_PROMPT):
             root = mx.argmax(forward.logits, axis=-1)
             draft = expand(drafter, enter, forward.hidden_states[0], root, shape).tokens[0]
