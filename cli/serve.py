@@ -246,12 +246,12 @@ def serve(
 
 
 def _for_machines(served: list[Model], limits: Limits) -> Limits:
-    """Keep the one model for good, and no prompts: what is kept on rank 0 the others would lack."""
+    """Keep the one model for good, and prompts in memory: each rank has its part of both."""
     if len(served) > 1:
         raise ConfigError(f"expected one model on several machines, found {len(served)}; serve one")
     served[0].load = cache(served[0].load)
-    typer.echo("prompts are not kept for later requests on several machines", err=True)
-    return replace(limits, prompt_cache_bytes=0, prompt_disk_bytes=0)
+    typer.echo("prompts are kept in memory only on several machines, not on the disk", err=True)
+    return replace(limits, prompt_disk_bytes=0)
 
 
 def _models_in(name: str) -> list[str]:

@@ -48,10 +48,10 @@ class Part:
         index: Index of the text in its request.
         is_draft: Whether the newest token is an accepted draft.
         num_tokens: Tokens of the text so far.
-        num_accepted: Accepted drafts among the tokens of this part.
+        num_accepted: Accepted drafts among them.
         num_drafts: Drafts verified for the text so far.
         num_steps: Forward passes after the prompt so far.
-        num_reasoning: Tokens of thinking among those of this part.
+        num_reasoning: Tokens of thinking so far.
         content: Text for the reader.
         reasoning: Text of the model's thinking.
         tool_calls: Tool calls, of which the first may go on one of the part before.
@@ -79,10 +79,6 @@ class Part:
         """Whether it has anything to show to the client."""
         return bool(self.content or self.reasoning or self.tool_calls or self.logprobs)
 
-    def copy(self) -> Part:
-        """Return a part that may grow."""
-        return replace(self, tool_calls=list(self.tool_calls), logprobs=list(self.logprobs))
-
     def __add__(self, later: Part) -> Part:
         """Join this part and the next one; the lists of this one grow."""
         for call in later.tool_calls:
@@ -90,8 +86,6 @@ class Part:
         self.logprobs += later.logprobs
         return replace(
             later,
-            num_accepted=self.num_accepted + later.num_accepted,
-            num_reasoning=self.num_reasoning + later.num_reasoning,
             content=self.content + later.content,
             reasoning=self.reasoning + later.reasoning,
             tool_calls=self.tool_calls,
@@ -131,14 +125,16 @@ class Answer:
             self._kind = "reasoning"
         self._machine = self._states.make_state(self._kind)
         self._call, self._has_called = "", False
+        self._num_accepted = self._num_reasoning = 0
 
     def add(self, response: GenerationResponse) -> Part:
         """Return the part that a token adds, which is the last one after a stop string."""
+        self._num_accepted += response.from_draft
         part = Part(
             index=self._index,
             is_draft=response.from_draft,
             num_tokens=response.generation_tokens,
-            num_accepted=int(response.from_draft),
+            num_accepted=self._num_accepted,
             num_drafts=response.stats.num_verified - response.steps,
             num_steps=response.steps,
         )
@@ -160,7 +156,8 @@ class Answer:
             self._machine, segments = TextStateMachine.split(self._machine, character)
             for kind, piece in segments:
                 self._sort(part, kind, piece)
-        part.num_reasoning = int(self._kind == "reasoning")
+        self._num_reasoning += self._kind == "reasoning"
+        part.num_reasoning = self._num_reasoning
         if part.finish_reason:
             self._sort(part, self._machine[0], TextStateMachine.flush(self._machine)[1])
             if self._kind == "tool":

@@ -111,7 +111,7 @@ def _observed_commands() -> Iterator[tuple[list[float], list[int]]]:
     stock, stock_send = Leader.passing, Line.send
 
     def send(self: Line, data: bytes) -> None:
-        if data != pack(Frame(Do.BEAT)):
+        if data != pack(Do.BEAT):
             sizes.append(len(data))
         stock_send(self, data)
 

@@ -12,11 +12,15 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.machines.frames import Do
 from mlx_redrafter.machines.leading import lead
 from mlx_redrafter.machines.meeting import Machines
-from mlx_redrafter.machines.splitting import check_family, config_digest, load_part
+from mlx_redrafter.machines.splitting import check_family, digest, load_part
 
 
 def load_together(
-    machines: Machines, name: str, config: Mapping[str, Any], options: Mapping[str, Any]
+    machines: Machines,
+    name: str,
+    config: Mapping[str, Any],
+    options: Mapping[str, Any],
+    adapter: str | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load rank 0's part of a model, which leads the parts that all other ranks load meanwhile.
 
@@ -25,6 +29,7 @@ def load_together(
         name: Name of the model.
         config: Its ``config.json``.
         options: Options of its tokenizer.
+        adapter: Folder of a LoRA adapter.
 
     Raises:
         CheckpointError: A rank lacks the model, has another one, or cannot load its part.
@@ -36,19 +41,16 @@ def load_together(
             "expected one model on several machines, found a second one; start them again for it"
         )
     check_family(config)
-    _ask(machines, Do.CHECK, f"{config_digest(name)} {name}")
-    _await_all(machines, "; copy the model there")
+    for line in machines.lines:
+        line.say(Do.CHECK, digest(name, adapter), name, adapter)
+    _await_all(machines, "; copy it there")
     machines.has_model = True
-    _ask(machines, Do.SPLIT)
-    model, tokenizer = load_part(name, machines.group, options)
+    for line in machines.lines:
+        line.say(Do.SPLIT)
+    model, tokenizer = load_part(name, machines.group, options, adapter)
     _await_all(machines)
     lead(machines, model)
     return model, tokenizer
-
-
-def _ask(machines: Machines, do: Do, text: str = "") -> None:
-    for line in machines.lines:
-        line.say(do, text)
 
 
 def _await_all(machines: Machines, remedy: str = "") -> None:
@@ -56,4 +58,4 @@ def _await_all(machines: Machines, remedy: str = "") -> None:
     for line in machines.lines:
         answer = line.receive()
         if answer.do is not Do.YES:
-            raise CheckpointError(f"{line.other}: {answer.text}{remedy}")
+            raise CheckpointError(f"{line.other}: {answer.values[0]}{remedy}")

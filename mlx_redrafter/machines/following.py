@@ -16,32 +16,36 @@ from mlx_lm.generate import generation_stream
 from mlx_redrafter.errors import CheckpointError, RedrafterError, first_line
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.kernels.selection import use_kernels
-from mlx_redrafter.machines.drafts import NUM_FACTS, num_values, rebuild
+from mlx_redrafter.machines.drafts import num_values, rebuild
 from mlx_redrafter.machines.frames import Do, Frame
 from mlx_redrafter.machines.leading import dispatch_chunk, share
 from mlx_redrafter.machines.line import BEAT
 from mlx_redrafter.machines.meeting import Machines
-from mlx_redrafter.machines.splitting import config_digest, load_part
+from mlx_redrafter.machines.splitting import digest, load_part
 from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
+from mlx_redrafter.target.caches.stored_cache import Arrays
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 
-def follow(machines: Machines, own_name: str | None = None) -> NoReturn:
+def follow(
+    machines: Machines, own_name: str | None = None, own_adapter: str | None = None
+) -> NoReturn:
     """Load this rank's part of the model and obey rank 0 until it ends; then end this process.
 
     Args:
         machines: All ranks.
         own_name: Folder or repository of the model on this machine; rank 0's by default.
+        own_adapter: Folder of a LoRA adapter, likewise.
     """
     # A terminal sends Ctrl-C to all local ranks; rank 0 decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (line,) = machines.lines
     try:
-        model = load_when_asked(machines, own_name)
+        model = load_when_asked(machines, own_name, own_adapter)
         follower = None if model is None else Follower(model, machines)
         with mx.stream(generation_stream):
             while follower is not None and (frame := line.receive()).do is not Do.END:
@@ -52,20 +56,25 @@ def follow(machines: Machines, own_name: str | None = None) -> NoReturn:
     machines.leave(0)
 
 
-def load_when_asked(machines: Machines, own_name: str | None) -> nn.Module | None:
+def load_when_asked(
+    machines: Machines, own_name: str | None = None, own_adapter: str | None = None
+) -> nn.Module | None:
     """Answer what rank 0 asks, and load this rank's part; None if rank 0 ends first."""
-    (line,), name, model = machines.lines, "", None
+    (line,), model = machines.lines, None
     while model is None and (frame := line.receive()).do is not Do.END:
         try:
             if frame.do is Do.CHECK:
-                digest, _, name = frame.text.partition(" ")
-                name = own_name or name
-                if config_digest(name) != digest:
+                expected, name, adapter = frame.values
+                name, adapter = own_name or name, own_adapter or adapter
+                if digest(name, adapter) != expected:
+                    files, found = "config.json", name
+                    if adapter is not None:
+                        files, found = "config.json and adapter", f"{name} and {adapter}"
                     raise CheckpointError(
-                        f"expected the config.json that rank 0 has, found another in {name}"
+                        f"expected the {files} that rank 0 has, found another in {found}"
                     )
             else:
-                model, _ = load_part(name, machines.group)
+                model, _ = load_part(name, machines.group, adapter=adapter)
                 use_kernels(model)
             line.say(Do.YES)
         except RedrafterError as error:
@@ -94,6 +103,7 @@ class Follower:
         self._batches = defaultdict[int, FollowingBatch](
             lambda: FollowingBatch(self._target.has_buckets)
         )
+        self._copies: dict[int, Arrays] = {}
         self._verbs: dict[Do, Callable[..., None]] = {
             Do.ADVANCE: self._advance,
             Do.CHUNK: self._process_chunk,
@@ -101,6 +111,9 @@ class Follower:
             Do.BATCH: self._verify_batch,
             Do.CALL: self._call,
             Do.OPEN: self._open,
+            Do.COPY_ENTRIES: self._copy_entries,
+            Do.COPY_STATES: self._copy_states,
+            Do.FILL: self._fill,
             Do.COMMIT: lambda cache, *path: self._caches[cache].commit(path),
             Do.SETTLE: lambda cache, length: self._caches[cache].settle(length),
             Do.RESERVE: lambda cache, rows: self._target.reserve(self._caches[cache], rows),
@@ -119,7 +132,7 @@ class Follower:
 
     def obey(self, frame: Frame) -> None:
         """Do what rank 0 has done or does now."""
-        self._verbs[frame.do](*frame.numbers)
+        self._verbs[frame.do](*frame.values)
 
     def _advance(self, cache: int) -> None:
         mx.async_eval(self._target.advance(self._shared(1), self._caches[cache]).logits)
@@ -136,10 +149,9 @@ class Follower:
         assert isinstance(tree, TokenTree)
         mx.async_eval(self._target.verify(tree, self._caches[cache]).logits)
 
-    def _verify_batch(self, number: int, size: int, *numbers: int) -> None:
-        slots = [numbers[i : i + NUM_FACTS + 1] for i in range(0, len(numbers), NUM_FACTS + 1)]
-        drafts, batch = [slot[:NUM_FACTS] for slot in slots], self._batches[number]
-        batch.keep([slot[-1] for slot in slots])
+    def _verify_batch(self, number: int, size: int, *slots: Sequence[int]) -> None:
+        drafts, batch = [facts for *facts, _ in slots], self._batches[number]
+        batch.keep([floor for *_, floor in slots])
         values, trees, start = self._shared(sum(map(num_values, drafts))), [], 0
         for facts in drafts:
             end = start + num_values(facts)
@@ -163,7 +175,29 @@ class Follower:
                 f"{num_tokens(cache.stock)}; start again with a new cache"
             )
 
+    def _copy_entries(self, number: int, cache: int, start: int, end: int) -> None:
+        self._copies[number] = self._target.copy_entries(self._caches[cache].stock, start, end)
+
+    def _copy_states(self, number: int, cache: int) -> None:
+        self._copies[number] = self._target.copy_states(self._caches[cache].stock)
+
+    def _fill(
+        self,
+        cache: int,
+        states: int,
+        length: int,
+        quantisation: Sequence[int],
+        pieces: Sequence[tuple[int, int]],
+    ) -> None:
+        """Fill a new cache with the first tokens of a text before."""
+        stock, copies = self._target.stock_cache(), self._copies
+        how = Quantisation(*quantisation) if quantisation else None
+        entries = [(copies[number], count) for number, count in pieces]
+        self._target.fill(stock, entries, copies[states] if states else {}, length, how)
+        self._caches[cache] = self._target.new_cache(stock)
+
     def _drop(self, number: int) -> None:
+        self._copies.pop(number, None)
         self._caches.pop(number, None)
         self._batches.pop(number, None)
 

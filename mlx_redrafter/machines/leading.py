@@ -25,12 +25,13 @@ from mlx_redrafter.device_read import longest_wait, waiting
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, first_line
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.machines.drafts import describe
-from mlx_redrafter.machines.frames import MOST, Do, Frame, pack
+from mlx_redrafter.machines.frames import Do, pack
 from mlx_redrafter.machines.line import BEAT
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor
 from mlx_redrafter.target.caches.quantised import QuantisingCache
+from mlx_redrafter.target.caches.stored_cache import Arrays
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
@@ -57,7 +58,7 @@ class Leader:
         self._lock = threading.RLock()
         # Whether an operation runs, all parts of which the others do by themselves.
         self._is_within = False
-        self._waiting: list[Frame] = []
+        self._waiting: list[bytes] = []
         self._count = itertools.count(1)
         self.numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._num_owners: Counter[int] = Counter()
@@ -67,18 +68,21 @@ class Leader:
         threading.Thread(target=self._watch, name="pass limit", daemon=True).start()
 
     def add(self, owner: Any, number: int | None = None) -> int:
-        """Give a number to a cache by its first layer, or to a batch, until no owner is left.
+        """Give a number to a batch or a copy, until no owner is left.
 
         Args:
-            owner: The first layer, or the batch.
+            owner: The batch or the copy.
             number: The number that other owners have already; a new one by default.
         """
         number = next(self._count) if number is None else number
-        if self.numbers.get(owner) != number:
-            self.numbers[owner] = number
-            self._num_owners[number] += 1
-            weakref.finalize(owner, self._drop, number)
+        self._num_owners[number] += 1
+        weakref.finalize(owner, self._drop, number)
         return number
+
+    def add_cache(self, first: Any, number: int | None = None) -> int:
+        """Give a number to a cache by its first layer; arguments are those of `add`."""
+        self.numbers[first] = self.add(first, number)
+        return self.numbers[first]
 
     def _drop(self, number: int) -> None:
         self._num_owners[number] -= 1
@@ -87,16 +91,16 @@ class Leader:
             self._dropped.append(number)
 
     @contextmanager
-    def together(self, do: Do, *numbers: int) -> Iterator[None]:
+    def together(self, do: Do, *values: Any) -> Iterator[None]:
         """Do something on rank 0 that the others do as well, without an interruption by Ctrl-C.
 
         Args:
             do: Operation on a cache, announced with the next pass unless it is part of another.
-            *numbers: Its numbers.
+            *values: Its values.
         """
         with self._undisturbed() as is_part:
             if not is_part:
-                self._waiting.append(Frame(do, numbers))
+                self._waiting.append(pack(do, *values))
             yield
 
     @contextmanager
@@ -110,26 +114,26 @@ class Leader:
                 self._is_within = is_part
 
     @contextmanager
-    def passing(self, do: Do, numbers: Sequence[int], values: Sequence[mx.array]) -> Iterator[None]:
+    def passing(self, do: Do, values: Sequence[Any], tokens: Sequence[mx.array]) -> Iterator[None]:
         """Run a pass on all ranks: build and dispatch it inside.
 
         Args:
             do: The verb.
-            numbers: Its numbers.
-            values: Arrays of int32 that the other ranks need, each of shape (n,).
+            values: Its values.
+            tokens: Arrays of int32 that the other ranks need, each of shape (n,).
         """
         with self._undisturbed(), waiting():
             stream = mx.default_stream(mx.cpu)
             if stream != self._stream:  # each thread has its own: let the other one's passes end
                 mx.synchronize(self._stream)
                 self._stream = stream
-            drops = [Frame(Do.DROP, (self._dropped.popleft(),)) for _ in range(len(self._dropped))]
-            data = b"".join(map(pack, [*self._waiting, *drops, Frame(do, tuple(numbers))]))
+            drops = [pack(Do.DROP, self._dropped.popleft()) for _ in range(len(self._dropped))]
+            data = b"".join([*self._waiting, *drops, pack(do, *values)])
             self._waiting = []
             for line in self.machines.lines:
                 line.send(data)
             try:
-                mx.async_eval(share(mx.concatenate(list(values)), self.machines.group))
+                mx.async_eval(share(mx.concatenate(list(tokens)), self.machines.group))
                 yield
             except BaseException as error:
                 # If the reason is a lost rank, its connection ends this process with its name.
@@ -168,10 +172,6 @@ class LedCache(TreeCache):
         self._leader = leader
         self.number = number
 
-    def may_pad(self, length: int) -> bool:
-        """Whether its prompt may be processed with others: no, as the other ranks do not."""
-        return False
-
     def commit(self, path: Sequence[int]) -> None:
         with self._leader.together(Do.COMMIT, self.number, *path):
             super().commit(path)
@@ -188,7 +188,7 @@ class LedQuantisingCache(LedCache, QuantisingCache):
         before = self.stock[0]  # lives until the number has its new owner
         super().grow(num_tokens)
         if self.stock[0] is not before:
-            self._leader.add(self.stock[0], self.number)
+            self._leader.add_cache(self.stock[0], self.number)
 
 
 class LedBatchCache(BatchCache):
@@ -199,9 +199,9 @@ class LedBatchCache(BatchCache):
         self._leader = leader
         self.number = leader.add(self)
 
-    def kept(self) -> list[int]:
+    def floors(self) -> list[int]:
         """Return the number of tokens that each slot keeps whatever happens; 0 for an idle one."""
-        return [min(one.floor(), MOST) for one in self.slots]
+        return [one.floor() for one in self.slots]
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         with self._leader.together(Do.KEEP, self.number, slot, *path):
@@ -219,6 +219,14 @@ class LedBatchCache(BatchCache):
     def resize(self, slots: Sequence[int], num_slots: int, num_rows: int) -> None:
         with self._leader.together(Do.RESIZE, self.number, num_slots, num_rows, *slots):
             super().resize(slots, num_slots, num_rows)
+
+
+class LedArrays(dict[str, mx.array]):
+    """A copy of parts of a cache on rank 0; the other ranks have copies of their own parts."""
+
+    def __init__(self, leader: Leader):
+        super().__init__()
+        self.number = leader.add(self)
 
 
 class LeadingTarget(Target):
@@ -248,8 +256,7 @@ class LeadingTarget(Target):
         given: list[Any] | None = None,
     ) -> TreeCache:
         cache = super().new_cache(prompt_cache, quantisation, given)
-        how = () if quantisation is None else (min(one, MOST) for one in astuple(quantisation))
-        number = self.number_of(cache.stock, cache.length, tuple(how))
+        number = self.number_of(cache.stock, cache.length, _fields(quantisation))
         facts = self.leader, number, cache.layers, cache.length
         if quantisation is None:
             return LedCache(*facts, cache.has_buckets)
@@ -272,7 +279,8 @@ class LeadingTarget(Target):
                 "prompt_cache must be empty or of a text of this process on several machines, "
                 "found one with other tokens, which the other machines lack; give the whole prompt"
             )
-        number = self.leader.add(stock[0], number)
+        if number is None:
+            number = self.leader.add_cache(stock[0])
         with self.leader.together(Do.OPEN, number, length, *quantisation):
             return number
 
@@ -282,6 +290,32 @@ class LeadingTarget(Target):
 
     def new_batch_cache(self) -> BatchCache:
         return LedBatchCache(self.leader, self.has_buckets)
+
+    def copy_entries(self, layers: Sequence[Any], start: int, end: int) -> Arrays:
+        copy, number = LedArrays(self.leader), self.leader.numbers[layers[0]]
+        with self.leader.together(Do.COPY_ENTRIES, copy.number, number, start, end):
+            copy.update(super().copy_entries(layers, start, end))
+        return copy
+
+    def copy_states(self, layers: Sequence[Any]) -> Arrays:
+        copy, number = LedArrays(self.leader), self.leader.numbers[layers[0]]
+        with self.leader.together(Do.COPY_STATES, copy.number, number):
+            copy.update(super().copy_states(layers))
+        return copy
+
+    def fill(
+        self,
+        layers: list[Any],
+        pieces: Sequence[tuple[Arrays, int]],
+        states: Arrays,
+        length: int,
+        quantisation: Quantisation | None,
+    ) -> None:
+        super().fill(layers, pieces, states, length, quantisation)
+        number, copies = self.leader.add_cache(layers[0]), [(_number(one), n) for one, n in pieces]
+        given = number, _number(states) if states else 0, length, _fields(quantisation), copies
+        with self.leader.together(Do.FILL, *given):
+            pass
 
     def logits(self, hidden_states: mx.array) -> mx.array:
         if has_split_head(self.model):
@@ -309,12 +343,12 @@ class LeadingTarget(Target):
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
         assert isinstance(cache, LedBatchCache)
-        numbers, values = [cache.number, trees.size], list[mx.array]()
-        for one, kept in zip(trees.drafts, cache.kept(), strict=True):
+        slots, tokens = [], list[mx.array]()
+        for one, floor in zip(trees.drafts, cache.floors(), strict=True):
             facts, arrays = describe(one)
-            numbers += [*facts, kept]
-            values += arrays
-        with self.leader.passing(Do.BATCH, numbers, values):
+            slots.append((*facts, floor))
+            tokens += arrays
+        with self.leader.passing(Do.BATCH, [cache.number, trees.size, *slots], tokens):
             return _dispatched(super().verify_batch(trees, cache, layers))
 
     def process_chunk(
@@ -382,9 +416,13 @@ def _dispatched(outputs: TargetOutputs) -> TargetOutputs:
     return outputs
 
 
-def _number(cache: TreeCache) -> int:
-    assert isinstance(cache, LedCache)
-    return cache.number
+def _number(one: TreeCache | Arrays) -> int:
+    assert isinstance(one, LedCache | LedArrays)
+    return one.number
+
+
+def _fields(quantisation: Quantisation | None) -> tuple[int, ...]:
+    return () if quantisation is None else astuple(quantisation)
 
 
 @contextmanager

@@ -158,7 +158,7 @@ def _join(group: Any, own: Rank) -> Machines:
     host, port, key, leader = _tell_all(group, None)
     connection = socket.create_connection((host, port), timeout=MEETING_SECONDS)
     line = Line(connection, f"{own.name}: ", f"rank 0 ({leader})")
-    line.say(Do.HELLO, json.dumps([key, own.rank, own.host, own.device, own.versions]))
+    line.say(Do.HELLO, key, own.rank, own.host, own.device, *own.versions)
     line.begin()
     return Machines(group, [own], [line])
 
@@ -193,7 +193,7 @@ def _who(line: Line, key: str, size: int) -> Rank | None:
     """Return the rank that a new connection comes from; None for anyone without the key."""
     hello = line.read_first()
     with suppress(ValueError, TypeError):
-        given, rank, host, device, versions = json.loads(hello.text if hello else "")
+        given, rank, host, device, *versions = hello.values if hello else ()
         if secrets.compare_digest(given, key) and 0 < rank < size:
             return Rank(int(rank), str(host), str(device), tuple(map(str, versions)))
     return None

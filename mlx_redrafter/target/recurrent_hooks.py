@@ -163,9 +163,10 @@ def _follow_delta_rule(
         keys,
         values,
         strengths,
-        log_gates.swapaxes(1, 2),
+        _by_head(log_gates[..., None], num_heads),
         before,
         layer.trees.ancestors,
+        layer.step.above,
         max(layer.trees.max_depths),
     )
     layer.parts.append(BranchStates(before, keys, updates, log_decays))
@@ -188,14 +189,14 @@ def _follow_state_space(
 ) -> tuple[mx.array, mx.array | None]:
     """Compute ``ssm_update`` for a tree; returns the state as it was."""
     num_heads = x.shape[2]
-    dt = compute_dt(dt, dt_bias, time_step_limit).swapaxes(1, 2)
+    dt = compute_dt(dt, dt_bias, time_step_limit).swapaxes(1, 2)[..., None]
     inputs, keys = _by_head(x, num_heads), _by_head(B, num_heads)
-    updates, before = dt[..., None] * inputs, _state(state, inputs, keys)
+    updates, before = dt * inputs, _state(state, inputs, keys)
     y, log_decays = follow_updates(
         _by_head(C, num_heads),
         keys,
         updates,
-        -_rates(A_log)[:, None] * dt,
+        -_rates(A_log)[:, None, None] * dt,
         before,
         layer.trees.ancestors,
     )

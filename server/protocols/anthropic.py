@@ -138,10 +138,10 @@ class MessageWriter(BlockWriter):
         # Number of blocks before the newest one.
         self._index = -1
 
-    def begin(self, usage: Usage) -> Iterator[str]:
+    def begin(self) -> Iterator[str]:
         if not self._has_begun:
             self._has_begun = True
-            start = {"type": "message_start", "message": self._message(usage)}
+            start = {"type": "message_start", "message": self._message()}
             yield event(start, "message_start")
 
     def open_block(self, call: ToolCall | None) -> Iterator[str]:
@@ -159,11 +159,11 @@ class MessageWriter(BlockWriter):
             yield self._event("content_block_delta", delta=delta)
         yield self._event("content_block_stop")
 
-    def finish(self, usage: Usage) -> Iterator[str]:
+    def finish(self) -> Iterator[str]:
         delta = {
             "type": "message_delta",
             "delta": _end_of(self.last),
-            "usage": _format_usage(usage),
+            "usage": _format_usage(self.usage()),
         }
         yield event(delta, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
@@ -171,14 +171,14 @@ class MessageWriter(BlockWriter):
     def fail(self, refusal: Refusal) -> Iterator[str]:
         yield event(to_error(refusal), "error")
 
-    def keep_alive(self, usage: Usage) -> Iterator[str]:
-        yield from self.begin(usage)
+    def keep_alive(self) -> Iterator[str]:
+        yield from self.begin()
         if not self.kind:
             self.kind = "text"
             yield from self.open_block(None)
         yield from self.extend("")
 
-    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
+    def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
         text = texts[0]
         content: list[dict[str, Any]] = []
         if text.reasoning:
@@ -189,9 +189,9 @@ class MessageWriter(BlockWriter):
         for call in text.tool_calls:
             if call.parsed is not None:
                 content.append(_begin_call(call, call.parsed))
-        return {**self._message(usage), "content": content, **_end_of(text)}
+        return {**self._message(), "content": content, **_end_of(text)}
 
-    def _message(self, usage: Usage) -> dict[str, Any]:
+    def _message(self) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
@@ -200,7 +200,7 @@ class MessageWriter(BlockWriter):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _format_usage(usage),
+            "usage": _format_usage(self.usage()),
         }
 
     def _event(self, kind: str, **values: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.parts import Part
-from mlx_redrafter.server.protocols.writer import Usage, Writer
+from mlx_redrafter.server.protocols.writer import Writer
 
 
 class BlockWriter(Writer):
@@ -30,8 +30,8 @@ class BlockWriter(Writer):
         self.last: Part | None = None
         self._call_id = ""
 
-    def add(self, part: Part, usage: Usage) -> Iterator[str]:
-        yield from self.begin(usage)
+    def add(self, part: Part) -> Iterator[str]:
+        yield from self.begin()
         if part.reasoning:
             yield from self._say("thinking", part.reasoning)
         if part.content:
@@ -40,10 +40,10 @@ class BlockWriter(Writer):
             yield from self._say("call", call.arguments, call)
         self.last = part
 
-    def end(self, usage: Usage) -> Iterator[str]:
-        yield from self.begin(usage)
+    def end(self) -> Iterator[str]:
+        yield from self.begin()
         yield from self.close()
-        yield from self.finish(usage)
+        yield from self.finish()
 
     def close(self) -> Iterator[str]:
         """Yield the events that end the open block, if there is one."""
@@ -62,7 +62,7 @@ class BlockWriter(Writer):
             yield from self.extend(text)
 
     @abstractmethod
-    def begin(self, usage: Usage) -> Iterator[str]:
+    def begin(self) -> Iterator[str]:
         """Yield the events before the first block, unless they have been sent."""
 
     @abstractmethod
@@ -78,5 +78,5 @@ class BlockWriter(Writer):
         """Yield the events that end the open block."""
 
     @abstractmethod
-    def finish(self, usage: Usage) -> Iterator[str]:
+    def finish(self) -> Iterator[str]:
         """Yield the events after the last block."""

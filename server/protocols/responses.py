@@ -182,7 +182,7 @@ class ResponseWriter(BlockWriter):
     def _is_cut(self) -> bool:
         return self.last is not None and self.last.finish_reason == "length"
 
-    def begin(self, usage: Usage) -> Iterator[str]:
+    def begin(self) -> Iterator[str]:
         if not self._sequence:
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(kind, response=self._response("in_progress"))
@@ -221,24 +221,24 @@ class ResponseWriter(BlockWriter):
             yield self._part("done")
         yield self._event("response.output_item.done", **self._added())
 
-    def finish(self, usage: Usage) -> Iterator[str]:
-        response = self._finished(usage)
+    def finish(self) -> Iterator[str]:
+        response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: Refusal) -> Iterator[str]:
-        yield from self.begin(Usage(0, 0))
+        yield from self.begin()
         error = {"code": refusal.code or "server_error", "message": str(refusal)}
         response = {**self._response("failed"), "error": error}
         yield self._event("response.failed", response=response)
 
-    def keep_alive(self, usage: Usage) -> Iterator[str]:
-        yield from self.begin(usage)
+    def keep_alive(self) -> Iterator[str]:
+        yield from self.begin()
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        for _ in (*self.add(texts[0], usage), *self.close()):
+    def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
+        for _ in (*self.add(texts[0]), *self.close()):
             pass  # the events of a stream make the same items
-        return self._finished(usage)
+        return self._finished()
 
     def _response(self, status: str) -> dict[str, Any]:
         return {
@@ -254,10 +254,10 @@ class ResponseWriter(BlockWriter):
             **self._asked.repeated,
         }
 
-    def _finished(self, usage: Usage) -> dict[str, Any]:
+    def _finished(self) -> dict[str, Any]:
         """Return the finished response, and store it unless the client has declined that."""
         response = self._response("incomplete" if self._is_cut else "completed")
-        response["usage"] = _format_usage(usage)
+        response["usage"] = _format_usage(self.usage())
         if self._is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._asked.repeated["store"]:

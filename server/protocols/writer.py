@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,24 +40,21 @@ class Writer(ABC):
 
     Attributes:
         media_type: Media type of a stream of events.
+        usage: Function that returns the numbers of the reply so far; the reply sets it.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
+    usage: Callable[[], Usage]
 
     def __init__(self, model: str):
         self.model = model
 
     @abstractmethod
-    def add(self, part: Part, usage: Usage) -> Iterator[str]:
-        """Yield the events of the next part.
-
-        Args:
-            part: The part.
-            usage: Numbers so far, this part included.
-        """
+    def add(self, part: Part) -> Iterator[str]:
+        """Yield the events of the next part."""
 
     @abstractmethod
-    def end(self, usage: Usage) -> Iterator[str]:
+    def end(self) -> Iterator[str]:
         """Yield the events after the last part."""
 
     @abstractmethod
@@ -65,14 +62,9 @@ class Writer(ABC):
         """Yield the events that end the stream with an error."""
 
     @abstractmethod
-    def keep_alive(self, usage: Usage) -> Iterator[str]:
+    def keep_alive(self) -> Iterator[str]:
         """Yield events that say nothing, for clients that give up a silent connection."""
 
     @abstractmethod
-    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        """Format a reply in one piece.
-
-        Args:
-            texts: The parts of each text, added up.
-            usage: Numbers of the whole reply.
-        """
+    def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
+        """Format a reply in one piece from the parts of each text, added up."""

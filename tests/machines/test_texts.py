@@ -23,7 +23,7 @@ def _families(*arguments: str, size: int) -> list[dict[str, object]]:
 
 
 def _is_exact(found: dict[str, object]) -> bool:
-    return all(found[name] is True for name in ("alone", "drafted", "batch"))
+    return all(found[name] is True for name in ("alone", "drafted", "batch", "kept"))
 
 
 def test_two_ranks_write_what_one_process_writes() -> None:

@@ -17,7 +17,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.block.along_text import read_blocks
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
-from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings
+from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding
 from mlx_redrafter.proposers.fit import Prediction, fit_depths
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.target.target import Target
@@ -77,15 +77,14 @@ def test_blocks_along_a_text_are_those_of_decoding(target: Target, layout: str) 
     slot = network.config.first_slot
     for number, position in enumerate(anchors):
         start = 0 if position < 4 else 4
-        around = DecodingSurroundings(
-            network.layers,
+        part = Surrounding(
             [KVCache() for _ in network.layers],
-            network.fuse(states[start : position + 1])[None],
+            network.fuse(states[start : position + 1]),
             0,
             0,
             mx.array([position - start]),
-            1 + len(masks),
         )
+        around = DecodingSurroundings([part], 1 + len(masks))
         block = network.embed(mx.array([roots[position].item(), *masks]), target)[None]
         expected = network.outputs(block, around)[0, slot : slot + levels]
         np.testing.assert_allclose(np.array(found[number]), np.array(expected), atol=2e-5)
