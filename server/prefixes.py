@@ -44,7 +44,6 @@ class _Node:
     Attributes:
         name: Name of the entries in the store.
         start: Number of tokens before its own.
-        tokens: Its token ids.
         children: Nodes that follow it, or some first part of its tokens.
         states: Positions for which the store has windows and states.
     """
@@ -68,9 +67,7 @@ class Prefix:
     """The beginning of one text that need not be processed, and states to keep on the way.
 
     Args:
-        target: The model.
-        cache: Prompt cache to continue.
-        length: Number of tokens that it holds.
+        length: Number of tokens that the cache holds.
         stops: Positions at which a chunk of the prompt has to end, to keep the states there.
         free_from: Position from which on chunks of the prompt may have any size.
 
@@ -96,10 +93,7 @@ class Prefix:
     def chunk_size(self, done: int, step_size: int, limit: int) -> int:
         """Return the maximum size of a chunk after ``done`` tokens of the rest of the prompt.
 
-        Args:
-            done: Number of tokens.
-            step_size: Size of a chunk of a prompt that is processed alone.
-            limit: Maximum size at present.
+        ``step_size`` is that of a prompt processed alone, and ``limit`` the maximum at present.
         """
         position = self.length + done
         if position < self._free_from:
@@ -118,8 +112,6 @@ class Prefixes:
     """The kept prompt caches of one model, for one thread.
 
     Args:
-        engine: Engine of the model.
-        store: Arrays in memory and on the disk.
         options: Options of texts: the cache quantization and the chunks of prompts.
         model: Identity of the weights, which names on the disk begin with.
     """
@@ -145,9 +137,7 @@ class Prefixes:
     def take(self, prompt: list[int], owner: str = "") -> Prefix:
         """Find the longest kept prefix of a prompt, at most all but its last token.
 
-        Args:
-            prompt: Token ids.
-            owner: Identity of the client; no other client's prompts are used.
+        No other owner's prompts are used.
         """
         path = list(self._follow(self._root(owner), prompt))
         common = min(sum(count for _, count in path), len(prompt) - 1)
@@ -164,14 +154,7 @@ class Prefixes:
         return Prefix(self._engine.target, cache, length, stops, self._first)
 
     def keep(self, tokens: list[int], num_prompt: int, prefix: Prefix, owner: str = "") -> None:
-        """Keep what a finished text has processed.
-
-        Args:
-            tokens: Token ids of the prompt and the text.
-            num_prompt: Number of tokens of the prompt.
-            prefix: Prefix of the text, whose cache holds most of the tokens now.
-            owner: Identity of the client.
-        """
+        """Keep a finished text with its prompt, as far as the cache of its prefix holds it."""
         cache = prefix.cache
         held = num_tokens(cache[: self._engine.target.num_layers]) or 0
         length = min(held, count_entries(cache))

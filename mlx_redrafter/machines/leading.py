@@ -42,10 +42,6 @@ class LedCache(TreeCache):
         self._leader = leader
         self.handle = handle
 
-    def may_pad(self, length: int) -> bool:
-        """Whether its prompt may be processed with others: no, as the other ranks do not."""
-        return False
-
     def commit(self, path: Sequence[int]) -> None:
         with self._leader.together(Do.COMMIT, self.handle.number, *path):
             super().commit(path)
