@@ -21,7 +21,7 @@ from mlx_redrafter.errors import ResourceError
 PROPOSERS, FAMILIES = "tests.machines.proposers", "tests.machines.families"
 # Families without experts, which MLX computes in 16 bits on a CPU, too.
 DENSE = "iquestloopcoder", "llama", "ministral3", "qwen2", "qwen3", "qwen3_5"
-# What the ranks run, one after the other: a script and its words.
+# Scripts of the ranks, one after the other, with their words.
 WORK = (
     (PROPOSERS,),
     (PROPOSERS, "MTP"),
