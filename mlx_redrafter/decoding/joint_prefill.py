@@ -37,7 +37,7 @@ def prefill_together(
             sequences together.
 
     Returns:
-        That sequence, if there is one.
+        The one with more tokens left, if there is one.
     """
     group = sorted(sequences, key=lambda one: len(one.request.prompt), reverse=True)
     layers = next((one.layers for one in group if one.layers), ())
