@@ -185,9 +185,8 @@ class JointStep:
             outputs, trees = outputs.of(mx.array(slots)), trees.of(slots)
         if is_tree:
             return sample_and_accept_all(samplers, outputs, trees, [one.noise for one in group])
-        roots = [tree_size(one) - 1 for one in trees.drafts]
-        if any(roots):
-            outputs = outputs.at(roots)
+        if trees.size > 1:
+            outputs = outputs.at([tree_size(one) - 1 for one in trees.drafts])
         return sample_roots(samplers, outputs, [one.cache.length for one in group])
 
     def _sample_alone(
