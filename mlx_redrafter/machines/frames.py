@@ -14,7 +14,10 @@ MOST_BYTES = 2**20
 
 
 class Do(StrEnum):
-    """Verbs; the values of each are listed beside it: integers unless it says text."""
+    """Verbs, and beside each its values: integers unless it says text.
+
+    Those of passes and caches are names of the methods of `Follower`.
+    """
 
     BEAT = auto()  # a sign of life
     HELLO = auto()  # texts: who a rank is
@@ -29,7 +32,7 @@ class Do(StrEnum):
     CHUNK = auto()  # cache, number of tokens, whether the last layer's output is computed
     VERIFY = auto()  # cache, draft
     BATCH = auto()  # batch, nodes of a tree; of every slot its draft, and its floor
-    CALL = auto()  # cache or 0 for none, number of tokens
+    CALL = auto()  # cache, number of tokens
     # Operations on caches.
     OPEN = auto()  # cache, length, fields of its quantization if it has one
     COMMIT = auto()  # cache, path
@@ -39,7 +42,7 @@ class Do(StrEnum):
     # Copies of parts of caches, for later texts.
     COPY_ENTRIES = auto()  # copy, cache, start, end
     COPY_STATES = auto()  # copy, cache
-    FILL = auto()  # cache, copy of states, length, fields of its quantization, copies with lengths
+    FILL = auto()  # cache, length, fields of its quantization, copies and lengths, copy of states
     # Operations on the caches of batches.
     KEEP = auto()  # batch, slot, path
     INSERT = auto()  # batch, slot, cache

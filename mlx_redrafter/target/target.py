@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_redrafter.device_read import to_floats, wait_for
+from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.batch_cache import BatchCache
@@ -302,18 +302,6 @@ class Target:
         """
         normalised: mx.array = self._final_norm(states.astype(self.dtype))
         return normalised
-
-    def prefill(self, prompt: mx.array, cache: TreeCache, step_size: int) -> TargetOutputs:
-        """Process a prompt in chunks, and its last token alone as mlx-lm does.
-
-        Blocks until MLX has computed the chunks. Returns the outputs of the last token, which MLX
-        has not computed yet.
-        """
-        for start in range(0, prompt.shape[0] - 1, step_size):
-            chunk = prompt[start : min(start + step_size, prompt.shape[0] - 1)]
-            self.process_chunk(chunk, cache, ())
-            wait_for([layer.state for layer in cache.stock])
-        return self.advance(prompt[-1:], cache)
 
     def process_chunk(
         self, chunk: mx.array, cache: TreeCache, layers: Sequence[int]

@@ -1,18 +1,15 @@
-"""The report of a training run, next to the weights: model card, table and picture of the curve."""
+"""The card of a training run, next to the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from mlx_redrafter.checkpoint_files import shared_name, write_atomically, write_text
+from mlx_redrafter.checkpoint_files import shared_name, write_text
+from mlx_redrafter.checkpoints.cards import CARD_FILE, render_card
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.state import CurvePoint, TrainingProgress
+from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.training_request import TrainingRequest
 from mlx_redrafter.version import __version__
@@ -25,8 +22,23 @@ OBJECTIVES = {
     "(DSpark)",
     "apple": "cross-entropy on the text, as in Apple's released code",
 }
-# Length of the n-grams whose repetition the card reports, in tokens.
-NGRAM = 4
+# Paragraphs after the table of facts.
+_MEASURED = """## Accepted drafts
+
+Simulated on {num_texts} texts that the target generated from held-out beginnings, half greedily,
+half sampled. The training text may include other parts of the files that the beginnings come from.
+Drafts for sampled texts are ranked with the target's Gumbel noise, as in decoding with a seed.
+
+| drafts | tokens/step | acceptance rate by position |
+|---|---|---|
+| chain of {num_drafts} | {rate:.2f} | {by_position} |
+
+## Training curve
+
+| step | seconds | loss (nats) | tokens/step |
+|---|---|---|---|
+{curve}
+"""
 
 
 def write_training_card(
@@ -38,11 +50,8 @@ def write_training_card(
     measured: DecodingStats,
 ) -> None:
     """Write the card to ``README.md``, with statistics of simulated decoding of held-out texts."""
-    target, start, options = (
-        shared_name(request.model),
-        request.network.start_from,
-        request.training,
-    )
+    target, options = shared_name(request.model), request.training
+    start = request.network.start_from
     files = [path.name for path in (*request.data, *request.prompts)]
     rows = {
         "target": f"`{target}`, weights {target_fingerprint}",
@@ -58,108 +67,24 @@ def write_training_card(
         "learning rate": f"{options.lr or student.learning_rate:g}, seed {options.seed}",
         "made with": f"mlx-redrafter {__version__}",
     }
-    text = _TEMPLATE.format(
-        base_model=f"base_model: {target}\n" if target.count("/") == 1 else "",
-        target=target,
-        kind=student.name[0].upper() + student.name[1:],
-        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
+    summary = (
+        f"{student.name[0].upper() + student.name[1:]} that makes this model decode faster without "
+        "changing its text, for these weights only."
+    )
+    rest = _MEASURED.format(
         num_drafts=request.network.length - 1,
         rate=measured.tokens_per_step or 1.0,
         by_position=" ".join(f"{rate:.0%}" for rate in measured.acceptance_rate_by_depth),
         num_texts=len(corpus.held_out),
-        repeated=measure_repetition(corpus.held_out),
         curve="\n".join(
             f"| {p.step:,} | {p.seconds:.0f} | {'' if p.step == 0 else f'{p.loss:.3f}'} | "
             f"{p.tokens_per_step:.2f} |"
             for p in progress.curve
         ),
     )
-    write_text(request.out / "README.md", text)
-
-
-def measure_repetition(sequences: Sequence[TokenSequence]) -> float:
-    """Measure the share of 4-grams of trained tokens that occurred earlier in their sequence."""
-    seen = total = 0
-    for sequence in sequences:
-        tokens = [int(token) for token in sequence.tokens[np.flatnonzero(sequence.is_trained)]]
-        grams = [tuple(tokens[i : i + NGRAM]) for i in range(len(tokens) - NGRAM + 1)]
-        total += len(grams)
-        seen += len(grams) - len(set(grams))
-    return seen / total if total else 0.0
+    card = render_card(f"Drafter for {target}", target, summary, rows, rest)
+    write_text(request.out / CARD_FILE, card)
 
 
 def _count_trained(sequences: Sequence[TokenSequence]) -> int:
     return sum(int(sequence.is_trained.sum()) for sequence in sequences)
-
-
-def write_csv(folder: Path, curve: Sequence[CurvePoint]) -> None:
-    """Write the curve to ``curves.csv``, a measurement a line."""
-    rows = [
-        f"{p.step},{p.seconds:.1f},{'' if p.step == 0 else f'{p.loss:.5f}'},{p.tokens_per_step:.4f}"
-        for p in curve
-    ]
-    text = "\n".join(["step,seconds,loss,tokens_per_step", *rows, ""])
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "curves.csv", text)
-
-
-def write_picture(folder: Path, curve: Sequence[CurvePoint]) -> bool:
-    """Draw the curve to ``curves.png``; return False if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure: Any = Figure(figsize=(8, 6), layout="constrained")
-    upper, lower = figure.subplots(2, sharex=True)
-    upper.plot([p.step for p in curve], [p.tokens_per_step for p in curve], marker=".")
-    best = max(curve, key=lambda point: point.tokens_per_step)
-    upper.plot(best.step, best.tokens_per_step, "o", color="tab:red")
-    figure.suptitle(
-        f"{folder.name}, best: {best.tokens_per_step:.2f} tokens/step after {best.step:,} steps, "
-        f"{best.seconds / 60:.0f} minutes"
-    )
-    gain = best.tokens_per_step - 1
-    upper.set_ylim(1, 1 + 1.1 * (gain or 1))  # plain decoding has 1
-    upper.set_ylabel("tokens/step, held-out texts")
-    trained = [point for point in curve if point.step > 0]
-    lower.plot([p.step for p in trained], [p.loss for p in trained], marker=".", color="tab:orange")
-    lower.set_ylim(0, 1.1 * max((p.loss for p in trained), default=1))
-    lower.set_ylabel("training loss, nats")
-    lower.set_xlabel("steps of training")
-    lower.set_xlim(left=0)
-    write_atomically(folder / "curves.png", lambda path: figure.savefig(path, dpi=120))
-    return True
-
-
-_TEMPLATE = """---
-library_name: mlx
-tags: [mlx, speculative-decoding, redrafter]
-{base_model}---
-
-# Drafter for {target}
-
-{kind} that makes this model decode faster without changing its text, for these weights only.
-
-    redrafter-mlx generate --model {target} --drafter . --prompt "..."
-
-| | |
-|---|---|
-{rows}
-
-## Accepted drafts
-
-Simulated on {num_texts} texts that the target generated from held-out beginnings, half greedily,
-half sampled; {repeated:.0%} of the {ngram}-grams in these texts repeat. The training text may
-include other parts of the files that the beginnings come from. Drafts for sampled texts are ranked
-with the target's Gumbel noise, as in decoding with a seed.
-
-| drafts | tokens/step | acceptance rate by position |
-|---|---|---|
-| chain of {num_drafts} | {rate:.2f} | {by_position} |
-
-## Training curve
-
-| step | seconds | loss (nats) | tokens/step |
-|---|---|---|---|
-{curve}
-""".replace("{ngram}", str(NGRAM))

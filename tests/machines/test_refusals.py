@@ -12,12 +12,12 @@ import pytest
 
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
-from mlx_redrafter.machines.agreement import load_together
-from mlx_redrafter.machines.following import load_when_asked
+from mlx_redrafter.machines.agreement import load_together, load_when_asked
 from mlx_redrafter.machines.frames import Do, Frame, read
-from mlx_redrafter.machines.leading import Leader, LeadingTarget
+from mlx_redrafter.machines.leader import Leader
+from mlx_redrafter.machines.leading import LeadingTarget
 from mlx_redrafter.machines.meeting import Machines, Rank
-from mlx_redrafter.machines.splitting import check_family, digest, split
+from mlx_redrafter.machines.splitting import check_family, digests, split
 from tests.machines.test_ends import store_tiny
 from tests.models.tiny_models import build, tiny_config
 
@@ -88,17 +88,23 @@ def test_a_rank_without_the_model_loads_nothing(tmp_path: Path) -> None:
     assert line.sent == [Do.CHECK]
 
 
-def test_a_rank_with_another_config_says_so(tmp_path: Path) -> None:
+def test_a_rank_with_other_files_says_so(tmp_path: Path) -> None:
     folder = str(store_tiny(tmp_path / "tiny"))
+    own = digests(folder)
+    weights = Path(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"more")
+    expected = digests(folder)
+    assert expected != own
     machines, line = _machines(
-        Frame(Do.CHECK, (digest(folder), folder, None)),
-        Frame(Do.CHECK, ("0" * 64, folder, None)),
-        Frame(Do.CHECK, (digest(folder), folder, str(tmp_path))),
-        Frame(Do.CHECK, ("0" * 64, str(tmp_path / "none"), None)),
+        Frame(Do.CHECK, (expected | {"a file that is downloaded later": ""}, folder, None)),
+        Frame(Do.CHECK, (expected | {"config.json": ""}, folder, None)),
+        Frame(Do.CHECK, (expected, folder, str(tmp_path))),
+        Frame(Do.CHECK, (expected, str(tmp_path / "none"), None)),
+        Frame(Do.CHECK, (own, folder, None)),
         Frame(Do.END),
     )
     assert load_when_asked(machines) is None
-    assert line.sent == [Do.YES, Do.NO, Do.NO, Do.NO]
+    assert line.sent == [Do.YES, Do.NO, Do.NO, Do.NO, Do.NO]
 
 
 def test_other_versions_are_named() -> None:

@@ -23,7 +23,7 @@ from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, TrainingRequest, train_drafter
 from tests.helpers.models import shared_model, tiny_llama
-from tests.training.conftest import small_request
+from tests.training.conftest import curve_of, small_request
 from tests.training.pieces import Silent
 
 VOCAB, BLOCK = 12, 4
@@ -42,6 +42,7 @@ SIZES = {
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "windows": {"windows": (4, None), "causal": (True, False)},
+    "windows from the root": {"windows": (4, None), "windows_from_root": True},
     "sinks": {"has_sinks": True, "is_gated": True},
     "gemma4": {"layer_type": "gemma4", "has_values": False},
     "convolutions": {"conv_taps": 2, "conv_groups": 4, "first_slot": 1},
@@ -148,8 +149,7 @@ def test_an_earlier_drafter_is_trained_further(earlier: TrainingRequest, tmp_pat
     assert result is not None
     # The length is the earlier drafter's, and so is what it knows.
     assert result.measured.steps
-    first = (more.out / "curves.csv").read_text().splitlines()[1]
-    assert float(first.split(",")[-1]) > 1.2
+    assert curve_of(more.out)[0] > 1.2
     quantised = BlockNetwork(result.student.network.config)
     quantize_drafter(quantised, 8, 32)
     result.student.holding(quantised).save(tmp_path / "quantised", {})

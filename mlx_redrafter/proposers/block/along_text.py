@@ -118,7 +118,8 @@ class TextSurroundings:
         seen = (self._is_same & (self._distances > 0))[:, None]
         window = (config.windows or ())[layer]
         if window is not None:
-            seen = seen & (self._distances[:, None] + entries[:, None] < window)
+            further = 0 if config.windows_from_root else entries[:, None]
+            seen = seen & (self._distances[:, None] + further < window)
         blocks, count = self._distances.shape
         seen = mx.broadcast_to(seen, (blocks, size, count))
         own = entries[None] <= (entries[:, None] if (config.causal or ())[layer] else size)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
+from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.layers import BlockAttention
 
 
@@ -43,15 +44,16 @@ class Surrounding(NamedTuple):
         """Row of the buffer that is the block's first one."""
         return self.first + self.features.shape[0]
 
-    def mask(self, start: int, size: int, window: int | None, causal: bool) -> mx.array:
+    def mask(self, start: int, size: int, config: BlockConfig, layer: int) -> mx.array:
         """Build the mask of B = ``size`` entries to the rows from a position on, shape (B, S)."""
         rows = mx.arange(start, self.end + size)
         entries = mx.arange(size)[:, None]
-        seen = rows <= self.last
+        seen, window = rows <= self.last, config.windows[layer]
         if window is not None:
-            seen = seen & (self.last + 1 + entries - rows < window)
+            place = self.last + 1 if config.windows_from_root else self.last + 1 + entries
+            seen = seen & (place - rows < window)
         own = rows >= self.end
-        if causal:
+        if config.causal[layer]:
             own = own & (rows <= self.end + entries)
         return seen | own
 
@@ -89,15 +91,15 @@ class DecodingSurroundings:
         self, attention: BlockAttention, i: int, queries: mx.array, keys: mx.array, values: mx.array
     ) -> mx.array:
         """Compute the attention of one sequence's block, given the new rows of its buffer."""
-        part, layer = self.parts[i], attention.index
-        cache, window = part.caches[layer], attention.config.windows[layer]
+        part, config, layer = self.parts[i], attention.config, attention.index
+        cache, window = part.caches[layer], config.windows[layer]
         keys, values = write(cache, keys, values)
         start = 0 if window is None else max(0, part.least + 2 - window)
         buffered = getattr(cache, "start_position", 0)
         skipped = max(0, start - buffered)
-        kind = i, buffered + skipped, window, attention.config.causal[layer]
+        kind = i, buffered + skipped, window, config.causal[layer]
         if kind not in self._masks:
-            self._masks[kind] = part.mask(kind[1], self.num_entries, window, kind[3])
+            self._masks[kind] = part.mask(buffered + skipped, self.num_entries, config, layer)
         if skipped:
             keys, values = keys[..., skipped:, :], values[..., skipped:, :]
         out: mx.array = mx.fast.scaled_dot_product_attention(

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.bench.lab import memory
+from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.records import Request
@@ -36,7 +37,7 @@ def new_target(model_type: str, changes: dict[str, Any] | None = None) -> Target
 def verify_growing(target: Target, steps: int) -> list[mx.array]:
     """Return the logits of one tree after a sequence that grows by its paths."""
     cache = target.new_cache()
-    target.prefill(mx.array(PROMPT), cache, 2048)
+    prefill(target, mx.array(PROMPT), cache, 2048)
     found = []
     for step in range(steps):
         logits = target.verify(branching_tree(), cache).logits
