@@ -20,6 +20,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_redrafter.decoding.joint_prefill import prefill_together
 from mlx_redrafter.decoding.joint_step import JointStep, Progress
 from mlx_redrafter.decoding.protocols import JointPolicy, OwnPolicies
 from mlx_redrafter.decoding.records import Token
@@ -143,26 +144,15 @@ class Scheduler:
         return [Progress(one, []) for one in sequences if one.is_finished]
 
     def _process_prompts(self, sequences: Sequence[SequenceDecoder]) -> Iterator[None]:
-        """Process all but the last tokens of prompts; similar lengths share forward passes."""
-        for group in _of_similar_lengths([one for one in sequences if one.shares_prefill]):
-            if len(group) > 1:
-                yield from self._process_together(group)
+        """Process all but the last tokens of prompts, as far as possible in shared passes."""
+        sharing = [one for one in sequences if one.shares_prefill]
+        if len(sharing) > 1:
+            most = sharing[0].request.prefill_step_size
+            yield from prefill_together(self.target, sharing, lambda: self._chunk_limit(most))
         for sequence in sequences:
             while not (sequence.has_begun or sequence.is_closed):
                 sequence.process_chunk(self._chunk_limit(len(sequence.request.prompt)))
                 yield
-
-    def _process_together(self, group: Sequence[SequenceDecoder]) -> Iterator[None]:
-        chunks = self.target.prefill_together(
-            [one.request.prompt[:-1] for one in group],
-            [one.own_cache for one in group],
-            lambda: self._chunk_limit(group[0].request.prefill_step_size),
-        )
-        while not all(one.is_cancelled for one in group):
-            with mx.stream(generation_stream):
-                if next(chunks, chunks) is chunks:
-                    return
-            yield
 
     def _chunk_limit(self, most: int) -> int:
         """Return the maximum size of a chunk: smaller while others wait for their next tokens."""
@@ -252,14 +242,3 @@ def _progress(
         return Progress(sequence, step(sequence))
     except Exception as error:
         return Progress(sequence, [], error)
-
-
-def _of_similar_lengths(sequences: Sequence[SequenceDecoder]) -> list[list[SequenceDecoder]]:
-    """Group sequences so that no prompt is more than a quarter shorter than the longest one."""
-    groups: list[list[SequenceDecoder]] = []
-    for sequence in sorted(sequences, key=lambda one: -len(one.request.prompt)):
-        if groups and 4 * len(sequence.request.prompt) >= 3 * len(groups[-1][0].request.prompt):
-            groups[-1].append(sequence)
-        else:
-            groups.append([sequence])
-    return groups

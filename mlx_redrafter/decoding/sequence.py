@@ -320,9 +320,7 @@ class SequenceDecoder:
             chunk = mx.array(request.prompt[done : done + size], dtype=mx.int32)
             with mx.stream(generation_stream):
                 outputs = self.target.process_chunk(chunk, self.own_cache, self.layers)
-                if outputs.states is not None and self.drafting is not None:
-                    assert self.drafting.reader is not None
-                    self.drafting.reader.read(outputs.states)
+                self.read_states(outputs.states)
                 wait_for([layer.state for layer in self.own_cache.stock])
                 mx.clear_cache()
             self._report(done + size)
@@ -330,6 +328,12 @@ class SequenceDecoder:
         if self.is_cancelled:
             self.is_finished = True
         self.has_begun = left <= 0 or self.is_finished
+
+    def read_states(self, states: mx.array | None) -> None:
+        """Let the drafting read the states of the next tokens of the prompt, if it reads any."""
+        reader = None if self.drafting is None else self.drafting.reader
+        if states is not None and reader is not None:
+            reader.read(states)
 
     def finish_pass(self) -> list[Token]:
         """Read and commit the newest pass, so that the sequence can move to other caches.
@@ -390,10 +394,12 @@ class SequenceDecoder:
 
     @property
     def shares_prefill(self) -> bool:
-        """Whether its prompt may be processed together with others, all padded on the right."""
-        cache, length = self.own_cache, len(self.request.prompt)
-        is_new = cache.length == 0 and length > 1
-        return is_new and not self.layers and cache.may_pad(length)
+        """Whether it may share the passes over its prompt with others.
+
+        A cache that quantises its entries does so after each chunk of its own.
+        """
+        is_new = type(self.cache) is TreeCache and self.cache.length == 0
+        return is_new and len(self.request.prompt) > 1
 
     def num_kept(self) -> int:
         """Return the number of tokens that its caches will hold at least when it ends."""

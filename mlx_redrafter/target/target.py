@@ -16,14 +16,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_redrafter.device_read import to_floats, wait_for
+from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, parts_of
-from mlx_redrafter.target.caches.full import copy_entries, reserve_rows
+from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
+from mlx_redrafter.target.caches.stored_cache import (
+    Arrays,
+    copy_entries_of,
+    copy_states_of,
+    fill,
+)
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.compiled_pass import CompiledPasses, waits_for_host
 from mlx_redrafter.target.few_shapes import (
@@ -205,6 +211,25 @@ class Target:
         kinds = KVCache | ChunkedKVCache | QuantizedKVCache
         reserve_rows([one for one in parts_of(cache.stock) if isinstance(one, kinds)], num_rows)
 
+    def copy_entries(self, layers: Sequence[Any], start: int, end: int) -> Arrays:
+        """Copy K/V entries of mlx-lm's caches, as `copy_entries_of` does."""
+        return copy_entries_of(layers, start, end)
+
+    def copy_states(self, layers: Sequence[Any]) -> Arrays:
+        """Copy windows and states of mlx-lm's caches, as `copy_states_of` does."""
+        return copy_states_of(layers)
+
+    def fill(
+        self,
+        layers: list[Any],
+        pieces: Sequence[tuple[Arrays, int]],
+        states: Arrays,
+        length: int,
+        quantisation: Quantisation | None,
+    ) -> None:
+        """Fill mlx-lm's caches with such copies, as `stored_cache.fill` does."""
+        fill(layers, pieces, states, length, quantisation)
+
     def embed(self, tokens: mx.array) -> mx.array:
         """Look up rows of the input embedding, from ids of shape (n,) to shape (n, H)."""
         return self.embedding(tokens)
@@ -278,18 +303,6 @@ class Target:
         normalised: mx.array = self._final_norm(states.astype(self.dtype))
         return normalised
 
-    def prefill(self, prompt: mx.array, cache: TreeCache, step_size: int) -> TargetOutputs:
-        """Process a prompt in chunks, and its last token alone as mlx-lm does.
-
-        Blocks until MLX has computed the chunks. Returns the outputs of the last token, which MLX
-        has not computed yet.
-        """
-        for start in range(0, prompt.shape[0] - 1, step_size):
-            chunk = prompt[start : min(start + step_size, prompt.shape[0] - 1)]
-            self.process_chunk(chunk, cache, ())
-            wait_for([layer.state for layer in cache.stock])
-        return self.advance(prompt[-1:], cache)
-
     def process_chunk(
         self, chunk: mx.array, cache: TreeCache, layers: Sequence[int]
     ) -> TargetOutputs:
@@ -298,38 +311,6 @@ class Target:
         outputs = self.compute(chunk[None], cache.stock, layers).alone
         cache.grow(chunk.shape[0])
         return outputs
-
-    def prefill_together(
-        self,
-        beginnings: Sequence[Sequence[int]],
-        caches: Sequence[TreeCache],
-        step_size: Callable[[], int],
-    ) -> Iterator[None]:
-        """Process the beginnings of several sequences at once, one chunk at a time, without logits.
-
-        `TreeCache.may_pad` must hold for the longest. Shorter beginnings are padded on the right,
-        where no token before the padding attends to it. Blocks until MLX has computed each chunk.
-
-        Args:
-            beginnings: Token ids of each sequence.
-            caches: Empty caches, which get the K/V entries of their sequences at the end.
-            step_size: Function that returns the maximum number of tokens of the next chunk, all
-                sequences together.
-        """
-        longest = max(map(len, beginnings))
-        padded = mx.array([[*tokens, *[0] * (longest - len(tokens))] for tokens in beginnings])
-        stock, done = self.stock_cache(), 0
-        while done < longest:
-            size = max(1, step_size() // len(beginnings))
-            self.model(padded[:, done : done + size], cache=stock)
-            mx.eval([layer.state for layer in parts_of(stock) if layer.keys is not None])
-            mx.clear_cache()
-            done += size
-            yield
-        for row, (tokens, cache) in enumerate(zip(beginnings, caches, strict=True)):
-            for layer, own in zip(parts_of(stock), parts_of(cache.stock), strict=True):
-                copy_entries(layer, own, row, len(tokens))
-            cache.grow(len(tokens))
 
     def advance(
         self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()

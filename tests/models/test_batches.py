@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Generator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.decoding.decode import decode
+from mlx_redrafter.decoding.joint_prefill import prefill_together
 from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import KeyedSampler, gumbel_noise
 from mlx_redrafter.decoding.scheduler import Scheduler
@@ -162,6 +164,33 @@ def assert_same_entries(found: Sequence[Any], expected: Sequence[Any]) -> None:
 def test_texts_that_come_and_go(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     poison_what_texts_leave(monkeypatch)
     decode_together(model_type, Target(build(tiny_config(model_type, main_rope(model_type)))))
+
+
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_prompts_share_their_passes(model_type: str) -> None:
+    """Every cache holds what stock mlx-lm's holds after the same chunks of a prompt alone."""
+    target = Target(build(tiny_config(model_type, main_rope(model_type))))
+    prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (24, 17, 18, 17, 21)]
+    texts = [
+        SequenceDecoder(
+            target,
+            target.new_cache(),
+            KeyedSampler(SamplingParams(), VOCAB_SIZE),
+            Request(prompt),
+        )
+        for prompt in prompts
+    ]
+    assert all(text.shares_prefill for text in texts)
+    for number, _ in enumerate(prefill_together(target, texts, lambda: 35)):
+        if number == 1:
+            texts[2].cancel()
+    lengths = [text.own_cache.length for text in texts]
+    assert lengths == [20, 16, 14, 16, 20]
+    for text, prompt, length in zip(texts, prompts, lengths, strict=True):
+        cache = make_prompt_cache(target.model)
+        for start, end in pairwise(one for one in (0, 7, 14, 16, 20) if one <= length):
+            read_by_stock(target.model, prompt[start:end], cache, None)
+        assert_same_entries(text.own_cache.stock, cache)
 
 
 @pytest.mark.parametrize("model_type", KINDS)

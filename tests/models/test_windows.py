@@ -326,24 +326,21 @@ def test_memory_does_not_grow_with_the_text() -> None:
     assert peak(10**6) < 1.2 * peak(1000)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "cohere2"])
-def test_prompts_within_windows_share_their_passes(
-    monkeypatch: pytest.MonkeyPatch, model_type: str
-) -> None:
-    model, groups = build(windowed_config(model_type, 20)), []
-    together = Target.prefill_together
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama4"])
+def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    model, shapes, compute = build(windowed_config(model_type, 20)), [], Target.compute
 
-    def counted(target: Target, beginnings: Any, *others: Any) -> Any:
-        groups.append([len(tokens) for tokens in beginnings])
-        return together(target, beginnings, *others)
+    def counted(target: Target, chunks: mx.array, *others: Any) -> Any:
+        shapes.append(chunks.shape)
+        return compute(target, chunks, *others)
 
-    monkeypatch.setattr(Target, "prefill_together", counted)
-    prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (17, 20, 18, 21)]
+    monkeypatch.setattr(Target, "compute", counted)
+    prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (17, 40, 18, 41)]
     tokens: list[list[int]] = [[] for _ in prompts]
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
     for response in engine.stream_batch(prompts, max_tokens=40):
         tokens[response.number].append(response.response.token)
-    assert sorted(map(sorted, groups)) == [[16, 17, 19]]  # the longest one does not fit
+    assert shapes[:5] == [(4, 16), (3, 1), (2, 22), (1, 1), (4, 1)]
     for number, prompt in enumerate(prompts):
         assert_same_tokens(stock_tokens(model, prompt, 40), tokens[number])
 

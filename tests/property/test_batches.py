@@ -230,7 +230,7 @@ def test_a_text_that_raises_among_others_ends_alone() -> None:
     assert "".join([*texts, *(response.text for response in good)]) == expected
 
 
-def test_prompts_of_similar_lengths_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_share_passes_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     engine = Engine(model, tokenizer, None)
     rng, lengths = random.Random(3), (40, 9, 33, 1, 10, 30, 21)
@@ -242,9 +242,8 @@ def test_prompts_of_similar_lengths_share_passes(monkeypatch: pytest.MonkeyPatch
     for number, response in stream:
         texts[number] += response.text
     assert texts == expected
-    # Chunks of 48 tokens for three texts together; one that is half as long as the others.
-    assert shapes[:5] == [(3, 16), (3, 16), (3, 7), (2, 9), (1, 20)]
-    assert shapes[5] == (8, 1), "the last tokens, in as many slots"
+    # Chunks of 48 tokens of all texts together. The last text goes on alone.
+    assert shapes[:7] == [(6, 8), (5, 1), (4, 11), (3, 9), (2, 3), (1, 7), (8, 1)]
 
 
 def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(

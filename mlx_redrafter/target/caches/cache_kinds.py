@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -57,6 +59,17 @@ def parts_of(caches: Iterable[Any]) -> list[Any]:
     for cache in caches:
         parts.extend(parts_of(cache.caches) if isinstance(cache, CacheList) else [cache])
     return parts
+
+
+def copy_rows(caches: Iterable[Any], rows: Sequence[int], others: Iterable[Any]) -> None:
+    """Let other caches of the same kinds hold some rows of a batch."""
+    chosen = mx.array(list(rows))
+
+    def copied(part: Any) -> Any:
+        return part[chosen] if isinstance(part, mx.array) else part
+
+    for cache, other in zip(parts_of(caches), parts_of(others), strict=True):
+        other.state = tree_map(copied, cache.state)
 
 
 def holds_trees(cache: Any) -> bool:

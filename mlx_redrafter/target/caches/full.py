@@ -294,19 +294,6 @@ def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], 
         cache.keys, cache.values = tree_map(lengthen, (cache.keys, cache.values))
 
 
-def copy_entries(
-    layer: KVCache | RotatingKVCache, own: KVCache | RotatingKVCache, row: int, length: int
-) -> None:
-    """Copy the first entries of one sequence of a batch into its own cache.
-
-    A ring must not have come round.
-    """
-    if layer.keys is None or layer.values is None:  # a layer that the model never uses
-        return
-    parts = [mx.contiguous(part[row : row + 1, :, :length]) for part in (layer.keys, layer.values)]
-    fill_rows(own, Entries(parts, 0), length)
-
-
 def consecutive_runs(numbers: Sequence[int]) -> list[slice]:
     """Group numbers into slices of consecutive ones."""
     found: list[slice] = []

@@ -56,9 +56,6 @@ class QuantisingCache(TreeCache):
     def may_move(self) -> bool:
         return super().may_move and not self._is_due
 
-    def may_pad(self, length: int) -> bool:
-        return False  # the entries of every chunk of a prompt are quantised before the next one
-
     def grow(self, num_tokens: int) -> None:
         super().grow(num_tokens)  # after a forward pass, as in mlx-lm
         if self._is_due and self.length >= self._quantisation.start:

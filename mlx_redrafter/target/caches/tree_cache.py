@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.target.caches.tree_pass import History, TreePass, UnreadPath
 from mlx_redrafter.target.few_shapes import bucket
@@ -168,14 +168,6 @@ class TreeCache:
         has_states = any(isinstance(part.stock, ArraysCache) for part in self.parts)
         # Some models process the first token otherwise than one that follows a state of zeros.
         return self.length > 0 or not has_states
-
-    def may_pad(self, length: int) -> bool:
-        """Return whether a beginning of ``length`` tokens may be padded up to that of others."""
-        return all(
-            type(part.stock) is KVCache
-            or (type(part.stock) is RotatingKVCache and length <= part.stock.max_size)
-            for part in self.parts
-        )
 
     def expect(self, tree: TokenTree | None) -> None:
         """Make the next forward pass one over a tree, or over committed tokens."""

@@ -1,0 +1,78 @@
+"""Prompts of several new sequences, which share their forward passes.
+
+A pass ends where the shortest prompt does, and the others go on without that one. So no prompt is
+padded, and every kind of cache holds what it holds after each prompt alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.device_read import wait_for
+from mlx_redrafter.target.caches.cache_kinds import copy_rows
+from mlx_redrafter.target.target import Target
+
+
+def prefill_together(
+    target: Target, sequences: Sequence[SequenceDecoder], step_size: Callable[[], int]
+) -> Iterator[None]:
+    """Process the prompts of sequences that share their prefill, one chunk at a time.
+
+    Ends when one sequence is left, with a part of its prompt still to process. Blocks until MLX has
+    computed each chunk.
+
+    Args:
+        target: The model that decodes them.
+        sequences: The sequences, which have one proposer or none.
+        step_size: Function that returns the maximum number of tokens of the next chunk, all
+            sequences together.
+    """
+    group = sorted(sequences, key=lambda one: len(one.request.prompt), reverse=True)
+    layers = next((one.layers for one in group if one.layers), ())
+    caches, done = target.stock_cache(), 0
+    while len(group) > 1:
+        end = min(len(group[-1].request.prompt) - 1, done + max(1, step_size() // len(group)))
+        tokens = mx.array([one.request.prompt[done:end] for one in group])
+        with mx.stream(generation_stream):
+            outputs = target.compute(tokens, caches, layers)
+            for row, one in enumerate(group):
+                one.read_states(None if outputs.states is None else outputs.states[row])
+            wait_for([layer.state for layer in caches])
+            mx.clear_cache()
+        done = end
+        yield
+        group = _without_finished(group, caches, done)
+    for one in group:
+        _give_row(one, caches, 0, done)
+
+
+def _without_finished(
+    group: Sequence[SequenceDecoder], caches: Sequence[object], done: int
+) -> list[SequenceDecoder]:
+    """Give the sequences that are cancelled or at the end of their prompts their rows.
+
+    Returns:
+        The other sequences, whose rows the caches keep.
+    """
+    staying = []
+    for row, one in enumerate(group):
+        if one.is_cancelled or len(one.request.prompt) - 1 == done:
+            _give_row(one, caches, row, done)
+        else:
+            staying.append(row)
+    if 0 < len(staying) < len(group):
+        copy_rows(caches, staying, caches)
+    return [group[row] for row in staying]
+
+
+def _give_row(
+    sequence: SequenceDecoder, caches: Sequence[object], row: int, num_tokens: int
+) -> None:
+    """Let a sequence have its row of the caches, unless it has left."""
+    if not sequence.is_closed:
+        copy_rows(caches, [row], sequence.own_cache.stock)
+        sequence.own_cache.grow(num_tokens)
