@@ -24,7 +24,8 @@ KNOWN = 24
 SPARE = 8.0
 # Number of plain steps that drafting may lose before it has gained any.
 TRUST = 3.0
-# Share of all tokens, in plain steps, that drafting may lose besides.
+# Share of all tokens, in plain steps, that drafting may lose besides; with less, bad luck stops
+# drafting that pays a little.
 LOSS = 0.05
 
 # Kind of step of a probe; other kinds, except the next one, are numbers of nodes.
