@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils.tqdm import tqdm
 
 from mlx_redrafter.errors import CheckpointError, ResourceError, first_line
 from mlx_redrafter.memory_sizes import format_bytes
@@ -47,7 +47,7 @@ OTHER_FORMATS = (
 )
 
 
-class _NoBars(tqdm):  # type: ignore[type-arg]
+class _NoBars(tqdm):
     """Progress of a download that ends at once."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
