@@ -149,10 +149,6 @@ def find_curve(chip: Chip, bits: int) -> VerifyCurve | None:
     If no curve has these bits, one of other bits is converted: each further token needs the same
     arithmetic per weight, which is another share of the time to read the weights.
 
-    Args:
-        chip: The chip.
-        bits: Bits of the weights.
-
     Returns:
         The curve; None for weights of 16 bits, as none was published for them.
     """

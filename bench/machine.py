@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_redrafter.memory_sizes import read_total_memory
 from mlx_redrafter.version import __version__
 
 PACKAGES = ("mlx", "mlx-lm", "numpy", "transformers")
@@ -25,7 +26,7 @@ def describe() -> dict[str, Any]:
             "architecture": platform.machine(),
             "processor": processor_name(),
             "cores": os.cpu_count(),
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": read_total_memory(),
             "device": _device_name(),
             "openblas": has_openblas(),
             "load_average": load_averages(),
@@ -86,13 +87,6 @@ def _device_name() -> str:
     device = mx.default_device()
     name = mx.device_info().get("device_name", "") if device.type == mx.gpu else ""
     return f"{device} {name}".strip()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
 
 
 def _version(package: str) -> str | None:

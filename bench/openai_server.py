@@ -25,7 +25,6 @@ class ServedText:
     """A text of a server.
 
     Attributes:
-        text: The text, with its reasoning.
         first: Seconds from the request to the first piece of text.
         last: Seconds from the request to the last piece of text.
         steps: Forward passes of the target after the first token, if the server reports them.
@@ -42,7 +41,6 @@ class OpenAiServer:
     """A server with OpenAI's chats or completions.
 
     Attributes:
-        name: Name for tables.
         url: Address of the API, such as http://127.0.0.1:8080/v1.
         counts_steps: Whether the server is this project's, which reports steps on request.
     """

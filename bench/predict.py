@@ -25,7 +25,6 @@ class ShapeAcceptance:
         length: Beam length, L.
         tokens: Tokens verified per step, T.
         tokens_per_step: Tokens emitted per step.
-        name: Name in tables.
     """
 
     width: int
@@ -55,7 +54,6 @@ class Question:
     """A pair and a chip to predict for.
 
     Attributes:
-        chip: The chip.
         num_parameters: Parameters of the target that a token reads.
         bits: Bits of the target's weights: 16, 8 or 4.
         drafter_parameters: Parameters read per level of drafting: all but embeddings.

@@ -14,7 +14,6 @@ class Row:
     """Results of one decoding method over some prompts.
 
     Attributes:
-        arm: Name of the decoding method.
         speedup: Speed relative to stock mlx-lm, one ratio per prompt and repeat; None without a
             stock run.
         tokens_per_second: Speed of decoding, without the prompt.
@@ -23,7 +22,6 @@ class Row:
         acceptance_rate_by_depth: Share of steps that accepted at least d drafts, at index d - 1.
         nodes_per_step: Tokens verified per step.
         repeated: Share of 4-grams that had occurred earlier in their text.
-        num_texts: Number of texts counted.
         num_different: Number of texts, counted or not, that differ from the reference's; None if
             a difference is allowed.
     """

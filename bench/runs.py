@@ -41,9 +41,6 @@ class TimedRun:
     Attributes:
         group: Name of settings whose speeds are compared only with one another, such as the dtype.
         block: Number of the block of runs that were interleaved.
-        arm: Name of the decoding method.
-        prompt: Name of the prompt.
-        category: Category of the prompt.
         repeat: Number of the round, from 0.
         prompt_tokens: Length of the prompt.
         prompt_seconds: Time until the first token.

@@ -68,16 +68,13 @@ class SpeedRow:
     """Results of one method in one setting.
 
     Attributes:
-        setting: The setting, as text.
         batch_size: Texts at the same time.
-        method: Name of the method.
         category: Category of the prompts; empty for all.
         tokens_per_second: Tokens of a whole batch per second, from its first token to its last;
             beside mlx-lm's batches, from the beginning of its prompts.
         speedup: The same, relative to the baseline's for the same batch.
         tokens_per_step: Tokens per forward pass and text; None for a server that reports none.
         acceptance_rate_by_position: Share of steps that accepted at least d drafts, at index d - 1.
-        num_texts: Number of texts.
         num_different: Number of texts that differ from plain decoding's, or mlx-lm's beside its
             batches; None if a difference is allowed.
     """

@@ -52,12 +52,12 @@ class TrainingCost:
     @classmethod
     def of(cls, shape: ModelShape, tokens: int) -> TrainingCost:
         """Estimate the cost of a run on ``tokens`` tokens."""
-        options = DataOptions(max_tokens=tokens)
+        options = DataOptions(tokens)
         # The request only describes a run, so its folder may exist.
         request = TrainingRequest(
             shape.name, Path("drafter"), data=[Path("texts")], data_options=options, resume=True
         )
-        generated = round(options.self_generated_share * tokens)
+        generated = round(options.self_generated * tokens)
         work = Workload.of(request, tokens - generated, generated, PROMPT_TOKENS, options.held_out)
         config = choose_drafter_config(shape.hidden_size, shape.vocab_size, request.network)
         num_weights = count_weights(Drafter(config))
@@ -74,7 +74,7 @@ class TrainingCost:
         positions = self.request.training.batch_tokens
         bandwidth = BANDWIDTH_SHARE * chip.bandwidth * 1e9
         flops = chip.teraflops * 1e12 / FITTED.row
-        levels = self.request.network.beam_length - 1
+        levels = self.request.network.length - 1
 
         def drafting(operations: int) -> float:
             """Compute the seconds of S unroll steps; each copy of logits is written and read."""

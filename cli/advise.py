@@ -26,30 +26,20 @@ def advise(
             metavar="[MODEL]",
             help="Folder or repository; by default the bundled model. Of a repository only "
             "config.json is read.",
-            show_default=False,
         ),
     ] = None,
     chip: Annotated[
         str | None,
-        typer.Option(
-            help="Chip to predict for, such as 'M2 Pro'; by default this machine, which measures "
-            "the model if its weights are here.",
-            show_default=False,
-        ),
+        "Chip to predict for, such as 'M2 Pro'; by default this machine, which measures "
+        "the model if its weights are here.",
     ] = None,
-    machines: Annotated[
-        int, typer.Option(help="Number of such machines that the model is split over.")
-    ] = 1,
+    machines: Annotated[int, "Number of such machines that the model is split over."] = 1,
     link: Annotated[
-        str,
-        typer.Option(
-            help="Link between the machines: thunderbolt (MLX's ring), or rdma (JACCL, Thunderbolt "
-            "5)."
-        ),
+        str, "Link between the machines: thunderbolt (MLX's ring), or rdma (JACCL, Thunderbolt 5)."
     ] = "thunderbolt",
     drafter: AnyDrafter = None,
-    tokens: Annotated[str, typer.Option(help="Tokens to train on, such as 1M.")] = "1M",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    tokens: Annotated[str, "Tokens to train on, such as 1M."] = "1M",
+    as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
 ) -> None:
     """Recommend one command for a model, with the expected gain, here or on another chip."""
     count = parse_count(tokens)

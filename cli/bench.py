@@ -2,13 +2,338 @@
 
 from __future__ import annotations
 
-from mlx_redrafter.cli.bench_compare import compare, sweep
-from mlx_redrafter.cli.bench_speed import share, speed, throughput
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from mlx_redrafter.checks import check_int
+from mlx_redrafter.cli.bench_options import (
+    Out,
+    PromptFile,
+    Prompts,
+    Resume,
+    Rounds,
+    ShortRounds,
+    TextTokens,
+    begin,
+)
+from mlx_redrafter.cli.bench_output import (
+    draw,
+    parse_count,
+    parse_ints,
+    parse_names,
+    parse_shapes,
+    parse_temps,
+    progress,
+    refuse_texts,
+    show,
+    speed_table,
+    warn,
+)
+from mlx_redrafter.cli.machines import launched_group
+from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.cli.text_options import Temp
 from mlx_redrafter.cli.typer_app import Application
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
+
+if TYPE_CHECKING:
+    from mlx_redrafter.bench.recording import Recording
+    from mlx_redrafter.bench.speed import Comparison, SpeedRow, Work
+    from mlx_redrafter.bench.sweep import Grid
 
 app = Application(help="Measure the speed of drafting on this machine.", no_args_is_help=True)
-app.command()(speed)
-app.command()(share)
-app.command()(compare)
-app.command()(sweep)
-app.command()(throughput)
+
+BatchSizes = Annotated[str, "Texts at the same time, such as 1,2,4-6."]
+
+
+@app.command()
+def speed(
+    prompts: Prompts,
+    pair: Pair,
+    rounds: Rounds,
+    *,
+    temps: Annotated[str, "Temperatures."] = "0,1",
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of the prompts, such as 1k,8k,32k: longer ones are cut, and shorter ones "
+            "get other prompts before them.",
+            show_default="as published",
+        ),
+    ] = None,
+    batch_sizes: BatchSizes = "1,4",
+    server: Annotated[
+        list[str] | None,
+        "Also measure an OpenAI server with the same model, as NAME=URL or NAME=URL#MODEL "
+        "such as mlx-lm=http://127.0.0.1:8080/v1; may be repeated.",
+    ] = None,
+    api_key: Annotated[str | None, "Key for the servers, if they need one."] = None,
+    out: Out = None,
+    resume: Resume = False,
+) -> None:
+    """Compare drafted decoding with plain decoding and with other servers, on published prompts.
+
+    Prompts may be a file of Spec-Bench or SPEED-Bench, or a dataset such as
+    nvidia/SPEED-Bench:qualitative. All methods decode every batch in turns. Beside the JSON file
+    this writes its tables (.md) and a plot (.png). The exit code is 1 if a drafted text differs
+    from the plain one.
+    """
+    chosen, sizes = parse_temps(temps), parse_ints(batch_sizes)
+    lengths = [None] if contexts is None else [parse_count(one) for one in contexts.split(",")]
+    from mlx_redrafter.bench.openai_server import find_server
+    from mlx_redrafter.bench.runs import AUTO, CommonSettings
+    from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
+    from mlx_redrafter.checkpoint_files import write_text
+
+    servers = [find_server(one, api_key) for one in server or ()]
+    if len({one.name for one in servers}) < len(servers):
+        raise ConfigError("expected a different name for every --server; rename one")
+    target, tokenizer, drafter = pair.load()
+    encoded = {length: prompts.encode(tokenizer, length) for length in lengths}
+    recording = begin(
+        "speed", out, resume, pair, drafter, prompts.prompts, encoded[lengths[0]],
+        temps=list(chosen),
+        contexts=lengths,
+        batch_sizes=list(sizes),
+        servers=[one.name for one in servers],
+        **asdict(rounds),
+    )  # fmt: skip
+    work = [
+        batch
+        for length, some in encoded.items()
+        for size in sizes
+        for temp in chosen
+        for batch in all_prompts(Setting(temp, length, size), some, rounds.repeats)
+    ]
+    settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
+    compared = Comparison(settings, servers, cool_down=rounds.cool_down)
+    rows = _measure(work, compared, recording)
+    if out is not None:
+        write_text(out.with_suffix(".md"), "\n".join(recording.result["tables"]) + "\n")
+    refuse_texts(sum(row.num_different or 0 for row in rows if row.method == AUTO))
+
+
+@app.command()
+def share(
+    result: Annotated[Path, typer.Argument(help="JSON file of `bench speed`.")],
+    out: Annotated[Path, "Markdown file to write, for a pull request.", "-o"],
+) -> None:
+    """Write a page to publish: machine, versions, conditions and tables of a result.
+
+    The page has no path, no address and no text of a prompt or an answer.
+    """
+    from mlx_redrafter.bench.result_file import read_result
+    from mlx_redrafter.bench.speed_page import page
+    from mlx_redrafter.checkpoint_files import write_text
+
+    text = page(read_result(result, "speed"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, text)
+    typer.echo(f"wrote {out}", err=True)
+
+
+@app.command()
+def compare(
+    prompts: Prompts,
+    pair: Pair,
+    rounds: Rounds,
+    stock_draft_model: Annotated[
+        str | None, "Also measure mlx-lm's own speculative decoding with this draft model."
+    ] = None,
+    shapes: Annotated[
+        str,
+        "Fixed draft shapes to measure, each WIDTHxLENGTH or WIDTHxLENGTHxNODES of a "
+        "tree, or beam:WIDTHxLENGTH for merged beams.",
+    ] = "beam:4x5,4x5x9",
+    temp: Temp = 0.0,
+    out: Out = None,
+    resume: Resume = False,
+) -> None:
+    """Compare stock mlx-lm, plain decoding, fixed draft shapes and the default.
+
+    Every prompt is decoded with every method, and speeds are relative to stock mlx-lm. The exit
+    code is 1 if a text differs from the target's own.
+    """
+    SamplingParams(temp)
+    plans = parse_shapes(shapes)
+    if stock_draft_model is not None and launched_group() is not None:
+        raise ConfigError("stock_draft_model is not supported on several machines; leave it out")
+    target, tokenizer, drafter = pair.load()
+    from mlx_redrafter.bench.report import num_different
+    from mlx_redrafter.bench.result_file import checkpoint_name
+    from mlx_redrafter.bench.runs import STOCK_DRAFT, CommonSettings, stock_arm
+    from mlx_redrafter.bench.turns import arm_name, compared_arms
+    from mlx_redrafter.bench.turns import compare as measure
+    from mlx_redrafter.checkpoints.loading import load
+
+    plans = [plan.within(drafter.max_length) for plan in plans]
+    encoded = prompts.encode(tokenizer)
+    recording = begin(
+        "compare", out, resume, pair, drafter, prompts.prompts, encoded,
+        stock_draft_model=stock_draft_model and checkpoint_name(stock_draft_model),
+        shapes={arm_name(plan): plan.options for plan in plans},
+        temp=temp,
+        **asdict(rounds),
+    )  # fmt: skip
+    settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens, temp)
+    arms = compared_arms(settings, plans)
+    if stock_draft_model is not None:
+        arms[STOCK_DRAFT] = stock_arm(settings, load(stock_draft_model)[0])
+    with progress("Turns") as on_progress:
+        rows, by_category = measure(
+            arms, settings, encoded, rounds.repeats, recording, rounds.cool_down, on_progress
+        )
+    show(speed_table(rows, "all prompts"))
+    seconds = recording.result.get("calibration_seconds", 0.0)
+    show(f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes")
+    for category, some in by_category.items():
+        show(speed_table(some, category))
+    warn(recording.result["disturbances"])
+    refuse_texts(num_different(rows))
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """Values to sweep, each a list."""
+
+    widths: Annotated[str, "Beam widths, such as 1-4,8."] = "1-4"
+    lengths: Annotated[str, "Beam lengths, counting the root."] = "2-5"
+    nodes: Annotated[
+        str | None, typer.Option(help="Tree nodes with top_n.", show_default="the default")
+    ] = None
+    selections: Annotated[
+        str, "top_n for the most probable nodes, beam for merged beams, or both."
+    ] = "top_n,beam"
+    temps: Annotated[str, "Temperatures."] = "0"
+
+    def read(self) -> Grid:
+        """Parse the lists.
+
+        Raises:
+            ConfigError: A list cannot be read, the grid is too large, or no tree has so many nodes.
+        """
+        from mlx_redrafter.bench.sweep import Grid
+
+        return Grid(
+            parse_ints(self.widths),
+            parse_ints(self.lengths),
+            (None,) if self.nodes is None else parse_ints(self.nodes),
+            parse_names(self.selections, ("top_n", "beam")),  # type: ignore[arg-type]
+            parse_temps(self.temps),
+        )
+
+
+@app.command()
+def sweep(
+    prompts: Prompts,
+    out: Annotated[Path, "Folder for JSON and PNG files.", "-o"],
+    pair: Pair,
+    shapes: GridOptions,
+    rounds: ShortRounds,
+    resume: Resume = False,
+) -> None:
+    """Measure a grid of fixed draft shapes, and draw maps of the speed.
+
+    Speeds are relative to stock mlx-lm. The exit code is 1 if a text differs from the target's own.
+    """
+    grid = shapes.read()
+    from mlx_redrafter.bench.plots import count_texts, plot_sweep, title
+    from mlx_redrafter.bench.report import num_different
+    from mlx_redrafter.bench.runs import CommonSettings
+    from mlx_redrafter.bench.sweep import sweep as measure
+
+    target, tokenizer, drafter = pair.load()
+    encoded = prompts.encode(tokenizer)
+    recording = begin(
+        "sweep", out / "sweep.json", resume, pair, drafter, prompts.prompts, encoded,
+        grid={name: list(values) for name, values in asdict(grid).items()},
+        **asdict(rounds),
+    )  # fmt: skip
+    settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
+    with progress("Turns") as on_progress:
+        points = measure(
+            settings, grid, encoded, rounds.repeats, recording, rounds.cool_down,
+            on_progress=on_progress,
+        )  # fmt: skip
+    for temp in grid.temps:
+        rows = [point.row for point in points if point.temp == temp]
+        show(speed_table(rows, f"temperature {temp:g}"))
+    heading = title(recording.result, target, count_texts(recording.result["configuration"]))
+    draw(lambda: plot_sweep(out, points, heading))
+    warn(recording.result["disturbances"])
+    refuse_texts(num_different([point.row for point in points]))
+
+
+@app.command()
+def throughput(
+    prompts: PromptFile,
+    pair: Pair,
+    *,
+    batch_sizes: BatchSizes = "1,2,4,8,16",
+    shapes: Annotated[
+        str, "Fixed draft shapes to measure, each WIDTHxLENGTH or WIDTHxLENGTHxNODES."
+    ] = "1x5,2x5,4x5",
+    max_tokens: TextTokens = 64,
+    rounds: Annotated[int, "Number of batches of each size and method."] = 5,
+    temp: Temp = 0.0,
+    out: Out = None,
+    resume: Resume = False,
+) -> None:
+    """Compare batch generation by mlx-lm, plain decoding, the default and fixed draft shapes.
+
+    The exit code is 1 if a text differs from the target's own.
+    """
+    SamplingParams(temp)
+    sizes, plans = parse_ints(batch_sizes), parse_shapes(shapes)
+    for name, value in (("max_tokens", max_tokens), ("rounds", rounds)):
+        check_int(name, value, 1)
+    target, tokenizer, drafter = pair.load()
+    from mlx_redrafter.bench.runs import CommonSettings
+    from mlx_redrafter.bench.speed import Comparison, Setting, next_prompts
+
+    encoded = Prompts(prompts).encode(tokenizer)
+    recording = begin(
+        "throughput", out, resume, pair, drafter, prompts, encoded,
+        max_tokens=max_tokens,
+        repeats=rounds,
+        temp=temp,
+        shapes=shapes,
+        batch_sizes=list(sizes),
+    )  # fmt: skip
+    work = [
+        batch
+        for size in sizes
+        for batch in next_prompts(Setting(temp, None, size), encoded, rounds)
+    ]
+    settings = CommonSettings(target, tokenizer, drafter, max_tokens)
+    compared = Comparison(settings, plans=plans, has_stock=True)
+    rows = _measure(work, compared, recording)
+    refuse_texts(sum(row.num_different or 0 for row in rows))
+
+
+def _measure(work: Work, compared: Comparison, recording: Recording) -> list[SpeedRow]:
+    """Measure, print the table, draw the plot, and return the rows over all categories."""
+    from mlx_redrafter.bench.plots import count_texts, plot_speed, title
+    from mlx_redrafter.bench.speed import measure_speed
+    from mlx_redrafter.bench.speed_page import cells, columns, speed_tables
+
+    with progress("Batches") as on_progress:
+        rows = measure_speed(work, compared, recording, on_progress)
+    tables = speed_tables(rows, compared.baseline)
+    recording.finish(bool(compared.servers), rows=rows, tables=tables)
+    found = [row for row in rows if not row.category]
+    table = Table(*columns(compared.baseline))
+    for row in found:
+        table.add_row(*cells(row))
+    show(table)
+    result: dict[str, Any] = recording.result
+    warn(result["disturbances"])
+    if recording.path is not None:
+        heading = title(result, compared.settings.model, count_texts(result["configuration"]))
+        path = recording.path.with_suffix(".png")
+        draw(lambda: [plot_speed(path, found, heading, compared.baseline)])
+    return found

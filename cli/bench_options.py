@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.errors import ConfigError
@@ -18,26 +16,16 @@ if TYPE_CHECKING:
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.runs import EncodedPrompt
 
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", help="JSON file for the result.", show_default=False),
-]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue the interrupted benchmark in --out.")
-]
-TextTokens = Annotated[
-    int, typer.Option("--max-tokens", "-m", help="Maximum number of tokens per text.")
-]
-Repeats = Annotated[int, typer.Option(help="Number of rounds per prompt.")]
+Out = Annotated[Path | None, "JSON file for the result.", "-o"]
+Resume = Annotated[bool, "Continue the interrupted benchmark in --out."]
+TextTokens = Annotated[int, "Maximum number of tokens per text.", "--max-tokens", "-m"]
+Repeats = Annotated[int, "Number of rounds per prompt."]
 PromptFile = Annotated[
     Path,
-    typer.Option(
-        "--prompts",
-        help="Prompts: a .jsonl or .parquet file as of MT-bench, Spec-Bench or SPEED-Bench, or "
-        'with "prompt" or "text" in each row; text with empty lines between prompts; or a dataset '
-        "such as nvidia/SPEED-Bench:qualitative.",
-        show_default=False,
-    ),
+    "Prompts: a .jsonl or .parquet file as of MT-bench, Spec-Bench or SPEED-Bench, or "
+    'with "prompt" or "text" in each row; text with empty lines between prompts; or a dataset '
+    "such as nvidia/SPEED-Bench:qualitative.",
+    "--prompts",
 ]
 
 
@@ -47,8 +35,7 @@ class Prompts:
 
     prompts: PromptFile
     num_prompts: Annotated[
-        int | None,
-        typer.Option(help="Number of prompts, from all categories alternately; all by default."),
+        int | None, "Number of prompts, from all categories alternately; all by default."
     ] = None
 
     def __post_init__(self) -> None:
@@ -82,7 +69,7 @@ class Rounds:
 
     max_tokens: TextTokens = 128
     repeats: Repeats = 3
-    cool_down: Annotated[float, typer.Option(help="Seconds to rest before every run.")] = 0.0
+    cool_down: Annotated[float, "Seconds to rest before every run."] = 0.0
 
     def __post_init__(self) -> None:
         check_int("max_tokens", self.max_tokens, 1)

@@ -42,9 +42,7 @@ def chat(
     chat_template_config: ChatTemplateConfig = None,
     text: AnswerOptions,
     show_drafts: ShowDrafts = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print tokens/step and speed after every answer.")
-    ] = False,
+    verbose: Annotated[bool, "Print tokens/step and speed after every answer."] = False,
 ) -> None:
     """Talk to a model in the terminal.
 

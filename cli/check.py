@@ -16,7 +16,6 @@ from mlx_redrafter.cli.model_options import AdaptedPair
 from mlx_redrafter.cli.prompt_options import PromptOptions
 from mlx_redrafter.cli.text_options import (
     CACHE,
-    PROMPT,
     DraftOptions,
     IgnoreChatTemplate,
     MaxTokens,
@@ -49,26 +48,18 @@ def check(
     *,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(
-            "--prompt",
-            "-p",
-            help="Prompt to compare with; may be repeated. By default three of this program.",
-            show_default=False,
-            rich_help_panel=PROMPT,
-        ),
+        "Prompt to compare with; may be repeated. By default three of this program.",
+        "-p",
     ] = None,
     text: CheckedTextOptions,
     drafting: DraftOptions,
     ignore_chat_template: IgnoreChatTemplate = False,
     kernels: Annotated[
         bool,
-        typer.Option(
-            "--kernels",
-            help="Instead of text, compare this package's GPU kernels with MLX's and time both, on "
-            "the target's weights (Apple GPUs only).",
-        ),
+        "Instead of text, compare this package's GPU kernels with MLX's and time both, on "
+        "the target's weights (Apple GPUs only).",
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
 ) -> None:
     """Decode with drafts and without, and compare token by token.
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mlx_redrafter.cli.typer_app import Application, Command, CommandGroup
+from mlx_redrafter.convert.conversion_options import ConversionOptions, Dtype
 
 if TYPE_CHECKING:
-    from mlx_redrafter.convert.conversion_options import (
-        Conversion,
-        ConversionOptions,
-        Quantization,
-        VocabularySlice,
-    )
-    from mlx_redrafter.convert.inspection import Inspection
+    from mlx_redrafter.convert.output import Conversion
+    from mlx_redrafter.convert.recognition import Inspection
 
 # Name of the command that converts, which users need not type.
 DEFAULT_COMMAND = "run"
@@ -27,69 +22,7 @@ SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="Folder or hu
 DestinationArgument = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")]
 
 
-Dtype = Literal["float16", "bfloat16", "float32"]
 Layout = Literal["mlx", "pytorch"]
-Recurrence = Literal["silu", "identity"]
-TreeKind = Literal["dynamic", "static"]
-
-
-@dataclass(frozen=True)
-class QuantizationOptions:
-    """Quantization of the result."""
-
-    quantize: Annotated[bool, typer.Option("-q", "--quantize", help="Quantize the weights.")] = (
-        False
-    )
-    q_bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3, 4, 6 or 8.")] = 4
-    q_group_size: Annotated[int, typer.Option(help="Weights per group: 32, 64 or 128.")] = 64
-
-    def read(self) -> Quantization | None:
-        """Return the quantization, or None if the weights are not quantised."""
-        from mlx_redrafter.convert.conversion_options import Quantization
-
-        return Quantization(self.q_bits, self.q_group_size) if self.quantize else None
-
-
-@dataclass(frozen=True)
-class VocabularyOptions:
-    """The target, and the tokens that the drafter can propose."""
-
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Model that the drafter is for: also check that they fit, and measure how many "
-            "first drafts the model accepts.",
-        ),
-    ] = None
-    vocab_slice: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Draft only the N most frequent tokens of --vocab-text, which makes drafting "
-            "faster (recurrent drafters and Medusa heads).",
-        ),
-    ] = None
-    vocab_text: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Text like the text to be generated; may be repeated."),
-    ] = None
-
-    def __post_init__(self) -> None:
-        if (self.vocab_slice is None) != (not self.vocab_text):
-            raise typer.BadParameter("--vocab-slice and --vocab-text need each other")
-        if self.vocab_slice is not None and self.target is None:
-            raise typer.BadParameter(
-                "--vocab-slice needs --target, whose tokenizer counts the tokens"
-            )
-
-    def read(self) -> VocabularySlice | None:
-        """Return the reduced vocabulary, or None if the drafter can propose every token."""
-        from mlx_redrafter.convert.conversion_options import VocabularySlice
-
-        if self.vocab_slice is None:
-            return None
-        return VocabularySlice(self.vocab_slice, tuple(self.vocab_text or ()))
 
 
 class DefaultContext(typer.Context):
@@ -129,28 +62,7 @@ def convert(
     source: SourceArgument,
     destination: DestinationArgument,
     *,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(
-            help="Dtype of the weights. By default float16; with --to pytorch, the stored dtype.",
-            show_default=False,
-        ),
-    ] = None,
-    quantization: QuantizationOptions,
-    vocabulary: VocabularyOptions,
-    rnn_activation: Annotated[
-        Recurrence | None,
-        typer.Option(
-            help="Activation of the RNN, if the converter cannot infer it from the weights' origin."
-        ),
-    ] = None,
-    tree: Annotated[
-        TreeKind | None,
-        typer.Option(
-            help="Tree of Medusa heads: dynamic chooses the most probable drafts in every step, "
-            "static the same ranks in every step, measured with --target."
-        ),
-    ] = None,
+    options: ConversionOptions,
     to: Annotated[
         Layout,
         typer.Option(
@@ -169,22 +81,13 @@ def convert(
     `redrafter-mlx convert inspect SRC` describes a checkpoint without converting it.
     """
     from mlx_redrafter.convert.conversion import convert_drafter
-    from mlx_redrafter.convert.conversion_options import ConversionOptions
 
-    if to == "pytorch":
-        if quantization.quantize or vocabulary.target or rnn_activation or tree:
-            raise typer.BadParameter("--to pytorch takes no option but --dtype and --upload-repo")
-        _export(source, destination, dtype)
-    else:
-        options = ConversionOptions(
-            dtype=dtype or "float16",
-            quantization=quantization.read(),
-            target=vocabulary.target,
-            rnn_activation=rnn_activation,
-            vocabulary=vocabulary.read(),
-            tree=tree,
-        )
+    if to == "mlx":
         _report(convert_drafter(source, destination, options), destination, options)
+    elif options == ConversionOptions(options.dtype):
+        _export(source, destination, options.dtype)
+    else:
+        raise typer.BadParameter("--to pytorch takes no option but --dtype and --upload-repo")
     if upload_repo is not None:
         from mlx_redrafter.convert.publication import upload_folder
 
@@ -196,7 +99,7 @@ def inspect_source(
     source: SourceArgument,
 ) -> None:
     """Describe a checkpoint without converting it or reading its weights."""
-    from mlx_redrafter.convert.inspection import inspect_checkpoint
+    from mlx_redrafter.convert.recognition import inspect_checkpoint
 
     _show(inspect_checkpoint(source))
 
@@ -212,8 +115,7 @@ def _export(source: str, destination: Path, dtype: Dtype | None) -> None:
 
 def _report(conversion: Conversion, destination: Path, options: ConversionOptions) -> None:
     provenance = conversion.provenance
-    stored_as = options.quantization or options.dtype
-    typer.echo(f"wrote {destination}: {conversion.config.summary}, {stored_as}")
+    typer.echo(f"wrote {destination}: {conversion.config.summary}, {options.stored_as}")
     if (measured := provenance["self_test"]) is not None:
         typer.echo(
             f"first drafts accepted: {measured['acceptance']:.1%} of {measured['positions']} "

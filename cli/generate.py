@@ -13,10 +13,9 @@ import typer
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
-from mlx_redrafter.cli.model_options import CONTEXT, Predraft, WritingPair
+from mlx_redrafter.cli.model_options import CONTEXT, WritingPair
 from mlx_redrafter.cli.prompt_options import PromptOptions
 from mlx_redrafter.cli.text_options import (
-    MODEL,
     DraftOptions,
     WholeTextOptions,
     generation_options,
@@ -43,14 +42,14 @@ MAX_GRAMMAR_BYTES = 1 << 20
 class GeneratingPair(WritingPair):
     """A pair that may draft ahead, and more tokens that end the text."""
 
-    predraft: Predraft = 0
+    predraft: Annotated[
+        int,
+        "Draft on the CPU, while the target computes on the GPU, for this many likely results of "
+        "its pass (speculative speculative decoding), 0 for none; for recurrent drafters and "
+        "smaller models.",
+    ] = 0
     extra_eos_token: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Also end the text at this token, given as text or id; may be repeated.",
-            show_default=False,
-            rich_help_panel=MODEL,
-        ),
+        list[str] | None, "Also end the text at this token, given as text or id; may be repeated."
     ] = None
 
     def __post_init__(self) -> None:
@@ -77,28 +76,11 @@ class GrammarOptions:
     """The grammar of the text, in one of three forms."""
 
     json_schema: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with a JSON schema: the text will be JSON that fits it.",
-            show_default=False,
-            rich_help_panel=GRAMMAR,
-        ),
+        Path | None, "File with a JSON schema: the text will be JSON that fits it."
     ] = None
-    regex: Annotated[
-        str | None,
-        typer.Option(
-            help="Regular expression: the whole text will match it.",
-            show_default=False,
-            rich_help_panel=GRAMMAR,
-        ),
-    ] = None
+    regex: Annotated[str | None, "Regular expression: the whole text will match it."] = None
     lark: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with a grammar in Lark's notation: the text will follow it.",
-            show_default=False,
-            rich_help_panel=GRAMMAR,
-        ),
+        Path | None, "File with a grammar in Lark's notation: the text will follow it."
     ] = None
 
     def read(self) -> Grammar | None:
@@ -125,13 +107,9 @@ def generate(
     text: WholeTextOptions,
     grammar: GrammarOptions,
     drafting: DraftOptions,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, "Print one JSON object and nothing else.", "--json"] = False,
     show_drafts: ShowDrafts = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also print the seed and a table of draft sizes.")
-    ] = False,
+    verbose: Annotated[bool, "Also print the seed and a table of draft sizes."] = False,
 ) -> None:
     """Generate text: exactly what the model alone would write, in fewer forward passes."""
     options = generation_options(text, drafting)  # checked before anything is loaded

@@ -41,23 +41,15 @@ class ServerOptions:
     """The server that the agent uses."""
 
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model, as for serve. By default that of the server that runs already.",
-            show_default=False,
-        ),
+        str | None, "Model, as for serve. By default that of the server that runs already."
     ] = None
-    drafter: Annotated[
-        str | None, typer.Option(help="Drafter of a server to start.", show_default=False)
-    ] = None
-    port: Annotated[int, typer.Option(help="Port of the server.")] = 8080
+    drafter: Annotated[str | None, "Drafter of a server to start."] = None
+    port: Annotated[int, "Port of the server."] = 8080
     api_key: Annotated[
         str | None,
         typer.Option(
             help="Key of the server.",
             envvar="REDRAFTER_API_KEY",
-            show_envvar=True,
-            show_default=False,
         ),
     ] = None
 
@@ -71,16 +63,14 @@ class ServerOptions:
 
 
 def launch(
-    agent: Annotated[
-        str, typer.Argument(help=f"Agent to start: {', '.join(AGENTS)}.", show_default=False)
-    ],
+    agent: Annotated[str, typer.Argument(help=f"Agent to start: {', '.join(AGENTS)}.")],
     server: ServerOptions,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="Arguments of the agent, after two dashes.", show_default=False),
+        typer.Argument(help="Arguments of the agent, after two dashes."),
     ] = None,
     only_print: Annotated[
-        bool, typer.Option("--print", help="Print the settings and the command; start nothing.")
+        bool, "Print the settings and the command; start nothing.", "--print"
     ] = False,
 ) -> None:
     """Start an installed coding agent with a model of this machine.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -17,10 +16,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from mlx_redrafter.engine.responses import GenerationResponse
 
-ShowDrafts = Annotated[
-    bool,
-    typer.Option("--show-drafts", help="Colour the accepted drafts, if stdout is a terminal."),
-]
+ShowDrafts = Annotated[bool, "Colour the accepted drafts, if stdout is a terminal."]
 # Seconds between two updates of the unfinished line and the speed.
 REFRESH = 0.1
 # Style of accepted drafts.

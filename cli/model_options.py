@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -35,22 +35,12 @@ NO_DRAFTER = "none"
 
 Model = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        help="Model that writes the text (the target): a folder, a hub repository, or the last "
-        "part of the name of one on this machine. By default the bundled demonstration model.",
-        show_default=False,
-        rich_help_panel=MODEL,
-    ),
+    "Model that writes the text (the target): a folder, a hub repository, or the last "
+    "part of the name of one on this machine. By default the bundled demonstration model.",
 ]
 NamedModel = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        help="Target: a folder, a hub repository, or the last part of the name of one on this "
-        "machine.",
-        rich_help_panel=MODEL,
-    ),
+    "Target: a folder, a hub repository, or the last part of the name of one on this machine.",
 ]
 
 
@@ -63,46 +53,14 @@ def _drafter_option(more: str = "") -> Any:
         "that is made for the target, on this machine or published; lookup for prompt lookup; mtp "
         f"for the module in the target's own files{more}. By default one on this machine, or "
         "lookup.",
-        show_default=False,
         rich_help_panel=MODEL,
     )
 
 
 AnyDrafter = Annotated[str | None, _drafter_option()]
-Yes = Annotated[
-    bool,
-    typer.Option(
-        "--yes",
-        help="Download what --drafter auto offers without a question.",
-        rich_help_panel=MODEL,
-    ),
-]
-AdapterPath = Annotated[
-    str | None,
-    typer.Option(
-        "--adapter-path", help="Folder of a LoRA adapter for the target.", rich_help_panel=MODEL
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="Allow the target's checkpoint to run its own Python code.",
-        rich_help_panel=MODEL,
-    ),
-]
-
-Predraft = Annotated[
-    int,
-    typer.Option(
-        "--predraft",
-        help="Draft on the CPU, while the target computes on the GPU, for this many likely results "
-        "of its pass (speculative speculative decoding); for recurrent drafters and smaller "
-        "models.",
-        show_default="off",
-        rich_help_panel=MODEL,
-    ),
-]
+Yes = Annotated[bool, "Download what --drafter auto offers without a question."]
+AdapterPath = Annotated[str | None, "Folder of a LoRA adapter for the target."]
+TrustRemoteCode = Annotated[bool, "Allow the target's checkpoint to run its own Python code."]
 
 
 @dataclass(frozen=True)
@@ -112,6 +70,7 @@ class Pair:
     A drafter without a model is one for the bundled target.
     """
 
+    panel: ClassVar = MODEL
     model: Model = None
     drafter: AnyDrafter = None
     yes: Yes = False

@@ -22,14 +22,13 @@ Name = Annotated[
     typer.Argument(
         help="Repository, or the last part of its name; without an owner, first on this machine, "
         "then of mlx-community.",
-        show_default=False,
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Delete without a question.")]
+Yes = Annotated[bool, "Delete without a question."]
 
 
 def list_models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
 ) -> None:
     """List models and drafters on this machine, with their sizes and what drafts for them.
 

@@ -7,10 +7,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from mlx_redrafter.cli.machines import launched_group
-from mlx_redrafter.cli.text_options import PROMPT, IgnoreChatTemplate
+from mlx_redrafter.cli.text_options import IgnoreChatTemplate
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,47 +16,21 @@ if TYPE_CHECKING:
 
 
 ChatTemplateConfig = Annotated[
-    str | None,
-    typer.Option(
-        "--chat-template-config",
-        help='JSON object of options for the chat template, such as {"enable_thinking": false}.',
-        rich_help_panel=PROMPT,
-    ),
+    str | None, 'JSON object of options for the chat template, such as {"enable_thinking": false}.'
 ]
-SystemPrompt = Annotated[
-    str | None,
-    typer.Option(
-        "--system-prompt",
-        help="System message, for models with a chat template.",
-        rich_help_panel=PROMPT,
-    ),
-]
+SystemPrompt = Annotated[str | None, "System message, for models with a chat template."]
 
 
 @dataclass(frozen=True)
 class PromptOptions:
     """The prompt, the chat template and the prompt cache."""
 
-    prompt: Annotated[
-        str,
-        typer.Option(
-            "--prompt",
-            "-p",
-            help="The prompt; - reads it from standard input.",
-            show_default=False,
-            rich_help_panel=PROMPT,
-        ),
-    ]
+    prompt: Annotated[str, "The prompt; - reads it from standard input.", "-p"]
     ignore_chat_template: IgnoreChatTemplate = False
     chat_template_config: ChatTemplateConfig = None
     system_prompt: SystemPrompt = None
     prompt_cache_file: Annotated[
-        str | None,
-        typer.Option(
-            "--prompt-cache-file",
-            help="Continue after the prompt cache in this file, which mlx_lm.cache_prompt wrote.",
-            rich_help_panel=PROMPT,
-        ),
+        str | None, "Continue after the prompt cache in this file, which mlx_lm.cache_prompt wrote."
     ] = None
 
     def __post_init__(self) -> None:

@@ -20,12 +20,10 @@ def run_model(
     name: Name,
     prompt: Annotated[
         str | None,
-        typer.Argument(help="Prompt of one text; a conversation without it.", show_default=False),
+        typer.Argument(help="Prompt of one text; a conversation without it."),
     ] = None,
     max_tokens: MaxTokens = AnswerOptions.max_tokens,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Download the model and its drafter without a question.")
-    ] = False,
+    yes: Annotated[bool, "Download the model and its drafter without a question."] = False,
 ) -> None:
     """Talk to a model, or generate one text, with the best drafter that can be found for it.
 

@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -45,28 +45,19 @@ GRACE_SECONDS = 30
 class ServedModels:
     """The models to serve, each with its drafter."""
 
+    panel: ClassVar = MODEL
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            "--model",
-            help="Model to serve: a folder, a hub repository, the last part of the name of one on "
-            "this machine, or a folder of models; may be repeated. A single model is loaded at the "
-            "start, several ones at their first requests. By default the bundled demonstration "
-            "model.",
-            show_default=False,
-            rich_help_panel=MODEL,
-        ),
+        "Model to serve: a folder, a hub repository, the last part of the name of one on this "
+        "machine, or a folder of models; may be repeated. A single model is loaded at the start, "
+        "several ones at their first requests. By default the bundled demonstration model.",
     ] = None
     drafter: Annotated[
         list[str] | None,
-        typer.Option(
-            "--drafter",
-            "--draft-model",
-            help="Drafter of the model, as for generate; one for all models, or repeated in the "
-            "order of the models.",
-            show_default=False,
-            rich_help_panel=MODEL,
-        ),
+        "Drafter of the model, as for generate; one for all models, or repeated in the "
+        "order of the models.",
+        "--drafter",
+        "--draft-model",
     ] = None
     yes: Yes = False
     adapter_path: AdapterPath = None
@@ -115,56 +106,34 @@ class AddressOptions:
         allow_origin: Origins of web pages that may use the server.
     """
 
-    host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=SERVER)] = (
-        "127.0.0.1"
-    )
-    port: Annotated[
-        int, typer.Option(help="Port to listen at; 0 picks a free one.", rich_help_panel=SERVER)
-    ] = 8080
+    panel: ClassVar = SERVER
+    host: Annotated[str, "Address to listen at."] = "127.0.0.1"
+    port: Annotated[int, "Port to listen at; 0 picks a free one."] = 8080
     api_key: Annotated[
         str | None,
         typer.Option(
             help="Key that every request must send. Without a key, anyone who reaches the address "
             "may use the server.",
             envvar=KEY_VARIABLE,
-            show_envvar=True,
-            show_default=False,
             rich_help_panel=SERVER,
         ),
     ] = None
     model_name: Annotated[
         str | None,
-        typer.Option(
-            help="Name of the model in requests. By default the repository, or the folder's name.",
-            show_default=False,
-            rich_help_panel=SERVER,
-        ),
+        "Name of the model in requests. By default the repository, or the folder's name.",
     ] = None
     strict_names: Annotated[
-        bool,
-        typer.Option(
-            "--strict-names",
-            help="Refuse requests that name another model; without it, the first model answers.",
-            rich_help_panel=SERVER,
-        ),
+        bool, "Refuse requests that name another model; without it, the first model answers."
     ] = False
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Name under which clients reach the server, besides its address and localhost; "
-            "may be repeated.",
-            show_default=False,
-            rich_help_panel=SERVER,
-        ),
+        "Name under which clients reach the server, besides its address and localhost; "
+        "may be repeated.",
     ] = None
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Web origin whose pages may use the server, such as http://localhost:3000, or * "
-            "for all; may be repeated. By default only the server's own page.",
-            show_default=False,
-            rich_help_panel=SERVER,
-        ),
+        "Web origin whose pages may use the server, such as http://localhost:3000, or * "
+        "for all; may be repeated. By default only the server's own page.",
     ] = None
 
     def __post_init__(self) -> None:
@@ -246,12 +215,12 @@ def serve(
 
 
 def _for_machines(served: list[Model], limits: Limits) -> Limits:
-    """Keep the one model for good, and no prompts: what is kept on rank 0 the others would lack."""
+    """Keep the one model for good, and prompts in memory: each rank has its part of both."""
     if len(served) > 1:
         raise ConfigError(f"expected one model on several machines, found {len(served)}; serve one")
     served[0].load = cache(served[0].load)
-    typer.echo("prompts are not kept for later requests on several machines", err=True)
-    return replace(limits, prompt_cache_bytes=0, prompt_disk_bytes=0)
+    typer.echo("prompts are kept in memory only on several machines, not on the disk", err=True)
+    return replace(limits, prompt_disk_bytes=0)
 
 
 def _models_in(name: str) -> list[str]:

@@ -53,14 +53,7 @@ def _size_option(name: str, more: str = "") -> Any:
 MaxTokens = Annotated[int, library_option("max_tokens", "-m")]
 Temp = Annotated[float, library_option("temp", rich_help_panel=SAMPLE)]
 Seed = Annotated[int, library_option("seed", rich_help_panel=SAMPLE)]
-IgnoreChatTemplate = Annotated[
-    bool,
-    typer.Option(
-        "--ignore-chat-template",
-        help="Use the prompt without the chat template.",
-        rich_help_panel=PROMPT,
-    ),
-]
+IgnoreChatTemplate = Annotated[bool, "Use the prompt without the chat template."]
 
 
 Record = TypeVar("Record")
@@ -85,9 +78,9 @@ class TextOptions:
     """Length of a text, sampling, and quantization of the K/V cache."""
 
     max_tokens: MaxTokens = GenerationOptions.max_tokens
-    kv_bits: Annotated[
-        int | None, library_option("kv_bits", show_default=False, rich_help_panel=CACHE)
-    ] = GenerationOptions.kv_bits
+    kv_bits: Annotated[int | None, library_option("kv_bits", rich_help_panel=CACHE)] = (
+        GenerationOptions.kv_bits
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
+from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.training_options import DataOptions, NetworkOptions, TrainingOptions
 
 if TYPE_CHECKING:
     from mlx_redrafter.training import TrainingRequest, TrainingResult
@@ -27,13 +30,11 @@ OF_THE_CALL = ("out", "resume", "dry_run")
 LOG_SECONDS = 20.0
 
 text_option = partial(typer.Option, rich_help_panel="Text")
-drafter_option = partial(typer.Option, rich_help_panel="Drafter")
-training_option = partial(typer.Option, rich_help_panel="Training")
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of the command."""
+    """Files and models of the command."""
 
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder of the drafter and its training run.")
@@ -62,23 +63,6 @@ class RunOptions:
             show_default=False,
         ),
     ] = None
-    tokens: Annotated[
-        int | None,
-        text_option(help="Maximum number of tokens to train on.", show_default="all"),
-    ] = None
-    self_generated: Annotated[
-        float,
-        text_option(help="Share of the tokens that the model generates for training, 0 to 1."),
-    ] = 0.5
-    answer_tokens: Annotated[
-        int, text_option(help="Maximum number of tokens of a self-generated text.")
-    ] = 256
-    temp: Annotated[
-        float,
-        text_option(
-            help="Sampling temperature of half of the self-generated texts; the others are greedy."
-        ),
-    ] = 0.8
     cache: Annotated[
         Path | None,
         text_option(
@@ -88,108 +72,58 @@ class RunOptions:
             show_default="OUT/cache",
         ),
     ] = None
-    head: Annotated[
-        str,
-        drafter_option(
-            help="Kind of drafter: redrafter (recurrent), medusa, eagle (EAGLE-3), eagle1, mtp (an "
-            "MTP module), specformer, dflash, dflash2 or dspark."
-        ),
-    ] = "redrafter"
-    start_from: Annotated[
-        str | None,
-        drafter_option(
-            metavar="DRAFTER",
-            help="Recurrent or block drafter to continue training: a folder or a hub repository.",
-            show_default="a new one",
-        ),
-    ] = None
-    exit_dim: Annotated[
-        int | None,
-        drafter_option(
-            help="Width of a recurrent drafter's head; a wider one costs more time and memory.",
-            show_default="1024, or twice the hidden size if that is less",
-        ),
-    ] = None
-    length: Annotated[
-        int, drafter_option(help="Number of tokens per beam to train for, root included.")
-    ] = 5
-    draft_vocab: Annotated[
-        int | None,
-        drafter_option(
-            help="Number of tokens that the drafter can propose, the most frequent ones; fewer "
-            "speed up the drafting for a large vocabulary.",
-            show_default="all",
-        ),
-    ] = None
-    recipe: Annotated[
-        str,
-        training_option(
-            help="Objective: soft (the model's distributions), coupled (the same, for sampled "
-            "text), overlap (DSpark's) or apple (the tokens of the texts)."
-        ),
-    ] = "soft"
-    epochs: Annotated[int, training_option(help="Number of passes over the texts.")] = 3
-    minutes: Annotated[
-        float | None,
-        training_option(
-            help="Approximate time of the whole run, including generation and evaluation, instead "
-            "of --epochs.",
-            show_default=False,
-        ),
-    ] = None
-    lr: Annotated[
-        float | None,
-        training_option(
-            help="Peak learning rate.", show_default="inverse to the width of the drafter"
-        ),
-    ] = None
-    seed: Annotated[
-        int, training_option(help="Random seed of texts, initial weights and order.")
-    ] = 0
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the options to store with a run, as JSON values."""
-        values = {name: value for name, value in asdict(self).items() if name not in OF_THE_CALL}
-        record: dict[str, Any] = json.loads(json.dumps(values, default=str))
-        return record
 
 
-def train(context: typer.Context, options: RunOptions) -> None:
+def train(
+    context: typer.Context,
+    run: RunOptions,
+    text: DataOptions,
+    drafter: NetworkOptions,
+    training: TrainingOptions,
+) -> None:
     """Train a drafter for a model on this machine.
 
     You may interrupt it; `redrafter-mlx train --out FOLDER --resume` ends in the same weights.
     """
-    path = options.out / RUN_FILE
-    if options.resume and path.exists():
-        options = _restore(context, options, path)
+    groups = (run, text, drafter, training)
+    given = {name: value for group in groups for name, value in vars(group).items()}
+    path = run.out / RUN_FILE
+    if run.resume and path.exists():
+        given = _restore(context, given, path)
     elif path.exists():
         raise ConfigError(
-            f"a run was begun in {options.out}; continue it with --resume, or choose another --out"
+            f"a run was begun in {run.out}; continue it with --resume, or choose another --out"
         )
-    request = _make_request(options)
+    request = _make_request(given)
 
     from mlx_redrafter.training import train_drafter
     from mlx_redrafter.training.files import save_json
 
     try:
         with ConsoleReporter() as reporter:
-            result = train_drafter(request, reporter, lambda: save_json(path, options.to_record()))
+            result = train_drafter(request, reporter, lambda: save_json(path, _to_record(given)))
     except KeyboardInterrupt:
         if path.exists():
             typer.echo(
-                f"stopped; continue with: redrafter-mlx train --out {options.out} --resume",
-                err=True,
+                f"stopped; continue with: redrafter-mlx train --out {run.out} --resume", err=True
             )
         raise
     if result is not None:
         _print_result(result, request)
 
 
-def _restore(context: typer.Context, options: RunOptions, path: Path) -> RunOptions:
+def _to_record(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options to store with a run, as JSON values."""
+    kept = {name: value for name, value in values.items() if name not in OF_THE_CALL}
+    record: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    return record
+
+
+def _restore(context: typer.Context, values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Replace options by those that a run began with; options given again must be the same."""
     from mlx_redrafter.checkpoint_files import read_json
 
-    stored, given = read_json(path), options.to_record()
+    stored, given = read_json(path), _to_record(values)
     if unknown := stored.keys() - given.keys():
         raise ConfigError(
             f"expected the options of a run in {path}, found {', '.join(sorted(unknown))}; finish "
@@ -200,60 +134,32 @@ def _restore(context: typer.Context, options: RunOptions, path: Path) -> RunOpti
         is_given = source is not None and source.name == "COMMANDLINE"
         if is_given and stored.get(name) != value:
             raise ConfigError(
-                f"the run in {options.out} was begun with {name.replace('_', '-')} "
+                f"the run in {values['out']} was begun with {name.replace('_', '-')} "
                 f"{stored.get(name)!r}, not {value!r}; leave the option out, or choose another "
                 "--out"
             )
-    return replace(options, **stored)
+    return {**values, **stored}
 
 
-def _make_request(options: RunOptions) -> TrainingRequest:
+def _make_request(values: Mapping[str, Any]) -> TrainingRequest:
     """Make the request of a run; restored paths are strings."""
-    from mlx_redrafter.training import (
-        DataOptions,
-        NetworkOptions,
-        TrainingOptions,
-        TrainingRequest,
-    )
+    from mlx_redrafter.training import TrainingRequest
 
-    if options.model is None:
+    if values["model"] is None:
         raise ConfigError("expected a target, found none; give --model FOLDER or --model ORG/NAME")
+    run = {field.name: values[field.name] for field in fields(RunOptions)}
+    run |= {name: [Path(path) for path in run[name] or ()] for name in ("data", "prompts")}
+    run["cache"] = None if run["cache"] is None else Path(run["cache"])
     return TrainingRequest(
-        model=options.model,
-        out=options.out,
-        data=[Path(path) for path in options.data or ()],
-        prompts=[Path(path) for path in options.prompts or ()],
-        cache=None if options.cache is None else Path(options.cache),
-        adapter_path=options.adapter_path,  # type: ignore[arg-type]
-        trust_remote_code=options.trust_remote_code,
-        start_from=options.start_from,
-        resume=options.resume,
-        dry_run=options.dry_run,
-        data_options=DataOptions(
-            max_tokens=options.tokens,
-            self_generated_share=options.self_generated,
-            answer_tokens=options.answer_tokens,
-            temp=options.temp,
-            seed=options.seed,
-        ),
-        network=NetworkOptions(
-            options.head,  # type: ignore[arg-type]
-            options.exit_dim,
-            beam_length=options.length,
-            draft_vocab=options.draft_vocab,
-        ),
-        recipe=options.recipe,  # type: ignore[arg-type]
-        training=TrainingOptions(
-            epochs=options.epochs,
-            minutes=options.minutes,
-            learning_rate=options.lr,
-            seed=options.seed,
-        ),
+        **run,
+        data_options=pack(DataOptions, values),
+        network=pack(NetworkOptions, values),
+        training=pack(TrainingOptions, values),
     )
 
 
 def _print_result(result: TrainingResult, request: TrainingRequest) -> None:
-    stats, length = result.measured, request.network.beam_length
+    stats, length = result.measured, request.network.length
     rates = ", ".join(f"{rate:.0%}" for rate in stats.acceptance_rate_by_depth) or "none"
     typer.echo(
         f"chain of {length - 1}: {stats.tokens_per_step or 1:.2f} tokens/step on held-out text "

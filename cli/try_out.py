@@ -35,14 +35,11 @@ def try_out(
         typer.Argument(
             help="Model: a folder, a repository, or the last part of a repository's name. By "
             "default the bundled demonstration model.",
-            show_default=False,
         ),
     ] = None,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Prompt of the text.")] = PROMPT,
+    prompt: Annotated[str, "Prompt of the text.", "-p"] = PROMPT,
     max_tokens: MaxTokens = 100,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Download the model and its drafter without a question.")
-    ] = False,
+    yes: Annotated[bool, "Download the model and its drafter without a question."] = False,
 ) -> None:
     """Generate a text with drafts and by mlx-lm alone, and compare the texts and the speeds.
 

@@ -1,15 +1,20 @@
-"""Typer applications whose commands accept option groups.
+"""Typer applications whose commands accept option groups and plain descriptions.
 
 An option group is a dataclass whose fields are options. A command that has one as a parameter has
-an option for each of its fields:
+an option for each of its fields. An option is a type, a description, and its names if ``--field``
+is not the only one; short names are added to that one.
 
     @dataclass(frozen=True)
     class Pair:
-        model: Annotated[str | None, typer.Option(help="Target.")] = None
-        drafter: Annotated[str | None, typer.Option(help="Drafter.")] = None
+        model: Annotated[str | None, "Target."] = None
+        drafter: Annotated[str | None, "Drafter.", "--drafter", "--draft-model"] = None
 
     @app.command()
-    def check(pair: Pair, verbose: bool = False) -> None: ...
+    def check(pair: Pair, verbose: Annotated[bool, "Print more.", "-v"] = False) -> None: ...
+
+A group may also be a record of the library; fields without a description are no options. The help
+lists the options of a group under its ``panel``, or else the name of the parameter. A
+`typer.Option` in place of the description has the settings of rare options.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -65,20 +70,22 @@ class Application(typer.Typer):
 
 def pack(group: type[OptionGroup], values: Mapping[str, Any]) -> OptionGroup:
     """Make an option group of the values that have the names of its fields."""
-    return group(**{field.name: values[field.name] for field in fields(group)})  # type: ignore[arg-type]
+    names = [field.name for field in fields(group)]  # type: ignore[arg-type]
+    return group(**{name: values[name] for name in names if name in values})
 
 
 def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each option group among a command's parameters by its fields."""
     hints = get_type_hints(command, include_extras=True)
-    options: list[Parameter] = []
+    options: dict[str, Parameter] = {}
     groups: dict[str, type[Any]] = {}
     for name, parameter in signature(command).parameters.items():
         if is_dataclass(hints[name]):
             groups[name] = hints[name]
-            options += _options_of(hints[name])
+            # Groups that have an option of the same name share it.
+            options |= {one.name: one for one in _options_of(hints[name], name.capitalize())}
         else:
-            options.append(_option(name, parameter.default, hints[name]))
+            options[name] = _option(name, parameter.default, hints[name])
 
     @wraps(command)
     def with_groups(**values: Any) -> None:
@@ -87,17 +94,25 @@ def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
         command(**packed, **{name: values[name] for name in values if name not in grouped})
 
     # Typer reads these two.
-    with_groups.__signature__ = Signature(options)  # type: ignore[attr-defined]
-    with_groups.__annotations__ = {option.name: option.annotation for option in options}
+    with_groups.__signature__ = Signature([*options.values()])  # type: ignore[attr-defined]
+    with_groups.__annotations__ = {name: one.annotation for name, one in options.items()}
     return with_groups
 
 
-def _options_of(group: type[Any]) -> Iterator[Parameter]:
+def _options_of(group: type[Any], panel: str) -> Iterator[Parameter]:
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
-        default = Parameter.empty if field.default is MISSING else field.default
-        yield _option(field.name, default, hints[field.name])
+        if get_origin(hints[field.name]) is Annotated:
+            default = Parameter.empty if field.default is MISSING else field.default
+            panel = getattr(group, "panel", panel)
+            yield _option(field.name, default, hints[field.name], panel)
 
 
-def _option(name: str, default: object, hint: object) -> Parameter:
+def _option(name: str, default: object, hint: Any, panel: str | None = None) -> Parameter:
+    if get_origin(hint) is Annotated:
+        kind, described, *names = get_args(hint)
+        if isinstance(described, str):
+            if not any(one.startswith("--") for one in names):
+                names.insert(0, f"--{name.replace('_', '-')}")
+            hint = Annotated[kind, typer.Option(*names, help=described, rich_help_panel=panel)]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)

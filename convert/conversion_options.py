@@ -1,81 +1,70 @@
-"""Options of a conversion, and its result."""
+"""Options of a conversion.
+
+The description of a field is also the help text of its option on the command line, which has the
+field's name and the names after its description.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from mlx_redrafter.convert.stored import DTYPES
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.block.config import BlockConfig
-from mlx_redrafter.proposers.eagle.config import EagleConfig
-from mlx_redrafter.proposers.medusa.config import MedusaConfig, Tree
-from mlx_redrafter.proposers.mtp.network import MtpConfig
-from mlx_redrafter.proposers.quantization import check_quantization
-from mlx_redrafter.proposers.redrafter.config import Activation, DrafterConfig
 
-Config = BlockConfig | DrafterConfig | EagleConfig | MedusaConfig | MtpConfig
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """Quantization as in mlx-lm."""
-
-    bits: int = 4
-    group_size: int = 64
-
-    def __post_init__(self) -> None:
-        check_quantization(self.bits, self.group_size)
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits, groups of {self.group_size}"
-
-
-@dataclass(frozen=True)
-class VocabularySlice:
-    """A reduced vocabulary: the most frequent tokens of some text files."""
-
-    num_rows: int
-    texts: tuple[Path, ...]
+Dtype = Literal["float16", "bfloat16", "float32"]
+DTYPES: tuple[Dtype, ...] = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
     """Options of a conversion.
 
-    Attributes:
-        dtype: Dtype of the weights: "float16", "bfloat16" or "float32".
-        quantization: Quantization of the weights; None for none.
-        target: Folder or repository of the model that the drafter was trained for; None skips the
-            self-test.
-        rnn_activation: Activation of the recurrence; None to infer it from the checkpoint.
-        vocabulary: Reduced vocabulary of the head, which needs ``target``; None for no reduction.
-        tree: Kind of tree of Medusa heads; "static" needs ``target``. None for the kind in the
-            checkpoint, or else "dynamic".
+    A recurrence that is None is inferred from the checkpoint. A tree that is None is the one in the
+    checkpoint, or else "dynamic".
     """
 
-    dtype: str = "float16"
-    quantization: Quantization | None = None
-    target: str | Path | None = None
-    rnn_activation: Activation | None = None
-    vocabulary: VocabularySlice | None = None
-    tree: Tree | None = None
+    dtype: Annotated[
+        Dtype | None,
+        "Dtype of the weights. By default float16; with --to pytorch, the stored dtype.",
+    ] = None
+    quantize: Annotated[bool, "Quantize the weights, as mlx-lm does.", "-q"] = False
+    q_bits: Annotated[int, "Bits per weight: 2, 3, 4, 6 or 8."] = 4
+    q_group_size: Annotated[int, "Weights per group: 32, 64 or 128."] = 64
+    target: Annotated[
+        str | None,
+        "Model that the drafter is for: also check that they fit, and measure how many first "
+        "drafts the model accepts.",
+    ] = None
+    vocab_slice: Annotated[
+        int | None,
+        "Draft only that many tokens, the most frequent ones of --vocab-text, which makes drafting "
+        "faster (recurrent drafters and Medusa heads).",
+    ] = None
+    vocab_text: Annotated[
+        list[Path] | None, "Text like the text to be generated; may be repeated."
+    ] = None
+    rnn_activation: Annotated[
+        Literal["silu", "identity"] | None,
+        "Activation of the RNN, if the converter cannot infer it from the weights' origin.",
+    ] = None
+    tree: Annotated[
+        Literal["dynamic", "static"] | None,
+        "Tree of Medusa heads: dynamic chooses the most probable drafts in every step, static the "
+        "same ranks in every step, measured with --target.",
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
+        if self.dtype not in (None, *DTYPES):
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.vocabulary is not None and (self.target is None or not self.vocabulary.texts):
-            raise ConfigError(
-                "a reduced vocabulary needs a target, whose tokenizer counts tokens, and texts; "
-                "give --target and --vocab-text"
-            )
+        if (self.vocab_slice is None) != (not self.vocab_text):
+            raise ConfigError("--vocab-slice and --vocab-text need each other; give both or none")
+        if self.vocab_slice is not None and self.target is None:
+            raise ConfigError("--vocab-slice needs --target, whose tokenizer counts the tokens")
 
-
-@dataclass(frozen=True)
-class Conversion:
-    """The result of a conversion."""
-
-    config: Config
-    provenance: dict[str, Any]
-    warnings: tuple[str, ...]
+    @property
+    def stored_as(self) -> str:
+        """Form of the weights, in words."""
+        if self.quantize:
+            return f"{self.q_bits} bits, groups of {self.q_group_size}"
+        return self.dtype or DTYPES[0]

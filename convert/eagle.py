@@ -11,17 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.convert.conversion_options import ConversionOptions
-from mlx_redrafter.convert.names import NamedTensors
-from mlx_redrafter.convert.output import QUANTISED, ConvertedDrafter, finish
-from mlx_redrafter.convert.selftest import Reading, SelfTest, choose_reading, compare, load_target
-from mlx_redrafter.convert.shapes import check_dtypes
+from mlx_redrafter.convert.foreign import ForeignDrafter
+from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
@@ -37,61 +35,53 @@ from mlx_redrafter.proposers.speculators import resolve_offsets
 from mlx_redrafter.target.target import FINAL, Target
 
 
-def describe_eagle(source: Source, eagle: Eagle) -> str:
-    """Describe the kind of a head, and the model that its config names."""
-    if source.config.get("model_type") == MODEL_TYPE:
-        layout = "written by this converter"
-    elif "speculators_model_type" in source.config:
-        layout = "with speculators' names"
-    else:
-        layout = "with SafeAILab's names"
-    target = target_of(source.config)
-    return f"{eagle.config.name} head, {layout}" + (f", for {quote(target)}" if target else "")
+class ForeignEagle(ForeignDrafter):
+    """An EAGLE head."""
 
+    noun = "an EAGLE head"
+    linked = "An [EAGLE](https://arxiv.org/abs/2503.01840) head"
+    name_set = "eagle"
 
-def open_eagle(source: Source) -> tuple[Eagle, NamedTensors]:
-    """Create a head of the right sizes without weights, and map the names of its weights."""
-    names = own_names(source.config, source.tensors)
-    shapes = {own: source.tensors[name].shape for own, name in names.items()}
-    eagle = build(Eagle, eagle_config(source.config, shapes))
-    check_shapes(eagle, shapes, source.name, names)
-    check_dtypes(names, source.tensors, "use a head that is not quantised")
-    left_out = sorted(source.tensors.keys() - names.values())
-    notes = [f"not needed, left out: {join_shortened(map(quote, left_out))}"] if left_out else []
-    return eagle, NamedTensors("eagle", names, tuple(notes))
+    def __init__(self, source: Source, options: ConversionOptions):
+        super().__init__(source, options)
+        self.names = own_names(source.config, source.tensors)
+        shapes = {own: source.shapes[name] for own, name in self.names.items()}
+        self._eagle = build(Eagle, eagle_config(source.config, shapes))
+        self.config = self._eagle.config
+        check_shapes(self._eagle, shapes, source.name, self.names)
+        source.check_dtypes(self.names, "use a head that is not quantised")
+        if left_out := sorted(source.tensors.keys() - self.names.values()):
+            self.notes.append(f"not needed, left out: {join_shortened(map(quote, left_out))}")
+        if source.config.get("model_type") == MODEL_TYPE:
+            layout = "written by this converter"
+        elif "speculators_model_type" in source.config:
+            layout = "with speculators' names"
+        else:
+            layout = "with SafeAILab's names"
+        target = target_of(source.config)
+        self.kind = f"{self.config.name} head, {layout}"
+        self.kind += f", for {quote(target)}" if target else ""
 
+    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Eagle:
+        weights = self.source.read(self.names)
+        resolve_offsets(weights, self.names)
+        self._eagle.load_weights(list(weights.items()))
+        return self._eagle
 
-def convert_eagle(source: Source, options: ConversionOptions) -> ConvertedDrafter:
-    """Convert an EAGLE head; see `conversion.convert_drafter`."""
-    if "quantization" in source.config:
-        raise CheckpointError(QUANTISED)
-    eagle, named = open_eagle(source)
-    weights = source.read(named.sources)
-    resolve_offsets(weights, named.sources)
-    eagle.load_weights(list(weights.items()))
-    finish(eagle, source.name, named.sources, options)
-    if options.target is None:
-        return ConvertedDrafter(eagle, named.name_set, None, named.notes)
-    found = _choose_reading(eagle, options.target)
-    measured, notes = SelfTest.of(found.matches), (*named.notes, found.line)
-    return ConvertedDrafter(found.network, named.name_set, measured, notes, measured.warnings())
-
-
-def _choose_reading(eagle: Eagle, name: str | Path) -> Reading[Eagle]:
-    """Choose the layers and the rotary embedding with which the target accepts most."""
-    target, tokenizer = load_target(eagle, name)
-    values = read_config(find_checkpoint(name, CONFIG_ONLY))
-    readings = dict(_readings(eagle, target, rope_of(values.get("text_config", values))))
-    return choose_reading(
-        readings, target, tokenizer, compare, lambda network: network.captured_layers(target)
-    )
+    def test(self, network: Eagle, target: Target, tokenizer: TokenizerWrapper) -> Reading[Eagle]:
+        assert self.options.target is not None
+        values = read_config(find_checkpoint(self.options.target, CONFIG_ONLY))
+        readings = dict(_readings(network, target, rope_of(values.get("text_config", values))))
+        return choose_reading(
+            readings, target, tokenizer, predict_next, lambda one: one.captured_layers(target)
+        )
 
 
 def _readings(eagle: Eagle, target: Target, rope: dict[str, Any]) -> Iterator[tuple[str, Eagle]]:
     """List the head with the layers and embeddings that it may have, first as its config says."""
     own = tuple(eagle.captured_layers(target))
     turned = with_rope(eagle, rope)
-    for layers, step in (("as it says", 0), ("earlier layers", -1), ("later layers", 1)):
+    for layers, step in ((AS_IT_SAYS, 0), ("earlier layers", -1), ("later layers", 1)):
         shifted = tuple(layer + step for layer in own)
         if step and (FINAL in own or min(shifted) < 0 or max(shifted) > len(target.blocks)):
             continue

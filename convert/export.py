@@ -11,8 +11,7 @@ from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, shared_name, write_checkpoint
 from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_destination, publish
-from mlx_redrafter.convert.shapes import APPLE_TOP_K
-from mlx_redrafter.convert.stored import DTYPES
+from mlx_redrafter.convert.recurrent import APPLE_TOP_K
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.checkpoint import PATTERNS
 from mlx_redrafter.proposers.redrafter import load as load_drafter
@@ -39,7 +38,7 @@ def export_drafter(
     check_destination(destination, folder)
     drafter = load_drafter(folder)
     _check_expressible(drafter.config)
-    target_dtype = drafter.dtype if dtype is None else DTYPES[dtype]
+    target_dtype: mx.Dtype = drafter.dtype if dtype is None else getattr(mx, dtype)
     parameters = dict(tree_flatten(dequantize_model(drafter).parameters()))
     tensors = {name: tensor.astype(target_dtype) for name, tensor in parameters.items()}
     with publish(destination) as staging:

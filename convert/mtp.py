@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from mlx_redrafter.checkpoint_files import (
     CONFIG_FILE,
     find_checkpoint,
@@ -14,14 +16,12 @@ from mlx_redrafter.checkpoint_files import (
     shared_name,
 )
 from mlx_redrafter.convert.conversion_options import ConversionOptions
-from mlx_redrafter.convert.output import ConvertedDrafter, finish
+from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
-from mlx_redrafter.convert.safetensors_file import read_safetensors_file
-from mlx_redrafter.convert.selftest import SelfTest, choose_reading, compare, load_target
-from mlx_redrafter.convert.source import Source
+from mlx_redrafter.convert.source import Source, read_file
 from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers import block, eagle, medusa
-from mlx_redrafter.proposers.mtp import load as load_mtp
+from mlx_redrafter.proposers.mtp import load
 from mlx_redrafter.proposers.mtp.families import (
     has_family,
     is_mtp,
@@ -30,8 +30,9 @@ from mlx_redrafter.proposers.mtp.families import (
     prefix_of,
     published_name,
 )
-from mlx_redrafter.proposers.mtp.network import MtpConfig
+from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.mtp.tensors import INDEX, find_module, open_module
+from mlx_redrafter.target.target import Target
 
 
 def find_mtp(path_or_repo: str | Path) -> Source | None:
@@ -45,7 +46,7 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
     if not has_family(values) or any(kind.recognise(values, {}) for kind in others):
         return None
     folder, paths = find_module(path_or_repo)
-    tensors = {name: one for path in paths for name, one in read_safetensors_file(path).items()}
+    tensors = {name: one for path in paths for name, one in read_file(path).items()}
     source = Source(shared_name(path_or_repo), folder, values, tuple(paths), tensors)
     # A model that lacks its module is refused as such, without fetching the rest of it.
     is_model = _has_index(source) or any("embed_tokens." in name for name in tensors)
@@ -53,45 +54,34 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
     return source if is_model or has_module else None
 
 
-def describe_mtp(source: Source) -> str:
-    """Describe the kind of a module, and the model that it is for."""
-    kind = f"an MTP module of a model of type {quote(model_type_of(source.config))}"
-    kind += ", written by this converter" if PROVENANCE_KEY in source.config else ""
-    target = _target_of(source)
-    return kind + (f", for {quote(target)}" if target else "")
+class ForeignMtp(ForeignDrafter):
+    """An MTP module."""
 
+    noun = "an MTP module"
+    linked = "An MTP module"
+    name_set = "MTP"
 
-def check_mtp(source: Source) -> tuple[MtpConfig, Source]:
-    """Return a module's config, and the checkpoint without the rest of the model."""
-    module, *_ = open_module(source.folder, source.files)
-    prefix = prefix_of(source.config)
-    tensors = {name: one for name, one in source.tensors.items() if name.startswith(prefix)}
-    return module.config, replace(source, tensors=tensors)
+    def __init__(self, source: Source, options: ConversionOptions):
+        module, *_ = open_module(source.folder, source.files)
+        self._prefix = prefix_of(source.config)
+        tensors = source.tensors.items()
+        own = {name: one for name, one in tensors if name.startswith(self._prefix)}
+        super().__init__(replace(source, tensors=own), options)
+        self.config = module.config
+        self.target = _target_of(source)
+        self.kind = f"an MTP module of a model of type {quote(model_type_of(source.config))}"
+        self.kind += ", written by this converter" if PROVENANCE_KEY in source.config else ""
+        self.kind += f", for {quote(self.target)}" if self.target else ""
+        # mlx-lm keeps the dtype of some weights, such as biases of routers.
+        layers = model_of_layers(source.config)
+        self.is_cast = getattr(layers, "cast_predicate", self.is_cast)
 
-
-def convert_mtp(source: Source, options: ConversionOptions) -> ConvertedDrafter:
-    """Convert an MTP module; see `conversion.convert_drafter`."""
-    module = load_mtp(source.folder)
-    prefix = prefix_of(source.config)
-    names = {own: published_name(own, module.names, prefix) for own in named_parameters(module)}
-    # mlx-lm keeps the dtype of some weights, such as biases of routers.
-    is_cast = getattr(model_of_layers(source.config), "cast_predicate", lambda name: True)
-    finish(module, source.name, names, options, is_cast)
-    measured = None
-    if options.target is not None:
-        target, tokenizer = load_target(module, options.target)
-        layers = module.captured_layers(target)
-        found = choose_reading(
-            {"as it says": module}, target, tokenizer, compare, lambda network: layers
-        )
-        measured = SelfTest.of(found.matches)
-    return ConvertedDrafter(
-        module,
-        "MTP",
-        measured,
-        warnings=() if measured is None else measured.warnings(),
-        target=_target_of(source),
-    )
+    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Mtp:
+        module = load(self.source.folder)
+        self.names = {
+            own: published_name(own, module.names, self._prefix) for own in named_parameters(module)
+        }
+        return module
 
 
 def _has_index(source: Source) -> bool:

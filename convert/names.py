@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlx_redrafter.errors import CheckpointError
@@ -24,7 +23,7 @@ from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.redrafter.config import UNUSED_TENSORS
 
-NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm", "eagle"]
+NameSet = Literal["apple", "plural", "sequential", "tensorrt-llm"]
 
 _PREFIXES = ("drafter.", "model.")
 _KEPT = re.compile(r"rnn_u\.(weight|bias)|rnn_w\.weight|token_ids")
@@ -36,17 +35,13 @@ _TENSORRT_FINAL = "lm_head.weight"
 _TARGET_PREFIXES = ("verifier.", "transformer.", "base_model.")
 
 
-@dataclass(frozen=True)
-class NamedTensors:
-    """The drafter's tensors of a checkpoint: their names there by this package's names."""
+def map_names(
+    names: Iterable[str], config: Mapping[str, Any]
+) -> tuple[NameSet, dict[str, str], list[str]]:
+    """Map every tensor name of a checkpoint to this package's name, each exactly once.
 
-    name_set: NameSet
-    sources: dict[str, str]
-    notes: tuple[str, ...]
-
-
-def map_names(names: Iterable[str], config: Mapping[str, Any]) -> NamedTensors:
-    """Map every tensor name of a checkpoint to this package's name, each exactly once."""
+    Return the naming convention, the names there by this package's names, and notes.
+    """
     names = sorted(names)
     is_tensorrt = _is_tensorrt(names, config)
     # Next to TensorRT-LLM's drafter.lm_head.weight, a bare lm_head.weight is the target's head.
@@ -76,7 +71,7 @@ def map_names(names: Iterable[str], config: Mapping[str, Any]) -> NamedTensors:
         )
     if len(kept) < len(names):
         notes.append(f"{len(names) - len(kept)} tensors of the target were left out")
-    return NamedTensors(_recognise_name_set(kept, is_tensorrt), sources, tuple(notes))
+    return _recognise_name_set(kept, is_tensorrt), sources, notes
 
 
 def _is_tensorrt(names: Iterable[str], config: Mapping[str, Any]) -> bool:

@@ -5,21 +5,32 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, naming, read_config
+from mlx_redrafter.checkpoints.cards import CARD_FILE
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.escaping import describe_error
+from mlx_redrafter.escaping import describe_error, quote
 
-# Name of the model card in an output.
-CARD_FILE = "README.md"
 # Key in config.json for the provenance of the weights; it marks a folder as an output.
 PROVENANCE_KEY = "conversion"
+# Key in config.json for the target of Medusa heads.
+TARGET_KEY = "base_model_name_or_path"
 _OUTPUT_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE}
+
+
+def describe_origin(noun: str, name_set: str, config: Mapping[str, Any]) -> str:
+    """Describe the naming convention of a drafter, and the model that its config names."""
+    layout = f" with {name_set} names"
+    if PROVENANCE_KEY in config:
+        layout = ", written by this converter"
+    target = config.get(TARGET_KEY)
+    return f"{noun}{layout}" + (f", for {quote(target)}" if isinstance(target, str) else "")
 
 
 def check_destination(destination: Path, source: Path) -> None:

@@ -1,12 +1,22 @@
-"""Recognition of checkpoints: Medusa heads, and kinds that cannot be converted."""
+"""Recognition of checkpoints: the kind that is converted, or the name of one that is not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from mlx_redrafter import proposers
 from mlx_redrafter.checkpoints.recognition import find_refused
-from mlx_redrafter.convert.source import Source
+from mlx_redrafter.convert.block import ForeignBlock
+from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.convert.eagle import ForeignEagle
+from mlx_redrafter.convert.foreign import ForeignDrafter
+from mlx_redrafter.convert.medusa import ForeignMedusa
+from mlx_redrafter.convert.mtp import ForeignMtp, find_mtp
+from mlx_redrafter.convert.recurrent import ForeignRecurrent
+from mlx_redrafter.convert.source import Source, open_source
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers import block, draft_model, eagle, medusa, mtp, redrafter
 from mlx_redrafter.proposers.medusa.layouts import heads_of
@@ -15,18 +25,56 @@ from mlx_redrafter.proposers.medusa.layouts import heads_of
 _KNOWN = (block, redrafter, eagle, medusa, mtp, draft_model)
 
 
-def has_medusa(source: Source) -> bool:
-    """Return whether a checkpoint seems to be one of Medusa heads."""
+class Inspection(NamedTuple):
+    """A checkpoint as `convert_drafter` sees it, and its kind in words.
+
+    ``config`` is that of the converted drafter, or None if there can be no conversion. ``notes``
+    name tensors that a conversion would leave out, or say why there can be none.
+    """
+
+    source: Source
+    kind: str
+    config: Any
+    notes: tuple[str, ...]
+
+
+def inspect_checkpoint(path_or_repo: str | Path) -> Inspection:
+    """Inspect a checkpoint, without reading its values or writing anything."""
+    source, kind = recognise(path_or_repo)
+    if isinstance(kind, str):
+        return Inspection(source, kind, None, ())
+    try:
+        drafter = kind(source, ConversionOptions())
+    except CheckpointError as error:
+        noun = kind.noun if kind in (ForeignEagle, ForeignMtp) else "a drafter"
+        return Inspection(source, f"{noun} that cannot be converted", None, (str(error),))
+    return Inspection(drafter.source, drafter.kind, drafter.config, tuple(drafter.notes))
+
+
+def recognise(path_or_repo: str | Path) -> tuple[Source, type[ForeignDrafter] | str]:
+    """Open a checkpoint, and find its kind, or the name of a kind that cannot be converted."""
+    if (module := find_mtp(path_or_repo)) is not None:
+        return module, ForeignMtp
+    source = open_source(path_or_repo)
+    quantization = source.config.get("quantization")
+    if isinstance(quantization, Mapping) and "bits" in quantization:
+        quantised = "an MLX drafter that is quantised already"
+        return source, f"{quantised}; convert the drafter it was made from"
+    if block.recognise(source.config, source.shapes):
+        return source, ForeignBlock
+    if eagle.recognise(source.config, source.shapes):
+        return source, ForeignEagle
     is_named_so = any(path.name.startswith("medusa") for path in source.files)
-    return is_named_so or medusa.recognise(source.config, source.shapes)
+    has_medusa = is_named_so or medusa.recognise(source.config, source.shapes)
+    if (refused := _recognise_refused(source, has_medusa)) is not None:
+        return source, refused
+    return source, ForeignMedusa if has_medusa else ForeignRecurrent
 
 
-def recognise_foreign(source: Source) -> str | None:
+def _recognise_refused(source: Source, has_medusa: bool) -> str | None:
     """Name the kind of a checkpoint that cannot be converted; None if it may be one that can."""
     config, names = source.config, list(source.tensors)
-    quantization, mapping = config.get("quantization"), config.get("mapping")
-    if isinstance(quantization, Mapping) and "bits" in quantization:
-        return "an MLX drafter that is quantised already; convert the drafter it was made from"
+    mapping = config.get("mapping")
     if isinstance(mapping, Mapping) and mapping.get("tp_size", 1) != 1:
         return (
             "one rank of a TensorRT-LLM checkpoint split over several; build it again with "
@@ -41,7 +89,7 @@ def recognise_foreign(source: Source) -> str | None:
             return f"{kind.NAME}, which `load` reads as it is"
     if mtp.recognise(config, source.shapes):
         return f"an MTP module of a model of type {quote(str(config.get('model_type')))}"
-    if has_medusa(source):
+    if has_medusa:
         return None
     if heads_of(names) and "hidden_size" not in config and not _has_drafter_parts(names):
         return (

@@ -10,27 +10,19 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
-from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.fit import (
-    TOP_TOKENS,
-    Calibration,
-    Prediction,
-    ReadSequence,
-)
+from mlx_redrafter.proposers.fit import TOP_TOKENS, Prediction, ReadSequence
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.trees.topk import top_k
 
@@ -49,57 +41,20 @@ PROMPTS = (
     "Write a Python function that returns the first n prime numbers.",
     "What should I see in Rome in three days? Give me a plan for each day.",
 )
+# Name of a config's own reading.
+AS_IT_SAYS = "as it says"
 
 N = TypeVar("N", bound=DraftNetwork)
 
 
-@dataclass(frozen=True)
-class SelfTest:
-    """Results of the self-test.
-
-    Acceptance is the share of positions whose first draft is the target's token, 0 to 1.
-
-    Attributes:
-        positions: Number of predicted tokens.
-        acceptance: Acceptance of the converted drafter.
-        calibration: Calibration of the drafter on the texts of the test; None for networks that
-            are not calibrated.
-    """
-
-    positions: int
-    acceptance: float
-    calibration: Calibration | None = None
-
-    @classmethod
-    def of(cls, matches: Sequence[int], calibration: Calibration | None = None) -> SelfTest:
-        """Compute the results from the matches of a network; see `Reading`."""
-        return cls(len(matches), mean(matches), calibration)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the results for ``config.json``."""
-        scalars = None if self.calibration is None else self.calibration.to_dict()
-        return {**asdict(self), "calibration": scalars}
-
-    def warnings(self) -> tuple[str, ...]:
-        """Describe the likely mistake; return nothing if the drafter seems to fit."""
-        if self.acceptance >= MIN_ACCEPTANCE:
-            return ()
-        return (
-            f"only {self.acceptance:.0%} of the first drafts match the target; the drafter was "
-            "probably trained for another model, on other hidden states of this one, or hardly at "
-            "all. Decoding stays exact, but is not faster",
-        )
-
-
-@dataclass(frozen=True)
-class Reading(Generic[N]):
+class Reading(NamedTuple, Generic[N]):
     """The reading of a network's config that its target accepts most.
 
     Attributes:
         network: The network by this reading.
         matches: For each token of the texts, 1 if the first draft is the target's, else 0.
         texts: Texts of the target, with the states that the network reads.
-        line: One line that says what was tried and found.
+        line: Readings that were tried and the result; empty if there was only one.
     """
 
     network: N
@@ -107,19 +62,34 @@ class Reading(Generic[N]):
     texts: list[ReadSequence]
     line: str
 
+    @property
+    def acceptance(self) -> float:
+        """Share of the first drafts that are the target's token, 0 to 1."""
+        return mean(self.matches)
+
+    def warnings(self) -> list[str]:
+        """Describe the likely mistake; return nothing if the drafter seems to fit."""
+        if self.acceptance >= MIN_ACCEPTANCE:
+            return []
+        return [
+            f"only {self.acceptance:.0%} of the first drafts match the target; the drafter was "
+            "probably trained for another model, on other hidden states of this one, or hardly at "
+            "all. Decoding stays exact, but is not faster"
+        ]
+
 
 def choose_reading(
     readings: Mapping[str, N],
     target: Target,
     tokenizer: TokenizerWrapper,
-    compare: Callable[[N, Target, list[ReadSequence]], list[int]],
-    layers_of: Callable[[N], Sequence[int]],
+    predict: Callable[[N, Target, ReadSequence], Prediction],
+    layers_of: Callable[[N], Sequence[int]] = lambda network: (FINAL,),
 ) -> Reading[N]:
     """Compare first drafts with the target's tokens, by each reading of a network's config.
 
     The first reading is the config's own; another is chosen if it is better by more than chance.
-    ``compare`` returns the matches of a network, see `Reading`, and ``layers_of`` the layers of the
-    target that it reads.
+    ``predict`` returns the first drafts of a network along a text, and ``layers_of`` the layers of
+    the target that it reads.
     """
     wanted = {name: layers_of(network) for name, network in readings.items()}
     layers = sorted({layer for one in wanted.values() for layer in one})
@@ -129,28 +99,28 @@ def choose_reading(
     texts = {
         name: [with_layers(text, layers, one) for text in decoded] for name, one in wanted.items()
     }
-    found = {name: compare(network, target, texts[name]) for name, network in readings.items()}
+    found = {
+        name: [
+            match
+            for text in texts[name]
+            for match in _find_matches(network, predict(network, target, text))
+        ]
+        for name, network in readings.items()
+    }
     own, *others = found
     best = max(others, key=lambda name: sum(found[name]), default=own)
     chosen = best if _is_clearly_better(found[best], found[own]) else own
     tried = ", ".join(f"{name} {mean(one):.0%}" for name, one in found.items())
     line = f"first drafts accepted by reading of the config: {tried}; used {chosen}"
-    return Reading(readings[chosen], found[chosen], texts[chosen], line)
+    return Reading(readings[chosen], found[chosen], texts[chosen], line if others else "")
 
 
-def load_target(network: DraftNetwork, name: str | Path) -> tuple[Target, TokenizerWrapper]:
-    """Load the target that a network must fit."""
-    model, tokenizer, _ = load(name)
-    target = Target(model)
-    network.check_fit(target, tokenizer)
-    return target, tokenizer
-
-
-def compare(
-    network: AutoregressiveNetwork, target: Target, texts: Iterable[ReadSequence]
-) -> list[int]:
-    """Compare first drafts with the target's next tokens: 1 if equal, else 0, per token."""
-    return [match for text in texts for match in _compare_text(network, target, text)]
+def predict_next(network: AutoregressiveNetwork, target: Target, text: ReadSequence) -> Prediction:
+    """Predict the first draft after each generated token."""
+    tokens, num_prompt, states, *tops = text
+    pairs = network.fuse(states[:-1]), network.embed(tokens[1:-1], target)
+    outputs = network(*pairs, network.make_cache())[num_prompt - 1 :]
+    return Prediction(network.logits(outputs, target), *(array[1:] for array in tops))
 
 
 def dequantised(network: N) -> N:
@@ -197,19 +167,10 @@ def with_layers(text: ReadSequence, read: Sequence[int], layers: Sequence[int]) 
     return text._replace(states=mx.concatenate([parts[read.index(n)] for n in layers], axis=-1))
 
 
-def compare_rows(drafter: DraftNetwork, prediction: Prediction) -> list[int]:
+def _find_matches(network: DraftNetwork, prediction: Prediction) -> list[int]:
     """Compare the most probable drafts with the target's tokens: 1 if equal, else 0."""
     rows = mx.argmax(prediction.logits, axis=-1)
-    return to_ints(drafter.to_token_ids(rows) == prediction.chosen)
-
-
-def _compare_text(network: AutoregressiveNetwork, target: Target, text: ReadSequence) -> list[int]:
-    tokens, num_prompt, states, *_ = text
-    pairs = network.fuse(states[:-1]), network.embed(tokens[1:-1], target)
-    outputs = network(*pairs, network.make_cache())[num_prompt - 1 :]
-    rows = mx.argmax(network.logits(outputs, target), axis=-1)
-    ids = rows if network.row_ids is None else network.row_ids[rows]
-    return to_ints(ids == tokens[num_prompt + 1 :])
+    return to_ints(network.to_token_ids(rows) == prediction.chosen)
 
 
 def _is_clearly_better(new: Sequence[int], old: Sequence[int]) -> bool:

@@ -17,11 +17,11 @@ from mlx_redrafter.checkpoint_files import (
     read_json,
     shared_name,
 )
-from mlx_redrafter.convert.safetensors_file import read_safetensors_file
-from mlx_redrafter.convert.stored import StoredTensor
+from mlx_redrafter.convert.stored import SafeTensor, StoredTensor, read_safetensors_file
 from mlx_redrafter.convert.torch_file import read_torch_file
 from mlx_redrafter.errors import CheckpointError, explain
 from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.proposers.checkpoint import TOKEN_IDS
 
 TENSORRT_FILE = "rank0.safetensors"
 # Weight files in order of preference.
@@ -35,7 +35,13 @@ _SINGLE_FILES = (
 )
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
+# Dtypes of weights that are converted.
+READABLE = ("float32", "float16", "bfloat16")
+# Dtypes of token ids.
+READABLE_IDS = ("int32", "int64")
 _HASH_BLOCK = 2**20
+
+Stored = SafeTensor | StoredTensor
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Source:
     folder: Path
     config: dict[str, Any]
     files: tuple[Path, ...]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, Stored]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -67,6 +73,21 @@ class Source:
         """
         return {own: self.tensors[name].read() for own, name in names.items()}
 
+    def check_dtypes(
+        self, names: Mapping[str, str], remedy: str = "save the drafter in one of these dtypes"
+    ) -> None:
+        """Raise `CheckpointError` unless `read` can read the dtypes of tensors."""
+        problems = []
+        for own, name in names.items():
+            dtype = self.tensors[name].dtype
+            if dtype not in (READABLE_IDS if own == TOKEN_IDS else READABLE):
+                problems.append(f"{quote(name)} is {dtype}")
+        if problems:
+            raise CheckpointError(
+                f"expected {', '.join(READABLE)} (token ids: {' or '.join(READABLE_IDS)}), but "
+                f"{join_shortened(problems)}; {remedy}"
+            )
+
     def sha256(self) -> dict[str, str]:
         """SHA-256 of each weight file, by file name."""
         return {path.name: _sha256(path) for path in self.files}
@@ -76,9 +97,9 @@ def open_source(path_or_repo: str | Path) -> Source:
     """Open a checkpoint folder or a hub repository and read the headers of its weight files."""
     folder = find_checkpoint(path_or_repo, _PATTERNS)
     files, owners = _find_weight_files(folder)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, Stored] = {}
     for path in files:
-        for name, tensor in _read_file(path).items():
+        for name, tensor in read_file(path).items():
             if owners is not None and owners.get(name) != path.name:
                 raise CheckpointError(f"{path} holds {quote(name)}, which the index puts elsewhere")
             tensors[name] = tensor
@@ -122,7 +143,8 @@ def _read_index(path: Path) -> dict[str, str]:
     return {name: str(file) for name, file in owners.items()}
 
 
-def _read_file(path: Path) -> dict[str, StoredTensor]:
+def read_file(path: Path) -> Mapping[str, Stored]:
+    """Read the tensors of a weight file, without their values."""
     try:
         if path.suffix == ".safetensors":
             return read_safetensors_file(path)

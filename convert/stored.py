@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.escaping import describe_error
 
 MAX_AXES = 8
-# Dtypes to convert to, by name.
-DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 # numpy's dtype of each readable dtype on disk; bfloat16, which numpy lacks, is read as its bits.
 _ON_DISK = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4", "int64": "<i8"}
+# Names of the dtypes of safetensors that can be read.
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,36 @@ def count_spanned(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Compute the strides of a row-major tensor, in elements."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+class SafeTensor(NamedTuple):
+    """One tensor of a safetensors file; the attributes are as in `StoredTensor`."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self) -> mx.array:
+        tensors: Any = mx.load(str(self.path))  # computes no other tensor
+        array: mx.array = tensors[self.name]
+        return array
+
+
+def read_safetensors_file(path: Path) -> dict[str, SafeTensor]:
+    """Read the tensors of a safetensors file, without their values.
+
+    The library checks that dtypes, shapes and offsets agree, and that the tensors fill the file.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found = {name: file.get_slice(name) for name in file.keys()}
+            return {
+                name: SafeTensor(
+                    path, name, _NAMES.get(one.get_dtype(), one.get_dtype()), (*one.get_shape(),)
+                )
+                for name, one in found.items()
+            }
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is truncated or not a safetensors file ({describe_error(error)}); download it "
+            "again"
+        ) from error

@@ -7,17 +7,52 @@ drafting (FR-Spec, arXiv 2502.14856).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.target.target import Target
 
 Config = DrafterConfig | MedusaConfig
+
+# Maximum number of padding rows of a head; heads are padded to multiples of 64 or 128 rows.
+MAX_PADDING_ROWS = 127
+
+
+def fit_head(
+    drafter: ForeignDrafter,
+    weights: dict[str, mx.array],
+    target: Target | None,
+    tokenizer: TokenizerWrapper | None,
+) -> None:
+    """Fit a drafter's config and weights to the target's vocabulary and to that of the options."""
+    options = drafter.options
+    if target is None or tokenizer is None:
+        return
+    config = drafter.config
+    extra = config.vocab_size - target.vocab_size
+    if 0 < extra <= MAX_PADDING_ROWS and config.draft_vocab_size is None:
+        for head in config.head_names:
+            weights[head] = weights[head][: target.vocab_size]
+        drafter.config = config = replace(config, vocab_size=target.vocab_size)
+        drafter.notes.append(
+            f"{extra} padding rows of the head, which stand for no token of the target, dropped"
+        )
+    if options.vocab_slice is None:
+        return
+    counts = count_tokens(tokenizer, options.vocab_text or (), config.vocab_size)
+    always = {*tokenizer.eos_token_ids, *tokenizer.all_special_ids}
+    rows = choose_rows(counts, always, options.vocab_slice)
+    drafter.config = slice_head(config, weights, rows)
+    covered = counts[rows].sum() / max(counts.sum(), 1)
+    drafter.notes.append(f"the head keeps {len(rows)} tokens, {covered:.1%} of those in the texts")
 
 
 def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size: int) -> np.ndarray:

@@ -21,7 +21,7 @@ Floor 1 consists of single files, which count as one room, the ground.
 
     1  backend  checkpoint_files  checks  device_read  draft_plan  errors  escaping
     1  generation_options  grammar  late_grammar  measured  memory_sizes  model_store
-    1  thread_streams  version
+    1  thread_streams  training_options  version
 """
 
 from importlib import import_module

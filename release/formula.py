@@ -2,8 +2,8 @@
 
     python -m release.formula dist/mlx_redrafter-0.1.0.tar.gz
 
-Packages that Homebrew has as formulas for Python are dependencies. All others are resources, built
-from the archives of the lock.
+The formula includes the server, since its users cannot add an extra. Packages that Homebrew has as
+formulas for Python are dependencies. All others are resources, built from the archives of the lock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from packaging.markers import Marker
 from release.notes import ROOT
 
 NAME = "mlx-redrafter"
+# Extra whose packages the formula includes.
+EXTRA = "server"
 # Python of the formula. MLX's formula must be built for the same one.
 PYTHON = "python@3.14"
 # Formulas of Homebrew by the package that they provide.
 FORMULAS = {"mlx": "mlx", "numpy": "numpy", "pydantic": "pydantic"}
-# Formulas to build the resources with: tokenizers, safetensors and hf-xet are Rust, sentencepiece
-# is C++.
+# Formulas to build the resources with: tokenizers, safetensors, hf-xet and llguidance are Rust,
+# sentencepiece is C++.
 BUILDERS = ("cmake", "pkgconf", "rust")
 # Values on a Mac of the variables in the lock's markers.
 MAC = {
@@ -58,31 +60,41 @@ end
 """
 
 
-def write_formula(lock: Mapping[str, Any], archive: str, sha256: str) -> str:
+def write_formula(lock: Mapping[str, Any], archive: str, content: bytes) -> str:
     """Write the formula.
 
     Args:
         lock: Contents of uv.lock.
         archive: File name of the source archive, as on PyPI.
-        sha256: Its hash.
+        content: Its bytes.
 
     Raises:
         ValueError: A package of the lock has no source archive.
     """
-    first = f"https://files.pythonhosted.org/packages/source/{NAME[0]}/{NAME}"
     needed = sorted(_closure(lock))
     builds = [f'  depends_on "{name}" => :build' for name in BUILDERS]
-    others = sorted({*(FORMULAS[name] for name in needed if name in FORMULAS), "libyaml", PYTHON})
-    uses = [f'  depends_on "{name}"' for name in others]
-    macs = ["  depends_on arch: :arm64", "  depends_on :macos"]
+    others = {*(FORMULAS[name] for name in needed if name in FORMULAS), "libyaml", "macos", PYTHON}
+    # A requirement is sorted among the formulas.
+    uses = [f"  depends_on {_term(name)}" for name in sorted(others)]
     resources = [_resource(lock, name) for name in needed if name not in FORMULAS]
     return TEMPLATE.format(
         name=NAME,
-        url=f"{first}/{archive}",
-        sha256=sha256,
-        depends="\n".join([*builds, *macs[:1], *uses, *macs[1:]]),
+        url=_address(archive, content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        depends="\n".join([*builds, "  depends_on arch: :arm64", *uses]),
         resources="\n\n".join(resources),
     )
+
+
+def _term(name: str) -> str:
+    return f":{name}" if name == "macos" else f'"{name}"'
+
+
+def _address(archive: str, content: bytes) -> str:
+    """Return the address of a file on PyPI, which names its folder by the file's BLAKE2 hash."""
+    digest = hashlib.blake2b(content, digest_size=32).hexdigest()
+    folder = f"{digest[:2]}/{digest[2:4]}/{digest[4:]}"
+    return f"https://files.pythonhosted.org/packages/{folder}/{archive}"
 
 
 def _packages(lock: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -95,20 +107,20 @@ def _packages(lock: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _closure(lock: Mapping[str, Any]) -> set[str]:
     """Return all packages that the program needs on a Mac, without those that formulas bring."""
-    packages, found, left = _packages(lock), set(), [NAME]
+    packages, found = _packages(lock), set()
+    own = packages[NAME]
+    left = [*_needed(own["dependencies"]), *_needed(own["optional-dependencies"][EXTRA])]
     while left:
-        for name in _needed(packages[left.pop()]):
-            if name not in found:
-                found.add(name)
-                left += [] if name in FORMULAS else [name]
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += [] if name in FORMULAS else _needed(packages[name].get("dependencies", ()))
     return found
 
 
-def _needed(package: Mapping[str, Any]) -> Iterator[str]:
-    for dependency in package.get("dependencies", ()):
-        marker = dependency.get("marker")
-        if marker is None or Marker(marker).evaluate(MAC):
-            yield dependency["name"]
+def _needed(dependencies: Sequence[Mapping[str, Any]]) -> list[str]:
+    markers = ((one["name"], one.get("marker")) for one in dependencies)
+    return [name for name, marker in markers if marker is None or Marker(marker).evaluate(MAC)]
 
 
 def _resource(lock: Mapping[str, Any], name: str) -> str:
@@ -130,7 +142,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit("error: expected one argument, the source archive")
     path = Path(arguments[0])
     lock = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
-    print(write_formula(lock, path.name, hashlib.sha256(path.read_bytes()).hexdigest()), end="")
+    print(write_formula(lock, path.name, path.read_bytes()), end="")
 
 
 if __name__ == "__main__":

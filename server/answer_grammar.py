@@ -42,17 +42,11 @@ def first_state(tokenizer: TokenizerWrapper, prompt: Sequence[int]) -> str:
 def make_grammar(
     engine: Engine, prompt: Sequence[int], tools: Tools | None, asked: AnswerFormat | None
 ) -> Grammar | LateGrammar | None:
-    """Make the grammar of the answer to a prompt.
+    """Make the grammar of the answer to a prompt, of token ids.
 
-    Args:
-        engine: Engine of the model.
-        prompt: Token ids of the prompt.
-        tools: Tools that the answer may call; None outside of chats.
-        asked: Format of an answer that calls no tool; None for any.
-
-    Returns:
-        The grammar. None if the answer is free: it has no format, and no calls that must be made or
-        that can be held to their schemas.
+    ``tools`` are those that the answer may call, None outside of chats; ``asked`` is the format of
+    an answer that calls none. Return None if the answer is free: it has no format, and no calls
+    that must be made or that can be held to their schemas.
 
     Raises:
         Refusal: A schema is malformed, or the model has no grammar for what must hold.

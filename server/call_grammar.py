@@ -31,12 +31,6 @@ _KEY = re.compile(r"[^\s<>\"'=&:,(){}\[\]]{1,128}")
 class CallGrammar:
     """The grammar of the calls of some tools.
 
-    Args:
-        tokenizer: Tokenizer of the model.
-        vocab_size: Number of tokens that the model chooses from.
-        form: Format of the calls.
-        tools: The tools.
-
     Attributes:
         is_last: Whether nothing can follow a call, as no marker ends it.
 
@@ -53,10 +47,7 @@ class CallGrammar:
         self._begin, self._end = map(str, (tokenizer.tool_call_start, tokenizer.tool_call_end))
 
     def after_marker(self, is_whole: bool) -> Grammar:
-        """Return the grammar of the text after the marker of a call.
-
-        Args:
-            is_whole: Whether the grammar covers the whole text, with the calls that follow.
+        """Return the grammar of the text after the marker of a call, later calls if it is whole.
 
         Raises:
             ConfigError: A schema is malformed.
@@ -65,10 +56,7 @@ class CallGrammar:
         return self._compile(f"start: body{rest}")
 
     def whole(self, other: str | None) -> Grammar:
-        """Return the grammar of a text that consists of calls.
-
-        Args:
-            other: Term for another text that may stand there instead, in Lark's format.
+        """Return the grammar of a text of calls, or of another text, a term in Lark's format.
 
         Raises:
             ConfigError: A schema is malformed.

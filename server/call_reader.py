@@ -30,8 +30,6 @@ class ToolCall(NamedTuple):
     """A call of a tool, or a piece of one: pieces of the same call have the same id.
 
     Attributes:
-        id: Id of the call.
-        name: Name of the tool.
         arguments: Its arguments, an object as JSON, or the next piece of it.
     """
 
@@ -58,10 +56,6 @@ def add_call(calls: list[ToolCall], added: ToolCall) -> None:
 
 class CallReader:
     """Reads the calls between two markers.
-
-    Args:
-        form: Format of the calls.
-        tools: The tools.
 
     Attributes:
         is_in_value: Whether the next character belongs to a value, in which no marker counts.

@@ -30,10 +30,6 @@ _READ = {
 class CallRules:
     """Rules of a grammar, of which equal ones are written once.
 
-    Args:
-        tokenizer: Tokenizer of the model.
-        vocabulary: llguidance's vocabulary.
-
     Attributes:
         lines: The rules in Lark's format.
     """
@@ -112,11 +108,9 @@ class CallRules:
         return self.add("CHOICE", f"/({choices}){empty}{_pattern(end)}/")
 
     def sequence(self, items: Sequence[tuple[str, bool]], between: str) -> str:
-        """Return a term for items in their order, of which some may be missing.
+        """Return a term for items in their order, each with a term between it and the next, if any.
 
-        Args:
-            items: Terms, and whether each is required.
-            between: Term between two items; empty for none.
+        An item is a term, and whether it is required.
         """
         if not between:
             return " ".join(term if is_required else f"({term})?" for term, is_required in items)
@@ -149,7 +143,6 @@ class QuotedValues:
 
     Args:
         quote: Text on either side of a string.
-        rules: Rules to add to.
         root: JSON schema that references go into. llguidance accepts it.
         lenient: Whether to leave out keywords that are not supported.
     """

@@ -99,11 +99,6 @@ class Gate:
 
     A response to a request whose body has not arrived waits for the rest for `DRAIN_SECONDS` and
     drops it. If there is still more to come, the connection ends with the response.
-
-    Args:
-        application: The application behind it.
-        callers: Rules of who may use the server.
-        refuse: Function that makes a response of an error.
     """
 
     def __init__(

@@ -40,11 +40,7 @@ class Counters:
     totals: defaultdict[str, float] = field(default_factory=lambda: defaultdict(int))
 
     def render(self, **gauges: int) -> str:
-        """Format all metrics.
-
-        Args:
-            **gauges: Current values, which rise and fall, by the name of their metric.
-        """
+        """Format all metrics; gauges are current values, which rise and fall, by metric."""
         samples: dict[str, dict[str, float]] = {
             "requests_total": {
                 f'{{path="{path}",status="{status}"}}': count

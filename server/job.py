@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
@@ -22,8 +21,8 @@ from mlx_redrafter.server.prompt_scores import score_prompt
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import CompletionRequest, TextRequest
 
-# A function that is called with the parts of a reply, and at the end with None or an error.
-Receiver = Callable[[Part | Refusal | None], None]
+# A part of a reply, or its end, which is an error if the request has failed.
+Item = Part | Refusal | None
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +32,7 @@ class Job:
     """A request and its place in the worker.
 
     Attributes:
-        model: Model that writes the texts.
-        request: The request.
-        prompts: Token ids of its prompts.
-        receive: Function called with every part, in the worker's thread.
+        receive: Function called with the parts of every step, and at the end.
         owner: Identity of the client, whose prompts no other client may use.
         num_cached: Number of prompt tokens found in a cache.
         has_begun: Whether the current text has its first token.
@@ -46,13 +42,16 @@ class Job:
     model: LoadedModel
     request: TextRequest
     prompts: list[list[int]]
-    receive: Receiver
+    receive: Callable[..., None]
     owner: str = ""
     num_cached: int = 0
     has_begun: bool = False
     is_cancelled: bool = False
     _stream: ResponseStream | None = None
-    _parts: Generator[Part] = field(default_factory=lambda: (part for part in list[Part]()))
+    _counters: Counters = field(init=False)
+    _on_progress: Callable[[int, int], None] = field(init=False)
+    _chunk_limit: Callable[[], int] = field(init=False)
+    _parts: Generator[Part] | None = None
 
     def cancel(self) -> None:
         """End the request soon; may be called from any thread."""
@@ -69,41 +68,41 @@ class Job:
     ) -> None:
         """Begin the request, in the worker's thread.
 
-        Args:
-            counters: Counters to add to.
-            on_progress: Function called between the chunks of a prompt.
-            chunk_limit: Function that returns the maximum size of a chunk at present.
+        ``on_progress`` is called between the chunks of a prompt; ``chunk_limit`` returns the
+        maximum size of a chunk at present.
         """
-        self._parts = self._write_all(counters, on_progress, chunk_limit)
+        self._counters, self._on_progress, self._chunk_limit = counters, on_progress, chunk_limit
+        self._parts = self._write_all()
 
     def step(self) -> bool:
         """Send the parts of the next step; return whether there were any."""
-        for part in self._parts:
-            self.receive(part)
-            if part.finish_reason or self._stream is None or not self._stream.num_ready:
-                return True
-        return False
+        assert self._parts is not None
+        parts: list[Part] = []
+        try:
+            for part in self._parts:
+                parts.append(part)
+                if part.finish_reason or self._stream is None or not self._stream.num_ready:
+                    break
+        finally:
+            if parts:
+                self.receive(*parts)
+        return bool(parts)
 
     def close(self) -> None:
         """End the request, in the worker's thread."""
-        self._parts.close()
+        if self._parts is not None:
+            self._parts.close()
 
-    def _write_all(self, counters: Counters, *rest: Any) -> Generator[Part]:
+    def _write_all(self) -> Generator[Part]:
         for i in range(len(self.prompts) * self.request.num_texts):
             if self.is_cancelled:
                 return
-            yield from self._write(i, counters, *rest)
+            yield from self._write(i)
 
-    def _write(
-        self,
-        index: int,
-        counters: Counters,
-        on_progress: Callable[[int, int], None],
-        chunk_limit: Callable[[], int],
-    ) -> Generator[Part]:
+    def _write(self, index: int) -> Generator[Part]:
         """Yield the parts of one text; keep its cache, even if the text is cancelled."""
         engine, prefixes = self.model.engine, self.model.prefixes
-        request = self.request
+        request, counters = self.request, self._counters
         tokens = list(self.prompts[index // request.num_texts])
         answer = Answer(request, engine.tokenizer, tokens, index)
         options = replace(request.options, seed=_seed_of(request, index))
@@ -120,11 +119,11 @@ class Job:
 
         def note(done: int, total: int) -> None:
             prefix.note(done)
-            on_progress(done, total)
+            self._on_progress(done, total)
 
         self.has_begun = False
         if isinstance(request, CompletionRequest) and request.echoes:
-            yield self._repeat(answer, tokens, index, on_progress)
+            yield self._repeat(answer, tokens, index)
         try:
             self._stream = engine.stream(
                 new,
@@ -133,7 +132,9 @@ class Job:
                 logits_processors=_penalties(request, known),
                 grammar=request.grammar,
                 prompt_progress_callback=note,
-                prompt_chunk_size=lambda done: prefix.chunk_size(done, step_size, chunk_limit()),
+                prompt_chunk_size=lambda done: prefix.chunk_size(
+                    done, step_size, self._chunk_limit()
+                ),
                 shared=self.model.scheduler,
                 **vars(options),
             )
@@ -171,15 +172,13 @@ class Job:
             if stats.shapes:
                 logger.info("drafts, found (expected): %s", "; ".join(map(str, stats.shapes)))
 
-    def _repeat(
-        self, answer: Answer, tokens: list[int], index: int, on_progress: Callable[[int, int], None]
-    ) -> Part:
+    def _repeat(self, answer: Answer, tokens: list[int], index: int) -> Part:
         """Return the part that repeats the prompt of a text."""
         request, engine = self.request, self.model.engine
         assert isinstance(request, CompletionRequest)
         prompt = request.prompts[index // request.num_texts]
         text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(tokens)
-        scores = score_prompt(engine, tokens, request.top_logprobs or 0, on_progress)
+        scores = score_prompt(engine, tokens, request.top_logprobs or 0, self._on_progress)
         wanted = takewhile(lambda _: not self.is_cancelled, scores)
         return answer.repeat(text, tokens[0], wanted)
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated
 
 from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.errors import ConfigError
-
-
-def _option(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel="Limits")
 
 
 @dataclass(frozen=True)
@@ -24,40 +18,32 @@ class Limits:
         ConfigError: One is out of range.
     """
 
-    max_running: Annotated[
-        int, _option("Maximum number of requests that are written at the same time.")
-    ] = 8
+    max_running: Annotated[int, "Maximum number of requests that are written at the same time."] = 8
     max_waiting: Annotated[
-        int, _option("Maximum number of requests in the queue; others get HTTP status 429.")
+        int, "Maximum number of requests in the queue; others get HTTP status 429."
     ] = 64
     max_context: Annotated[
-        int,
-        _option("Maximum number of tokens of a prompt and its text, if the model allows as many."),
+        int, "Maximum number of tokens of a prompt and its text, if the model allows as many."
     ] = 1 << 17
-    max_body_bytes: Annotated[int, _option("Maximum size of a request's body, in bytes.")] = 4 << 20
+    max_body_bytes: Annotated[int, "Maximum size of a request's body, in bytes."] = 4 << 20
     prompt_cache_bytes: Annotated[
-        int, _option("Maximum size of the prompts kept in memory, in bytes; 0 keeps none at all.")
+        int, "Maximum size of the prompts kept in memory, in bytes; 0 keeps none at all."
     ] = 4 << 30
     prompt_disk_bytes: Annotated[
         int,
-        _option(
-            "Maximum size of the prompts kept on the disk for the next start, in bytes; 0 spares "
-            "the disk."
-        ),
+        "Maximum size of the prompts kept on the disk for the next start, in bytes; 0 spares "
+        "the disk.",
     ] = 8 << 30
     max_model_bytes: Annotated[
         int,
-        _option(
-            "Maximum total size of the loaded models, in bytes; the model used least recently is "
-            "unloaded first. 0 stands for three quarters of the device's memory."
-        ),
+        "Maximum total size of the loaded models, in bytes; the model used least recently is "
+        "unloaded first. 0 stands for three quarters of the device's memory.",
     ] = 0
     keep_alive: Annotated[
-        float, _option("Seconds without requests after which a model is unloaded; 0 keeps it.")
+        float, "Seconds without requests after which a model is unloaded; 0 keeps it."
     ] = 0.0
     client_timeout: Annotated[
-        float,
-        _option("Seconds that a client has to send a request, or to read the bytes sent to it."),
+        float, "Seconds that a client has to send a request, or to read the bytes sent to it."
     ] = 30.0
 
     def __post_init__(self) -> None:

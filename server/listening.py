@@ -33,11 +33,7 @@ MAX_CONNECTIONS = 1000
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens.
-
-    Args:
-        host: Address.
-        port: Port, 0 for a free one.
+    """Open a socket that listens; port 0 stands for a free one.
 
     Raises:
         ConfigError: The address does not exist, or the port is in use.
@@ -60,11 +56,8 @@ def make_server(
 ) -> Server:
     """Create a server that runs at given sockets until the process gets a signal.
 
-    Args:
-        application: The application.
-        client_timeout: Seconds that a client has to send headers, or to read.
-        grace: Seconds that running requests have to end after the signal.
-        end_texts: Function that ends all texts soon, without waiting.
+    ``client_timeout`` is the seconds that a client has to send headers, or to read; ``grace`` those
+    that running requests have after the signal. ``end_texts`` ends all texts soon, and never waits.
     """
 
     class TimedConnection(Connection):
@@ -88,7 +81,6 @@ class Server(uvicorn.Server):
     """A server that ends in bounded time after a signal, and sooner after a second one.
 
     Args:
-        config: uvicorn's settings.
         grace: Seconds that running requests have after the first signal.
         end_texts: Function that ends all texts soon, without waiting.
     """

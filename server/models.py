@@ -52,9 +52,7 @@ class LoadedModel:
     """A model in memory, with what the worker needs for its texts.
 
     Args:
-        engine: Engine of the model.
         options: Options of texts for requests that leave them out.
-        store: Arrays of kept prompts.
 
     Attributes:
         prefixes: Prompt caches of earlier texts.
@@ -146,9 +144,6 @@ class Models:
         is_busy: Function that returns whether texts of a loaded model wait or run.
         is_strict: Whether an unknown name is an error.
         folder: Folder of the prompts kept for the next start; None for none.
-
-    Attributes:
-        store: Arrays of kept prompts.
     """
 
     def __init__(

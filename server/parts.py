@@ -30,7 +30,6 @@ class TokenLogprob(NamedTuple):
     """A token's text and its natural log-probability.
 
     Attributes:
-        text: The text of the token.
         logprob: Its log-probability; None for the first token of a prompt, which nothing predicts.
         top: The most probable tokens at this position.
     """
@@ -45,13 +44,12 @@ class Part:
     """The addition of one token to an answer, or of several.
 
     Attributes:
-        index: Index of the text in its request.
         is_draft: Whether the newest token is an accepted draft.
         num_tokens: Tokens of the text so far.
-        num_accepted: Accepted drafts among the tokens of this part.
+        num_accepted: Accepted drafts among them.
         num_drafts: Drafts verified for the text so far.
         num_steps: Forward passes after the prompt so far.
-        num_reasoning: Tokens of thinking among those of this part.
+        num_reasoning: Tokens of thinking so far.
         content: Text for the reader.
         reasoning: Text of the model's thinking.
         tool_calls: Tool calls, of which the first may go on one of the part before.
@@ -79,10 +77,6 @@ class Part:
         """Whether it has anything to show to the client."""
         return bool(self.content or self.reasoning or self.tool_calls or self.logprobs)
 
-    def copy(self) -> Part:
-        """Return a part that may grow."""
-        return replace(self, tool_calls=list(self.tool_calls), logprobs=list(self.logprobs))
-
     def __add__(self, later: Part) -> Part:
         """Join this part and the next one; the lists of this one grow."""
         for call in later.tool_calls:
@@ -90,8 +84,6 @@ class Part:
         self.logprobs += later.logprobs
         return replace(
             later,
-            num_accepted=self.num_accepted + later.num_accepted,
-            num_reasoning=self.num_reasoning + later.num_reasoning,
             content=self.content + later.content,
             reasoning=self.reasoning + later.reasoning,
             tool_calls=self.tool_calls,
@@ -100,14 +92,7 @@ class Part:
 
 
 class Answer:
-    """The parts of one text, read from its tokens.
-
-    Args:
-        request: The request.
-        tokenizer: Tokenizer of the model.
-        prompt: Token ids of the prompt.
-        index: Index of the text in its request.
-    """
+    """The parts of one text, read from its tokens."""
 
     def __init__(
         self, request: TextRequest, tokenizer: TokenizerWrapper, prompt: list[int], index: int
@@ -131,14 +116,16 @@ class Answer:
             self._kind = "reasoning"
         self._machine = self._states.make_state(self._kind)
         self._call, self._has_called = "", False
+        self._num_accepted = self._num_reasoning = 0
 
     def add(self, response: GenerationResponse) -> Part:
         """Return the part that a token adds, which is the last one after a stop string."""
+        self._num_accepted += response.from_draft
         part = Part(
             index=self._index,
             is_draft=response.from_draft,
             num_tokens=response.generation_tokens,
-            num_accepted=int(response.from_draft),
+            num_accepted=self._num_accepted,
             num_drafts=response.stats.num_verified - response.steps,
             num_steps=response.steps,
         )
@@ -160,7 +147,8 @@ class Answer:
             self._machine, segments = TextStateMachine.split(self._machine, character)
             for kind, piece in segments:
                 self._sort(part, kind, piece)
-        part.num_reasoning = int(self._kind == "reasoning")
+        self._num_reasoning += self._kind == "reasoning"
+        part.num_reasoning = self._num_reasoning
         if part.finish_reason:
             self._sort(part, self._machine[0], TextStateMachine.flush(self._machine)[1])
             if self._kind == "tool":
@@ -207,13 +195,7 @@ class Answer:
             part.content += f"{self._tokenizer.tool_call_start or ''}{text}{mark}"
 
     def repeat(self, text: str, first: int, scores: Iterable[tuple[Score, list[Score]]]) -> Part:
-        """Return a part that repeats the prompt.
-
-        Args:
-            text: The prompt.
-            first: Its first token.
-            scores: Scores of its other tokens, from `score_prompt`.
-        """
+        """Return a part that repeats a prompt, given the scores of all but its first token."""
         part = Part(self._index, False, 0, 0, 0, 0, content=text)
         if self._request.top_logprobs is not None:
             part.logprobs = [TokenLogprob(_token_text(self._tokenizer, first), None)]

@@ -23,14 +23,8 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.prefix_store import PrefixStore
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
-from mlx_redrafter.target.caches.stored_cache import (
-    Arrays,
-    copy_entries_of,
-    copy_states_of,
-    count_entries,
-    fill,
-    has_states,
-)
+from mlx_redrafter.target.caches.stored_cache import Arrays, count_entries, has_states
+from mlx_redrafter.target.target import Target
 
 # Maximum number of tokens of a node.
 NODE_TOKENS = 2048
@@ -50,7 +44,6 @@ class _Node:
     Attributes:
         name: Name of the entries in the store.
         start: Number of tokens before its own.
-        tokens: Its token ids.
         children: Nodes that follow it, or some first part of its tokens.
         states: Positions for which the store has windows and states.
     """
@@ -74,8 +67,7 @@ class Prefix:
     """The beginning of one text that need not be processed, and states to keep on the way.
 
     Args:
-        cache: Prompt cache to continue.
-        length: Number of tokens that it holds.
+        length: Number of tokens that the cache holds.
         stops: Positions at which a chunk of the prompt has to end, to keep the states there.
         free_from: Position from which on chunks of the prompt may have any size.
 
@@ -84,8 +76,14 @@ class Prefix:
     """
 
     def __init__(
-        self, cache: list[Any], length: int, stops: Collection[int] = (), free_from: int = 0
+        self,
+        target: Target,
+        cache: list[Any],
+        length: int,
+        stops: Collection[int] = (),
+        free_from: int = 0,
     ):
+        self._target = target
         self.cache = cache
         self.length = length
         self.states: dict[int, Arrays] = {}
@@ -95,10 +93,7 @@ class Prefix:
     def chunk_size(self, done: int, step_size: int, limit: int) -> int:
         """Return the maximum size of a chunk after ``done`` tokens of the rest of the prompt.
 
-        Args:
-            done: Number of tokens.
-            step_size: Size of a chunk of a prompt that is processed alone.
-            limit: Maximum size at present.
+        ``step_size`` is that of a prompt processed alone, and ``limit`` the maximum at present.
         """
         position = self.length + done
         if position < self._free_from:
@@ -110,15 +105,13 @@ class Prefix:
         """Keep the states after ``done`` tokens of the rest of the prompt, if they are wanted."""
         position = self.length + done
         if position in self._stops:
-            self.states[position] = copy_states_of(self.cache)
+            self.states[position] = self._target.copy_states(self.cache)
 
 
 class Prefixes:
     """The kept prompt caches of one model, for one thread.
 
     Args:
-        engine: Engine of the model.
-        store: Arrays in memory and on the disk.
         options: Options of texts: the cache quantization and the chunks of prompts.
         model: Identity of the weights, which names on the disk begin with.
     """
@@ -144,9 +137,7 @@ class Prefixes:
     def take(self, prompt: list[int], owner: str = "") -> Prefix:
         """Find the longest kept prefix of a prompt, at most all but its last token.
 
-        Args:
-            prompt: Token ids.
-            owner: Identity of the client; no other client's prompts are used.
+        No other owner's prompts are used.
         """
         path = list(self._follow(self._root(owner), prompt))
         common = min(sum(count for _, count in path), len(prompt) - 1)
@@ -160,17 +151,10 @@ class Prefixes:
             stops = {last, *(last - tail for tail in self._tails)}
             if common - length >= MIN_SAVED:
                 stops.add(common)
-        return Prefix(cache, length, stops, self._first)
+        return Prefix(self._engine.target, cache, length, stops, self._first)
 
     def keep(self, tokens: list[int], num_prompt: int, prefix: Prefix, owner: str = "") -> None:
-        """Keep what a finished text has processed.
-
-        Args:
-            tokens: Token ids of the prompt and the text.
-            num_prompt: Number of tokens of the prompt.
-            prefix: Prefix of the text, whose cache holds most of the tokens now.
-            owner: Identity of the client.
-        """
+        """Keep a finished text with its prompt, as far as the cache of its prefix holds it."""
         cache = prefix.cache
         held = num_tokens(cache[: self._engine.target.num_layers]) or 0
         length = min(held, count_entries(cache))
@@ -178,7 +162,7 @@ class Prefixes:
             return
         states = dict(prefix.states)
         if self._has_states and length == held:
-            states[length] = copy_states_of(cache)
+            states[length] = self._engine.target.copy_states(cache)
         path = self._add(tokens[:length], cache, owner)
         for position, arrays in states.items():
             self._keep_states(path, position, arrays)
@@ -199,7 +183,7 @@ class Prefixes:
             parent = path[-1] if path else root
             own = tokens[start : start + NODE_TOKENS]
             node = _Node(self._name(parent.name, start, own), start, own)
-            entries = copy_entries_of(cache, start, node.end)
+            entries = self._engine.target.copy_entries(cache, start, node.end)
             self._store.put(node.name, entries, _describe(node, parent))
             parent.children.append(node)
             path.append(node)
@@ -249,14 +233,14 @@ class Prefixes:
                 entries = self._store.get(node.name)
                 if entries is None:
                     break
-                pieces.append({name: one[..., :count, :] for name, one in entries.items()})
+                pieces.append((entries, count))
             if len(pieces) == len(nodes):
                 break
             length = nodes[len(pieces)][0].start
-        cache = self._new_cache()
+        cache, target = self._new_cache(), self._engine.target
         try:
-            fill(cache, pieces, state, length, self._quantisation)
-            self._engine.target.stock_cache(cache[: self._engine.target.num_layers])
+            target.fill(cache, pieces, state, length, self._quantisation)
+            target.stock_cache(cache[: target.num_layers])
         except (RedrafterError, KeyError, ValueError) as error:  # foreign files
             for node, _ in nodes:
                 self._store.drop(node.name, error)

@@ -20,13 +20,9 @@ Score = tuple[int, float]
 def score_prompt(
     engine: Engine, tokens: list[int], num_top: int, on_progress: Callable[[int, int], None]
 ) -> Iterator[tuple[Score, list[Score]]]:
-    """Yield the score of every token but the first, which nothing predicts.
+    """Yield the score of every token but the first, and the ``num_top`` best at its place.
 
-    Args:
-        engine: Engine of the model.
-        tokens: Token ids of the prompt, n of them.
-        num_top: Number of most probable tokens to yield with each.
-        on_progress: Function called between chunks, with the number of processed tokens and n.
+    ``on_progress`` is called between chunks, with the numbers of processed and of all tokens.
     """
     model = engine.target.stock_model
     cache = make_prompt_cache(engine.target.model)

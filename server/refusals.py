@@ -21,7 +21,6 @@ class Refusal(Exception):
     Args:
         message: The expected value, the value found, and what to do.
         param: Field of the request that the error is about.
-        status: HTTP status.
         code: Word that identifies the error for programs.
     """
 
@@ -46,7 +45,6 @@ class ContextExceeded(Refusal):
     Its message begins as OpenAI's does, because client libraries look for those words.
 
     Args:
-        param: Field of the prompt.
         length: Length of the prompt, in tokens, or of the part of it that was counted.
         context: Maximum number of tokens of a prompt and its text.
         is_counted: Whether all of the prompt was counted.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mlx_redrafter.server.job import Job
+from mlx_redrafter.server.job import Item, Job
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.writer import Usage, Writer
-from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import TextRequest
 from mlx_redrafter.server.wire import respond
 
@@ -27,12 +26,6 @@ KEEP_ALIVE = 15.0
 class Reply:
     """The reply to one request.
 
-    Args:
-        loaded: Model that writes the texts.
-        request: The request.
-        prompts: Token ids of its prompts.
-        writer: Writer of the request's protocol.
-
     Attributes:
         job: The request's place in the worker, which sends the parts of the reply.
     """
@@ -42,37 +35,35 @@ class Reply:
     ):
         self.job = Job(loaded, request, prompts, self._receive)
         self.writer = writer
+        writer.usage = self._usage
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Part | Refusal | None] = asyncio.Queue()
-        # Parts so far, added up, by the index of their text.
+        # Items that the worker has sent, until they are read.
+        self._sent: list[Item] = []
+        self._has_sent = asyncio.Event()
+        # The newest part of each text, or all its parts added up, by the index of the text.
         self._texts: dict[int, Part] = {}
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield the reply as events, the last of which is an error if the request has failed."""
-        sent = self._loop.time()
-        while True:
+        """Yield the events of each step as one text; an error is the last if the request failed."""
+        is_open, last = True, self._loop.time()
+        while is_open:
             try:
-                left = sent + KEEP_ALIVE - self._loop.time()
-                item = await asyncio.wait_for(self._queue.get(), left)
+                async with asyncio.timeout_at(last + KEEP_ALIVE):
+                    items = await self._next()
+                text = "".join(event for item in items for event in self._write(item))
+                is_open = isinstance(items[-1], Part)
             except TimeoutError:  # also while tokens come without anything to show
-                for event in self.writer.keep_alive(self._usage()):
-                    yield event
-                sent = self._loop.time()
-                continue
-            for event in self._write(item):
-                yield event
-                sent = self._loop.time()
-            if not isinstance(item, Part):
-                return
+                text = "".join(self.writer.keep_alive())
+            if text:
+                yield text
+                last = self._loop.time()
 
-    def _write(self, item: Part | Refusal | None) -> Iterator[str]:
+    def _write(self, item: Item) -> Iterator[str]:
         """Return the events of an item."""
         if isinstance(item, Part):
-            self._add(item)
-            return self.writer.add(item, self._usage())
-        if isinstance(item, Refusal):
-            return self.writer.fail(item)
-        return self.writer.end(self._usage())
+            self._texts[item.index] = item
+            return self.writer.add(item)
+        return self.writer.end() if item is None else self.writer.fail(item)
 
     async def whole(self, client: Request) -> Response:
         """Return the reply in one piece, or end its texts once the client has disconnected.
@@ -82,10 +73,14 @@ class Reply:
         """
 
         async def collect() -> None:
-            while (item := await self._queue.get()) is not None:
-                if isinstance(item, Refusal):
-                    raise item
-                self._add(item)
+            while True:
+                for item in await self._next():
+                    if not isinstance(item, Part):
+                        if item is not None:
+                            raise item
+                        return
+                    before = self._texts.get(item.index)
+                    self._texts[item.index] = item if before is None else before + item
 
         async def wait_until_disconnected() -> None:
             while (await client.receive())["type"] != "http.disconnect":
@@ -103,15 +98,22 @@ class Reply:
             collecting.cancel()
             waiting.cancel()
         texts = [self._texts[index] for index in sorted(self._texts)]
-        return respond(self.writer.whole(texts, self._usage()))
+        return respond(self.writer.whole(texts))
 
-    def _receive(self, item: Part | Refusal | None) -> None:
-        """Accept a part, an error or the end; called in the worker's thread."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+    async def _next(self) -> list[Item]:
+        """Return the items that have come, at least one, in their order."""
+        await self._has_sent.wait()
+        self._has_sent.clear()
+        items, self._sent = self._sent, []
+        return items
 
-    def _add(self, part: Part) -> None:
-        before = self._texts.get(part.index)
-        self._texts[part.index] = part.copy() if before is None else before + part
+    def _receive(self, *items: Item) -> None:
+        """Accept the parts of a step, an error or the end; called in the worker's thread."""
+        self._loop.call_soon_threadsafe(self._accept, items)
+
+    def _accept(self, items: Sequence[Item]) -> None:
+        self._sent += items
+        self._has_sent.set()
 
     def _usage(self) -> Usage:
         texts = self._texts.values()

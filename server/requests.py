@@ -89,14 +89,8 @@ def fit(
 ) -> tuple[TextRequest, list[list[int]]]:
     """Check a request against the model, and end its texts where the context ends.
 
-    Args:
-        request: The request.
-        engine: Engine of the model.
-        max_context: Maximum number of tokens of a prompt and its text.
-
-    Returns:
-        The request with ``max_tokens`` and ``top_k`` within the model's sizes, and the token ids of
-        its prompts.
+    ``max_context`` is the maximum number of tokens of a prompt and its text. Return the request
+    with ``max_tokens`` and ``top_k`` within the model's sizes, and the token ids of its prompts.
 
     Raises:
         Refusal: The model has no chat template, tools or grammars, or not enough context.

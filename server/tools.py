@@ -54,12 +54,10 @@ class Tools:
         return functions if names is None else [one for one in functions if one["name"] in names]
 
     def choose(self, choice: str, names: Sequence[str] | None = None, param: str = "") -> Tools:
-        """Return these tools with a choice of the request.
+        """Return these tools with a choice of the request: "auto", "none" or "required".
 
-        Args:
-            choice: "auto", "none" or "required".
-            names: Names of the tools that may be called; None for all.
-            param: Field of the request that gives the choice.
+        ``names`` are those of the tools that may be called, None for all; ``param`` is the field
+        that gives the choice.
 
         Raises:
             Refusal: There is no such tool, or no tool to call.
@@ -78,11 +76,9 @@ class Tools:
 
 
 def read_tool(fields: Fields, schema: str = "parameters") -> dict[str, Any]:
-    """Read a tool; return OpenAI's definition of it.
+    """Read a tool, with the JSON schema of its arguments in a field; return OpenAI's definition.
 
-    Args:
-        fields: The tool. With ``strict``, a schema that cannot be enforced as a whole is refused.
-        schema: Field with the JSON schema of the arguments.
+    With ``strict``, a schema that cannot be enforced as a whole is refused.
 
     Raises:
         Refusal: A value has another type.
@@ -105,11 +101,9 @@ def read_tools(
 ) -> list[dict[str, Any]]:
     """Return the definitions of the tools of a request, without those that run at its provider.
 
-    Args:
-        fields: The request.
-        kinds: Types of the tools that the client runs; None for tools without a type.
-        left_out: Beginnings of the types that the model is not shown.
-        schema: Field of a tool with the JSON schema of its arguments.
+    ``kinds`` are the types of tools that the client runs, None for tools without a type;
+    ``left_out`` are the beginnings of types that the model is not shown. ``schema`` is as in
+    `read_tool`.
 
     Raises:
         Refusal: A tool has another type, or a value of another type.

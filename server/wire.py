@@ -7,10 +7,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-
-def to_text(value: dict[str, Any]) -> str:
-    """Write JSON in ASCII characters, which any text can be encoded in."""
-    return json.dumps(value, allow_nan=False)
+# Writes JSON in ASCII characters, which any text can be encoded in.
+to_text = json.JSONEncoder(allow_nan=False).encode
 
 
 def event(value: dict[str, Any], name: str = "") -> str:

@@ -35,9 +35,6 @@ SEND_SECONDS = 0.5
 class Worker(threading.Thread):
     """The thread that writes texts until `stop` is called.
 
-    Args:
-        limits: Numbers of requests.
-
     Attributes:
         counters: Counters of requests, tokens and steps.
     """

@@ -104,6 +104,6 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     ]
     assert not any(line.startswith("torch") for line in required)
     # The back end on Linux; on a Mac the extra is empty.
-    assert [line for line in required if line.startswith("mlx[")] == ["mlx[cpu]>=0.32.2"]
+    assert [line for line in required if line.startswith("mlx[")] == ["mlx[cpu]>=0.32.4"]
     entry_points = wheel.read(f"{info}/entry_points.txt").decode()
     assert "redrafter-mlx = mlx_redrafter.cli.main:run" in entry_points

@@ -25,7 +25,7 @@ CHANGELOG = """# Changelog
 ## [0.1.0] - 2026-11-01
 """
 LOCK = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
-SHA = "0" * 64
+ARCHIVE = b"a source archive"
 
 
 def test_notes_are_the_section_of_the_version() -> None:
@@ -59,7 +59,7 @@ def test_the_lock_is_that_of_the_project() -> None:
 
 
 def test_the_formula_follows_the_rules_of_brew_audit() -> None:
-    formula = write_formula(LOCK, "mlx_redrafter-1.2.3.tar.gz", SHA)
+    formula = write_formula(LOCK, "mlx_redrafter-1.2.3.tar.gz", ARCHIVE)
     lines = formula.splitlines()
     assert max(map(len, (one for one in lines if "url" not in one))) <= 118
     (description,) = re.findall(r'^  desc "(.*)"$', formula, re.MULTILINE)
@@ -86,12 +86,20 @@ def test_the_formula_follows_the_rules_of_brew_audit() -> None:
     )
     assert resources == sorted(resources)
     assert len(resources) == formula.count("  resource ")
-    assert {"mlx-lm", "transformers", "typer", "hf-xet", "safetensors"} <= set(resources)
-    strangers = {"mlx-cpu", "mlx-metal", "mlx-redrafter", "torch", "colorama", "starlette"}
+    assert {"mlx-lm", "transformers", "typer", "hf-xet", "starlette"} <= set(resources)
+    strangers = {"mlx-cpu", "mlx-metal", "mlx-redrafter", "torch", "colorama", "pytest"}
     assert not {*strangers, *FORMULAS} & set(resources)
-    depends = re.findall(r'^  depends_on "([^"]+)"$', formula, re.MULTILINE)
+    depends = re.findall(r'^  depends_on [":]([^"\n]+?)"?$', formula, re.MULTILINE)
     assert depends == sorted(depends)
+    assert "macos" in depends, "among the names, as `brew style` wants it"
     assert {*FORMULAS.values(), PYTHON} <= set(depends)
+
+
+def test_the_address_of_an_archive_is_that_of_pypi() -> None:
+    """PyPI's folders are named by BLAKE2, as those of the lock's archives are."""
+    formula = write_formula(LOCK, "a.tar.gz", b"")
+    folder = "0e/57/51c026e543b2e8ab2eb06099daa1d1e5df47778f7787faab45cdf12fe3a8"
+    assert f'url "https://files.pythonhosted.org/packages/{folder}/a.tar.gz"' in formula
 
 
 def test_a_package_without_a_source_archive_is_an_error() -> None:
@@ -100,4 +108,4 @@ def test_a_package_without_a_source_archive_is_an_error() -> None:
         for one in LOCK["package"]
     ]
     with pytest.raises(ValueError, match="source archive of rich"):
-        write_formula({"package": packages}, "a.tar.gz", SHA)
+        write_formula({"package": packages}, "a.tar.gz", ARCHIVE)

@@ -6,12 +6,27 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.target.caches.tree_cache import TreeCache
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 
 # Prompt tokens per forward pass. Fewer than mlx-lm's 2,048, so that the memory of attention scores,
 # which plain and drafted decoding need, does not hide the difference.
 PREFILL_STEP = 512
+
+
+def prefill(
+    target: Target, prompt: mx.array, cache: TreeCache, step_size: int = PREFILL_STEP
+) -> TargetOutputs:
+    """Process a prompt in chunks, and its last token alone as mlx-lm does.
+
+    Blocks until MLX has computed the chunks. Returns the outputs of the last token, which MLX has
+    not computed yet.
+    """
+    for start in range(0, prompt.shape[0] - 1, step_size):
+        chunk = prompt[start : min(start + step_size, prompt.shape[0] - 1)]
+        target.process_chunk(chunk, cache, ())
+        mx.eval([layer.state for layer in cache.stock])
+    return target.advance(prompt[-1:], cache)
 
 
 def filled_cache(target: Target, length: int) -> TreeCache:
@@ -22,7 +37,7 @@ def filled_cache(target: Target, length: int) -> TreeCache:
     cache = target.new_cache()
     tokens = mx.arange(length, dtype=mx.int32) % target.vocab_size
     with mx.stream(generation_stream):
-        forward = target.prefill(tokens, cache, PREFILL_STEP)
+        forward = prefill(target, tokens, cache)
         mx.eval(forward.logits)
     return cache
 

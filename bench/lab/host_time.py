@@ -1,4 +1,4 @@
-"""Host time of building the pass that verifies a tree, compiled or not.
+"""Host time of building the pass that verifies a tree, compiled or not, and of a drafted step.
 
 Models are random and narrow. CPU time of the main thread is measured, so other work on the machine
 counts little. The CPU back end makes norms, rotations and attention of many operations, a GPU's has
@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_redrafter import device_read
 from mlx_redrafter.bench.lab.contexts import bushy_tree, filled_cache
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import KeyedSampler
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.policy.plans import FixedPolicy
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.compiled_pass import USES, CompiledPasses
 from mlx_redrafter.target.model_loading import make_model
 from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.tree import TokenTree
 
 COMMON: Mapping[str, Any] = {
     "vocab_size": 256,
@@ -112,6 +122,64 @@ def measure(config: Mapping[str, Any], nodes: int, compiled: bool, repeats: int)
     build, commit, dispatch = np.array(seconds[-repeats:]).T
     medians = (float(np.median(one)) for one in (build, dispatch))
     return HostTime(build.min(), next(medians), commit.min(), next(medians), first)
+
+
+class StepTime(NamedTuple):
+    """Work of the host in a drafted step.
+
+    Attributes:
+        waiting: Median CPU time of the main thread from the end of drafting to the dispatch of the
+            verify, in seconds; 0 if the device need not wait, as the host reads nothing meanwhile.
+        dispatch: The same from the dispatch of the drafts to that of the verify.
+        reads: Mean number of reads from the device.
+    """
+
+    waiting: float
+    dispatch: float
+    reads: float
+
+
+def measure_steps(
+    config: Mapping[str, Any], plan: DraftPlan, compiled: bool, steps: int
+) -> StepTime:
+    """Measure steps of a text with random drafts, in the order in which they take place."""
+    model, size = make_model("a random model", config), COMMON["hidden_size"]
+    drafter = Drafter(DrafterConfig(COMMON["vocab_size"], size, size, 1, rnn=True))
+    mx.eval(model.parameters(), drafter.parameters())
+    target, prompt = Target(model), list(range(LENGTH))
+    target.compiled = CompiledPasses(target._process_trees) if compiled else None
+    text = SequenceDecoder(
+        target,
+        target.new_cache(),
+        KeyedSampler(SamplingParams(), target.vocab_size),
+        Request(prompt),
+        drafter.open(target, prompt, True, []),
+        FixedPolicy(plan),
+    )
+    found, reads, wait = [], 0, device_read.waiting
+
+    def count() -> AbstractContextManager[None]:
+        nonlocal reads
+        reads += 1
+        return wait()
+
+    with patch.object(device_read, "waiting", count), target.warming_up():
+        for _ in range(steps + WARM_UP):
+            start = reads
+            text.draft()
+            drafted, before = time.thread_time(), reads
+            asked = text.ask()
+            assert asked is not None
+            is_ahead = reads == before and isinstance(asked, TokenTree)
+            begun = time.thread_time()
+            text.answer(text.sample(asked, text._run_target(asked)))
+            dispatched = time.thread_time()
+            text.take()
+            found.append(
+                (0.0 if is_ahead else dispatched - begun, dispatched - drafted, reads - start)
+            )
+    waiting, dispatch, num_reads = np.array(found[WARM_UP:]).T
+    return StepTime(float(np.median(waiting)), float(np.median(dispatch)), num_reads.mean())
 
 
 @contextmanager

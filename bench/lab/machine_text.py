@@ -22,10 +22,10 @@ import mlx.core as mx
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.machines import leading
+from mlx_redrafter.machines import leader
 from mlx_redrafter.machines.following import Follower
 from mlx_redrafter.machines.frames import Do, Frame, pack
-from mlx_redrafter.machines.leading import Leader
+from mlx_redrafter.machines.leader import Leader
 from mlx_redrafter.machines.line import Line
 from mlx_redrafter.machines.meeting import Rank
 
@@ -111,7 +111,7 @@ def _observed_commands() -> Iterator[tuple[list[float], list[int]]]:
     stock, stock_send = Leader.passing, Line.send
 
     def send(self: Line, data: bytes) -> None:
-        if data != pack(Frame(Do.BEAT)):
+        if data != pack(Do.BEAT):
             sizes.append(len(data))
         stock_send(self, data)
 
@@ -164,7 +164,7 @@ def main(work: str, folder: str, drafter: str = "") -> None:
     """Do the work on this rank."""
     group = mx.distributed.init()
     if work == "hang":
-        leading.PASS_SECONDS = PASS_SECONDS
+        leader.PASS_SECONDS = PASS_SECONDS
     if group.rank() == group.size() - 1:
         _break_rank(work)
     if work == "time":

@@ -20,7 +20,8 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.bench.lab.contexts import PREFILL_STEP
+from mlx_redrafter.bench.lab.contexts import PREFILL_STEP, bushy_tree
+from mlx_redrafter.bench.lab.host_time import COMMON, gpu_like
 from mlx_redrafter.bench.lab.rounds import take_turns
 from mlx_redrafter.bench.timing import OnProgress, estimate, timed
 from mlx_redrafter.decoding.decode import decode
@@ -29,11 +30,15 @@ from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.full import reserve_rows
+from mlx_redrafter.target.compiled_pass import CompiledPasses
+from mlx_redrafter.target.few_shapes import BUCKET
+from mlx_redrafter.target.model_loading import make_model
 from mlx_redrafter.target.target import Target
 
 # Tokens to decode.
@@ -46,6 +51,10 @@ CAPACITY_ROUNDS = 30
 PREFILL_RATIO = 1.05
 # Allowed peak of decoding, relative to mlx-lm's.
 PEAK_RATIO = 1.10
+# Bytes of the K/V buffers that compiled passes must update in place.
+LARGE = 2**30
+# Allowed memory of such a pass, relative to the buffers.
+IN_PLACE_RATIO = 0.01
 # Allowed step time with the larger buffers, relative to the smaller ones.
 TIME_RATIO = 1.10
 
@@ -129,17 +138,45 @@ def measure_memory(
     target = Target(model)
     prompt = [i % target.vocab_size for i in range(prompt_tokens)]
     stock = _peaks(lambda: _stock_tokens(model, prompt))
-    on_progress(1, 4)
+    on_progress(1, 5)
     drafted = _peaks(lambda: _drafted_tokens(target, drafter, plan, prompt))
-    on_progress(2, 4)
+    on_progress(2, 5)
     prefill = drafted.prefill - num_bytes(model) - num_bytes(drafter)
     logits = prompt_tokens * target.vocab_size * mx.float32.size
     name = "prefill beyond the weights; bound: logits of the whole prompt"
     findings = [Finding(name, prefill / 1e6, logits / 1e6, "MB")]
     findings += _compare(stock, drafted, drafter, plan)
     findings += _capacities(target, drafter, plan, prompt[: prompt_tokens // 4])
-    on_progress(4, 4)
+    on_progress(4, 5)
+    findings.append(update_large_buffers([[0, 2], [0, 1, 3], [0]]))
+    on_progress(5, 5)
     return findings
+
+
+def update_large_buffers(paths: Sequence[Sequence[int]]) -> Finding:
+    """Run compiled passes over a tree that these paths follow, with `LARGE` K/V buffers.
+
+    Attention is left out, because the CPU keeps its scores of all entries.
+    """
+    config = {**COMMON, "model_type": "llama", "num_hidden_layers": 4, "head_dim": 512}
+    model = make_model("a random model", config)
+    target, tree = Target(model), bushy_tree(8)
+    target.compiled = CompiledPasses(target._process_trees)
+    entry = 2 * 4 * 2 * 512 * mx.float32.size  # keys and values, layers, heads, their size
+    with gpu_like(), target.warming_up():
+        cache = target.blank_cache(LARGE // entry - BUCKET)
+        for number in range(6):
+            mx.eval(target.verify(tree, cache).logits)
+            cache.commit(paths[number % len(paths)])
+            if number == 2:
+                mx.clear_cache()
+                held = mx.get_active_memory()
+                mx.reset_peak_memory()
+    assert target.compiled.passes
+    assert allocated_rows(cache.stock) == LARGE // entry
+    peak = mx.get_peak_memory() - held
+    name = f"memory of a pass with {format_bytes(LARGE)} of K/V buffers"
+    return Finding(name, peak / 1e6, IN_PLACE_RATIO * LARGE / 1e6, "MB")
 
 
 def _compare(stock: Peaks, drafted: Peaks, drafter: Drafter, plan: DraftPlan) -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -18,10 +19,8 @@ from mlx_redrafter.checkpoint_files import write_text
 from mlx_redrafter.errors import CheckpointError
 
 FOLDER = Path(__file__).parents[1] / "results"
-PAGES = (
-    FOLDER.parent / "README.md",
-    *(FOLDER / name for name in ("parts.md", "batches.md", "default.md", "heads.md")),
-)
+NAMES = ("parts.md", "batches.md", "default.md", "heads.md", "machines.md")
+PAGES = (FOLDER.parent / "README.md", *(FOLDER / name for name in NAMES))
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # A result by its path in the folder of results, without suffix.
@@ -205,6 +204,21 @@ def _batches(results: Results) -> Lines:
             yield name, _code(result), _temp(result), method, *columns, _quiet(result)
 
 
+def _machine_texts(results: Results) -> Lines:
+    """Yield a row per kind or family, with a cell of the checks that failed for each number."""
+    for name, result in _of_kind(results, "machine texts"):
+        cells: dict[tuple[str, str], dict[int, str]] = {}
+        tokens: Counter[tuple[str, str]] = Counter()
+        for row in result["rows"]:
+            failed = ", ".join(check for check, is_equal in row["checks"].items() if not is_equal)
+            key = row["what"], row["dtype"]
+            cells.setdefault(key, {})[row["ranks"]] = f"not {failed}" if failed else "equal"
+            tokens[key] += row["tokens"]
+        for key, by_ranks in cells.items():
+            columns = (by_ranks.get(size, "") for size in NUMBERS_OF_RANKS)
+            yield name, _code(result), *key, *columns, f"{tokens[key]:,}"
+
+
 def _prediction(results: Results) -> Lines:
     for _, result in _of_kind(results, "predict validation"):
         for one in result["found"]:
@@ -214,6 +228,10 @@ def _prediction(results: Results) -> Lines:
                 f"{median(errors):+.1%}", f"{max(errors, key=abs):+.1%}",
                 f"{min(best['share'] for best in one['best']):.1%}",
             )  # fmt: skip
+
+
+# Numbers of ranks, a column each.
+NUMBERS_OF_RANKS = (2, 3, 4)
 
 
 def _columns(names: str) -> list[str]:
@@ -288,6 +306,14 @@ TABLES: Mapping[str, tuple[Sequence[str], Callable[[Results], Lines]]] = {
             "idle machine",
         ],
         _batches,
+    ),
+    "machine_texts": (
+        [
+            *_columns("file | git commit | what | dtype"),
+            *(f"{size} ranks" for size in NUMBERS_OF_RANKS),
+            "tokens",
+        ],
+        _machine_texts,
     ),
     "prediction": (
         _columns("left out | steps | median error | signed | largest | its best shape has"),

@@ -1,4 +1,4 @@
-"""Model cards: the licence of a checkpoint, and the models that it was made from."""
+"""Model cards: facts from those of others, and the text of those that this package writes."""
 
 from __future__ import annotations
 
@@ -51,3 +51,26 @@ def read_card(folder: Path) -> Card:
         return Card.of(metadata_load(path) or {})
     except Exception:  # YAML from others may raise anything
         return Card()
+
+
+def render_card(
+    title: str, target: str | None, summary: str, rows: Mapping[str, object], rest: str
+) -> str:
+    """Render the card of a drafter in the hub's format, as Markdown.
+
+    Args:
+        title: Title of the card.
+        target: Name of the drafter's target, None if it is unknown.
+        summary: First paragraph.
+        rows: Rows of the table of facts.
+        rest: Paragraphs after the table.
+    """
+    # Only a repository's name leads to another card.
+    base_model = f"base_model: {target}\n" if target and target.count("/") == 1 else ""
+    facts = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    command = f"redrafter-mlx generate --model {target or 'MODEL'} --drafter FOLDER --prompt"
+    return (
+        "---\nlibrary_name: mlx\ntags: [mlx, speculative-decoding, redrafter]\n"
+        f'{base_model}---\n\n# {title}\n\n{summary}\n\n    {command} "..."\n\n'
+        f"| | |\n|---|---|\n{facts}\n\n{rest}"
+    )

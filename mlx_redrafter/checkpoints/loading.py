@@ -66,7 +66,8 @@ def load(
             for the model, else a much smaller model with the same tokens, else prompt lookup. None
             loads none. The bundled model has the bundled drafter for None and "auto".
         tokenizer_config: Extra options for the tokenizer.
-        adapter_path: Folder of a LoRA adapter for the model.
+        adapter_path: Folder of a LoRA adapter for the model, whose layers are fused on several
+            machines, as ``mlx_lm.fuse --dequantize`` does.
         trust_remote_code: Whether mlx-lm and the tokenizer may run code from the checkpoint.
         kernels: Whether quantised layers and attention may verify trees with kernels of this
             package, on Apple GPUs, if a trial shows the bits of MLX's own and no more time.
@@ -97,8 +98,8 @@ def load(
     machines = None if group is None or group.size() == 1 else meet(group)
     if machines is not None:
         if not machines.leads:
-            follow(machines, None if path_or_repo is None else str(path_or_repo))
-        _check_for_machines(path_or_repo, adapter_path, trust_remote_code)
+            follow(machines, _text(path_or_repo), _text(adapter_path))
+        _check_for_machines(path_or_repo, trust_remote_code)
     is_bundled = path_or_repo is None
     if path_or_repo is None:
         path_or_repo = find_bundled("target")
@@ -118,7 +119,8 @@ def load(
     if machines is None:
         model, tokenizer = load_model(name, options, adapter_path, trust_remote_code)
     else:
-        model, tokenizer = load_together(machines, name, config, options)
+        adapter = _text(adapter_path)
+        model, tokenizer = load_together(machines, name, config, options, adapter)
     if is_bundled:
         model.set_dtype(mx.float32)
     # MLX computes weights that were cast here: another thread could not.
@@ -145,19 +147,16 @@ def _find_drafter(model: str) -> str:
     return chosen
 
 
-def _check_for_machines(
-    name: str | Path | None, adapter_path: str | Path | None, trust_remote_code: bool
-) -> None:
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _check_for_machines(name: str | Path | None, trust_remote_code: bool) -> None:
     """Refuse what `load` cannot do on several machines."""
     if name is None:
         raise ConfigError(
             "expected a model to split over several machines, found none; the bundled one is for "
             "one machine, so name another"
-        )
-    if adapter_path is not None:
-        raise ConfigError(
-            "adapter_path is not supported on several machines, as mlx-lm cannot split an adapter; "
-            "fuse it into the model with mlx_lm.fuse, and name that model"
         )
     if trust_remote_code:
         raise ConfigError("trust_remote_code is not supported on several machines; leave it out")

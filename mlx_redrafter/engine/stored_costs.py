@@ -90,7 +90,7 @@ def step_costs(
         }
     if proposer is None:
         return StepCosts(seconds[PLAIN], {size: seconds[kind] for size, kind in LOOKUPS.items()})
-    return _by_parts(seconds, short, proposer.max_length)
+    return by_parts(seconds, short, proposer.max_length)
 
 
 def contexts(target: Target, length: int) -> list[int]:
@@ -137,7 +137,7 @@ def _description(
     return described, (target.model, *modules), kinds
 
 
-def _by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepCosts:
+def by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepCosts:
     """Split costs into parts; the cost of drafting does not depend on the context.
 
     Args:

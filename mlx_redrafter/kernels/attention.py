@@ -18,20 +18,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_redrafter.kernels.attention_source import HEAD_SIZES
 from mlx_redrafter.kernels.layers import is_available
-from mlx_redrafter.kernels.tree_attention import tree_attention
+from mlx_redrafter.kernels.tree_attention import HEAD_SIZES, tree_attention
 from mlx_redrafter.kernels.variant import DTYPES, dtype_name
 from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.compiled_pass import TracedEntries
 from mlx_redrafter.target.hooks import (
     Call,
     HookPoint,
+    Scoped,
     UntraceableError,
     install,
     install_in_attention,
 )
-from mlx_redrafter.target.scoped import Scoped
 from mlx_redrafter.trees.tree import TokenTree
 
 

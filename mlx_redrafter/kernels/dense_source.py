@@ -9,9 +9,8 @@ Axes: T rows of inputs, K inputs, N outputs.
 
 from __future__ import annotations
 
-from mlx_redrafter.kernels.dense import DenseVariant
 from mlx_redrafter.kernels.metal_source import SIMD_GROUPS, KernelSource
-from mlx_redrafter.kernels.variant import LANES, METAL_TYPES
+from mlx_redrafter.kernels.variant import LANES, METAL_TYPES, DenseVariant
 
 # Outputs per lane: the most at which a thread's sums stay in its registers.
 TILE = 4

@@ -17,9 +17,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.kernels.dense import AnyShape, AnyVariant, DenseShape
 from mlx_redrafter.kernels.small_t import small_t
-from mlx_redrafter.kernels.variant import DTYPES, WORD, MatrixShape, dtype_name
+from mlx_redrafter.kernels.variant import (
+    DTYPES,
+    WORD,
+    AnyShape,
+    AnyVariant,
+    DenseShape,
+    MatrixShape,
+    dtype_name,
+)
 from mlx_redrafter.target.hooks import HookPoint, install, is_verifying
 
 # Methods that multiply, by type of layer.

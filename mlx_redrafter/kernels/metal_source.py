@@ -132,15 +132,15 @@ FOURS = """\
 # Products with one weight at a time, if some weights have their upper bits in the next byte.
 ONES = """\
   for (int i = 0; i < VALUES; i += {pack}) {{
-    {sums} added[ROWS];
+    float added[ROWS];
     for (int j = 0; j < {pack}; j++) {{
       const int byte = (i + j) * BITS / 8;
       const int bit = (i + j) * BITS % 8;
       float inputs[ROWS];
       for (int t = 0; t < ROWS; t++) {{
-        const number v = xl[t * K + i + j];
-        added[t] = j == 0 ? {sums}(v) : added[t] + {sums}(v);
-        inputs[t] = float(v) / float(1 << bit);
+        const float v = xl[t * K + i + j];
+        added[t] = j == 0 ? v : added[t] + v;
+        inputs[t] = v / float(1 << bit);
       }}
       for (int r = 0; r < TILE; r++) {{
         const float low = float(wl[r * bytes + byte] & (MASK << bit));
@@ -156,7 +156,7 @@ ONES = """\
       }}
     }}
     for (int t = 0; t < ROWS; t++) {{
-      sums[t] += float(added[t]);
+      sums[t] += added[t];
     }}
   }}"""
 # Four inputs that meet weights of mxfp4.
@@ -176,27 +176,22 @@ UNPACK_MXFP4 = """\
 # Four inputs by bits: their sum, and their values divided to suit weights that are not shifted.
 LOAD = {
     2: """\
-      sums[t] += {sum};
+      sums[t] += float(v[0]) + float(v[1]) + float(v[2]) + float(v[3]);
       inputs[t][0] = float(v[0]);
       inputs[t][1] = float(v[1]) / 4.0f;
       inputs[t][2] = float(v[2]) / 16.0f;
       inputs[t][3] = float(v[3]) / 64.0f;""",
     4: """\
-      sums[t] += {sum};
+      sums[t] += float(v[0]) + float(v[1]) + float(v[2]) + float(v[3]);
       inputs[t][0] = float(v[0]);
       inputs[t][1] = float(v[1]) / 16.0f;
       inputs[t][2] = float(v[2]) / 256.0f;
       inputs[t][3] = float(v[3]) / 4096.0f;""",
     8: """\
-      for (int j = 0; j < 4; j++) {{
+      for (int j = 0; j < 4; j++) {
         sums[t] += float(v[j]);
         inputs[t][j] = float(v[j]);
-      }}""",
-}
-# Sum of four inputs, by whether MLX adds them up in float32.
-SUM = {
-    True: "float(v[0]) + float(v[1]) + float(v[2]) + float(v[3])",
-    False: "float(v[0] + v[1] + v[2] + v[3])",
+      }""",
 }
 # Four weights by bits.
 UNPACK = {
@@ -257,10 +252,9 @@ def metal_source(variant: Variant, rows: int) -> KernelSource:
 
 
 def _dots(variant: Variant) -> str:
-    bits, sums = variant.bits, METAL_TYPES[variant.sums]
+    bits = variant.bits
     if variant.mode == "mxfp4":
         return FOURS.format(load=LOAD_MXFP4, unpack=UNPACK_MXFP4, multiply=FOUR_PRODUCTS)
     if bits not in LOAD:
-        return ONES.format(pack=PACKS[bits], sums=sums)
-    load = LOAD[bits].format(sum=SUM[variant.sums == "float32"])
-    return FOURS.format(load=load, unpack=UNPACK[bits], multiply=MULTIPLY[bits])
+        return ONES.format(pack=PACKS[bits])
+    return FOURS.format(load=LOAD[bits], unpack=UNPACK[bits], multiply=MULTIPLY[bits])

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.kernels.dense import AnyShape, AnyVariant
 from mlx_redrafter.kernels.layers import ProductChoice, product, stock_product, use_product
 from mlx_redrafter.kernels.small_t import ROWS, as_integers
 from mlx_redrafter.kernels.trial import KernelTrial, Times, time_interleaved
-from mlx_redrafter.kernels.variant import DTYPES
+from mlx_redrafter.kernels.variant import DTYPES, AnyShape, AnyVariant
 
 
 class ProductTrial(KernelTrial[AnyVariant]):

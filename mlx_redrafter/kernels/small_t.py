@@ -11,10 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
 from mlx_redrafter.kernels.dense_source import dense_source
 from mlx_redrafter.kernels.metal_source import MAX_ROWS, KernelSource, metal_source
-from mlx_redrafter.kernels.variant import LANES
+from mlx_redrafter.kernels.variant import LANES, AnyVariant, DenseVariant
 
 # Numbers of rows that have kernels; more than `MAX_ROWS` rows need two launches.
 ROWS = range(2, 2 * MAX_ROWS + 1)

@@ -1,4 +1,4 @@
-"""Variants of the kernel for quantised matrices: formats of weights and orders of additions."""
+"""Variants of the kernels for matrices: formats of weights and orders of additions."""
 
 from __future__ import annotations
 
@@ -34,6 +34,18 @@ FOUR_LANES = (64, 128)
 FOUR_LANES_BITS = (2, 4, 8)
 # Outputs of MLX's tiles; for fewer outputs its kernels compute in another order.
 MIN_OUTPUTS = 8
+# Lanes and SIMD groups that share an output in most matrices.
+USUAL = (32, 1)
+# The same for up to FEW_INPUTS inputs.
+FEW = (4, 1)
+# The same for at least MANY_INPUTS inputs per output.
+MANY = (32, 8)
+# All orders of unquantised matrices.
+DENSE_ORDERS = (USUAL, FEW, MANY)
+# Maximum K at which MLX lets four lanes share an output.
+FEW_INPUTS = 64
+# Minimum ratio of K to N at which MLX lets eight SIMD groups share an output.
+MANY_INPUTS = 16
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,6 @@ class Variant:
         dtype: Name of the dtype of inputs, scales, biases and outputs.
         order: Name of MLX's one-row kernel with this order. "qmv_fast" gives a lane two
             consecutive packs of weights, "qmv" one. With 2 bits both give one.
-        sums: Dtype in which MLX adds up four or eight inputs: ``dtype`` before MLX 0.32.3 or
-            0.32.4, "float32" since then. With 8 bits there is no difference.
         mode: "affine", or "mxfp4", which has no biases.
     """
 
@@ -55,7 +65,6 @@ class Variant:
     group_size: int
     dtype: str
     order: Order = "qmv_fast"
-    sums: str = "float32"
     mode: str = "affine"
 
     @property
@@ -70,9 +79,8 @@ class Variant:
         return LANES * self.values
 
     def __str__(self) -> str:
-        sums = "" if self.sums == "float32" else f"_{self.sums}_sums"
         mode = f"{self.bits}_bits_{self.group_size}" if self.mode == "affine" else self.mode
-        return f"{self.order}_{mode}_{self.dtype}{sums}"
+        return f"{self.order}_{mode}_{self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -108,23 +116,79 @@ class MatrixShape:
 
     def variants(self) -> Iterator[Variant]:
         """Yield the orders that MLX's one-row kernel may use, the most probable one first."""
-        own_sums = () if self.bits == 8 or self.dtype == "float32" else (self.dtype,)
-        if self.mode == "mxfp4":
-            own_sums = ()
-        for sums in ("float32", *own_sums):
-            fast, other = (
-                Variant(self.bits, self.group_size, self.dtype, order, sums, self.mode)
-                for order in ORDERS
-            )
-            if self.inputs % fast.block == 0 or self.bits == 2:
-                yield fast
-            if self.bits > 2:
-                yield other
+        fast, other = (
+            Variant(self.bits, self.group_size, self.dtype, order, self.mode) for order in ORDERS
+        )
+        if self.inputs % fast.block == 0 or self.bits == 2:
+            yield fast
+        if self.bits > 2:
+            yield other
 
     def __str__(self) -> str:
         bits = f"{self.bits} bits, groups of {self.group_size}"
         kind = bits if self.mode == "affine" else self.mode
         return f"{self.outputs} x {self.inputs}, {kind}, {self.dtype}"
+
+
+@dataclass(frozen=True)
+class DenseVariant:
+    """An order of additions of MLX's kernel ``gemv``.
+
+    Attributes:
+        dtype: Name of the dtype of inputs, weights and outputs.
+        lanes: Lanes of a SIMD group that share an output.
+        groups: SIMD groups that share an output.
+    """
+
+    dtype: str
+    lanes: int = 32
+    groups: int = 1
+
+    @property
+    def block(self) -> int:
+        """Inputs that an output's lanes read at once; each lane reads four."""
+        return 4 * self.lanes * self.groups
+
+    def __str__(self) -> str:
+        return f"gemv_{self.lanes}_lanes_{self.groups}_groups_{self.dtype}"
+
+
+@dataclass(frozen=True)
+class DenseShape:
+    """Size of a matrix of N rows and K columns.
+
+    Attributes:
+        dtype: Name of the dtype of the weights.
+        inputs: K.
+        outputs: N.
+    """
+
+    dtype: str
+    inputs: int
+    outputs: int
+
+    @property
+    def is_offered(self) -> bool:
+        return self.dtype in DTYPES and self.outputs >= MIN_OUTPUTS
+
+    def variants(self) -> Iterator[DenseVariant]:
+        """Yield the orders that MLX's one-row kernel may use; that of 0.32.2 to 0.32.4 first."""
+        first = USUAL
+        if self.inputs <= FEW_INPUTS:
+            first = FEW
+        elif self.inputs >= MANY_INPUTS * self.outputs:
+            first = MANY
+        for order in dict.fromkeys((first, *DENSE_ORDERS)):
+            yield DenseVariant(self.dtype, *order)
+
+    def __str__(self) -> str:
+        return f"{self.outputs} x {self.inputs}, {self.dtype}"
+
+
+# Variant of a kernel for quantised or unquantised matrices.
+AnyVariant = Variant | DenseVariant
+# Shape of a quantised or an unquantised matrix.
+AnyShape = MatrixShape | DenseShape
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -8,15 +8,20 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
+from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.machines.frames import Do
 from mlx_redrafter.machines.leading import lead
 from mlx_redrafter.machines.meeting import Machines
-from mlx_redrafter.machines.splitting import check_family, config_digest, load_part
+from mlx_redrafter.machines.splitting import check_family, digests, load_part
 
 
 def load_together(
-    machines: Machines, name: str, config: Mapping[str, Any], options: Mapping[str, Any]
+    machines: Machines,
+    name: str,
+    config: Mapping[str, Any],
+    options: Mapping[str, Any],
+    adapter: str | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load rank 0's part of a model, which leads the parts that all other ranks load meanwhile.
 
@@ -25,6 +30,7 @@ def load_together(
         name: Name of the model.
         config: Its ``config.json``.
         options: Options of its tokenizer.
+        adapter: Folder of a LoRA adapter.
 
     Raises:
         CheckpointError: A rank lacks the model, has another one, or cannot load its part.
@@ -36,19 +42,43 @@ def load_together(
             "expected one model on several machines, found a second one; start them again for it"
         )
     check_family(config)
-    _ask(machines, Do.CHECK, f"{config_digest(name)} {name}")
-    _await_all(machines, "; copy the model there")
+    own = digests(name, adapter)
+    for line in machines.lines:
+        line.say(Do.CHECK, own, name, adapter)
+    _await_all(machines, "; copy it there")
     machines.has_model = True
-    _ask(machines, Do.SPLIT)
-    model, tokenizer = load_part(name, machines.group, options)
+    for line in machines.lines:
+        line.say(Do.SPLIT)
+    model, tokenizer = load_part(name, machines.group, options, adapter)
     _await_all(machines)
     lead(machines, model)
     return model, tokenizer
 
 
-def _ask(machines: Machines, do: Do, text: str = "") -> None:
-    for line in machines.lines:
-        line.say(do, text)
+def load_when_asked(
+    machines: Machines, own_name: str | None = None, own_adapter: str | None = None
+) -> nn.Module | None:
+    """Answer what rank 0 asks, and load this rank's part; None if rank 0 ends first."""
+    (line,), model = machines.lines, None
+    while model is None and (frame := line.receive()).do is not Do.END:
+        try:
+            if frame.do is Do.CHECK:
+                expected, name, adapter = frame.values
+                name, adapter = own_name or name, own_adapter or adapter
+                found = digests(name, adapter)
+                # Weights that are not here yet are downloaded later.
+                other = [one for one in expected.keys() & found if found[one] != expected[one]]
+                if other:
+                    raise CheckpointError(
+                        f"expected the {min(other)} that rank 0 has, found another for {name}"
+                    )
+            else:
+                model, _ = load_part(name, machines.group, adapter=adapter)
+                use_kernels(model)
+            line.say(Do.YES)
+        except RedrafterError as error:
+            line.say(Do.NO, str(error))
+    return model
 
 
 def _await_all(machines: Machines, remedy: str = "") -> None:
@@ -56,4 +86,4 @@ def _await_all(machines: Machines, remedy: str = "") -> None:
     for line in machines.lines:
         answer = line.receive()
         if answer.do is not Do.YES:
-            raise CheckpointError(f"{line.other}: {answer.text}{remedy}")
+            raise CheckpointError(f"{line.other}: {answer.values[0]}{remedy}")

@@ -13,8 +13,6 @@ from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
 # A root alone, or a tree.
 Draft = mx.array | TokenTree
-# Number of numbers that describe a draft.
-NUM_FACTS = 4
 
 
 def describe(draft: Draft) -> tuple[tuple[int, ...], list[mx.array]]:

@@ -1,82 +1,80 @@
-"""Frames, the messages between rank 0 and the other ranks: a verb, integers and a short text.
+"""Frames, the messages between rank 0 and the other ranks: a verb and its values, a JSON line.
 
 A frame is data for a fixed set of verbs. Nothing in it is ever executed, unpickled or imported.
 """
 
 from __future__ import annotations
 
-import struct
-from enum import IntEnum
-from typing import BinaryIO, NamedTuple
+import json
+from enum import StrEnum, auto
+from typing import Any, BinaryIO, NamedTuple
+
+# Maximum number of bytes of a frame, far more than the paths of a large batch have.
+MOST_BYTES = 2**20
 
 
-class Do(IntEnum):
-    """Verbs; the numbers of each are listed beside it.
+class Do(StrEnum):
+    """Verbs, and beside each its values: integers unless it says text.
 
-    A draft is described by four numbers, as in `drafts.describe`.
+    Those of passes and caches are names of the methods of `Follower`.
     """
 
-    BEAT = 0  # a sign of life
-    HELLO = 1  # text: who a rank is
-    CHECK = 2  # text: digest of the model's config.json, and the model's name
-    SPLIT = 3  # load the model's part of this rank
-    YES = 4  # done
-    NO = 5  # text: why a rank cannot do it
-    FAIL = 6  # text: why a rank ends
-    END = 7  # no more passes
-    # Passes. Each takes the tokens of rank 0 from the group.
-    ADVANCE = 10  # cache
-    CHUNK = 11  # cache, number of tokens, whether the last layer's output is computed
-    VERIFY = 12  # cache, draft
-    BATCH = 13  # batch, nodes of a tree; of every slot draft, tokens kept whatever happens
-    CALL = 14  # cache or 0 for none, number of tokens
+    BEAT = auto()  # a sign of life
+    HELLO = auto()  # texts: who a rank is
+    CHECK = auto()  # texts: the model's digest and name, the adapter's, or empty ones
+    SPLIT = auto()  # load the model's part of this rank
+    YES = auto()  # done
+    NO = auto()  # text: why a rank cannot do it
+    FAIL = auto()  # text: why a rank ends
+    END = auto()  # no more passes
+    # Passes. Each takes the tokens of rank 0 from the group. Drafts are those of `drafts.describe`.
+    ADVANCE = auto()  # cache
+    CHUNK = auto()  # cache, number of tokens, whether the last layer's output is computed
+    VERIFY = auto()  # cache, draft
+    BATCH = auto()  # batch, nodes of a tree; of every slot its draft, and its floor
+    CALL = auto()  # cache, number of tokens
     # Operations on caches.
-    OPEN = 20  # cache, length, fields of its quantization if it has one
-    COMMIT = 21  # cache, path
-    SETTLE = 22  # cache, length
-    RESERVE = 23  # cache, rows
-    DROP = 24  # cache
-    KEEP = 30  # batch, slot, path
-    INSERT = 31  # batch, slot, cache
-    LEAVE = 32  # batch, slot, cache or 0
-    RESIZE = 33  # batch, slots of the new size, rows, old slots
+    OPEN = auto()  # cache, length, fields of its quantization if it has one
+    COMMIT = auto()  # cache, path
+    SETTLE = auto()  # cache, length
+    RESERVE = auto()  # cache, rows
+    DROP = auto()  # cache, batch or copy
+    # Copies of parts of caches, for later texts.
+    COPY_ENTRIES = auto()  # copy, cache, start, end
+    COPY_STATES = auto()  # copy, cache
+    FILL = auto()  # cache, length, fields of its quantization, copies and lengths, copy of states
+    # Operations on the caches of batches.
+    KEEP = auto()  # batch, slot, path
+    INSERT = auto()  # batch, slot, cache
+    LEAVE = auto()  # batch, slot, cache or 0
+    RESIZE = auto()  # batch, slots of the new size, rows, old slots
 
 
 class Frame(NamedTuple):
     """A message."""
 
     do: Do
-    numbers: tuple[int, ...] = ()
-    text: str = ""
+    values: tuple[Any, ...] = ()
 
 
-# Verb, number of integers, bytes of text.
-_HEAD = struct.Struct("<BHH")
-# Maximum of both counts, that of their fields.
-_MOST_ITEMS = 2**16 - 1
-# Largest integer of a frame, which also stands for larger ones.
-MOST = 2**31 - 1
-
-
-def pack(frame: Frame) -> bytes:
-    """Write a frame as bytes; cuts a text that is too long."""
-    text = frame.text.encode(errors="replace")[:_MOST_ITEMS]
-    head = _HEAD.pack(frame.do, len(frame.numbers), len(text))
-    return head + struct.pack(f"<{len(frame.numbers)}i", *frame.numbers) + text
+def pack(do: Do, *values: Any) -> bytes:
+    """Write a frame as bytes."""
+    return json.dumps([do, *values]).encode() + b"\n"
 
 
 def read(stream: BinaryIO) -> Frame | None:
-    """Read the next frame, of at most 320 KiB; return None at the end of the stream.
+    """Read the next frame; return None at the end of the stream.
 
     Raises:
-        ValueError: The bytes are no frame.
+        ValueError: The bytes are no frame, or more than `MOST_BYTES`.
     """
-    head = stream.read(_HEAD.size)
-    if len(head) < _HEAD.size:
+    line = stream.readline(MOST_BYTES)
+    if not line.endswith(b"\n"):
+        if len(line) == MOST_BYTES:
+            raise ValueError(f"expected a frame of at most {MOST_BYTES} bytes, found a longer one")
         return None
-    verb, count, size = _HEAD.unpack(head)
-    body = stream.read(4 * count + size)
-    if len(body) < 4 * count + size:
-        return None
-    numbers = struct.unpack(f"<{count}i", body[: 4 * count])
-    return Frame(Do(verb), numbers, body[4 * count :].decode(errors="replace"))
+    try:
+        do, *values = json.loads(line)
+        return Frame(Do(do), tuple(values))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"expected a verb and its values, found others: {error}") from error

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from mlx_redrafter.errors import printable
 from mlx_redrafter.machines.frames import Do, Frame, pack, read
@@ -80,9 +81,9 @@ class Line:
         with self._lock, suppress(OSError):
             self._connection.sendall(data)
 
-    def say(self, do: Do, text: str = "") -> None:
-        """Send one frame with a text."""
-        self.send(pack(Frame(do, (), text)))
+    def say(self, do: Do, *values: Any) -> None:
+        """Send one frame."""
+        self.send(pack(do, *values))
 
     def receive(self) -> Frame:
         """Wait for the next frame that is no sign of life."""
@@ -103,16 +104,15 @@ class Line:
             self._connection.shutdown(socket.SHUT_WR)
 
     def _beat(self) -> None:
-        data = pack(Frame(Do.BEAT))
         while not self._is_over:
             time.sleep(BEAT)
-            self.send(data)
+            self.say(Do.BEAT)
 
     def _read(self) -> None:
         try:
             while (frame := read(self._stream)) is not None:
                 if frame.do is Do.FAIL:
-                    self._end(f"{self.other}: {frame.text}")
+                    self._end(f"{self.other}: {frame.values[0]}")
                 if frame.do is not Do.BEAT:
                     self._received.put(frame)
                 if frame.do is Do.END:
@@ -122,7 +122,7 @@ class Line:
             self._end(f"{self.other} has not answered for {PATIENCE:g} s")
         except ConnectionError:
             self._end(f"{self.other} has gone")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, IndexError) as error:
             self._end(f"{self.other} is lost: {error}")
 
     def _end(self, message: str) -> None:

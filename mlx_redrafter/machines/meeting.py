@@ -9,15 +9,16 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from typing import Any, NoReturn
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.device_read import to_rows
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.machines.frames import Do
 from mlx_redrafter.machines.line import Line, end_process, exit_soon
@@ -29,8 +30,8 @@ RING = "MLX_HOSTFILE"
 JACCL = "MLX_JACCL_COORDINATOR"
 # Seconds in which all ranks must have connected to rank 0.
 MEETING_SECONDS = 60.0
-# Bytes of the message in which rank 0 gives its address and a key, more than any host name has.
-ADDRESS_BYTES = 320
+# Bytes of the message in which each rank says who it is, more than any names have.
+FACTS_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Rank:
     rank: int
     host: str
     device: str
-    versions: tuple[str, ...]
+    versions: Sequence[str]
 
     @classmethod
     def own(cls, rank: int) -> Rank:
         device = str(mx.device_info().get("device_name", "unknown device"))
-        versions = version("mlx"), version("mlx-lm"), __version__
+        versions = [version("mlx"), version("mlx-lm"), __version__]
         return cls(rank, socket.gethostname(), device, versions)
 
     @property
@@ -76,7 +77,7 @@ class Machines:
 
     Attributes:
         group: MLX's group.
-        ranks: All ranks on rank 0, itself alone on another.
+        ranks: All ranks.
         lines: Connections to all others on rank 0, to rank 0 on another.
         has_model: Whether they have begun to load a model.
     """
@@ -130,82 +131,80 @@ def meet(group: Any) -> Machines:
         ConfigError: On rank 0, if a rank does not come or has other versions.
     """
     if not met:
-        own = Rank.own(group.rank())
-        met.append(_join(group, own) if own.rank else _gather_ranks(group, own))
+        met.append((_join if group.rank() else _gather_ranks)(group))
     return met[0]
 
 
-def _gather_ranks(group: Any, own: Rank) -> Machines:
+def _gather_ranks(group: Any) -> Machines:
     """Wait for all other ranks, as rank 0."""
-    host = _own_address()
+    host, key = _own_address(), secrets.token_hex(16)
     with socket.create_server((host, 0), family=_family(host), backlog=group.size()) as listener:
-        key = secrets.token_hex(16)
-        _tell_all(group, [host, listener.getsockname()[1], key, own.host])
-        found = _await_ranks(listener, key, group.size())
-    lines = [line for _, line in found]
+        ranks, _ = _introduce(group, [host, listener.getsockname()[1], key])
+        lines = _await_ranks(listener, key, ranks)
     for line in lines:
         line.begin()
-    machines = Machines(group, [own, *(rank for rank, _ in found)], lines)
+    machines = Machines(group, ranks, lines)
     atexit.register(machines.end)
-    for rank in machines.ranks:
-        if complaint := rank.disagreement(own):
+    for rank in ranks:
+        if complaint := rank.disagreement(ranks[0]):
             raise ConfigError(complaint)
     return machines
 
 
-def _join(group: Any, own: Rank) -> Machines:
+def _join(group: Any) -> Machines:
     """Connect to rank 0."""
-    host, port, key, leader = _tell_all(group, None)
+    ranks, (host, port, key) = _introduce(group)
+    own = ranks[group.rank()]
     connection = socket.create_connection((host, port), timeout=MEETING_SECONDS)
-    line = Line(connection, f"{own.name}: ", f"rank 0 ({leader})")
-    line.say(Do.HELLO, json.dumps([key, own.rank, own.host, own.device, own.versions]))
+    line = Line(connection, f"{own.name}: ", ranks[0].name)
+    line.say(Do.HELLO, key, own.rank)
     line.begin()
-    return Machines(group, [own], [line])
+    return Machines(group, ranks, [line])
 
 
-def _await_ranks(listener: socket.socket, key: str, size: int) -> list[tuple[Rank, Line]]:
+def _await_ranks(listener: socket.socket, key: str, ranks: Sequence[Rank]) -> list[Line]:
     """Accept one connection from every other rank, and drop those of strangers."""
-    found: dict[int, tuple[Rank, Line]] = {}
+    missing = {rank.rank: rank for rank in ranks[1:]}
+    found: dict[int, Line] = {}
     end = time.monotonic() + MEETING_SECONDS
-    while len(found) < size - 1 and time.monotonic() < end:
-        listener.settimeout(max(0.1, end - time.monotonic()))
+    while missing and (left := end - time.monotonic()) > 0:
+        listener.settimeout(left)
         try:
             connection, _ = listener.accept()
         except TimeoutError:
             break
         line = Line(connection, "", "a rank")
-        rank = _who(line, key, size)
-        if rank is None or rank.rank in found:
+        rank = missing.pop(_who(line, key), None)
+        if rank is None:
             connection.close()
             continue
         line.other = rank.name
-        found[rank.rank] = rank, line
-    if len(found) < size - 1:
-        missing = sorted(set(range(1, size)) - found.keys())
+        found[rank.rank] = line
+    if missing:
         raise ConfigError(
-            f"expected {size} machines, found {len(found) + 1}: rank {missing[0]} did not connect "
-            f"within {MEETING_SECONDS:g} s; look at its output, and start all again"
+            f"expected {len(ranks)} machines, found {len(found) + 1}: {missing[min(missing)].name} "
+            f"did not connect within {MEETING_SECONDS:g} s; look at its output, and start all again"
         )
     return [found[rank] for rank in sorted(found)]
 
 
-def _who(line: Line, key: str, size: int) -> Rank | None:
-    """Return the rank that a new connection comes from; None for anyone without the key."""
+def _who(line: Line, key: str) -> int:
+    """Return the rank that a new connection is from; 0 for anyone without the key."""
     hello = line.read_first()
     with suppress(ValueError, TypeError):
-        given, rank, host, device, versions = json.loads(hello.text if hello else "")
-        if secrets.compare_digest(given, key) and 0 < rank < size:
-            return Rank(int(rank), str(host), str(device), tuple(map(str, versions)))
-    return None
+        given, rank = hello.values if hello else ()
+        if secrets.compare_digest(given, key):
+            return int(rank)
+    return 0
 
 
-def _tell_all(group: Any, facts: list[Any] | None) -> list[Any]:
-    """Return what rank 0 gives, on every rank; None on the others."""
-    data = b"" if facts is None else json.dumps(facts).encode()
-    own = mx.array(list(data.ljust(ADDRESS_BYTES)), dtype=mx.uint8)
+def _introduce(group: Any, address: Sequence[Any] = ()) -> tuple[list[Rank], list[Any]]:
+    """Return all ranks, and what rank 0 gives as its address, on every rank."""
+    facts = json.dumps([astuple(Rank.own(group.rank())), address]).encode()
+    own = mx.array(list(facts.ljust(FACTS_BYTES)), dtype=mx.uint8)
     everyone = mx.distributed.all_gather(own[None], group=group, stream=mx.cpu)
-    told: list[Any] = json.loads(bytes(to_ints(everyone[0])))
-    return told
+    told = [json.loads(bytes(row)) for row in to_rows(everyone)]
+    return [Rank(*rank) for rank, _ in told], told[0][1]
 
 
 def _own_address() -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
+from mlx.utils import tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import MODEL_REMAPPING
 
@@ -20,18 +22,39 @@ from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.model_parts import MLX_LM_MODELS
 
+# Files of a LoRA adapter in mlx-lm's format.
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+# Samples of a file for its digest, evenly spaced: fine-tuned weights differ in nearly all of them.
+NUM_SAMPLES = 64
+# Bytes of a sample, a block of a disk.
+SAMPLE_BYTES = 4096
 
-def config_digest(name: str) -> str:
-    """Return a digest of the model's ``config.json`` on this machine.
+
+def digests(name: str, adapter: str | None = None) -> dict[str, str]:
+    """Return digests of the files of a model and of a LoRA adapter on this machine, by file name.
 
     Raises:
-        CheckpointError: This machine has no such model.
+        CheckpointError: This machine lacks the model or the adapter.
     """
-    path = find_checkpoint(name, [CONFIG_FILE]) / CONFIG_FILE
+    folder = find_checkpoint(name, [CONFIG_FILE])
+    paths = [folder / CONFIG_FILE, *folder.glob("*.safetensors")]
+    if adapter is not None:
+        paths += [Path(adapter) / file for file in ADAPTER_FILES]
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return {path.name: _digest(path) for path in paths}
     except OSError as error:
-        raise CheckpointError(f"{path}: {explain(error)}") from error
+        raise CheckpointError(f"{error.filename}: {explain(error)}") from error
+
+
+def _digest(path: Path) -> str:
+    """Return a digest of a file's size and samples, which are the whole of a small file."""
+    size, found = path.stat().st_size, hashlib.sha256()
+    found.update(str(size).encode())
+    with path.open("rb") as file:
+        for start in range(0, size, max(SAMPLE_BYTES, size // NUM_SAMPLES)):
+            file.seek(start)
+            found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def check_family(config: Mapping[str, Any]) -> None:
@@ -53,14 +76,20 @@ def load_part(
     name: str,
     group: Any,
     tokenizer_config: Mapping[str, Any] | None = None,
+    adapter: str | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load this rank's part of a model and its tokenizer; blocks until the weights are read.
+
+    mlx-lm cannot split an adapter's layers. They are fused in the dtype of the model, which are
+    the weights of ``mlx_lm.fuse --dequantize``.
 
     Raises:
         CheckpointError: mlx-lm cannot load the model.
         UnsupportedTargetError: It cannot be split over so many machines.
     """
-    model, tokenizer = load_model(name, tokenizer_config, lazy=True)
+    model, tokenizer = load_model(name, tokenizer_config, adapter, lazy=True)
+    adapted = [(path, one) for path, one in model.named_modules() if hasattr(one, "fuse")]
+    model.update_modules(tree_unflatten([(path, one.fuse(True)) for path, one in adapted]))
     split(model, group)
     mx.eval(model.parameters())
     return model, tokenizer

@@ -248,10 +248,10 @@ def check_token_ids(network: Any, name: str | Path) -> None:
     """
     if TOKEN_IDS not in network:
         return
-    last = network.config.vocab_size - 1
-    dtype = network.token_ids.dtype
-    ids = to_ints(network.token_ids)
-    if not mx.issubdtype(dtype, mx.integer):
+    last, dtype = network.config.vocab_size - 1, network.token_ids.dtype
+    is_integer = mx.issubdtype(dtype, mx.integer)
+    ids = to_ints(network.token_ids) if is_integer else [0]
+    if not is_integer:
         found = f"integers, found {dtype}"
     elif not 0 <= min(ids) <= max(ids) <= last:
         found = f"ids from 0 to {last}, found {min(ids)} to {max(ids)}"

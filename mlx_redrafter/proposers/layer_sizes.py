@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -48,8 +49,9 @@ class LayerSizes(StoredConfig):
         if self.head_dim is not None:
             check_int("head_dim", self.head_dim, 1, MAX_DIMENSION)
         for name in ("rms_norm_eps", "rope_theta"):
-            if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not is_number(value) or not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a number above 0, got {value!r}")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "bool" and not isinstance(value, bool):
@@ -67,8 +69,15 @@ class LayerSizes(StoredConfig):
                 f"hidden_size must be a multiple of num_attention_heads without head_dim, got "
                 f"{self.hidden_size} and {heads}"
             )
+        if self.head_size % 2:
+            raise ConfigError(f"head_dim must be even to be rotated, got {self.head_size}")
         width = heads * (self.head_dim or 1)
         check_int("num_attention_heads times head_dim", width, 1, MAX_DIMENSION)
+
+    @property
+    def head_size(self) -> int:
+        """Numbers of an attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 def check_captured_layers(layers: object, lowest: int = 0) -> tuple[int, ...]:
@@ -87,7 +96,7 @@ def layer_arguments(config: LayerSizes) -> dict[str, Any]:
     """Return the arguments of mlx-lm's layers for the sizes in a config."""
     return {
         **{field.name: getattr(config, field.name) for field in fields(LayerSizes)},
-        "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
+        "head_dim": config.head_size,
         "tie_word_embeddings": False,
     }
 

@@ -9,6 +9,8 @@ import mlx.core as mx
 
 # Name of the offsets from rows of the head to token ids.
 OFFSETS = "d2t"
+# Largest int32, which is the token id of no model.
+LAST_ID = 2**31 - 1
 
 
 def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> None:
@@ -16,9 +18,12 @@ def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> N
 
     ``names`` are the published names by those of the network.
     """
-    if names.get("token_ids", "").endswith(OFFSETS):
-        offsets = weights["token_ids"].astype(mx.int32)
-        weights["token_ids"] = mx.arange(offsets.shape[0], dtype=mx.int32) + offsets
+    offsets = weights.get("token_ids")
+    if offsets is None or not names["token_ids"].endswith(OFFSETS):
+        return
+    if mx.issubdtype(offsets.dtype, mx.integer):  # `check_token_ids` refuses others
+        ids = mx.arange(offsets.shape[0], dtype=mx.int64) + offsets.astype(mx.int64)
+        weights["token_ids"] = mx.clip(ids, -1, LAST_ID).astype(mx.int32)
 
 
 def speculative_tokens(values: Mapping[str, Any]) -> Any:

@@ -41,7 +41,9 @@ class StoredConfig:
             key for key, field in stored.items() if field.default is MISSING and key not in values
         ]
         if missing:
-            raise CheckpointError(f"the drafter's config.json lacks {', '.join(missing)}")
+            raise CheckpointError(
+                f"the drafter's config.json lacks {', '.join(missing)}; download or make it again"
+            )
         try:
             return cls(
                 **{stored[key].name: value for key, value in values.items() if key in stored}

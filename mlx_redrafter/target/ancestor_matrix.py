@@ -46,7 +46,7 @@ class BranchStates(NamedTuple):
         keys: Shape (B, H, N, K).
         updates: Shape (B, H, N, V).
         log_decays: Natural logarithm of G, the product of the gates of a node and its ancestors,
-            shape (B, H, N).
+            shape (B, H, N, 1).
     """
 
     state: mx.array
@@ -69,15 +69,15 @@ def _array_after(
     is_node: mx.array | None,
 ) -> mx.array:
     """Compute `BranchStates.array_after`; nodes and their mask are those of `Paths`."""
-    nodes = nodes[:, None]
+    nodes = nodes[:, None, :, None]
     logs = mx.take_along_axis(log_decays, nodes, axis=2)
-    weights = mx.exp(logs[..., -1:] - logs)
+    last = logs[..., -1:, :]
+    weights = mx.exp(last - logs)
     if is_node is not None:
-        weights = mx.where(is_node[:, None], weights, 0.0)
-    nodes = nodes[..., None]
-    scaled = mx.take_along_axis(updates, nodes, axis=2) * weights[..., None]
-    decayed = mx.exp(logs[..., -1])[..., None, None] * state
-    return decayed + scaled.swapaxes(2, 3) @ mx.take_along_axis(keys, nodes, axis=2)
+        weights = mx.where(is_node[:, None, :, None], weights, 0.0)
+    scaled = mx.take_along_axis(updates, nodes, axis=2) * weights
+    added = scaled.swapaxes(2, 3) @ mx.take_along_axis(keys, nodes, axis=2)
+    return mx.exp(last) * state + added
 
 
 @mx.compile
@@ -95,7 +95,7 @@ def follow_updates(
         queries: Shape (B, H, N, K).
         keys: Shape (B, H, N, K).
         updates: Shape (B, H, N, V).
-        log_gates: Natural logarithm of the gates, shape (B, H, N).
+        log_gates: Natural logarithm of the gates, shape (B, H, N, 1).
         state: States before the roots, shape (B, H, V, K).
         ancestors: As in `TreeBatch`, bool, shape (B, N, N).
 
@@ -116,6 +116,7 @@ def follow_delta_rule(
     log_gates: mx.array,
     state: mx.array,
     ancestors: mx.array,
+    above: mx.array,
     max_depth: int,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Compute the results of all nodes under the gated delta rule.
@@ -125,14 +126,15 @@ def follow_delta_rule(
     their differences inaccurate.
 
     The arguments are those of `follow_updates`, but values v of shape (B, H, N, V) and strengths b
-    of shape (B, H, N, 1) replace the updates, and ``max_depth`` is the maximum depth of a node.
+    of shape (B, H, N, 1) replace the updates. ``above`` is `TreePass.above`, and ``max_depth`` the
+    maximum depth of a node.
 
     Returns:
         Results and updates, each of shape (B, H, N, V), and `BranchStates.log_decays`.
     """
-    log_decays, quotients = _decays(log_gates, ancestors, keys, values, strengths)
-    # Nodes come after their parents, so all ancestors of a node are left of the diagonal.
-    weights = -_finite(strengths) * mx.tril(_weigh(_finite(keys), keys, quotients), -1)
+    log_decays, quotients = _decays(log_gates + 0.0 * strengths, ancestors, keys, values)
+    quotients_above = mx.where(above[:, None], quotients, 0.0)
+    weights = -_finite(strengths) * _weigh(_finite(keys), keys, quotients_above)
     alone = _finite(strengths * (values - _recall(keys, state, log_decays)))
     updates = alone
     for _ in range(max_depth):
@@ -147,27 +149,27 @@ def _decays(
     """Compute the logarithms of the products of gates, and the quotients of these products.
 
     Args:
-        log_gates: Shape (B, H, N).
+        log_gates: Shape (B, H, N, 1).
         ancestors: Shape (B, N, N).
         inputs: Arrays whose NaN or infinity spoils descendants, shape (B, H, N, any).
 
     Returns:
-        Logarithms of shape (B, H, N), NaN for spoiled nodes, and quotients of shape (B, H, N, N), 0
-        for spoiled nodes and for nodes that are not ancestors.
+        Logarithms of shape (B, H, N, 1), NaN for spoiled nodes, and quotients of shape
+        (B, H, N, N), 0 for spoiled nodes and for nodes that are not ancestors.
     """
     for x in inputs:
-        log_gates = log_gates + 0.0 * x.sum(axis=-1)
+        log_gates = log_gates + 0.0 * x.sum(axis=-1, keepdims=True)
     log_gates = mx.maximum(log_gates, MIN_LOG_GATE)
     # A sum instead of a matrix product, which some devices round to fewer digits.
     ancestors = ancestors[:, None]
-    log_decays = mx.where(ancestors, log_gates[..., None, :], 0.0).sum(axis=-1)
-    quotients = mx.exp(log_decays[..., None] - log_decays[..., None, :])
+    log_decays = mx.where(ancestors, log_gates.swapaxes(2, 3), 0.0).sum(axis=-1, keepdims=True)
+    quotients = mx.exp(log_decays - log_decays.swapaxes(2, 3))
     return log_decays, _finite(mx.where(ancestors, quotients, 0.0))
 
 
 def _recall(queries: mx.array, state: mx.array, log_decays: mx.array) -> mx.array:
     """Query the states before the roots after their decay at each node."""
-    return mx.exp(log_decays)[..., None] * (queries @ state.swapaxes(2, 3))
+    return mx.exp(log_decays) * (queries @ state.swapaxes(2, 3))
 
 
 def _weigh(queries: mx.array, keys: mx.array, quotients: mx.array) -> mx.array:

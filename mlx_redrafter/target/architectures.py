@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_redrafter.target.depth_hooks import follow_depths
 from mlx_redrafter.target.hooks import (
     Hook,
     attend_in_chunks,
@@ -26,6 +25,7 @@ from mlx_redrafter.target.recurrent_hooks import (
     convolve_pairs,
     convolve_short,
     follow_branches,
+    follow_depths,
     update_delta_rule,
     update_state_space,
 )

@@ -16,8 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.target.hooks import Call
-from mlx_redrafter.target.scoped import Scoped
+from mlx_redrafter.target.hooks import Call, Scoped
 
 # Number of entries of the smallest bucket, the step by which mlx-lm's buffers grow.
 BUCKET = 256

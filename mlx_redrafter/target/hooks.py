@@ -16,17 +16,36 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial, update_wrapper
 from inspect import unwrap
 from types import MethodType, ModuleType
-from typing import Any, NamedTuple, SupportsIndex, cast
+from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_redrafter.errors import UnsupportedTargetError
-from mlx_redrafter.target.scoped import Scoped
 
 Call = Callable[..., Any]
 Hook = Callable[..., Any]
+T = TypeVar("T")
+
+
+class Scoped(Generic[T]):
+    """A value of a context variable inside a ``with`` block.
+
+    A class, because every token enters two of these blocks, and one made by contextlib costs more
+    than twice the time.
+    """
+
+    def __init__(self, variable: ContextVar[T | None], value: T):
+        self._variable = variable
+        self._value = value
+
+    def __enter__(self) -> T:
+        self._token = self._variable.set(self._value)
+        return self._value
+
+    def __exit__(self, *error: object) -> None:
+        self._variable.reset(self._token)
 
 
 class UntraceableError(Exception):

@@ -1,6 +1,7 @@
 """Hooks that let recurrent layers of mlx-lm's models follow the branches of a tree.
 
-Axes: B sequences, N nodes of each tree, H heads, S kernel size of a convolution, C its channels.
+Axes: B sequences, N nodes of each tree, H heads, S kernel size of a convolution, C its channels
+or the size of a hidden state.
 
 A layer with a state runs its projections over all nodes as over consecutive tokens. Hooks replace
 its convolutions and its recurrence, in the order of their arrays in the layer's cache.
@@ -13,13 +14,20 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.ssm import compute_dt
 
 from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
 from mlx_redrafter.target.caches.recurrent import cache_among
-from mlx_redrafter.target.caches.tree_pass import BranchedState, BranchPart, Paths, TreePass
-from mlx_redrafter.target.hooks import Call
-from mlx_redrafter.target.scoped import Scoped
+from mlx_redrafter.target.caches.tree_pass import (
+    BranchedState,
+    BranchPart,
+    Paths,
+    State,
+    TreePass,
+)
+from mlx_redrafter.target.hooks import Call, Scoped
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 
@@ -74,6 +82,54 @@ def follow_branches(call: Call, *args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
     cache.branch(BranchedState(parts))
     return result
+
+
+def follow_depths(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+    """Hook for any layer with a state whose only input with one row per token is ``x``, (B, N, C).
+
+    It computes the layer one depth after the other. The nodes at one depth are a batch of single
+    tokens, each with the state of its parent. Unlike the other hooks, this one reads a layer's
+    weights once per depth and keeps the state of every node until the next pass. It blocks until
+    MLX has computed the drafts if the host does not know the trees.
+    """
+    cache = cache_among(*args, *kwargs.values())
+    if cache is None:
+        return call(x, *args, **kwargs)
+
+    def run(rows: mx.array, stock: Any) -> mx.array:
+        given = [stock if arg is cache else arg for arg in args]
+        named = {name: stock if arg is cache else arg for name, arg in kwargs.items()}
+        result: mx.array = call(rows, *given, **named)
+        return result
+
+    if cache.step.trees is None:
+        return run(x, cache.stock)
+    step, rows = cache.step, x.flatten(0, 1)
+    # Depth of each node, and its place among the nodes of that depth.
+    places = {n: (d, i) for d, ns in enumerate(step.nodes_by_depth) for i, n in enumerate(ns)}
+    states: list[State] = [list(cache.stock.cache)]
+    outputs = []
+    for depth, nodes in enumerate(step.nodes_by_depth):
+        before = [places[step.parents[node]][1] for node in nodes]
+        batch = ArraysCache(len(states[0]))
+        for index, array in enumerate(states[depth]):
+            if array is not None and before != list(range(len(array))):
+                array = array[mx.array(before)]
+            batch[index] = array
+        outputs.append(run(rows[mx.array(nodes)][:, None], batch))
+        states.append(list(batch.cache))
+
+    def state_after(paths: Paths) -> State:
+        found = []
+        for slot, path in enumerate(paths.paths):
+            depth, place = places[slot * paths.num_nodes + path[-1]]
+            arrays = (array for array in states[depth + 1] if array is not None)
+            found.append([array[place : place + 1] for array in arrays])
+        return [mx.concatenate(list(arrays)) for arrays in zip(*found, strict=True)]
+
+    cache.branch(state_after)
+    order = np.argsort([node for nodes in step.nodes_by_depth for node in nodes])
+    return mx.concatenate(outputs)[mx.array(order)].reshape(*x.shape[:2], -1)
 
 
 def convolve_branches(call: Call, x: mx.array) -> mx.array:
@@ -163,9 +219,10 @@ def _follow_delta_rule(
         keys,
         values,
         strengths,
-        log_gates.swapaxes(1, 2),
+        _by_head(log_gates[..., None], num_heads),
         before,
         layer.trees.ancestors,
+        layer.step.above,
         max(layer.trees.max_depths),
     )
     layer.parts.append(BranchStates(before, keys, updates, log_decays))
@@ -188,14 +245,14 @@ def _follow_state_space(
 ) -> tuple[mx.array, mx.array | None]:
     """Compute ``ssm_update`` for a tree; returns the state as it was."""
     num_heads = x.shape[2]
-    dt = compute_dt(dt, dt_bias, time_step_limit).swapaxes(1, 2)
+    dt = compute_dt(dt, dt_bias, time_step_limit).swapaxes(1, 2)[..., None]
     inputs, keys = _by_head(x, num_heads), _by_head(B, num_heads)
-    updates, before = dt[..., None] * inputs, _state(state, inputs, keys)
+    updates, before = dt * inputs, _state(state, inputs, keys)
     y, log_decays = follow_updates(
         _by_head(C, num_heads),
         keys,
         updates,
-        -_rates(A_log)[:, None] * dt,
+        -_rates(A_log)[:, None, None] * dt,
         before,
         layer.trees.ancestors,
     )

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_redrafter.device_read import to_floats, wait_for
+from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.batch_cache import BatchCache
@@ -24,6 +24,12 @@ from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, parts_of
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
+from mlx_redrafter.target.caches.stored_cache import (
+    Arrays,
+    copy_entries_of,
+    copy_states_of,
+    fill,
+)
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.compiled_pass import CompiledPasses, waits_for_host
 from mlx_redrafter.target.few_shapes import (
@@ -211,6 +217,25 @@ class Target:
         kinds = KVCache | ChunkedKVCache | QuantizedKVCache
         reserve_rows([one for one in parts_of(cache.stock) if isinstance(one, kinds)], num_rows)
 
+    def copy_entries(self, layers: Sequence[Any], start: int, end: int) -> Arrays:
+        """Copy K/V entries of mlx-lm's caches, as `copy_entries_of` does."""
+        return copy_entries_of(layers, start, end)
+
+    def copy_states(self, layers: Sequence[Any]) -> Arrays:
+        """Copy windows and states of mlx-lm's caches, as `copy_states_of` does."""
+        return copy_states_of(layers)
+
+    def fill(
+        self,
+        layers: list[Any],
+        pieces: Sequence[tuple[Arrays, int]],
+        states: Arrays,
+        length: int,
+        quantisation: Quantisation | None,
+    ) -> None:
+        """Fill mlx-lm's caches with such copies, as `stored_cache.fill` does."""
+        fill(layers, pieces, states, length, quantisation)
+
     def embed(self, tokens: mx.array) -> mx.array:
         """Look up rows of the input embedding, from ids of shape (n,) to shape (n, H)."""
         return self.embedding(tokens)
@@ -283,18 +308,6 @@ class Target:
         """
         normalised: mx.array = self._final_norm(states.astype(self.dtype))
         return normalised
-
-    def prefill(self, prompt: mx.array, cache: TreeCache, step_size: int) -> TargetOutputs:
-        """Process a prompt in chunks, and its last token alone as mlx-lm does.
-
-        Blocks until MLX has computed the chunks. Returns the outputs of the last token, which MLX
-        has not computed yet.
-        """
-        for start in range(0, prompt.shape[0] - 1, step_size):
-            chunk = prompt[start : min(start + step_size, prompt.shape[0] - 1)]
-            self.process_chunk(chunk, cache, ())
-            wait_for([layer.state for layer in cache.stock])
-        return self.advance(prompt[-1:], cache)
 
     def process_chunk(
         self, chunk: mx.array, cache: TreeCache, layers: Sequence[int]

@@ -31,7 +31,8 @@ from mlx_redrafter.training.self_generated import (
     TextGenerator,
     plan_jobs,
 )
-from mlx_redrafter.training.training_request import DataOptions, Reporter
+from mlx_redrafter.training.training_request import Reporter
+from mlx_redrafter.training_options import DataOptions
 
 # Maximum number of uses of a text as a prompt; its beginning has a random length each time.
 MAX_PASSES = 64
@@ -125,7 +126,7 @@ def build_corpus(
 
     Self-generated texts are stored in ``folder``; those in it are read instead of generated.
     """
-    share = options.self_generated_share if sources.given else 1.0
+    share = options.self_generated if sources.given else 1.0
     given = list(_encode_given(sources.given, encoder, options, 1.0 - share))
     wanted = _count_wanted(given, share, options)
 
@@ -157,7 +158,7 @@ def _encode_given(
 ) -> Iterator[TokenSequence]:
     if share == 0:
         return
-    budget = None if options.max_tokens is None else share * options.max_tokens
+    budget = None if options.tokens is None else share * options.tokens
     total = 0
     for item in items:
         for sequence in encoder.encode(item):
@@ -168,8 +169,8 @@ def _encode_given(
 
 
 def _count_wanted(given: Sequence[TokenSequence], share: float, options: DataOptions) -> int | None:
-    if options.max_tokens is not None:
-        return round(share * options.max_tokens)
+    if options.tokens is not None:
+        return round(share * options.tokens)
     if given:
         total = sum(int(sequence.is_trained.sum()) for sequence in given)
         return round(total * share / (1.0 - share))

@@ -16,7 +16,7 @@ from mlx_redrafter.errors import CheckpointError
 Arrays = dict[str, mx.array]
 
 # Names of the incomplete files of `write_atomically`.
-LEFTOVER = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|csv|png|md)")
+LEFTOVER = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|md)")
 
 
 def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from mlx_redrafter.training.training_request import Recipe
+from mlx_redrafter.training_options import Recipe
 
 # Log-probability of impossible tokens, in nats; its exponential is zero in float32.
 IMPOSSIBLE = -1e4

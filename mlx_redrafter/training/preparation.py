@@ -58,14 +58,14 @@ class Preparation:
         self._sources = divide(data, prompts, options)
         self._encoder = Encoder(self._tokenizer, options.sequence_length, target.vocab_size)
         self.start_fingerprint: str | None = None
-        if request.start_from is None:
+        if request.network.start_from is None:
             self.student = new_student(target, request.network)
         else:
             self.student = load_student(
-                request.start_from, request.network.head, target, self._tokenizer
+                request.network.start_from, request.network.head, target, self._tokenizer
             )
             if (length := self.student.network.max_length) is not None:
-                network = replace(request.network, beam_length=length)
+                network = replace(request.network, length=length)
                 self.request = replace(request, network=network)
             self.start_fingerprint = fingerprint_weights(self.student.network)
         self.target_fingerprint = fingerprint_weights(model)

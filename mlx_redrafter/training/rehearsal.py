@@ -117,7 +117,7 @@ def _time_step(request: TrainingRequest, student: Student, shard: Shard) -> floa
     size, count = examples * stretch, shard.tokens.shape[0]
     group = ShardGroup(shard, np.arange(count), np.ones((count, length - 1), np.bool_))
     anchors = np.tile(np.arange(options.anchors or stretch), (examples, 1))
-    optimiser = Optimiser(student, stretch, request.recipe, request.training, total_steps=1000)
+    optimiser = Optimiser(student, stretch, request.training, total_steps=1000)
 
     def step() -> None:
         batch = gather(group, np.arange(size) % count, size, length, student.rows, anchors)
@@ -135,7 +135,7 @@ def _time_evaluation(
 ) -> tuple[float, float]:
     """Time a measurement and a calibration, in seconds per token."""
     few, fewer = (_first_tokens(shard, n) for n in (MEASURED_TOKENS, CALIBRATED_TOKENS))
-    length = request.network.beam_length
+    length = request.network.length
     # Half of the held-out texts are greedy, half are sampled.
     chains = [
         _timed(lambda temp=temp: simulate(student, [few], length, temp))[1]  # type: ignore[misc]

@@ -86,14 +86,14 @@ def count_weights(network: nn.Module) -> int:
 def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> Workload:
     """Estimate the work of a run, from characters unless the options limit the tokens."""
     options = request.data_options
-    share = options.self_generated_share if sources.given else 1.0
+    share = options.self_generated if sources.given else 1.0
     rate = _measure_chars_per_token(sources, encoder)
     given = sum(_guess_tokens(item, rate) for item in sources.given)
     chats = [_guess_tokens(item, rate) for item in sources.prompts if isinstance(item, Chat)]
     prompt = sum(chats) // len(chats) if chats else PROMPT_TOKENS
-    if options.max_tokens is not None:
-        given = min(given, round((1 - share) * options.max_tokens))
-        generated = round(share * options.max_tokens)
+    if options.tokens is not None:
+        given = min(given, round((1 - share) * options.tokens))
+        generated = round(share * options.tokens)
     elif share < 1:
         generated = round(given * share / (1 - share))
     else:

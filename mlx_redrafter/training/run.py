@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import mlx.core as mx
 
@@ -20,7 +19,7 @@ from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.trainer import Trainer, choose_batches
-from mlx_redrafter.training.training_report import write_csv, write_picture, write_training_card
+from mlx_redrafter.training.training_report import write_training_card
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
 
@@ -78,40 +77,33 @@ def train_drafter(
     if trainer.progress.step:
         reporter.say(f"resuming at step {trainer.progress.step:,}")
     best = trainer.run(
-        on_step=lambda progress: _report_step(progress, request.out, reporter),
+        on_step=lambda progress: _report_step(progress, reporter),
         on_best=lambda student: _save(student, request, fingerprint),
     )
     best.calibrate(held_out)
-    measured = simulate(best, held_out, request.network.beam_length, request.data_options.temp)
+    measured = simulate(best, held_out, request.network.length, request.data_options.temp)
     _save(best, request, fingerprint)
-    write_csv(request.out, trainer.progress.curve)
     write_training_card(request, fingerprint, corpus, best, trainer.progress, measured)
-    if not write_picture(request.out, trainer.progress.curve):
-        reporter.say("no curves.png: matplotlib is not installed (mlx-redrafter[plot])")
     return TrainingResult(best, measured)
 
 
 def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Corpus) -> str:
     """Render the options and texts that a resumed run must share, as JSON."""
-    training = {k: v for k, v in asdict(request.training).items() if k != "checkpoint_seconds"}
-    return json.dumps(
-        {
-            "target": preparation.target_fingerprint,
-            "start": preparation.start_fingerprint,
-            "tokens": sum(map(len, corpus.train)),
-            **asdict(request.data_options),
-            **asdict(request.network),
-            "recipe": request.recipe,
-            **training,
-        },
-        sort_keys=True,
-    )
+    options = {
+        **asdict(request.data_options),
+        **asdict(request.network),
+        **asdict(request.training),
+        "target": preparation.target_fingerprint,
+        "start_from": preparation.start_fingerprint,
+        "trained tokens": sum(map(len, corpus.train)),
+    }
+    del options["checkpoint_seconds"]
+    return json.dumps(options, sort_keys=True)
 
 
-def _report_step(progress: TrainingProgress, out: Path, reporter: Reporter) -> None:
+def _report_step(progress: TrainingProgress, reporter: Reporter) -> None:
     point = progress.curve[-1]
     if point.step == progress.step:
-        write_csv(out, progress.curve)
         reporter.say(
             f"step {point.step:,}: loss {point.loss:.3f}, {point.tokens_per_step:.2f} tokens/step"
         )

@@ -30,7 +30,7 @@ from mlx_redrafter.training.files import (
 )
 
 # Version of the files and of the names in the manifest; a cache of another version is an error.
-FORMAT = 2
+FORMAT = 3
 # Name of the file with the identity of a cache.
 MANIFEST = "manifest.json"
 Split = Literal["train", "held-out"]

@@ -26,7 +26,8 @@ from mlx_redrafter.training.state import (
 )
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import Recipe, TrainingOptions, TrainingRequest
+from mlx_redrafter.training.training_request import TrainingRequest
+from mlx_redrafter.training_options import TrainingOptions
 
 # Maximum size of the float32 logits computed at once, in bytes.
 LOGITS_BYTES = 2**28
@@ -51,16 +52,15 @@ class Optimiser:
         self,
         student: Student,
         stretch: int,
-        recipe: Recipe,
         options: TrainingOptions,
         total_steps: int,
     ):
         self.student = student
         self.network = student.network
         self.stretch = stretch
-        self.recipe = recipe
+        self.recipe = options.recipe
         self.network.freeze(keys=["token_ids"], strict=False)
-        peak = options.learning_rate or student.learning_rate
+        peak = options.lr or student.learning_rate
         self.adam = optim.AdamW(
             learning_rate=make_schedule(peak, total_steps),
             betas=[0.9, 0.95],
@@ -173,7 +173,7 @@ class Trainer:
             steps = total_steps or options.epochs * order.steps_per_epoch
             self.progress = TrainingProgress(steps, options.num_evaluations)
         stretch, steps = order.options.stretch, self.progress.total_steps
-        self._optimiser = Optimiser(student, stretch, request.recipe, options, steps)
+        self._optimiser = Optimiser(student, stretch, options, steps)
         if arrays:
             self._optimiser.restore(arrays)
             self.best = _select_prefix("best.", arrays)
@@ -257,7 +257,7 @@ class Trainer:
 
 def choose_batches(student: Student, request: TrainingRequest) -> BatchOptions:
     """Choose the batches of a drafter, with examples so long that the logits fit."""
-    training, length, share = request.training, request.network.beam_length, student.anchor_share
+    training, length, share = request.training, request.network.length, student.anchor_share
     stretch, anchors = 1, None
     if student.reads_context:
         most = LOGITS_BYTES / (4 * student.head_rows * (length - 1) * share)

@@ -16,12 +16,11 @@ from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields, read_text
 from mlx_redrafter.server.parts import Part
-from mlx_redrafter.server.protocols.block_writer import BlockWriter
 from mlx_redrafter.server.protocols.conversation import BREAK, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import read_format, read_options, read_stops
-from mlx_redrafter.server.protocols.service import Routes, Service
-from mlx_redrafter.server.protocols.writer import Usage
+from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service, texts
+from mlx_redrafter.server.protocols.writer import BlockWriter, Usage
 from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools, read_tools
@@ -64,15 +63,9 @@ _EMPTY = {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}
 SIGNATURE = "unsigned"
 
 
-async def answer(service: Service, client: Request) -> Response:
-    """Answer ``POST /v1/messages``."""
-    request = await service.read(client, read)
-    return await service.write(client, request, MessageWriter)
-
-
 async def count(service: Service, client: Request) -> Response:
     """Answer ``POST /v1/messages/count_tokens``."""
-    request = await service.read(client, partial(read, counts=True))
+    request, _ = await service.read(client, partial(read, counts=True))
     return respond({"input_tokens": await service.count(client, request)})
 
 
@@ -88,14 +81,10 @@ def to_error(refusal: Refusal) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def read(body: object, defaults: GenerationOptions, counts: bool = False) -> ChatRequest:
-    """Read a body.
-
-    Args:
-        body: The body.
-        defaults: Options of texts for requests that leave them out.
-        counts: Whether the request only counts tokens, and so needs no ``max_tokens``.
-    """
+def read(
+    body: object, defaults: GenerationOptions, counts: bool = False
+) -> tuple[ChatRequest, MakeWriter]:
+    """Read a body; one that only ``counts`` tokens needs no ``max_tokens``."""
     fields = Fields(body)
     if not counts and fields.values.get("max_tokens") is None:
         raise fields.refusal("max_tokens", "a number of tokens", None)
@@ -121,15 +110,11 @@ def read(body: object, defaults: GenerationOptions, counts: bool = False) -> Cha
         effort=effort,
     )
     fields.finish()
-    return request
+    return request, MessageWriter
 
 
 class MessageWriter(BlockWriter):
-    """Writes messages of content blocks.
-
-    Args:
-        model: Name of the model.
-    """
+    """Writes messages of content blocks."""
 
     def __init__(self, model: str):
         super().__init__(model)
@@ -138,10 +123,10 @@ class MessageWriter(BlockWriter):
         # Number of blocks before the newest one.
         self._index = -1
 
-    def begin(self, usage: Usage) -> Iterator[str]:
+    def begin(self) -> Iterator[str]:
         if not self._has_begun:
             self._has_begun = True
-            start = {"type": "message_start", "message": self._message(usage)}
+            start = {"type": "message_start", "message": self._message()}
             yield event(start, "message_start")
 
     def open_block(self, call: ToolCall | None) -> Iterator[str]:
@@ -159,11 +144,11 @@ class MessageWriter(BlockWriter):
             yield self._event("content_block_delta", delta=delta)
         yield self._event("content_block_stop")
 
-    def finish(self, usage: Usage) -> Iterator[str]:
+    def finish(self) -> Iterator[str]:
         delta = {
             "type": "message_delta",
             "delta": _end_of(self.last),
-            "usage": _format_usage(usage),
+            "usage": _format_usage(self.usage()),
         }
         yield event(delta, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
@@ -171,14 +156,14 @@ class MessageWriter(BlockWriter):
     def fail(self, refusal: Refusal) -> Iterator[str]:
         yield event(to_error(refusal), "error")
 
-    def keep_alive(self, usage: Usage) -> Iterator[str]:
-        yield from self.begin(usage)
+    def keep_alive(self) -> Iterator[str]:
+        yield from self.begin()
         if not self.kind:
             self.kind = "text"
             yield from self.open_block(None)
         yield from self.extend("")
 
-    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
+    def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
         text = texts[0]
         content: list[dict[str, Any]] = []
         if text.reasoning:
@@ -189,9 +174,9 @@ class MessageWriter(BlockWriter):
         for call in text.tool_calls:
             if call.parsed is not None:
                 content.append(_begin_call(call, call.parsed))
-        return {**self._message(usage), "content": content, **_end_of(text)}
+        return {**self._message(), "content": content, **_end_of(text)}
 
-    def _message(self, usage: Usage) -> dict[str, Any]:
+    def _message(self) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
@@ -200,7 +185,7 @@ class MessageWriter(BlockWriter):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _format_usage(usage),
+            "usage": _format_usage(self.usage()),
         }
 
     def _event(self, kind: str, **values: Any) -> str:
@@ -300,6 +285,6 @@ def _read_tools(fields: Fields) -> Tools:
 
 
 ROUTES: Routes = {
-    ("POST", "/v1/messages"): answer,
+    ("POST", "/v1/messages"): texts(read),
     ("POST", "/v1/messages/count_tokens"): count,
 }

@@ -10,20 +10,13 @@ from typing import Any
 
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.openai_fields import StreamOptions, format_usage
-from mlx_redrafter.server.protocols.writer import Usage, Writer
+from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.wire import event
 
 
 class ChoiceWriter(Writer):
-    """Writes replies that consist of choices.
-
-    Args:
-        prefix: First letters of the reply's id.
-        kind: The reply's ``object``.
-        options: Options of the stream.
-        model: Name of the model.
-    """
+    """Writes replies that consist of choices; ``kind`` is the reply's ``object``."""
 
     def __init__(self, prefix: str, kind: str, options: StreamOptions, model: str):
         super().__init__(model)
@@ -35,7 +28,7 @@ class ChoiceWriter(Writer):
             "model": model,
         }
 
-    def add(self, part: Part, usage: Usage) -> Iterator[str]:
+    def add(self, part: Part) -> Iterator[str]:
         if self.is_shown(part):
             choice = self.choice(part, "delta")
             if self._options.shows_drafts:
@@ -44,20 +37,20 @@ class ChoiceWriter(Writer):
             shown = {"usage": None} if self._options.shows_usage else {}
             yield event({**self._head, "choices": [choice], **shown})
 
-    def end(self, usage: Usage) -> Iterator[str]:
+    def end(self) -> Iterator[str]:
         if self._options.shows_usage:
-            yield event({**self._head, "choices": [], "usage": format_usage(usage)})
+            yield event({**self._head, "choices": [], "usage": format_usage(self.usage())})
         yield "data: [DONE]\n\n"
 
     def fail(self, refusal: Refusal) -> Iterator[str]:
         yield event(refusal.to_json())
 
-    def keep_alive(self, usage: Usage) -> Iterator[str]:
+    def keep_alive(self) -> Iterator[str]:
         yield ": waiting\n\n"
 
-    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
+    def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
         choices = [self.choice(text, "message") for text in texts]
-        return {**self._head, "choices": choices, "usage": format_usage(usage)}
+        return {**self._head, "choices": choices, "usage": format_usage(self.usage())}
 
     def is_shown(self, part: Part) -> bool:
         """Whether a stream has a chunk for a part."""

@@ -23,7 +23,7 @@ from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.conversation import Conversation
 from mlx_redrafter.server.protocols.openai_fields import read_options, read_penalties, read_stops
 from mlx_redrafter.server.protocols.service import Routes, Service
-from mlx_redrafter.server.protocols.writer import Usage, Writer
+from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest, CompletionRequest
 from mlx_redrafter.server.tools import Tools, read_tool
@@ -147,7 +147,6 @@ class OllamaWriter(Writer):
 
     Args:
         field: Field of a text: "message" in a chat, "response" otherwise.
-        model: Name of the model.
     """
 
     media_type = "application/x-ndjson"
@@ -161,7 +160,7 @@ class OllamaWriter(Writer):
         # Calls so far, which Ollama's clients want whole.
         self._calls: list[ToolCall] = []
 
-    def add(self, part: Part, usage: Usage) -> Iterator[str]:
+    def add(self, part: Part) -> Iterator[str]:
         self._first = self._first or time.perf_counter()
         self._finish_reason = part.finish_reason
         for call in part.tool_calls:
@@ -170,18 +169,18 @@ class OllamaWriter(Writer):
         if part.content or part.reasoning or part.tool_calls:
             yield self._line({**self._say(part), "done": False})
 
-    def end(self, usage: Usage) -> Iterator[str]:
-        yield self._line({**self._say(None), **self._end(usage)})
+    def end(self) -> Iterator[str]:
+        yield self._line({**self._say(None), **self._end()})
 
     def fail(self, refusal: Refusal) -> Iterator[str]:
         yield f"{to_text(to_error(refusal))}\n"
 
-    def keep_alive(self, usage: Usage) -> Iterator[str]:
+    def keep_alive(self) -> Iterator[str]:
         yield self._line({**self._say(None), "done": False})
 
-    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
+    def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
         self._finish_reason = texts[0].finish_reason
-        return {**self._head(), **self._say(texts[0]), **self._end(usage)}
+        return {**self._head(), **self._say(texts[0]), **self._end()}
 
     def loaded(self, reason: str) -> dict[str, Any]:
         """Return the reply to a request without a prompt."""
@@ -205,8 +204,8 @@ class OllamaWriter(Writer):
             return {"response": content, **more}
         return {"message": {"role": "assistant", "content": content, **more}}
 
-    def _end(self, usage: Usage) -> dict[str, Any]:
-        now = time.perf_counter()
+    def _end(self) -> dict[str, Any]:
+        now, usage = time.perf_counter(), self.usage()
         first = self._first or now
         return {
             "done": True,

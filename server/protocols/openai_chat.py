@@ -7,8 +7,6 @@ from inspect import signature
 from typing import Any
 
 from mlx_lm.server import process_message_content
-from starlette.requests import Request
-from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from mlx_redrafter.generation_options import GenerationOptions
@@ -17,7 +15,7 @@ from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
 from mlx_redrafter.server.protocols.choice_writer import ChoiceWriter
 from mlx_redrafter.server.protocols.openai_fields import StreamOptions, choose_tools, read_common
-from mlx_redrafter.server.protocols.service import Routes, Service
+from mlx_redrafter.server.protocols.service import MakeWriter, Routes, texts
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools, read_tool
@@ -32,13 +30,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _OWN_TEMPLATE_OPTIONS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 
-async def answer(service: Service, client: Request) -> Response:
-    """Answer ``POST /v1/chat/completions``."""
-    request, options = await service.read(client, read)
-    return await service.write(client, request, partial(ChatWriter, request, options))
-
-
-def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, StreamOptions]:
+def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, MakeWriter]:
     """Read a body."""
     fields = Fields(body)
     shows = fields.typed("logprobs", bool)
@@ -60,7 +52,7 @@ def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, Stream
         template_options=thinking | template_options,
         effort=effort,
     )
-    return request, options
+    return request, partial(ChatWriter, request, options)
 
 
 def read_effort(fields: Fields, name: str) -> tuple[str | None, dict[str, Any]]:
@@ -70,13 +62,7 @@ def read_effort(fields: Fields, name: str) -> tuple[str | None, dict[str, Any]]:
 
 
 class ChatWriter(ChoiceWriter):
-    """Writes chat completions.
-
-    Args:
-        request: The request.
-        options: Options of the stream.
-        model: Name of the model.
-    """
+    """Writes chat completions."""
 
     def __init__(self, request: ChatRequest, options: StreamOptions, model: str):
         kind = "chat.completion.chunk" if request.is_streamed else "chat.completion"
@@ -166,5 +152,5 @@ def _read_message(fields: Fields) -> dict[str, Any]:
     return found
 
 
-ROUTES: Routes = {("POST", "/v1/chat/completions"): answer}
+ROUTES: Routes = {("POST", "/v1/chat/completions"): texts(read)}
 to_error = Refusal.to_json

@@ -7,15 +7,12 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
 from mlx_redrafter.server.protocols.choice_writer import ChoiceWriter
 from mlx_redrafter.server.protocols.openai_fields import StreamOptions, read_common
-from mlx_redrafter.server.protocols.service import Routes, Service
+from mlx_redrafter.server.protocols.service import MakeWriter, Routes, texts
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS, CompletionRequest
 
@@ -23,13 +20,7 @@ from mlx_redrafter.server.requests import MAX_TEXTS, CompletionRequest
 MAX_LOGPROBS = 5
 
 
-async def answer(service: Service, client: Request) -> Response:
-    """Answer ``POST /v1/completions``."""
-    request, options = await service.read(client, read)
-    return await service.write(client, request, partial(CompletionWriter, request, options))
-
-
-def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, StreamOptions]:
+def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, MakeWriter]:
     """Read a body."""
     fields = Fields(body)
     top = fields.integer("logprobs", 0, MAX_LOGPROBS)
@@ -44,17 +35,12 @@ def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, 
     common, options = read_common(fields, defaults, top)
     if len(prompts) * common["num_texts"] > MAX_TEXTS:
         raise Refusal(f"n times the prompts must be at most {MAX_TEXTS}", "n")
-    return CompletionRequest(**common, prompts=prompts, echoes=echoes), options
+    request = CompletionRequest(**common, prompts=prompts, echoes=echoes)
+    return request, partial(CompletionWriter, request, options)
 
 
 class CompletionWriter(ChoiceWriter):
-    """Writes text completions.
-
-    Args:
-        request: The request.
-        options: Options of the stream.
-        model: Name of the model.
-    """
+    """Writes text completions."""
 
     def __init__(self, request: CompletionRequest, options: StreamOptions, model: str):
         super().__init__("cmpl", "text_completion", options, model)
@@ -99,5 +85,5 @@ def _format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, A
     }
 
 
-ROUTES: Routes = {("POST", "/v1/completions"): answer}
+ROUTES: Routes = {("POST", "/v1/completions"): texts(read)}
 to_error = Refusal.to_json

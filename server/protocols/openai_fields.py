@@ -87,10 +87,7 @@ def read_options(
 ) -> GenerationOptions:
     """Read the options of a text; options that are left out have the server's values.
 
-    Args:
-        fields: Fields with OpenAI's names.
-        defaults: The server's values.
-        *length_names: Names of the field for ``max_tokens``; the last one that is given counts.
+    Of the fields for ``max_tokens`` that are given, the last one counts.
     """
     given = {option: fields.take(name) for option, name in _OPTIONS.items()}
     given["max_tokens"] = fields.take(*length_names)
@@ -133,9 +130,7 @@ def read_penalties(fields: Fields) -> dict[str, Any]:
 def read_format(asked: Fields, inner: str = "") -> AnswerFormat | None:
     """Read the format of an answer; ``strict`` makes no difference to a schema.
 
-    Args:
-        asked: The format.
-        inner: Field of the object with the schema, if that is in an object of its own.
+    ``inner`` is the field of the object with the schema, if that is in an object of its own.
     """
     kind = asked.one_of("type", ["text", "json_object", "json_schema"], is_required=True)
     schema: dict[str, Any] = {"type": "object"}

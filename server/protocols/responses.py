@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +18,6 @@ from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part
-from mlx_redrafter.server.protocols.block_writer import BlockWriter
 from mlx_redrafter.server.protocols.conversation import ROLES, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import (
@@ -27,8 +26,8 @@ from mlx_redrafter.server.protocols.openai_fields import (
     read_format,
     read_options,
 )
-from mlx_redrafter.server.protocols.service import Routes, Service
-from mlx_redrafter.server.protocols.writer import Usage
+from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service, texts
+from mlx_redrafter.server.protocols.writer import BlockWriter, Usage
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.stored_responses import StoredResponses
@@ -82,26 +81,9 @@ _PARTS = {"thinking": "reasoning_summary_part", "text": "content_part"}
 to_error = Refusal.to_json
 
 
-class Asked(NamedTuple):
-    """A request and what its response needs of it.
-
-    Attributes:
-        request: The request.
-        items: Items of the conversation so far.
-        repeated: Fields that the response repeats.
-    """
-
-    request: ChatRequest
-    items: list[Any]
-    repeated: dict[str, Any]
-
-
 async def answer(service: Service, client: Request) -> Response:
     """Answer ``POST /v1/responses``."""
-    asked = await service.read(client, partial(read, stored=service.stored))
-    return await service.write(
-        client, asked.request, partial(ResponseWriter, asked, service.stored)
-    )
+    return await texts(partial(read, stored=service.stored))(service, client)
 
 
 async def fetch(service: Service, client: Request) -> Response:
@@ -124,14 +106,10 @@ ROUTES: Routes = {
 }
 
 
-def read(body: object, defaults: GenerationOptions, stored: StoredResponses) -> Asked:
-    """Read a body.
-
-    Args:
-        body: The body.
-        defaults: Options of texts for requests that leave them out.
-        stored: Responses that the request may continue.
-    """
+def read(
+    body: object, defaults: GenerationOptions, stored: StoredResponses
+) -> tuple[ChatRequest, MakeWriter]:
+    """Read a body, which may continue a stored response."""
     fields = Fields(body)
     given = {name: one for name, one in fields.values.items() if one is not None}
     repeated = {name: given.get(name, value) for name, value in _REPEATED.items()}
@@ -155,21 +133,24 @@ def read(body: object, defaults: GenerationOptions, stored: StoredResponses) -> 
     )
     fields.one_of("top_logprobs", [0])
     fields.finish()
-    return Asked(request, items, repeated)
+    return request, partial(ResponseWriter, items, repeated, stored)
 
 
 class ResponseWriter(BlockWriter):
     """Writes responses of items.
 
     Args:
-        asked: The request.
+        items: Items of the conversation so far.
+        repeated: Fields of the request that the response repeats.
         stored: Responses to add this one to.
-        model: Name of the model.
     """
 
-    def __init__(self, asked: Asked, stored: StoredResponses, model: str):
+    def __init__(
+        self, items: list[Any], repeated: dict[str, Any], stored: StoredResponses, model: str
+    ):
         super().__init__(model)
-        self._asked = asked
+        self._items = items
+        self._repeated = repeated
         self._stored = stored
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -182,7 +163,7 @@ class ResponseWriter(BlockWriter):
     def _is_cut(self) -> bool:
         return self.last is not None and self.last.finish_reason == "length"
 
-    def begin(self, usage: Usage) -> Iterator[str]:
+    def begin(self) -> Iterator[str]:
         if not self._sequence:
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(kind, response=self._response("in_progress"))
@@ -221,24 +202,24 @@ class ResponseWriter(BlockWriter):
             yield self._part("done")
         yield self._event("response.output_item.done", **self._added())
 
-    def finish(self, usage: Usage) -> Iterator[str]:
-        response = self._finished(usage)
+    def finish(self) -> Iterator[str]:
+        response = self._finished()
         yield self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: Refusal) -> Iterator[str]:
-        yield from self.begin(Usage(0, 0))
+        yield from self.begin()
         error = {"code": refusal.code or "server_error", "message": str(refusal)}
         response = {**self._response("failed"), "error": error}
         yield self._event("response.failed", response=response)
 
-    def keep_alive(self, usage: Usage) -> Iterator[str]:
-        yield from self.begin(usage)
+    def keep_alive(self) -> Iterator[str]:
+        yield from self.begin()
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        for _ in (*self.add(texts[0], usage), *self.close()):
+    def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
+        for _ in (*self.add(texts[0]), *self.close()):
             pass  # the events of a stream make the same items
-        return self._finished(usage)
+        return self._finished()
 
     def _response(self, status: str) -> dict[str, Any]:
         return {
@@ -251,18 +232,18 @@ class ResponseWriter(BlockWriter):
             "model": self.model,
             "output": list(self._output),
             "usage": None,
-            **self._asked.repeated,
+            **self._repeated,
         }
 
-    def _finished(self, usage: Usage) -> dict[str, Any]:
+    def _finished(self) -> dict[str, Any]:
         """Return the finished response, and store it unless the client has declined that."""
         response = self._response("incomplete" if self._is_cut else "completed")
-        response["usage"] = _format_usage(usage)
+        response["usage"] = _format_usage(self.usage())
         if self._is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        if self._asked.repeated["store"]:
+        if self._repeated["store"]:
             whole = [item for item in self._output if item["status"] == "completed"]
-            self._stored.keep(response, [*self._asked.items, *whole])
+            self._stored.keep(response, [*self._items, *whole])
         return response
 
     def _event(self, kind: str, **values: Any) -> str:

@@ -23,6 +23,10 @@ from mlx_redrafter.server.stored_responses import StoredResponses
 from mlx_redrafter.server.worker import Worker
 
 Read = TypeVar("Read")
+# Function that reads a body, given the options of texts for requests that leave them out.
+Reader = Callable[[object, GenerationOptions], Read]
+# Function that makes the writer of a reply from the name of the model.
+MakeWriter = Callable[[str], Writer]
 
 # Size of a body in bytes above which its prompts are encoded one request after the other, so that
 # those of short requests need not wait for them.
@@ -34,11 +38,7 @@ class Service:
     """The functions that the endpoints of a protocol use.
 
     Attributes:
-        models: Models that requests may name.
-        worker: Worker that writes the texts.
         defaults: Options of texts for requests that leave them out.
-        limits: Limits of requests.
-        callers: Rules of who may use the server.
         stored: Responses that clients may continue.
     """
 
@@ -52,14 +52,8 @@ class Service:
     def __post_init__(self) -> None:
         self._encoding = {is_large: asyncio.Lock() for is_large in (False, True)}
 
-    async def read(
-        self, client: Request, reader: Callable[[object, GenerationOptions], Read]
-    ) -> Read:
+    async def read(self, client: Request, reader: Reader[Read]) -> Read:
         """Read the JSON body of a request, next to the event loop.
-
-        Args:
-            client: The request.
-            reader: Function of the body and the server's options of texts.
 
         Raises:
             Refusal: The body is too large, too slow or malformed, or the reader refuses it.
@@ -79,14 +73,9 @@ class Service:
         return sum(map(len, prompts))
 
     async def write(
-        self, client: Request, request: TextRequest, make_writer: Callable[[str], Writer]
+        self, client: Request, request: TextRequest, make_writer: MakeWriter
     ) -> Response:
         """Write the texts of a request.
-
-        Args:
-            client: The request as HTTP.
-            request: The request.
-            make_writer: Function that makes the writer from the name of the model.
 
         Raises:
             Refusal: The request does not fit the model, or has failed.
@@ -129,6 +118,15 @@ class Service:
                 status=408,
             ) from error
         return bytes(body)
+
+
+def texts(reader: Reader[tuple[TextRequest, MakeWriter]]) -> Endpoint:
+    """Make the endpoint that writes the texts of the requests that a reader reads."""
+
+    async def answer(service: Service, client: Request) -> Response:
+        return await service.write(client, *await service.read(client, reader))
+
+    return answer
 
 
 # A function that answers a request.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.refusals import Refusal
 
@@ -35,29 +36,23 @@ class Usage:
 class Writer(ABC):
     """Formats one reply, as events or as one object.
 
-    Args:
-        model: Name of the model that the reply shows.
-
     Attributes:
         media_type: Media type of a stream of events.
+        usage: Function that returns the numbers of the reply so far; the reply sets it.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
+    usage: Callable[[], Usage]
 
     def __init__(self, model: str):
         self.model = model
 
     @abstractmethod
-    def add(self, part: Part, usage: Usage) -> Iterator[str]:
-        """Yield the events of the next part.
-
-        Args:
-            part: The part.
-            usage: Numbers so far, this part included.
-        """
+    def add(self, part: Part) -> Iterator[str]:
+        """Yield the events of the next part."""
 
     @abstractmethod
-    def end(self, usage: Usage) -> Iterator[str]:
+    def end(self) -> Iterator[str]:
         """Yield the events after the last part."""
 
     @abstractmethod
@@ -65,14 +60,77 @@ class Writer(ABC):
         """Yield the events that end the stream with an error."""
 
     @abstractmethod
-    def keep_alive(self, usage: Usage) -> Iterator[str]:
+    def keep_alive(self) -> Iterator[str]:
         """Yield events that say nothing, for clients that give up a silent connection."""
 
     @abstractmethod
-    def whole(self, texts: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        """Format a reply in one piece.
+    def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
+        """Format a reply in one piece from the parts of each text, added up."""
 
-        Args:
-            texts: The parts of each text, added up.
-            usage: Numbers of the whole reply.
-        """
+
+class BlockWriter(Writer):
+    """Writes replies of blocks in a row, as those of Anthropic's messages and OpenAI's responses.
+
+    Each block is thinking, text or a call; it is open until another one begins.
+
+    Attributes:
+        kind: Kind of the open block: "thinking", "text" or "call"; empty if none is open.
+        last: The newest part.
+    """
+
+    def __init__(self, model: str):
+        super().__init__(model)
+        self.kind = ""
+        self.last: Part | None = None
+        self._call_id = ""
+
+    def add(self, part: Part) -> Iterator[str]:
+        yield from self.begin()
+        if part.reasoning:
+            yield from self._say("thinking", part.reasoning)
+        if part.content:
+            yield from self._say("text", part.content)
+        for call in part.tool_calls:
+            yield from self._say("call", call.arguments, call)
+        self.last = part
+
+    def end(self) -> Iterator[str]:
+        yield from self.begin()
+        yield from self.close()
+        yield from self.finish()
+
+    def close(self) -> Iterator[str]:
+        """Yield the events that end the open block, if there is one."""
+        if self.kind:
+            yield from self.close_block()
+            self.kind = ""
+
+    def _say(self, kind: str, text: str, call: ToolCall | None = None) -> Iterator[str]:
+        """Add to the open block, or begin one if that is another one."""
+        call_id = "" if call is None else call.id
+        if (self.kind, self._call_id) != (kind, call_id):
+            yield from self.close()
+            self.kind, self._call_id = kind, call_id
+            yield from self.open_block(call)
+        if text:
+            yield from self.extend(text)
+
+    @abstractmethod
+    def begin(self) -> Iterator[str]:
+        """Yield the events before the first block, unless they have been sent."""
+
+    @abstractmethod
+    def open_block(self, call: ToolCall | None) -> Iterator[str]:
+        """Yield the events that begin a block of this kind, with the call of a "call"."""
+
+    @abstractmethod
+    def extend(self, text: str) -> Iterator[str]:
+        """Yield the events that add a text to the open block."""
+
+    @abstractmethod
+    def close_block(self) -> Iterator[str]:
+        """Yield the events that end the open block."""
+
+    @abstractmethod
+    def finish(self) -> Iterator[str]:
+        """Yield the events after the last block."""

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.lab import hard_siblings
+from mlx_redrafter.bench.lab import hard_siblings, step_model
 from mlx_redrafter.bench.lab.hard_machines import CASES, times_by_plain
 from mlx_redrafter.bench.lab.hard_siblings import MisleadingText
 from mlx_redrafter.bench.lab.regret import begin_policy
@@ -57,3 +57,16 @@ def test_expectations_hold_on_a_drafter_that_knows_three_of_four_tokens() -> Non
         assert seconds <= 1.14 * best
         total, total_best = total + seconds, total_best + best
     assert total <= 1.06 * total_best
+
+
+def test_every_way_to_run_a_step_on_a_gpu_makes_it_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain by each way, then the default with all of them, which no text slows down."""
+    monkeypatch.setattr(step_model, "ROWS", 1)
+    chains = []
+    for ways in step_model.WAYS.values():
+        (chain, _), _, (default, least) = step_model.find_speeds("26 November", 0, ways)
+        chains.append(chain)
+    assert chains == sorted(chains)
+    assert chains[0] < 0.5
+    assert default > 1.8
+    assert least > 0.97

@@ -3,6 +3,7 @@
 import pytest
 
 from mlx_redrafter.bench.lab import overhead
+from mlx_redrafter.bench.lab.host_time import COMMON, measure_steps
 from mlx_redrafter.bench.lab.overhead import measure_overhead
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
@@ -55,3 +56,11 @@ def test_a_text_begins_again(pair, monkeypatch, max_tokens, begins):
 def test_trees_of_changing_size_are_refused(pair):
     with pytest.raises(ConfigError, match="top_n"):
         measure_overhead(*pair, [5], DraftPlan.of(2, 3, select="beam"))
+
+
+def test_a_compiled_pass_lets_the_device_go_on_without_a_read() -> None:
+    config = {**COMMON, "model_type": "llama", "num_hidden_layers": 1}
+    plan = DraftPlan.of(1, 5, 5)
+    found = [measure_steps(config, plan, compiled, 12) for compiled in (False, True)]
+    assert [one.reads for one in found] == [1, 1]
+    assert found[0].waiting > found[1].waiting == 0

@@ -21,7 +21,7 @@ from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.students.kv_students import KvStudent
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher import read_sequences
-from mlx_redrafter.training.training_request import HEADS, Head
+from mlx_redrafter.training_options import HEADS, Head
 from tests.helpers.models import shared_model
 
 LENGTH = 4
@@ -48,7 +48,7 @@ def stir(network: nn.Module) -> None:
 def test_drafts_stay(tmp_path: Path, head: Head) -> None:
     source = shared_model("stories260k")
     target = Target(load(str(source))[0])
-    student = new_student(target, NetworkOptions(head, beam_length=LENGTH))
+    student = new_student(target, NetworkOptions(head, length=LENGTH))
     student.initialise(None, 1)
     stir(student.network)
     student.save(tmp_path / "head", {})
@@ -57,7 +57,7 @@ def test_drafts_stay(tmp_path: Path, head: Head) -> None:
     widen_head(kind.NAME, tmp_path / "head", tmp_path / "wide-head", shape.hidden_size)
     model, _, drafter = load(str(tmp_path / "wide"), drafter=str(tmp_path / "wide-head"))
     wide = Target(model)
-    other = new_student(wide, NetworkOptions(head, beam_length=LENGTH))
+    other = new_student(wide, NetworkOptions(head, length=LENGTH))
     other = other.holding(getattr(drafter, "network", drafter))
     if isinstance(other, KvStudent):
         other.layers = student.layers

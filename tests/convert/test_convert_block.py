@@ -13,8 +13,8 @@ import pytest
 
 from mlx_redrafter.checkpoint_files import named_parameters, read_config
 from mlx_redrafter.convert.conversion import convert_drafter
-from mlx_redrafter.convert.conversion_options import ConversionOptions, Quantization
-from mlx_redrafter.convert.inspection import inspect_checkpoint
+from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.fit_block import predict
@@ -56,14 +56,14 @@ def test_a_converted_drafter_is_the_published_one(name: str, tmp_path: Path) -> 
 def test_small_layers_are_never_quantised(link: str, tmp_path: Path) -> None:
     sizes = {**LINKS[link], "rank": 32} if LINKS[link].get("rank") else LINKS[link]
     save_drafter(random_block(block_config(97, 32, has_confidence=True, **sizes)), tmp_path / "in")
-    options = ConversionOptions(quantization=Quantization(8, 32))
+    options = ConversionOptions(quantize=True, q_bits=8, q_group_size=32)
     convert_drafter(tmp_path / "in", tmp_path / "out", options)
     assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 8}
     network = load_block(tmp_path / "out")
     assert network.layers[0].self_attn.q_proj.bits == 8
     small = [name for name in named_parameters(network) if name.endswith("scales")]
     assert not [n for n in small if "conv" in n or "selector" in n or "confidence" in n]
-    with pytest.raises(CheckpointError, match="not quantised"):
+    with pytest.raises(CheckpointError, match="quantised already"):
         convert_drafter(tmp_path / "out", tmp_path / "again", options)
 
 
@@ -71,7 +71,7 @@ def test_what_a_block_drafter_cannot_have_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = published(tmp_path / "source", next(iter(LAYOUTS)))
-    with pytest.raises(ConfigError, match="not for EAGLE heads, block drafters"):
+    with pytest.raises(ConfigError, match="is not for a block drafter"):
         convert_drafter(source, tmp_path / "out", ConversionOptions(rnn_activation="silu"))
     shown = run(capsys, "convert", "inspect", source)
     assert "mask_token_id" in shown.out

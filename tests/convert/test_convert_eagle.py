@@ -14,15 +14,15 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from mlx_redrafter.checkpoint_files import named_parameters, read_config  # noqa: E402
 from mlx_redrafter.checkpoints.bundled import find_bundled  # noqa: E402
 from mlx_redrafter.convert.conversion import convert_drafter  # noqa: E402
-from mlx_redrafter.convert.conversion_options import ConversionOptions, Quantization  # noqa: E402
+from mlx_redrafter.convert.conversion_options import ConversionOptions  # noqa: E402
 from mlx_redrafter.convert.eagle import with_rope  # noqa: E402
-from mlx_redrafter.convert.inspection import inspect_checkpoint  # noqa: E402
+from mlx_redrafter.convert.recognition import inspect_checkpoint  # noqa: E402
 from mlx_redrafter.errors import CheckpointError, ConfigError  # noqa: E402
 from mlx_redrafter.proposers.checkpoint import save_drafter  # noqa: E402
 from mlx_redrafter.proposers.eagle import load as load_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
 from mlx_redrafter.proposers.eagle.network import Eagle  # noqa: E402
-from mlx_redrafter.proposers.fit import ReadSequence  # noqa: E402
+from mlx_redrafter.proposers.fit import Prediction, ReadSequence  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402
 from tests.helpers.published_eagle import LAYOUTS, write_head  # noqa: E402
 
@@ -54,11 +54,11 @@ def test_a_converted_head_is_the_published_one(name: str, tmp_path: Path) -> Non
 
 def test_quantised_heads_load(tmp_path: Path) -> None:
     write_head(tmp_path / "source", LAYOUTS["EAGLE-3"])
-    options = ConversionOptions(quantization=Quantization(4, 32))
+    options = ConversionOptions(quantize=True, q_group_size=32)
     convert_drafter(tmp_path / "source", tmp_path / "out", options)
     assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 4}
     assert load_eagle(tmp_path / "out").lm_head.bits == 4
-    with pytest.raises(CheckpointError, match="not quantised"):
+    with pytest.raises(CheckpointError, match="quantised already"):
         convert_drafter(tmp_path / "out", tmp_path / "again", options)
 
 
@@ -79,7 +79,7 @@ def test_inspection_names_the_kind_and_the_target(tmp_path: Path) -> None:
 
 def test_options_of_recurrent_drafters_are_refused(tmp_path: Path) -> None:
     write_head(tmp_path / "source", LAYOUTS["EAGLE-1"])
-    with pytest.raises(ConfigError, match="not for EAGLE heads"):
+    with pytest.raises(ConfigError, match="is not for an EAGLE head"):
         convert_drafter(
             tmp_path / "source", tmp_path / "out", ConversionOptions(rnn_activation="silu")
         )
@@ -127,13 +127,15 @@ def test_the_layers_are_those_that_the_target_accepts_most(
     )
     save_drafter(Eagle(config), tmp_path / "source")
 
-    def accept(eagle: Eagle, target: Target, texts: list[ReadSequence]) -> list[int]:
-        tokens, states = texts[0].tokens[:-1], texts[0].states
+    def predict(eagle: Eagle, target: Target, text: ReadSequence) -> Prediction:
+        tokens, chosen = text.tokens[:-1], text.top_ids[1:]
         target.watch((1, 2))
-        right = mx.allclose(target.layer_inputs(tokens, (1, 2)), states, atol=1e-3).item()
-        return [int(right)] * 32
+        inputs = target.layer_inputs(tokens, (1, 2))
+        is_right = mx.allclose(inputs, text.states, atol=1e-3)
+        ids = mx.arange(config.vocab_size) == mx.where(is_right, chosen[:, :1], chosen[:, 1:2])
+        return Prediction(ids.astype(mx.float32), chosen, text.top_log_probs[1:])
 
-    monkeypatch.setattr("mlx_redrafter.convert.eagle.compare", accept)
+    monkeypatch.setattr("mlx_redrafter.convert.eagle.predict_next", predict)
     options = ConversionOptions(target=target, dtype="float32")
     conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
     assert load_eagle(tmp_path / "out").config.captured_layers == (1, 2)

@@ -14,8 +14,8 @@ from mlx_redrafter import generate, load
 from mlx_redrafter.checkpoint_files import named_parameters, read_config
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.convert.conversion import convert_drafter
-from mlx_redrafter.convert.conversion_options import ConversionOptions, Quantization
-from mlx_redrafter.convert.inspection import inspect_checkpoint
+from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import FAMILIES
@@ -59,8 +59,7 @@ def test_a_converted_module_is_the_published_one(model_type: str, tmp_path: Path
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
 def test_quantised_modules_load(model_type: str, tmp_path: Path) -> None:
     source = published(tmp_path / "source", model_type)
-    quantization = Quantization(4, 32)
-    convert(source, tmp_path / "out", dtype="bfloat16", quantization=quantization)
+    convert(source, tmp_path / "out", dtype="bfloat16", quantize=True, q_group_size=32)
     assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 4}
     module = load_mtp(tmp_path / "out")
     assert module.join.bits == module.block.mlp.switch_mlp.up_proj.bits == 4
@@ -174,9 +173,14 @@ BAD: dict[str, tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], st
         mimo.module_tensors(),
         {"rnn_activation": "silu"},
         ConfigError,
-        "are not for EAGLE heads, block drafters and MTP modules",
+        "is not for an MTP module",
     ),
-    "tree": (mimo.module_tensors(), {"tree": "dynamic"}, ConfigError, "--tree is for Medusa heads"),
+    "tree": (
+        mimo.module_tensors(),
+        {"tree": "dynamic"},
+        ConfigError,
+        "--tree is not for an MTP module",
+    ),
 }
 
 

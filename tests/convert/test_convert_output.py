@@ -14,11 +14,7 @@ import pytest
 
 from mlx_redrafter.convert import publication
 from mlx_redrafter.convert.conversion import convert_drafter
-from mlx_redrafter.convert.conversion_options import (
-    ConversionOptions,
-    Quantization,
-    VocabularySlice,
-)
+from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.export import export_drafter
 from mlx_redrafter.convert.vocabulary import choose_rows
 from mlx_redrafter.errors import CheckpointError, ConfigError
@@ -62,7 +58,7 @@ def test_the_folder_says_where_it_comes_from(source: Path) -> None:
 
 
 def test_the_card_describes_the_drafter(source: Path) -> None:
-    convert_drafter(source, source.parent / "out", ConversionOptions(quantization=Quantization(8)))
+    convert_drafter(source, source.parent / "out", ConversionOptions(quantize=True, q_bits=8))
     card = (source.parent / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: mlx\n")
     assert "| weights | 8 bits, groups of 64 |" in card
@@ -80,7 +76,8 @@ def test_dtypes(source: Path, dtype: str) -> None:
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_size: int) -> None:
     out = source.parent / "out"
-    convert_drafter(source, out, ConversionOptions(quantization=Quantization(bits, group_size)))
+    options = ConversionOptions(quantize=True, q_bits=bits, q_group_size=group_size)
+    convert_drafter(source, out, options)
     values = json.loads((out / "config.json").read_text())
     assert values["quantization"] == {"group_size": group_size, "bits": bits}
     layer: Any = load_drafter(out).lm_head[-1]
@@ -92,24 +89,23 @@ def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_si
 def test_calibration_outlives_quantising(tmp_path: Path) -> None:
     drafter = random_drafter(97, 64, exit_dim=32, inverse_temperature=2.5, coupling_weight=0.8)
     save_drafter(drafter, tmp_path / "drafter")
-    options = ConversionOptions(quantization=Quantization(4, 32))
+    options = ConversionOptions(quantize=True, q_group_size=32)
     config = convert_drafter(tmp_path / "drafter", tmp_path / "out", options).config
     assert (config.inverse_temperature, config.coupling_weight) == (2.5, 0.8)
     assert load_drafter(tmp_path / "out").config == config
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(5, 64), (4, 48), (0, 64)])
-def test_impossible_quantisation(bits: int, group_size: int) -> None:
+def test_impossible_quantisation(source: Path, bits: int, group_size: int) -> None:
+    options = ConversionOptions(quantize=True, q_bits=bits, q_group_size=group_size)
     with pytest.raises(ConfigError, match="must be one of"):
-        Quantization(bits, group_size)
+        convert_drafter(source, source.parent / "out", options)
 
 
 def test_a_width_that_no_group_divides(tmp_path: Path) -> None:
     handmade.write_checkpoint(tmp_path / "source", "zip")
     with pytest.raises(ConfigError, match="group_size 64"):
-        convert_drafter(
-            tmp_path / "source", tmp_path / "out", ConversionOptions(quantization=Quantization())
-        )
+        convert_drafter(tmp_path / "source", tmp_path / "out", ConversionOptions(quantize=True))
     assert files(tmp_path) == ["source"]
 
 
@@ -187,8 +183,7 @@ def test_a_failure_while_moving_brings_the_earlier_output_back(
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_back_to_pytorch(source: Path, bits: int | None) -> None:
-    quantization = None if bits is None else Quantization(bits)
-    options = ConversionOptions(dtype="float32", quantization=quantization)
+    options = ConversionOptions("float32", quantize=bits is not None, q_bits=bits or 4)
     mlx, back = source.parent / "mlx", source.parent / "back"
     convert_drafter(source, mlx, options)
     assert export_drafter(mlx, back) == ()
@@ -240,8 +235,8 @@ def test_an_impossible_number_of_rows(num_rows: int) -> None:
 
 
 def test_a_slice_needs_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs a target"):
-        ConversionOptions(vocabulary=VocabularySlice(5, (tmp_path,)))
+    with pytest.raises(ConfigError, match="needs --target"):
+        ConversionOptions(vocab_slice=5, vocab_text=[tmp_path])
 
 
 def test_token_ids_out_of_range(tmp_path: Path) -> None:

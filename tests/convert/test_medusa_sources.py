@@ -13,7 +13,7 @@ from mlx_redrafter.convert.conversion import (
     ConversionOptions,
     convert_drafter,
 )
-from mlx_redrafter.convert.inspection import inspect_checkpoint
+from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.medusa import load as load_medusa
 from tests.convert import handmade
@@ -114,7 +114,7 @@ def test_pickles_are_for_convert(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rnn_activation": "silu"}, "rnn-activation is for recurrent drafters"),
+        ({"rnn_activation": "silu"}, "--rnn-activation is not for Medusa heads"),
         ({"tree": "static"}, "a static tree needs --target"),
     ],
 )
@@ -126,5 +126,5 @@ def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], messag
 
 def test_a_tree_is_no_option_of_recurrent_drafters(tmp_path: Path) -> None:
     handmade.write_checkpoint(tmp_path / "source", "safetensors")
-    with pytest.raises(ConfigError, match="--tree is for Medusa heads"):
+    with pytest.raises(ConfigError, match="--tree is not for"):
         convert_drafter(tmp_path / "source", tmp_path / "out", ConversionOptions(tree="static"))

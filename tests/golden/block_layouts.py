@@ -67,6 +67,11 @@ YARN: Config = {
 }
 SLIDING = ["sliding_attention"] * LAYERS
 MIXED = ["full_attention", "sliding_attention"]
+SLIDING_LAYERS: Config = {
+    "layer_types": SLIDING,
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+}
 
 
 def backbone(taps: int = 2) -> dict[str, tuple[int, ...]]:
@@ -343,6 +348,27 @@ LAYOUTS: dict[str, Layout] = {
     "speculators DFlash 2": Layout(
         speculators("dflash2", sample_from_anchor=False, **SELECTOR_KEYS),
         {**backbone(), **selector()},
+        (SPECULATORS,),
+    ),
+    "speculators DFlash sliding": Layout(
+        speculators("dflash", SLIDING_LAYERS, sample_from_anchor=False), backbone(), (SPECULATORS,)
+    ),
+    "speculators DFlash 2 sliding": Layout(
+        speculators("dflash2", SLIDING_LAYERS, sample_from_anchor=False, **SELECTOR_KEYS),
+        {**backbone(), **selector()},
+        (SPECULATORS,),
+    ),
+    "speculators DSpark sliding": Layout(
+        speculators(
+            "dspark",
+            {"layer_types": MIXED, "sliding_window": WINDOW, "use_sliding_window": True},
+            sample_from_anchor=True,
+            markov_rank=RANK,
+            markov_head_type="vanilla",
+            enable_confidence_head=True,
+            confidence_head_with_markov=True,
+        ),
+        {**backbone(), **markov()},
         (SPECULATORS,),
     ),
     **{

@@ -8,9 +8,8 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
-from mlx_redrafter.kernels.dense import ORDERS, DenseVariant
 from mlx_redrafter.kernels.dense_source import dense_source
-from mlx_redrafter.kernels.variant import DTYPES
+from mlx_redrafter.kernels.variant import DENSE_ORDERS, DTYPES, DenseVariant
 from tests.golden.record_small_t import COMPILED, numbered
 
 FILE = Path(__file__).with_name("small_t_dense.metal")
@@ -18,7 +17,7 @@ FILE = Path(__file__).with_name("small_t_dense.metal")
 
 def record() -> str:
     """All sources: the bodies, tiles by rows, and the other constants, a line for each variant."""
-    variants = [DenseVariant(dtype, *order) for dtype, order in product(DTYPES, ORDERS)]
+    variants = [DenseVariant(dtype, *order) for dtype, order in product(DTYPES, DENSE_ORDERS)]
     return numbered({one: [dense_source(one, rows).body for rows in COMPILED] for one in variants})
 
 

@@ -10,9 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from mlx_redrafter.kernels.dense import AnyVariant
 from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
-from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, MatrixShape, Variant
+from mlx_redrafter.kernels.variant import (
+    BITS,
+    DTYPES,
+    GROUP_SIZES,
+    AnyVariant,
+    MatrixShape,
+    Variant,
+)
 
 COMPILED = range(2, MAX_ROWS + 1)
 # The constants that depend on the number of rows.

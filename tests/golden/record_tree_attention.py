@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
-from mlx_redrafter.kernels.attention_source import HEAD_SIZES, AttentionVariant, attention_source
+from mlx_redrafter.kernels.tree_attention import HEAD_SIZES, AttentionVariant, attention_source
 from mlx_redrafter.kernels.variant import DTYPES
 
 FILE = Path(__file__).with_name("tree_attention.metal")

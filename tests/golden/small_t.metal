@@ -77,25 +77,32 @@ float results[TILE][ROWS] = {};
 for (int k = lane * VALUES; k < K; k += BLOCK) {
   float dots[TILE][ROWS] = {};
   float sums[ROWS] = {};
-  for (int i = 0; i < VALUES; i += 4) {
-    float inputs[ROWS][4];
-    for (int t = 0; t < ROWS; t++) {
-      const device number* v = xl + t * K + i;
-      sums[t] += float(v[0] + v[1] + v[2] + v[3]);
-      inputs[t][0] = float(v[0]);
-      inputs[t][1] = float(v[1]) / 4.0f;
-      inputs[t][2] = float(v[2]) / 16.0f;
-      inputs[t][3] = float(v[3]) / 64.0f;
-    }
-    for (int r = 0; r < TILE; r++) {
-      const device uchar* packed = wl + r * bytes + i * BITS / 8;
-      const float q[4] = {
-          float(packed[0] & 0x03), float(packed[0] & 0x0c), float(packed[0] & 0x30),
-          float(packed[0] & 0xc0)};
+  for (int i = 0; i < VALUES; i += 8) {
+    float added[ROWS];
+    for (int j = 0; j < 8; j++) {
+      const int byte = (i + j) * BITS / 8;
+      const int bit = (i + j) * BITS % 8;
+      float inputs[ROWS];
       for (int t = 0; t < ROWS; t++) {
-        const thread float* v = inputs[t];
-        dots[r][t] += v[0] * q[0] + v[1] * q[1] + v[2] * q[2] + v[3] * q[3];
+        const float v = xl[t * K + i + j];
+        added[t] = j == 0 ? v : added[t] + v;
+        inputs[t] = v / float(1 << bit);
       }
+      for (int r = 0; r < TILE; r++) {
+        const float low = float(wl[r * bytes + byte] & (MASK << bit));
+        for (int t = 0; t < ROWS; t++) {
+          dots[r][t] += low * inputs[t];
+        }
+        if (bit + BITS > 8) {
+          const float high = float(wl[r * bytes + byte + 1] & (MASK >> (8 - bit)));
+          for (int t = 0; t < ROWS; t++) {
+            dots[r][t] += high * (inputs[t] * 256.0f);
+          }
+        }
+      }
+    }
+    for (int t = 0; t < ROWS; t++) {
+      sums[t] += added[t];
     }
   }
   for (int r = 0; r < TILE; r++) {
@@ -121,210 +128,6 @@ for (int r = 0; r < TILE; r++) {
 }
 
 // body 3
-const int K = x_shape[1];
-const int N = w_shape[0];
-const int groups = K / GROUP;
-const int bytes = K / 8 * BITS;
-const int lane = thread_index_in_simdgroup;
-// The last tile is moved back and computes some outputs again, to the same bits.
-const int first = min(TILE * int(thread_position_in_grid.y), N - TILE);
-
-const device uchar* wl = (const device uchar*)w + size_t(first) * bytes + lane * VALUES * BITS / 8;
-const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* xl = x + lane * VALUES;
-
-float results[TILE][ROWS] = {};
-for (int k = lane * VALUES; k < K; k += BLOCK) {
-  float dots[TILE][ROWS] = {};
-  float sums[ROWS] = {};
-  for (int i = 0; i < VALUES; i += 8) {
-    float added[ROWS];
-    for (int j = 0; j < 8; j++) {
-      const int byte = (i + j) * BITS / 8;
-      const int bit = (i + j) * BITS % 8;
-      float inputs[ROWS];
-      for (int t = 0; t < ROWS; t++) {
-        const number v = xl[t * K + i + j];
-        added[t] = j == 0 ? float(v) : added[t] + float(v);
-        inputs[t] = float(v) / float(1 << bit);
-      }
-      for (int r = 0; r < TILE; r++) {
-        const float low = float(wl[r * bytes + byte] & (MASK << bit));
-        for (int t = 0; t < ROWS; t++) {
-          dots[r][t] += low * inputs[t];
-        }
-        if (bit + BITS > 8) {
-          const float high = float(wl[r * bytes + byte + 1] & (MASK >> (8 - bit)));
-          for (int t = 0; t < ROWS; t++) {
-            dots[r][t] += high * (inputs[t] * 256.0f);
-          }
-        }
-      }
-    }
-    for (int t = 0; t < ROWS; t++) {
-      sums[t] += float(added[t]);
-    }
-  }
-  for (int r = 0; r < TILE; r++) {
-    const float s = sl[r * groups];
-    const float b = bl[r * groups];
-    for (int t = 0; t < ROWS; t++) {
-      results[r][t] += s * dots[r][t] + sums[t] * b;
-    }
-  }
-  wl += BLOCK * BITS / 8;
-  sl += BLOCK / GROUP;
-  bl += BLOCK / GROUP;
-  xl += BLOCK;
-}
-
-for (int r = 0; r < TILE; r++) {
-  for (int t = 0; t < ROWS; t++) {
-    const float total = simd_sum(results[r][t]);
-    if (lane == 0) {
-      y[size_t(t) * N + first + r] = static_cast<number>(total);
-    }
-  }
-}
-
-// body 4
-const int K = x_shape[1];
-const int N = w_shape[0];
-const int groups = K / GROUP;
-const int bytes = K / 8 * BITS;
-const int lane = thread_index_in_simdgroup;
-// The last tile is moved back and computes some outputs again, to the same bits.
-const int first = min(TILE * int(thread_position_in_grid.y), N - TILE);
-
-const device uchar* wl = (const device uchar*)w + size_t(first) * bytes + lane * VALUES * BITS / 8;
-const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* xl = x + lane * VALUES;
-
-float results[TILE][ROWS] = {};
-for (int k = lane * VALUES; k < K; k += BLOCK) {
-  float dots[TILE][ROWS] = {};
-  float sums[ROWS] = {};
-  for (int i = 0; i < VALUES; i += 8) {
-    float16_t added[ROWS];
-    for (int j = 0; j < 8; j++) {
-      const int byte = (i + j) * BITS / 8;
-      const int bit = (i + j) * BITS % 8;
-      float inputs[ROWS];
-      for (int t = 0; t < ROWS; t++) {
-        const number v = xl[t * K + i + j];
-        added[t] = j == 0 ? float16_t(v) : added[t] + float16_t(v);
-        inputs[t] = float(v) / float(1 << bit);
-      }
-      for (int r = 0; r < TILE; r++) {
-        const float low = float(wl[r * bytes + byte] & (MASK << bit));
-        for (int t = 0; t < ROWS; t++) {
-          dots[r][t] += low * inputs[t];
-        }
-        if (bit + BITS > 8) {
-          const float high = float(wl[r * bytes + byte + 1] & (MASK >> (8 - bit)));
-          for (int t = 0; t < ROWS; t++) {
-            dots[r][t] += high * (inputs[t] * 256.0f);
-          }
-        }
-      }
-    }
-    for (int t = 0; t < ROWS; t++) {
-      sums[t] += float(added[t]);
-    }
-  }
-  for (int r = 0; r < TILE; r++) {
-    const float s = sl[r * groups];
-    const float b = bl[r * groups];
-    for (int t = 0; t < ROWS; t++) {
-      results[r][t] += s * dots[r][t] + sums[t] * b;
-    }
-  }
-  wl += BLOCK * BITS / 8;
-  sl += BLOCK / GROUP;
-  bl += BLOCK / GROUP;
-  xl += BLOCK;
-}
-
-for (int r = 0; r < TILE; r++) {
-  for (int t = 0; t < ROWS; t++) {
-    const float total = simd_sum(results[r][t]);
-    if (lane == 0) {
-      y[size_t(t) * N + first + r] = static_cast<number>(total);
-    }
-  }
-}
-
-// body 5
-const int K = x_shape[1];
-const int N = w_shape[0];
-const int groups = K / GROUP;
-const int bytes = K / 8 * BITS;
-const int lane = thread_index_in_simdgroup;
-// The last tile is moved back and computes some outputs again, to the same bits.
-const int first = min(TILE * int(thread_position_in_grid.y), N - TILE);
-
-const device uchar* wl = (const device uchar*)w + size_t(first) * bytes + lane * VALUES * BITS / 8;
-const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* xl = x + lane * VALUES;
-
-float results[TILE][ROWS] = {};
-for (int k = lane * VALUES; k < K; k += BLOCK) {
-  float dots[TILE][ROWS] = {};
-  float sums[ROWS] = {};
-  for (int i = 0; i < VALUES; i += 8) {
-    bfloat16_t added[ROWS];
-    for (int j = 0; j < 8; j++) {
-      const int byte = (i + j) * BITS / 8;
-      const int bit = (i + j) * BITS % 8;
-      float inputs[ROWS];
-      for (int t = 0; t < ROWS; t++) {
-        const number v = xl[t * K + i + j];
-        added[t] = j == 0 ? bfloat16_t(v) : added[t] + bfloat16_t(v);
-        inputs[t] = float(v) / float(1 << bit);
-      }
-      for (int r = 0; r < TILE; r++) {
-        const float low = float(wl[r * bytes + byte] & (MASK << bit));
-        for (int t = 0; t < ROWS; t++) {
-          dots[r][t] += low * inputs[t];
-        }
-        if (bit + BITS > 8) {
-          const float high = float(wl[r * bytes + byte + 1] & (MASK >> (8 - bit)));
-          for (int t = 0; t < ROWS; t++) {
-            dots[r][t] += high * (inputs[t] * 256.0f);
-          }
-        }
-      }
-    }
-    for (int t = 0; t < ROWS; t++) {
-      sums[t] += float(added[t]);
-    }
-  }
-  for (int r = 0; r < TILE; r++) {
-    const float s = sl[r * groups];
-    const float b = bl[r * groups];
-    for (int t = 0; t < ROWS; t++) {
-      results[r][t] += s * dots[r][t] + sums[t] * b;
-    }
-  }
-  wl += BLOCK * BITS / 8;
-  sl += BLOCK / GROUP;
-  bl += BLOCK / GROUP;
-  xl += BLOCK;
-}
-
-for (int r = 0; r < TILE; r++) {
-  for (int t = 0; t < ROWS; t++) {
-    const float total = simd_sum(results[r][t]);
-    if (lane == 0) {
-      y[size_t(t) * N + first + r] = static_cast<number>(total);
-    }
-  }
-}
-
-// body 6
 const int K = x_shape[1];
 const int N = w_shape[0];
 const int groups = K / GROUP;
@@ -385,68 +188,7 @@ for (int r = 0; r < TILE; r++) {
   }
 }
 
-// body 7
-const int K = x_shape[1];
-const int N = w_shape[0];
-const int groups = K / GROUP;
-const int bytes = K / 8 * BITS;
-const int lane = thread_index_in_simdgroup;
-// The last tile is moved back and computes some outputs again, to the same bits.
-const int first = min(TILE * int(thread_position_in_grid.y), N - TILE);
-
-const device uchar* wl = (const device uchar*)w + size_t(first) * bytes + lane * VALUES * BITS / 8;
-const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* xl = x + lane * VALUES;
-
-float results[TILE][ROWS] = {};
-for (int k = lane * VALUES; k < K; k += BLOCK) {
-  float dots[TILE][ROWS] = {};
-  float sums[ROWS] = {};
-  for (int i = 0; i < VALUES; i += 4) {
-    float inputs[ROWS][4];
-    for (int t = 0; t < ROWS; t++) {
-      const device number* v = xl + t * K + i;
-      sums[t] += float(v[0] + v[1] + v[2] + v[3]);
-      inputs[t][0] = float(v[0]);
-      inputs[t][1] = float(v[1]) / 16.0f;
-      inputs[t][2] = float(v[2]) / 256.0f;
-      inputs[t][3] = float(v[3]) / 4096.0f;
-    }
-    for (int r = 0; r < TILE; r++) {
-      const device uchar* packed = wl + r * bytes + i * BITS / 8;
-      const ushort u = *(const device ushort*)packed;
-      const float q[4] = {
-          float(u & 0x000f), float(u & 0x00f0), float(u & 0x0f00), float(u & 0xf000)};
-      for (int t = 0; t < ROWS; t++) {
-        const thread float* v = inputs[t];
-        dots[r][t] += v[0] * q[0] + v[1] * q[1] + v[2] * q[2] + v[3] * q[3];
-      }
-    }
-  }
-  for (int r = 0; r < TILE; r++) {
-    const float s = sl[r * groups];
-    const float b = bl[r * groups];
-    for (int t = 0; t < ROWS; t++) {
-      results[r][t] += s * dots[r][t] + sums[t] * b;
-    }
-  }
-  wl += BLOCK * BITS / 8;
-  sl += BLOCK / GROUP;
-  bl += BLOCK / GROUP;
-  xl += BLOCK;
-}
-
-for (int r = 0; r < TILE; r++) {
-  for (int t = 0; t < ROWS; t++) {
-    const float total = simd_sum(results[r][t]);
-    if (lane == 0) {
-      y[size_t(t) * N + first + r] = static_cast<number>(total);
-    }
-  }
-}
-
-// body 8
+// body 4
 const int K = x_shape[1];
 const int N = w_shape[0];
 const int groups = K / GROUP;
@@ -471,9 +213,9 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       const int bit = (i + j) * BITS % 8;
       float inputs[ROWS];
       for (int t = 0; t < ROWS; t++) {
-        const number v = xl[t * K + i + j];
-        added[t] = j == 0 ? float(v) : added[t] + float(v);
-        inputs[t] = float(v) / float(1 << bit);
+        const float v = xl[t * K + i + j];
+        added[t] = j == 0 ? v : added[t] + v;
+        inputs[t] = v / float(1 << bit);
       }
       for (int r = 0; r < TILE; r++) {
         const float low = float(wl[r * bytes + byte] & (MASK << bit));
@@ -489,7 +231,7 @@ for (int k = lane * VALUES; k < K; k += BLOCK) {
       }
     }
     for (int t = 0; t < ROWS; t++) {
-      sums[t] += float(added[t]);
+      sums[t] += added[t];
     }
   }
   for (int r = 0; r < TILE; r++) {
@@ -514,143 +256,7 @@ for (int r = 0; r < TILE; r++) {
   }
 }
 
-// body 9
-const int K = x_shape[1];
-const int N = w_shape[0];
-const int groups = K / GROUP;
-const int bytes = K / 8 * BITS;
-const int lane = thread_index_in_simdgroup;
-// The last tile is moved back and computes some outputs again, to the same bits.
-const int first = min(TILE * int(thread_position_in_grid.y), N - TILE);
-
-const device uchar* wl = (const device uchar*)w + size_t(first) * bytes + lane * VALUES * BITS / 8;
-const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* xl = x + lane * VALUES;
-
-float results[TILE][ROWS] = {};
-for (int k = lane * VALUES; k < K; k += BLOCK) {
-  float dots[TILE][ROWS] = {};
-  float sums[ROWS] = {};
-  for (int i = 0; i < VALUES; i += 4) {
-    float16_t added[ROWS];
-    for (int j = 0; j < 4; j++) {
-      const int byte = (i + j) * BITS / 8;
-      const int bit = (i + j) * BITS % 8;
-      float inputs[ROWS];
-      for (int t = 0; t < ROWS; t++) {
-        const number v = xl[t * K + i + j];
-        added[t] = j == 0 ? float16_t(v) : added[t] + float16_t(v);
-        inputs[t] = float(v) / float(1 << bit);
-      }
-      for (int r = 0; r < TILE; r++) {
-        const float low = float(wl[r * bytes + byte] & (MASK << bit));
-        for (int t = 0; t < ROWS; t++) {
-          dots[r][t] += low * inputs[t];
-        }
-        if (bit + BITS > 8) {
-          const float high = float(wl[r * bytes + byte + 1] & (MASK >> (8 - bit)));
-          for (int t = 0; t < ROWS; t++) {
-            dots[r][t] += high * (inputs[t] * 256.0f);
-          }
-        }
-      }
-    }
-    for (int t = 0; t < ROWS; t++) {
-      sums[t] += float(added[t]);
-    }
-  }
-  for (int r = 0; r < TILE; r++) {
-    const float s = sl[r * groups];
-    const float b = bl[r * groups];
-    for (int t = 0; t < ROWS; t++) {
-      results[r][t] += s * dots[r][t] + sums[t] * b;
-    }
-  }
-  wl += BLOCK * BITS / 8;
-  sl += BLOCK / GROUP;
-  bl += BLOCK / GROUP;
-  xl += BLOCK;
-}
-
-for (int r = 0; r < TILE; r++) {
-  for (int t = 0; t < ROWS; t++) {
-    const float total = simd_sum(results[r][t]);
-    if (lane == 0) {
-      y[size_t(t) * N + first + r] = static_cast<number>(total);
-    }
-  }
-}
-
-// body 10
-const int K = x_shape[1];
-const int N = w_shape[0];
-const int groups = K / GROUP;
-const int bytes = K / 8 * BITS;
-const int lane = thread_index_in_simdgroup;
-// The last tile is moved back and computes some outputs again, to the same bits.
-const int first = min(TILE * int(thread_position_in_grid.y), N - TILE);
-
-const device uchar* wl = (const device uchar*)w + size_t(first) * bytes + lane * VALUES * BITS / 8;
-const device number* sl = scales + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* bl = biases + size_t(first) * groups + lane * VALUES / GROUP;
-const device number* xl = x + lane * VALUES;
-
-float results[TILE][ROWS] = {};
-for (int k = lane * VALUES; k < K; k += BLOCK) {
-  float dots[TILE][ROWS] = {};
-  float sums[ROWS] = {};
-  for (int i = 0; i < VALUES; i += 4) {
-    bfloat16_t added[ROWS];
-    for (int j = 0; j < 4; j++) {
-      const int byte = (i + j) * BITS / 8;
-      const int bit = (i + j) * BITS % 8;
-      float inputs[ROWS];
-      for (int t = 0; t < ROWS; t++) {
-        const number v = xl[t * K + i + j];
-        added[t] = j == 0 ? bfloat16_t(v) : added[t] + bfloat16_t(v);
-        inputs[t] = float(v) / float(1 << bit);
-      }
-      for (int r = 0; r < TILE; r++) {
-        const float low = float(wl[r * bytes + byte] & (MASK << bit));
-        for (int t = 0; t < ROWS; t++) {
-          dots[r][t] += low * inputs[t];
-        }
-        if (bit + BITS > 8) {
-          const float high = float(wl[r * bytes + byte + 1] & (MASK >> (8 - bit)));
-          for (int t = 0; t < ROWS; t++) {
-            dots[r][t] += high * (inputs[t] * 256.0f);
-          }
-        }
-      }
-    }
-    for (int t = 0; t < ROWS; t++) {
-      sums[t] += float(added[t]);
-    }
-  }
-  for (int r = 0; r < TILE; r++) {
-    const float s = sl[r * groups];
-    const float b = bl[r * groups];
-    for (int t = 0; t < ROWS; t++) {
-      results[r][t] += s * dots[r][t] + sums[t] * b;
-    }
-  }
-  wl += BLOCK * BITS / 8;
-  sl += BLOCK / GROUP;
-  bl += BLOCK / GROUP;
-  xl += BLOCK;
-}
-
-for (int r = 0; r < TILE; r++) {
-  for (int t = 0; t < ROWS; t++) {
-    const float total = simd_sum(results[r][t]);
-    if (lane == 0) {
-      y[size_t(t) * N + first + r] = static_cast<number>(total);
-    }
-  }
-}
-
-// body 11
+// body 5
 const int K = x_shape[1];
 const int N = w_shape[0];
 const int groups = K / GROUP;
@@ -711,7 +317,7 @@ for (int r = 0; r < TILE; r++) {
   }
 }
 
-// body 12
+// body 6
 const int K = x_shape[1];
 const int N = w_shape[0];
 const int groups = K / GROUP;
@@ -773,161 +379,107 @@ for (int r = 0; r < TILE; r++) {
 
 // ROWS = 2; TILE = 4; ROWS = 3; TILE = 4; ROWS = 4; TILE = 4; ROWS = 5; TILE = 4; ROWS = 6; TILE = 2; ROWS = 7; TILE = 2; ROWS = 8; TILE = 2;
 // qmv_fast_2_bits_32_float16, body 1: typedef float16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_fast_2_bits_32_float16_float16_sums, body 2: typedef float16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_32_bfloat16, body 1: typedef bfloat16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_fast_2_bits_32_bfloat16_bfloat16_sums, body 2: typedef bfloat16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_32_float32, body 1: typedef float number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_64_float16, body 1: typedef float16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_fast_2_bits_64_float16_float16_sums, body 2: typedef float16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_64_bfloat16, body 1: typedef bfloat16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_fast_2_bits_64_bfloat16_bfloat16_sums, body 2: typedef bfloat16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_64_float32, body 1: typedef float number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_128_float16, body 1: typedef float16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_fast_2_bits_128_float16_float16_sums, body 2: typedef float16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_128_bfloat16, body 1: typedef bfloat16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_fast_2_bits_128_bfloat16_bfloat16_sums, body 2: typedef bfloat16_t number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
 // qmv_fast_2_bits_128_float32, body 1: typedef float number; BITS = 2; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_32_float16, body 3: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_32_float16, body 3: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_32_float16_float16_sums, body 4: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_32_float16_float16_sums, body 4: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_32_bfloat16, body 3: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_32_bfloat16, body 3: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_32_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_32_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_32_float32, body 3: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_32_float32, body 3: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_64_float16, body 3: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_64_float16, body 3: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_64_float16_float16_sums, body 4: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_64_float16_float16_sums, body 4: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_64_bfloat16, body 3: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_64_bfloat16, body 3: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_64_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_64_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_64_float32, body 3: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_64_float32, body 3: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_128_float16, body 3: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_128_float16, body 3: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_128_float16_float16_sums, body 4: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_128_float16_float16_sums, body 4: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_128_bfloat16, body 3: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_128_bfloat16, body 3: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_128_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_128_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_3_bits_128_float32, body 3: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_3_bits_128_float32, body 3: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_32_float16, body 6: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_32_float16, body 6: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_32_float16_float16_sums, body 7: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_32_float16_float16_sums, body 7: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_32_bfloat16, body 6: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_32_bfloat16, body 6: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_32_bfloat16_bfloat16_sums, body 7: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_32_bfloat16_bfloat16_sums, body 7: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_32_float32, body 6: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_32_float32, body 6: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_64_float16, body 6: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_64_float16, body 6: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_64_float16_float16_sums, body 7: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_64_float16_float16_sums, body 7: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_64_bfloat16, body 6: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_64_bfloat16, body 6: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_64_bfloat16_bfloat16_sums, body 7: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_64_bfloat16_bfloat16_sums, body 7: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_64_float32, body 6: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_64_float32, body 6: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_128_float16, body 6: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_128_float16, body 6: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_128_float16_float16_sums, body 7: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_128_float16_float16_sums, body 7: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_128_bfloat16, body 6: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_128_bfloat16, body 6: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_128_bfloat16_bfloat16_sums, body 7: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_128_bfloat16_bfloat16_sums, body 7: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_4_bits_128_float32, body 6: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_4_bits_128_float32, body 6: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_32_float16, body 3: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_32_float16, body 3: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_32_float16_float16_sums, body 4: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_32_float16_float16_sums, body 4: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_32_bfloat16, body 3: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_32_bfloat16, body 3: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_32_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_32_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_32_float32, body 3: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_32_float32, body 3: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_64_float16, body 3: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_64_float16, body 3: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_64_float16_float16_sums, body 4: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_64_float16_float16_sums, body 4: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_64_bfloat16, body 3: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_64_bfloat16, body 3: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_64_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_64_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_64_float32, body 3: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_64_float32, body 3: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_128_float16, body 3: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_128_float16, body 3: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_128_float16_float16_sums, body 4: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_128_float16_float16_sums, body 4: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_128_bfloat16, body 3: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_128_bfloat16, body 3: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_128_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_128_bfloat16_bfloat16_sums, body 5: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_5_bits_128_float32, body 3: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_5_bits_128_float32, body 3: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_32_float16, body 8: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_32_float16, body 8: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_32_float16_float16_sums, body 9: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_32_float16_float16_sums, body 9: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_32_bfloat16, body 8: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_32_bfloat16, body 8: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_32_bfloat16_bfloat16_sums, body 10: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_32_bfloat16_bfloat16_sums, body 10: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_32_float32, body 8: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_32_float32, body 8: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_64_float16, body 8: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_64_float16, body 8: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_64_float16_float16_sums, body 9: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_64_float16_float16_sums, body 9: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_64_bfloat16, body 8: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_64_bfloat16, body 8: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_64_bfloat16_bfloat16_sums, body 10: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_64_bfloat16_bfloat16_sums, body 10: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_64_float32, body 8: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_64_float32, body 8: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_128_float16, body 8: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_128_float16, body 8: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_128_float16_float16_sums, body 9: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_128_float16_float16_sums, body 9: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_128_bfloat16, body 8: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_128_bfloat16, body 8: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_128_bfloat16_bfloat16_sums, body 10: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_128_bfloat16_bfloat16_sums, body 10: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_6_bits_128_float32, body 8: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_6_bits_128_float32, body 8: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_8_bits_32_float16, body 11: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_8_bits_32_float16, body 11: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_8_bits_32_bfloat16, body 11: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_8_bits_32_bfloat16, body 11: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_8_bits_32_float32, body 11: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_8_bits_32_float32, body 11: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_8_bits_64_float16, body 11: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_8_bits_64_float16, body 11: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_8_bits_64_bfloat16, body 11: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_8_bits_64_bfloat16, body 11: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_8_bits_64_float32, body 11: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_8_bits_64_float32, body 11: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_8_bits_128_float16, body 11: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_8_bits_128_float16, body 11: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_8_bits_128_bfloat16, body 11: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_8_bits_128_bfloat16, body 11: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_8_bits_128_float32, body 11: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_8_bits_128_float32, body 11: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
-// qmv_fast_mxfp4_float16, body 12: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_mxfp4_float16, body 12: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_mxfp4_bfloat16, body 12: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_mxfp4_bfloat16, body 12: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
-// qmv_fast_mxfp4_float32, body 12: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
-// qmv_mxfp4_float32, body 12: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_3_bits_32_float16, body 2: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_3_bits_32_float16, body 2: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_3_bits_32_bfloat16, body 2: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_3_bits_32_bfloat16, body 2: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_3_bits_32_float32, body 2: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_3_bits_32_float32, body 2: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_3_bits_64_float16, body 2: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_3_bits_64_float16, body 2: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_3_bits_64_bfloat16, body 2: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_3_bits_64_bfloat16, body 2: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_3_bits_64_float32, body 2: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_3_bits_64_float32, body 2: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_3_bits_128_float16, body 2: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_3_bits_128_float16, body 2: typedef float16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_3_bits_128_bfloat16, body 2: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_3_bits_128_bfloat16, body 2: typedef bfloat16_t number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_3_bits_128_float32, body 2: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_3_bits_128_float32, body 2: typedef float number; BITS = 3; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_4_bits_32_float16, body 3: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_4_bits_32_float16, body 3: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_4_bits_32_bfloat16, body 3: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_4_bits_32_bfloat16, body 3: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_4_bits_32_float32, body 3: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_4_bits_32_float32, body 3: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_4_bits_64_float16, body 3: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_4_bits_64_float16, body 3: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_4_bits_64_bfloat16, body 3: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_4_bits_64_bfloat16, body 3: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_4_bits_64_float32, body 3: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_4_bits_64_float32, body 3: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_4_bits_128_float16, body 3: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_4_bits_128_float16, body 3: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_4_bits_128_bfloat16, body 3: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_4_bits_128_bfloat16, body 3: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_4_bits_128_float32, body 3: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_4_bits_128_float32, body 3: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_5_bits_32_float16, body 2: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_5_bits_32_float16, body 2: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_5_bits_32_bfloat16, body 2: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_5_bits_32_bfloat16, body 2: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_5_bits_32_float32, body 2: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_5_bits_32_float32, body 2: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_5_bits_64_float16, body 2: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_5_bits_64_float16, body 2: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_5_bits_64_bfloat16, body 2: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_5_bits_64_bfloat16, body 2: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_5_bits_64_float32, body 2: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_5_bits_64_float32, body 2: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_5_bits_128_float16, body 2: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_5_bits_128_float16, body 2: typedef float16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_5_bits_128_bfloat16, body 2: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_5_bits_128_bfloat16, body 2: typedef bfloat16_t number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_5_bits_128_float32, body 2: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_5_bits_128_float32, body 2: typedef float number; BITS = 5; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_6_bits_32_float16, body 4: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_6_bits_32_float16, body 4: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_6_bits_32_bfloat16, body 4: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_6_bits_32_bfloat16, body 4: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_6_bits_32_float32, body 4: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_6_bits_32_float32, body 4: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_6_bits_64_float16, body 4: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_6_bits_64_float16, body 4: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_6_bits_64_bfloat16, body 4: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_6_bits_64_bfloat16, body 4: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_6_bits_64_float32, body 4: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_6_bits_64_float32, body 4: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_6_bits_128_float16, body 4: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_6_bits_128_float16, body 4: typedef float16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_6_bits_128_bfloat16, body 4: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_6_bits_128_bfloat16, body 4: typedef bfloat16_t number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_6_bits_128_float32, body 4: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_6_bits_128_float32, body 4: typedef float number; BITS = 6; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_8_bits_32_float16, body 5: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_8_bits_32_float16, body 5: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_8_bits_32_bfloat16, body 5: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_8_bits_32_bfloat16, body 5: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_8_bits_32_float32, body 5: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_8_bits_32_float32, body 5: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_8_bits_64_float16, body 5: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_8_bits_64_float16, body 5: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_8_bits_64_bfloat16, body 5: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_8_bits_64_bfloat16, body 5: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_8_bits_64_float32, body 5: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_8_bits_64_float32, body 5: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 64; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_8_bits_128_float16, body 5: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_8_bits_128_float16, body 5: typedef float16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_8_bits_128_bfloat16, body 5: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_8_bits_128_bfloat16, body 5: typedef bfloat16_t number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_8_bits_128_float32, body 5: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_8_bits_128_float32, body 5: typedef float number; BITS = 8; MASK = (1 << BITS) - 1; GROUP = 128; VALUES = 4; BLOCK = 32 * VALUES;
+// qmv_fast_mxfp4_float16, body 6: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_mxfp4_float16, body 6: typedef float16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_mxfp4_bfloat16, body 6: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_mxfp4_bfloat16, body 6: typedef bfloat16_t number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;
+// qmv_fast_mxfp4_float32, body 6: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 16; BLOCK = 32 * VALUES;
+// qmv_mxfp4_float32, body 6: typedef float number; BITS = 4; MASK = (1 << BITS) - 1; GROUP = 32; VALUES = 8; BLOCK = 32 * VALUES;

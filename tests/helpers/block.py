@@ -12,7 +12,7 @@ from mlx_redrafter.proposers.block.network import BlockNetwork
 
 # Fields of the config for each link.
 LINKS: dict[str, dict[str, Any]] = {
-    "DFlash": {"first_slot": 1, "block_size": 6},
+    "DFlash": {"first_slot": 1, "block_size": 6, "windows_from_root": True},
     "DFlash 2": {
         "first_slot": 1,
         "block_size": 6,

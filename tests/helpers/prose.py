@@ -53,9 +53,8 @@ def in_source(name: str, text: str) -> Iterator[Offence]:
             line = node.body[0].lineno
             for rule, words in _in_docstring(node, docstring):
                 yield Offence(f"{name}:{line}", rule, words)
-        for keyword in node.keywords if isinstance(node, ast.Call) else ():
-            value = keyword.value
-            if keyword.arg == "help" and isinstance(value, ast.Constant):
+        for value in _helps(node):
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield from _in_words(f"{name}:{value.lineno}", str(value.value))
                 if EXTREME.match(str(value.value)):
                     yield Offence(f"{name}:{value.lineno}", "opening of a help", str(value.value))
@@ -66,6 +65,15 @@ def in_source(name: str, text: str) -> Iterator[Offence]:
         if num_constants > 1:
             yield Offence(where, "one comment for several constants", comment)
         yield from _in_words(where, comment)
+
+
+def _helps(node: ast.AST) -> list[ast.expr]:
+    """Help of an option: an argument, or the description of an annotated type."""
+    if isinstance(node, ast.Call):
+        return [one.value for one in node.keywords if one.arg == "help"]
+    if not isinstance(node, ast.Subscript) or ast.unparse(node.value) != "Annotated":
+        return []
+    return node.slice.elts[1:2] if isinstance(node.slice, ast.Tuple) else []
 
 
 def in_page(name: str, text: str) -> Iterator[Offence]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_redrafter.kernels.attention_source import AttentionVariant
+from mlx_redrafter.kernels.tree_attention import AttentionVariant
 from mlx_redrafter.kernels.variant import METAL_TYPES
 from tests.kernels.emulator import ROUNDED, bits_of, compiled
 from tests.kernels.stock import HEADERS, template

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.kernels.attention_source import AttentionVariant, attention_source
-from mlx_redrafter.kernels.dense import AnyVariant
 from mlx_redrafter.kernels.small_t import source_of
-from mlx_redrafter.kernels.variant import METAL_TYPES
+from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
+from mlx_redrafter.kernels.variant import METAL_TYPES, AnyVariant
 from tests.kernels.emulator import kinds
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, found none")

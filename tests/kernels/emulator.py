@@ -23,10 +23,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
 from mlx_redrafter.kernels.metal_source import KernelSource
 from mlx_redrafter.kernels.small_t import as_integers
-from mlx_redrafter.kernels.variant import DTYPES, METAL_TYPES
+from mlx_redrafter.kernels.variant import DTYPES, METAL_TYPES, AnyVariant, DenseVariant
 from tests.kernels.stock import HEADERS, stock, stock_source
 
 SHIM = Path(__file__).with_name("shim.h")
@@ -76,17 +75,15 @@ class Kernels:
     Args:
         sources: Sources of ours by variant and rows.
         flags: Further flags of the compiler.
-        older: Whether MLX's own adds up inputs in their dtype, as it did before 0.32.3.
     """
 
     def __init__(
         self,
         sources: Mapping[tuple[AnyVariant, int], KernelSource],
         flags: Sequence[str] = ROUNDED,
-        older: bool = False,
     ):
         variants = dict.fromkeys(variant for variant, _ in sources)
-        text = '#include "shim.h"\n' + STATE + stock_source(variants, older)
+        text = '#include "shim.h"\n' + STATE + stock_source(variants)
         text += "".join(map(_stock_run, variants))
         text += "".join(_our_run(*key, source) for key, source in sources.items())
         self._library = compiled(text, tuple(flags))

@@ -14,11 +14,10 @@ from itertools import product
 import mlx.core as mx
 import typer
 
-from mlx_redrafter.kernels.attention_source import attention_source
-from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.small_t import as_integers, source_of
-from mlx_redrafter.kernels.variant import DTYPES
+from mlx_redrafter.kernels.tree_attention import attention_source
+from mlx_redrafter.kernels.variant import DTYPES, AnyVariant, DenseVariant
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import FUSED, ROUNDED, SIMD_ORDERS, Kernels, random_matrix
 from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated

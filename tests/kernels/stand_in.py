@@ -20,14 +20,13 @@ from mlx_redrafter.kernels import (
     tree_attention,
     trial,
 )
-from mlx_redrafter.kernels.attention_source import (
+from mlx_redrafter.kernels.tree_attention import (
     HEAD_SIZES,
     THREADS,
     AttentionVariant,
     attention_source,
 )
-from mlx_redrafter.kernels.dense import AnyVariant, DenseShape
-from mlx_redrafter.kernels.variant import DTYPES, LANES, MatrixShape
+from mlx_redrafter.kernels.variant import DTYPES, LANES, AnyVariant, DenseShape, MatrixShape
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import Kernels
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.kernels.dense import AnyVariant, DenseVariant
-from mlx_redrafter.kernels.variant import LANES, METAL_TYPES
+from mlx_redrafter.kernels.variant import LANES, METAL_TYPES, AnyVariant, DenseVariant
 
 HEADERS = Path(mx.__file__).parent / "include/mlx/backend/metal/kernels"
 # What the kernels are made of, by header.
@@ -90,21 +89,17 @@ class Stock(NamedTuple):
     outputs: int
 
 
-def stock_source(variants: Iterable[AnyVariant], older: bool) -> str:
+def stock_source(variants: Iterable[AnyVariant]) -> str:
     """The `TEMPLATES` of the installed MLX that these variants need.
 
     Args:
         variants: Any variants.
-        older: Whether inputs are added up in their dtype, as before MLX 0.32.3.
     """
     text = BEFORE
     for file in dict.fromkeys(map(_file, variants)):
         header, names = _text(file), TEMPLATES[file]
         parts = [*map(_text, NUMBERS.get(file, ())), *(template(header, name) for name in names)]
         text += f"namespace {file.removesuffix('.h')} {{\n{''.join(parts)}}}\n"
-    if older:
-        text, found = re.subn(r"\bU\((x\[i[ +1-7]*\])\)", r"\1", text)
-        assert found, "MLX adds up inputs in another way"
     return text.replace("threadgroup AccT*", "AccT*")
 
 

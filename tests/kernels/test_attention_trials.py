@@ -14,11 +14,11 @@ from mlx_lm.models import llama
 from mlx_redrafter import stream_generate
 from mlx_redrafter.kernels import attention_trials, selection
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
-from mlx_redrafter.kernels.attention_source import AttentionVariant, attention_source
 from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import choices
 from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.selection import use_kernels
+from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
 from mlx_redrafter.kernels.trial import Times
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.cli import run

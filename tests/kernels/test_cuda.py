@@ -11,11 +11,17 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter.kernels import small_t, tree_attention
-from mlx_redrafter.kernels.attention_source import HEAD_SIZES, AttentionVariant
-from mlx_redrafter.kernels.dense import ORDERS, AnyVariant, DenseVariant
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.small_t import as_integers
-from mlx_redrafter.kernels.variant import BITS, DTYPES, Variant
+from mlx_redrafter.kernels.tree_attention import HEAD_SIZES, AttentionVariant
+from mlx_redrafter.kernels.variant import (
+    BITS,
+    DENSE_ORDERS,
+    DTYPES,
+    AnyVariant,
+    DenseVariant,
+    Variant,
+)
 from tests.kernels.cuda import cuda_kernel, fused_by_choice, needs_nvcc, needs_nvidia, usage
 from tests.kernels.emulator import random_matrix
 from tests.kernels.registers import MOST_REGISTERS
@@ -25,7 +31,7 @@ FULL = (5, MAX_ROWS)
 SOME: list[AnyVariant] = [
     *(Variant(number, 64, "float16") for number in BITS),
     Variant(4, 32, "float16", mode="mxfp4"),
-    *(DenseVariant("float16", *order) for order in ORDERS),
+    *(DenseVariant("float16", *order) for order in DENSE_ORDERS),
 ]
 PARENTS = (0, 0, 1, 0, 3, 4)
 

@@ -11,11 +11,20 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.kernels import dense
-from mlx_redrafter.kernels.dense import AnyVariant, DenseShape, DenseVariant
 from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
-from mlx_redrafter.kernels.variant import BITS, DTYPES, GROUP_SIZES, ORDERS, Variant
+from mlx_redrafter.kernels.variant import (
+    BITS,
+    DENSE_ORDERS,
+    DTYPES,
+    GROUP_SIZES,
+    MANY,
+    ORDERS,
+    AnyVariant,
+    DenseShape,
+    DenseVariant,
+    Variant,
+)
 from tests.helpers.sources import print_generated_source
 from tests.kernels.emulator import (
     FUSED,
@@ -35,7 +44,7 @@ VARIANTS = [
     for order in ORDERS
     if (number, order) != (2, "qmv")  # the same as its "qmv_fast"
 ] + [Variant(4, 32, dtype, order, mode="mxfp4") for dtype in DTYPES for order in ORDERS]
-DENSE_VARIANTS = [DenseVariant(dtype, *order) for dtype in DTYPES for order in dense.ORDERS]
+DENSE_VARIANTS = [DenseVariant(dtype, *order) for dtype in DTYPES for order in DENSE_ORDERS]
 # What the tests compare: of weights that are rarely seen, a sample.
 COMMON = (4, 8)
 SAMPLE: list[AnyVariant] = [
@@ -97,7 +106,7 @@ def test_rows_have_the_bits_of_one_row(
             [Variant(number, 64, "float32", "qmv_fast"), Variant(number, 64, "float16", "qmv")]
             for number in BITS
         ),
-        [DenseVariant("float32", *order) for order in dense.ORDERS],
+        [DenseVariant("float32", *order) for order in DENSE_ORDERS],
         [Variant(4, 32, dtype, mode="mxfp4") for dtype in ("float16", "bfloat16")],
     ],
     ids=lambda variants: str(variants[0]),
@@ -124,18 +133,6 @@ def test_the_compiler_fuses() -> None:
 
 
 @needs_emulator
-@pytest.mark.parametrize(
-    ("dtype", "number"), [("float16", 4), ("bfloat16", 4), ("float16", 3), ("bfloat16", 2)]
-)
-def test_sums_of_older_versions(monkeypatch: pytest.MonkeyPatch, dtype: str, number: int) -> None:
-    older, newer = Variant(number, 64, dtype, sums=dtype), Variant(number, 64, dtype)
-    kernels = emulated([(variant, 3) for variant in (older, newer)], older=True)
-    run_emulated(monkeypatch, kernels)
-    assert _different(kernels, older, [3]) == []
-    assert _different(kernels, newer, [3]) == [3]
-
-
-@needs_emulator
 def test_the_emulated_kernel_computes_the_product(kernels: Kernels) -> None:
     variant = Variant(4, 64, "float32")
     weight, scales, biases = random_matrix(variant, OUTPUTS, 1024)
@@ -146,7 +143,7 @@ def test_the_emulated_kernel_computes_the_product(kernels: Kernels) -> None:
 
 
 @needs_emulator
-@pytest.mark.parametrize("order", dense.ORDERS)
+@pytest.mark.parametrize("order", DENSE_ORDERS)
 def test_the_emulated_dense_kernel_computes_the_product(
     kernels: Kernels, order: tuple[int, int]
 ) -> None:
@@ -182,7 +179,7 @@ def test_the_emulator_notices_lanes_that_part() -> None:
     ("variant", "weights"),
     [
         (Variant(4, 64, "bfloat16"), "uint32_t"),
-        (DenseVariant("bfloat16", *dense.MANY), "bfloat16_t"),
+        (DenseVariant("bfloat16", *MANY), "bfloat16_t"),
     ],
     ids=str,
 )

@@ -8,10 +8,10 @@ import pytest
 
 from mlx_redrafter.kernels import trial
 from mlx_redrafter.kernels.attention import AttentionShape
-from mlx_redrafter.kernels.attention_source import HEAD_SIZES
 from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import layers_by_shape
 from mlx_redrafter.kernels.product_trials import ProductTrial
+from mlx_redrafter.kernels.tree_attention import HEAD_SIZES
 from mlx_redrafter.kernels.variant import BITS, DTYPES
 from tests.golden import record_dense, record_small_t, record_tree_attention
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.kernels.attention_source import AttentionVariant, attention_source
 from mlx_redrafter.kernels.small_t import as_integers
-from mlx_redrafter.kernels.tree_attention import tree_attention
+from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source, tree_attention
 from mlx_redrafter.kernels.variant import DTYPES
 from tests.helpers.sources import print_generated_source
 from tests.kernels.attention_emulator import AttentionKernels

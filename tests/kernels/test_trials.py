@@ -14,11 +14,11 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_redrafter import stream_generate
+from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.kernels import product_trials, selection, trial
-from mlx_redrafter.kernels.dense import FEW, MANY, ORDERS, USUAL, DenseShape, DenseVariant
 from mlx_redrafter.kernels.dense_source import dense_source
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
 from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
@@ -26,7 +26,16 @@ from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.trial import Times
-from mlx_redrafter.kernels.variant import MatrixShape, Variant
+from mlx_redrafter.kernels.variant import (
+    DENSE_ORDERS,
+    FEW,
+    MANY,
+    USUAL,
+    DenseShape,
+    DenseVariant,
+    MatrixShape,
+    Variant,
+)
 from mlx_redrafter.target.target import Target
 from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted, grow, make_tree
@@ -135,8 +144,8 @@ def kernels_of_model() -> Kernels:
     """What the layers of `quantised_model` and `dense_model` may use."""
     variants = [
         FORMAT,
-        Variant(4, 32, "float16", "qmv", sums="float16"),
-        *(DenseVariant("float16", *order) for order in ORDERS),
+        Variant(4, 32, "float16", "qmv"),
+        *(DenseVariant("float16", *order) for order in DENSE_ORDERS),
     ]
     return emulated((variant, t) for variant in variants for t in range(2, MAX_ROWS + 1))
 
@@ -186,7 +195,7 @@ def logits_of_tree(model: nn.Module, follow: bool) -> list[mx.array]:
 
     def start() -> Any:
         cache = target.new_cache()
-        target.prefill(text, cache, 512)
+        prefill(target, text, cache, 512)
         return cache
 
     if not follow:
@@ -403,8 +412,6 @@ def test_the_order_of_variants() -> None:
     assert names == [
         "qmv_fast_4_bits_64_float16",
         "qmv_4_bits_64_float16",
-        "qmv_fast_4_bits_64_float16_float16_sums",
-        "qmv_4_bits_64_float16_float16_sums",
     ]
     names = [str(one) for one in MatrixShape(8, 32, "bfloat16", 320, 8).variants()]
     assert names == ["qmv_8_bits_32_bfloat16"]

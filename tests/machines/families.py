@@ -24,6 +24,7 @@ from mlx_redrafter.machines.leading import lead, target_of
 from mlx_redrafter.machines.meeting import Machines, meet
 from mlx_redrafter.machines.splitting import split
 from mlx_redrafter.policy.plans import FixedPolicy
+from mlx_redrafter.target.caches.stored_cache import has_states
 from mlx_redrafter.target.target import Target
 from tests.models.tiny_models import build, main_rope, tiny_config
 from tests.models.trees import PLAN, PROMPT, ScriptedDrafts
@@ -78,6 +79,24 @@ def write(
     return [token.id for token in decode(sequence)], sequence.stats.steps
 
 
+def write_kept(target: Target, prompt: list[int], right: list[int]) -> list[int]:
+    """Tokens of a greedy text whose cache is filled with copies of another text's."""
+    sampler, half = KeyedSampler(SamplingParams(), target.vocab_size), len(right) // 2
+    first = target.new_cache()
+    begun = SequenceDecoder(target, first, sampler, Request(prompt, max_tokens=half))
+    tokens = [token.id for token in decode(begun)]
+    entries, states = target.copy_entries(first.stock, 0, first.length), {}
+    if has_states(first.stock):
+        states = target.copy_states(first.stock)
+    stock, length = target.stock_cache(), first.length
+    del first
+    target.fill(stock, [(entries, length)], states, length, None)
+    del entries, states  # the other ranks drop their copies, too
+    request = Request([*prompt, *tokens][length:], max_tokens=len(right) - half)
+    rest = SequenceDecoder(target, target.new_cache(stock), sampler, request)
+    return tokens + [token.id for token in decode(rest)]
+
+
 def write_batch(target: Target, texts: list[list[int]], count: int, temp: float) -> Any:
     """Tokens of texts that share their passes, the last with drafts; the second is cancelled."""
     scheduler, sequences = Scheduler(target), []
@@ -110,25 +129,27 @@ def lead_one(machines: Machines, family: str, count: int, dtype: mx.Dtype) -> di
     split(model, machines.group)
     lead(machines, model)
     target = target_of(model)
-    found: dict[str, Any] = {"family": family, "steps": [], "plain": True, "alone": True}
-    found |= {"drafted": True, "batch": True, "tokens": 0}
+    found = dict.fromkeys(("one process", "drafted", "batch", "kept"), True)
+    tokens = 0
     for temp in (0.0, 1.0):
         texts = [write(target, prompt, count, temp)[0] for prompt in PROMPTS]
         for prompt, text in zip(PROMPTS, texts, strict=True):
             # One process writes either text of exaone_moe's third prompt, depending on the chunks:
             # its router's best two groups of experts differ by 2e-7 there.
-            found["alone"] &= any(
+            found["one process"] &= any(
                 write(whole, prompt, count, temp, chunk=chunk)[0] == text for chunk in (5, 1)
             )
             drafted, steps = write(target, prompt, count, temp, text)
-            found["drafted"] &= drafted == text
-            found["steps"].append(steps)
-            found["tokens"] += len(drafted)
+            found["drafted"] &= drafted == text and steps < count
+            tokens += len(text) + len(drafted)
+            if temp == 0.0:
+                found["kept"] &= write_kept(target, prompt, text) == text
         together = write_batch(target, texts, count, temp)
         ends = [texts[0], texts[1][: len(together[1])], texts[2]]
         found["batch"] &= together == ends and count // 2 < len(together[1]) < count
-        found["tokens"] += sum(map(len, together))
-    return found
+        tokens += sum(map(len, together))
+    name = str(dtype).rpartition(".")[2]
+    return {"what": family, "dtype": name, "checks": found, "tokens": tokens}
 
 
 def main(arguments: list[str]) -> None:
@@ -140,6 +161,7 @@ def main(arguments: list[str]) -> None:
         if machines.leads:
             found = lead_one(machines, family, int(options.get("tokens", 24)), dtype)
             sys.stdout.write(f"{json.dumps(found)}\n")
+            sys.stdout.flush()
             for line in machines.lines:
                 line.say(Do.SPLIT)
         else:

@@ -2,16 +2,19 @@
 
 python -m tests.machines.proposers FOLDER [slow] [KIND ...]
 
-FOLDER is one that `store` has filled. Prints a JSON line with the result of each kind, all of them
-by default. With "slow" the other ranks wait 3 ms before each pass.
+Without ``mlx.launch`` it fills the folder. With it, it prints a JSON line with the checks of each
+kind, all of them but MTP by default. With "slow" the last rank waits 3 ms before each pass.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,119 +24,181 @@ from mlx_redrafter import Engine, SpeculateAhead, load, load_drafter
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.machines.following import Follower
-from tests.e2e.test_every_kind import KINDS, PROMPTS, SHAPES, VOCAB_SIZE
+from tests.e2e.test_every_kind import KINDS, PROMPTS, SHAPES, VOCAB_SIZE, write_heads
 from tests.helpers import mimo
+from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.models import fast_tokenizer
 from tests.helpers.mtp import family_config, module_tensors
 from tests.models.tiny_models import build
 
 TARGET = "target"
+# Heads and widths divide by two, three and four ranks.
 CONFIG = {
-    "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 3,
-    "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
-    "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "eos_token_id": 0,
+    "model_type": "qwen3", "vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 3,
+    "intermediate_size": 48, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 32,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "eos_token_id": 0, "rope_theta": 100.0,
     "tie_word_embeddings": False,
 }  # fmt: skip
 # A kind for another family of targets, which is tried alone.
 MTP = "MTP"
-# The folder of its target.
+# The folder of its target, and what its config has.
 MTP_TARGET = "MTP target"
-# Kinds that are not tried with the others; one exists for tests only.
-LEFT_OUT = {MTP, "toy"}
+MTP_CONFIG = {
+    **family_config("deepseek_v3"), "vocab_size": VOCAB_SIZE, "num_attention_heads": 12,
+    "num_key_value_heads": 12, "intermediate_size": 48, "moe_intermediate_size": 48,
+}  # fmt: skip
+# Drafts while the target computes, around the recurrent kind.
+AHEAD = "recurrent, drafting ahead"
+# Names of DSpark's Markov heads in the tests' block drafters.
+MARKOV = "vanilla", "gated", "recurrent"
+# Kinds to try with the policy's drafts, too, which times every shape first, and in chats.
+THOROUGH = "recurrent", "draft model", "lookup", "EAGLE-3", MTP
 # Entries in 8 bits from a token of the first prompt's text on.
 QUANTISED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}
 # Tokens of a text.
-TOKENS = 24
+TOKENS = 16
+
+
+def _write_block(link: str, folder: Path) -> Path:
+    return write_heads(folder, random_block(block_config(VOCAB_SIZE, 32, **LINKS[link])))
+
+
+# The kinds by name; "toy" exists for tests only.
+TRIED = {name: write for name, write in KINDS.items() if name not in ("toy", MTP)}
+TRIED["DFlash"] = partial(_write_block, "DFlash")
+TRIED |= {f"DSpark ({link})": partial(_write_block, link) for link in MARKOV}
 
 
 def store(folder: Path) -> None:
     """Write the target and a drafter of every kind, and another target with an MTP module."""
-    other = {**family_config("deepseek_v3"), "vocab_size": VOCAB_SIZE}
-    mimo.write(folder / MTP, module_tensors(other), other)
-    for name, config in ((TARGET, CONFIG), (MTP_TARGET, other)):
+    mimo.write(folder / MTP, module_tensors(MTP_CONFIG), MTP_CONFIG)
+    for name, config in ((TARGET, CONFIG), (MTP_TARGET, MTP_CONFIG)):
         mimo.write(folder / name, named_parameters(build(copy.deepcopy(config))), config)
         fast_tokenizer()._tokenizer.save_pretrained(folder / name)
-    for name, write in KINDS.items():
-        if name not in LEFT_OUT:
-            (folder / name).mkdir()
-            write(folder / name)
+    for name, write in TRIED.items():
+        (folder / name).mkdir()
+        write(folder / name)
 
 
-def texts_of(engine: Engine, **options: Any) -> list[list[int]]:
-    """Token ids of texts, greedy and sampled."""
-    return [
-        [one.token for one in engine.stream(prompt, max_tokens=TOKENS, temp=t, seed=3, **options)]
-        for prompt in PROMPTS
-        for t in (0.0, 1.0)
-    ]
+class Writer:
+    """An engine whose tokens are counted.
+
+    Attributes:
+        engine: The engine.
+        tokens: Number of tokens so far.
+    """
+
+    def __init__(self, *given: Any):
+        self.engine = Engine(*given)
+        self.tokens = 0
+
+    def texts(self, temp: float, **options: Any) -> list[list[int]]:
+        """Token ids of texts that are written one after the other."""
+        options = {"max_tokens": TOKENS, "temp": temp, "seed": 3, **options}
+        return [self.ids(self.engine.stream(prompt, **options)) for prompt in PROMPTS]
+
+    def batch(self, temp: float, **options: Any) -> list[list[int]]:
+        """Token ids of the same texts, two at a time."""
+        found: list[list[int]] = [[] for _ in PROMPTS]
+        options = {"max_tokens": TOKENS, "temp": temp, "seed": 3, **options}
+        for number, response in self.engine.stream_batch(PROMPTS, batch_size=2, **options):
+            found[number] += self.ids([response])
+        return found
+
+    def chat(self, **options: Any) -> tuple[Any, ...]:
+        """Two texts in one cache, and a batch."""
+        options = {"max_tokens": 9, "temp": 0.0, **options}
+        cache = self.engine.new_prompt_cache()
+        first = self.ids(self.engine.stream(PROMPTS[0], prompt_cache=cache, **options))
+        second = self.ids(self.engine.stream([5, 6, 7], prompt_cache=cache, **options))
+        return first, second, self.batch(**options)
+
+    def cancelled(self, **options: Any) -> list[int]:
+        """Token ids of a text that is cancelled after five."""
+        stream = self.engine.stream(PROMPTS[0], max_tokens=TOKENS, temp=0.0, **options)
+        begun = self.ids(next(stream) for _ in range(5))
+        stream.cancel()
+        return begun + self.ids(stream)
+
+    def ids(self, responses: Iterable[Any]) -> list[int]:
+        found = [one.token for one in responses]
+        self.tokens += len(found)
+        return found
 
 
-def batch_of(engine: Engine, **options: Any) -> list[list[int]]:
-    """Token ids of texts that are written two at a time."""
-    found: list[list[int]] = [[] for _ in PROMPTS]
-    for number, response in engine.stream_batch(PROMPTS, batch_size=2, **options):
-        found[number].append(response.token)
-    return found
-
-
-def try_kind(engine: Engine, expected: list[list[int]]) -> dict[str, Any]:
+def try_kind(
+    name: str, writer: Writer, plain: dict[float, list[list[int]]], whole: Writer
+) -> dict[str, bool]:
     """Compare texts with drafts, alone and together, with plain ones."""
-    found = {f"equal {shape or ''}": texts_of(engine, **shape) == expected for shape in SHAPES}
-    options: dict[str, Any] = {"max_tokens": TOKENS, "temp": 0.0, **SHAPES[1]}
-    found["batch"] = batch_of(engine, **options) == expected[::2]
-    stream = engine.stream(PROMPTS[0], **options)
-    begun = [next(stream).token for _ in range(5)]
-    stream.cancel()
-    begun += [one.token for one in stream]
-    found["cancelled"] = begun == expected[0][: len(begun)] and len(begun) < TOKENS
-    found["after it"] = [one.token for one in engine.stream(PROMPTS[0], **options)] == expected[0]
+    found = dict.fromkeys(("greedy", "sampled"), True)
+    for shape in SHAPES if name in THOROUGH else SHAPES[1:]:
+        found["greedy"] &= writer.texts(0.0, **shape) == plain[0.0]
+        found["sampled"] &= writer.texts(1.0, **shape) == plain[1.0]
+    found["batch"] = all(writer.batch(t, **SHAPES[2]) == plain[t] for t in plain)
+    if name not in THOROUGH:
+        return found
+    begun = writer.cancelled(**SHAPES[2])
+    found["cancelled"] = 0 < len(begun) < TOKENS and begun == plain[0.0][0][: len(begun)]
+    found["chat"] = writer.chat(**SHAPES[1]) == whole.chat()
+    if whole.engine.target.num_layers == CONFIG["num_hidden_layers"]:
+        found["kv_bits"] = writer.chat(**QUANTISED, **SHAPES[1]) == whole.chat(**QUANTISED)
     return found
 
 
-def try_caches(engine: Engine, other: Engine, **options: Any) -> dict[str, Any]:
-    """Continue a text in its cache, and refuse a cache that these ranks have not filled."""
-    found: list[Any] = []
-    options = {"max_tokens": 9, "temp": 0, **options}
-    for one in (engine, other):
-        cache = one.new_prompt_cache()
-        first = [r.token for r in one.stream(PROMPTS[0], prompt_cache=cache, **options)]
-        second = one.stream([5, 6, 7], prompt_cache=cache, **options)
-        found.append((first, [r.token for r in second], batch_of(one, **options)))
+def refuses_foreign_caches(plain: Writer, whole: Writer) -> bool:
+    """Whether a cache that these ranks have not filled is refused."""
+    cache = whole.engine.new_prompt_cache()
+    whole.ids(whole.engine.stream(PROMPTS[0], prompt_cache=cache, max_tokens=3))
     try:
-        engine.stream([5], prompt_cache=cache)
-        refused = False
+        plain.engine.stream([5], prompt_cache=cache)
     except ConfigError as error:
-        refused = "prompt_cache" in str(error)
-    return {"kind": "prompt cache", "equal": found[0] == found[1], "refused": refused}
+        return "prompt_cache" in str(error)
+    return False
+
+
+def slow_down() -> None:
+    """Let this rank wait before each pass."""
+    stock = Follower.obey
+
+    def obey(self: Follower, frame: Any) -> None:
+        time.sleep(3e-3)
+        stock(self, frame)
+
+    Follower.obey = obey  # type: ignore[method-assign]
 
 
 def main(folder: Path, *words: str) -> None:
     """Decode on rank 0."""
     group = mx.distributed.init()
-    if "slow" in words and group.rank():
-        stock = Follower.obey
-        Follower.obey = lambda self, frame: (time.sleep(3e-3), stock(self, frame))[1]  # type: ignore
+    if "slow" in words and group.rank() == group.size() - 1:
+        slow_down()
     target = folder / (MTP_TARGET if MTP in words else TARGET)
     model, tokenizer, _ = load(target, group=group)
-    whole = Engine(*load(target)[:2], None)
-    plain = Engine(model, tokenizer, None)
-    expected = texts_of(plain)
-    results = [{"kind": "plain", "equal": expected == texts_of(whole)}, try_caches(plain, whole)]
-    for name in [one for one in words if one in KINDS] or KINDS.keys() - LEFT_OUT:
-        drafter = name if name == "lookup" else load_drafter(folder / name)
-        engine = Engine(model, tokenizer, drafter)
-        results.append({"kind": name, **try_kind(engine, expected)})
-        if target.name == TARGET:
-            results.append(
-                {**try_caches(engine, whole, **QUANTISED, **SHAPES[1]), "kind": "kv_bits"}
-            )
-    if target.name == TARGET:
-        ahead = SpeculateAhead(load_drafter(folder / "recurrent"), 4)
-        found = texts_of(Engine(model, tokenizer, ahead), **SHAPES[1])
-        results.append({"kind": "ahead", "equal": found == expected})
-    for one in results:
-        sys.stdout.write(f"{json.dumps(one)}\n")
+    whole = Writer(*load(target)[:2], None)
+    writer = Writer(model, tokenizer, None)
+    expected = {temp: writer.texts(temp) for temp in (0.0, 1.0)}
+    checks = {
+        "one process": all(whole.texts(temp) == texts for temp, texts in expected.items()),
+        "foreign caches": refuses_foreign_caches(writer, whole),
+    }
+    _print("no drafts", checks, writer.tokens)
+    for name in [one for one in words if one != "slow"] or [*TRIED, AHEAD]:
+        drafter: Any = "lookup"
+        if name == AHEAD:
+            drafter = SpeculateAhead(load_drafter(folder / "recurrent"), 4)
+        elif name != "lookup":
+            drafter = load_drafter(folder / name)
+        writer = Writer(model, tokenizer, drafter)
+        found = try_kind(name, writer, expected, whole)
+        label = f"{name}, the last rank slowed" if "slow" in words else name
+        _print(label, found, writer.tokens)
+
+
+def _print(what: str, checks: dict[str, bool], tokens: int) -> None:
+    row = {"what": what, "dtype": "float32", "checks": checks, "tokens": tokens}
+    sys.stdout.write(f"{json.dumps(row)}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    (main if "MLX_RANK" in os.environ else store)(Path(sys.argv[1]), *sys.argv[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,12 @@ import pytest
 
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
-from mlx_redrafter.machines.agreement import load_together
-from mlx_redrafter.machines.following import load_when_asked
-from mlx_redrafter.machines.frames import Do, Frame
-from mlx_redrafter.machines.leading import Leader, LeadingTarget
+from mlx_redrafter.machines.agreement import load_together, load_when_asked
+from mlx_redrafter.machines.frames import Do, Frame, read
+from mlx_redrafter.machines.leader import Leader
+from mlx_redrafter.machines.leading import LeadingTarget
 from mlx_redrafter.machines.meeting import Machines, Rank
-from mlx_redrafter.machines.splitting import check_family, config_digest, split
+from mlx_redrafter.machines.splitting import check_family, digests, split
 from tests.machines.test_ends import store_tiny
 from tests.models.tiny_models import build, tiny_config
 
@@ -44,9 +45,9 @@ class Line:
         self.sent: list[Do] = []
 
     def send(self, data: bytes) -> None:
-        self.sent.append(Do(data[0]))
+        self.sent += [frame.do for frame in [read(io.BytesIO(data))] if frame]
 
-    def say(self, do: Do, text: str = "") -> None:
+    def say(self, do: Do, *values: object) -> None:
         self.sent.append(do)
 
     def receive(self) -> Frame:
@@ -80,23 +81,30 @@ def test_a_family_that_mlx_lm_cannot_split_is_refused() -> None:
 
 def test_a_rank_without_the_model_loads_nothing(tmp_path: Path) -> None:
     folder = store_tiny(tmp_path / "tiny")
-    machines, line = _machines(Frame(Do.NO, (), "no such model"))
+    machines, line = _machines(Frame(Do.NO, ("no such model",)))
     config = json.loads((folder / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=r"rank 1 \(there\): no such model; copy"):
+    with pytest.raises(CheckpointError, match=r"rank 1 \(there\): no such model; copy it"):
         load_together(machines, str(folder), config, {})
     assert line.sent == [Do.CHECK]
 
 
-def test_a_rank_with_another_config_says_so(tmp_path: Path) -> None:
+def test_a_rank_with_other_files_says_so(tmp_path: Path) -> None:
     folder = str(store_tiny(tmp_path / "tiny"))
+    own = digests(folder)
+    weights = Path(folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"more")
+    expected = digests(folder)
+    assert expected != own
     machines, line = _machines(
-        Frame(Do.CHECK, (), f"{config_digest(folder)} {folder}"),
-        Frame(Do.CHECK, (), f"{'0' * 64} {folder}"),
-        Frame(Do.CHECK, (), f"{'0' * 64} {tmp_path / 'none'}"),
+        Frame(Do.CHECK, (expected | {"a file that is downloaded later": ""}, folder, None)),
+        Frame(Do.CHECK, (expected | {"config.json": ""}, folder, None)),
+        Frame(Do.CHECK, (expected, folder, str(tmp_path))),
+        Frame(Do.CHECK, (expected, str(tmp_path / "none"), None)),
+        Frame(Do.CHECK, (own, folder, None)),
         Frame(Do.END),
     )
-    assert load_when_asked(machines, None) is None
-    assert line.sent == [Do.YES, Do.NO, Do.NO]
+    assert load_when_asked(machines) is None
+    assert line.sent == [Do.YES, Do.NO, Do.NO, Do.NO, Do.NO]
 
 
 def test_other_versions_are_named() -> None:
@@ -106,16 +114,14 @@ def test_other_versions_are_named() -> None:
     assert str(other.disagreement(own)).startswith("rank 1 (there) has mlx 0.1, rank 0 has ")
 
 
-def test_options_for_one_machine_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_for_one_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     machines, _ = _machines()
     monkeypatch.setattr("mlx_redrafter.checkpoints.loading.meet", lambda group: machines)
     monkeypatch.setattr(mx.distributed, "Group", Group)
     with pytest.raises(ConfigError, match="the bundled one is for one machine"):
         load(group=Group())
-    with pytest.raises(ConfigError, match=r"adapter_path .* fuse it into the model"):
-        load("org/model", adapter_path=tmp_path, group=Group())
+    with pytest.raises(ConfigError, match="trust_remote_code is not supported"):
+        load("org/model", trust_remote_code=True, group=Group())
     model = build(tiny_config("llama"))
     target = LeadingTarget(model, Leader(replace(machines, lines=[])))
     filled = target.stock_cache()

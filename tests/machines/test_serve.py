@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import socket
 import time
@@ -13,7 +14,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_redrafter import Engine, load
 from mlx_redrafter.bench.lab.ranks import Ranks, started
@@ -46,17 +50,34 @@ def _leave_early(port: int) -> None:
         client.getresponse().read(20)
 
 
+def _store_adapter(folder: Path, model: Any) -> Path:
+    """Write random adapters of some layers, as mlx-lm stores them."""
+    config = {"num_layers": 2, "lora_parameters": {"rank": 4, "scale": 8.0, "dropout": 0.0}}
+    linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"])
+    mx.random.seed(2)
+    weights = {
+        name: mx.random.normal(array.shape, scale=0.1)
+        for name, array in tree_flatten(model.parameters())
+        if name.endswith(("lora_a", "lora_b"))
+    }
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @contextmanager
-def _served(folder: Path) -> Iterator[tuple[Ranks, int]]:
+def _served(folder: Path, *options: str) -> Iterator[tuple[Ranks, int]]:
     """Two ranks that serve a model, and rank 0's port."""
     with closing(socket.create_server(("127.0.0.1", 0))) as one:
         port = one.getsockname()[1]
     command = ["-m", "mlx_redrafter", "serve", "--model", str(folder), "--port", str(port)]
+    command += options
     with started(command, 2) as ranks:
         ranks.wait_for("serving")
         yield ranks, port
@@ -82,11 +103,16 @@ def test_a_lost_rank_ends_the_server_with_an_answer(folder: Path) -> None:
     assert f"redrafter-mlx: {error['message']}" in ended[0].out
 
 
-def test_answers_of_two_ranks(folder: Path) -> None:
-    engine = Engine(*load(folder)[:2], None)
+def test_answers_of_two_ranks_with_an_adapter(folder: Path, tmp_path: Path) -> None:
+    bare = Engine(*load(folder)[:2], None)
+    adapter = _store_adapter(tmp_path / "adapter", load(folder)[0])
+    engine = Engine(*load(folder, adapter_path=adapter)[:2], None)
     options: dict[str, Any] = {"max_tokens": 24, "temp": 0.7, "seed": 5}
     expected = [engine.generate(prompt, **options) for prompt in PROMPTS]
-    with _served(folder) as (ranks, port):
+    assert bare.generate(PROMPTS[0], **options) != expected[0]
+    longer = [f"{prompt}{text}" for prompt, text in zip(PROMPTS, expected, strict=True)]
+    expected_then = [engine.generate(prompt, **options) for prompt in longer]
+    with _served(folder, "--adapter-path", str(adapter)) as (ranks, port):
 
         def complete(prompt: str) -> str:
             body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.7, "seed": 5}
@@ -96,12 +122,15 @@ def test_answers_of_two_ranks(folder: Path) -> None:
         with ThreadPoolExecutor(4) as pool:
             pool.submit(_leave_early, port)
             found = list(pool.map(complete, PROMPTS))
-        assert found == expected
+            assert found == expected
+            assert list(pool.map(complete, longer)) == expected_then
+        (hits,) = re.findall(r"prefix_hits_total (\d+)", _read(port, "/metrics"))
+        assert int(hits) >= len(longer)
         scored = {"prompt": PROMPTS[0], "max_tokens": 1, "echo": True, "logprobs": 1}
         answer = _ask(port, "/v1/completions", **scored)
         assert answer["choices"][0]["text"].startswith(PROMPTS[0])
         ranks.processes[0].send_signal(signal.SIGTERM)
         ended = ranks.wait()
     assert [one.code for one in ended] == [0, 0], ended
-    assert "prompts are not kept" in ended[0].out
+    assert "prompts are kept in memory only" in ended[0].out
     assert ended[1].out == ""

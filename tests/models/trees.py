@@ -18,6 +18,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.decoding.sequence import SequenceDecoder
@@ -56,7 +57,7 @@ def verify_after_prompt(
 ) -> TargetOutputs:
     """Verify a tree whose root follows `PROMPT`."""
     cache = target.new_cache(quantisation=quantisation)
-    target.prefill(mx.array(PROMPT), cache, 2048)
+    prefill(target, mx.array(PROMPT), cache, 2048)
     return target.verify(tree, cache)
 
 

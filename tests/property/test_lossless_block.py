@@ -53,10 +53,10 @@ class Scripted:
         self.following: list[int] = []
         surround, logits = BlockDrafting.surround, BlockNetwork.logits
 
-        def reading(drafting: BlockDrafting, flight: PendingPass, size: int) -> Any:
+        def reading(drafting: BlockDrafting, flight: PendingPass) -> Any:
             bonus = flight.length + len(flight.rows)
             self.following = self.text[bonus + 1 :]
-            return surround(drafting, flight, size)
+            return surround(drafting, flight)
 
         def scoring(network: BlockNetwork, outputs: mx.array, target: Target) -> mx.array:
             found = logits(network, outputs, target)

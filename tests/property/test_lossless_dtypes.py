@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter import load, stream_generate
+from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
@@ -114,7 +115,7 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
     target = Target(model)
     text = [1, 5, 9]
     cache = target.new_cache()
-    target.prefill(mx.array(text), cache, 512)
+    prefill(target, mx.array(text), cache, 512)
     tokens, parents = grow(random.Random(0), 7, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
     logits = target.verify(make_tree(tokens, parents, 4), cache).logits
     for node in range(len(tokens)):
@@ -122,7 +123,7 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
         while path[-1]:
             path.append(parents[path[-1]])
         alone = target.new_cache()
-        target.prefill(mx.array(text), alone, 512)
+        prefill(target, mx.array(text), alone, 512)
         for above in path[::-1]:
             last = target.advance(mx.array([tokens[above]]), alone).logits[0]
         first, second = (np.array(row.astype(mx.float32)) for row in (last, logits[node]))

@@ -133,16 +133,17 @@ def test_thinking_comes_first(served: Served) -> None:
     from mlx_redrafter.server.protocols.anthropic import MessageWriter
     from mlx_redrafter.server.protocols.writer import Usage
 
-    writer, usage = MessageWriter("tiny"), Usage(9, 0, 3)
+    writer = MessageWriter("tiny")
+    writer.usage = lambda: Usage(9, 0, 3)
     parts = [
         Part(0, False, 1, 0, 0, 1, reasoning="Hm"),
         Part(0, False, 2, 0, 0, 2, content="Yes"),
         Part(0, False, 3, 0, 0, 3, finish_reason="length"),
     ]
-    sent = [*writer.keep_alive(usage)]
+    sent = [*writer.keep_alive()]
     for part in parts:
-        sent += writer.add(part, usage)
-    sent += writer.end(usage)
+        sent += writer.add(part)
+    sent += writer.end()
     events = [json.loads(one.partition("data: ")[2]) for one in sent]
     blocks = [one["content_block"]["type"] for one in events if "content_block" in one]
     assert blocks == ["text", "thinking", "text"]

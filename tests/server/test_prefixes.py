@@ -79,9 +79,9 @@ def _write(
     request, _ = read({"prompt": list(prompt)}, options)
     text = ""
 
-    def receive(part: Any) -> None:
+    def receive(*parts: Any) -> None:
         nonlocal text
-        text += part.content
+        text += "".join(part.content for part in parts)
 
     job = Job(loaded, request, [list(prompt)], receive)
     job.owner = owner

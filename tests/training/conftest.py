@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def small_request(stories: Path, out: Path) -> TrainingRequest:
         model=str(shared_model("stories260k")),
         out=out,
         data=[stories],
-        data_options=DataOptions(max_tokens=8000, answer_tokens=64, held_out=8),
+        data_options=DataOptions(tokens=8000, answer_tokens=64, held_out=8),
         training=TrainingOptions(epochs=3, batch_tokens=256, num_evaluations=3),
     )
 
@@ -54,3 +55,9 @@ class Run:
 def finished(stories_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Train a drafter for stories260k that drafts some tokens right."""
     return Run(small_request(stories_file, tmp_path_factory.mktemp("run") / "drafter"))
+
+
+def curve_of(folder: Path) -> list[float]:
+    """Read the tokens per step of every measurement from the card of a drafter."""
+    curve = (folder / "README.md").read_text().partition("## Training curve")[2]
+    return [float(rate) for rate in re.findall(r"\| ([\d.]+) \|$", curve, re.MULTILINE)]

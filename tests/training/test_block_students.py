@@ -17,13 +17,13 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.block.along_text import read_blocks
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
-from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings
+from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding
 from mlx_redrafter.proposers.fit import Prediction, fit_depths
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, TrainingRequest, train_drafter
 from tests.helpers.models import shared_model, tiny_llama
-from tests.training.conftest import small_request
+from tests.training.conftest import curve_of, small_request
 from tests.training.pieces import Silent
 
 VOCAB, BLOCK = 12, 4
@@ -42,6 +42,7 @@ SIZES = {
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "windows": {"windows": (4, None), "causal": (True, False)},
+    "windows from the root": {"windows": (4, None), "windows_from_root": True},
     "sinks": {"has_sinks": True, "is_gated": True},
     "gemma4": {"layer_type": "gemma4", "has_values": False},
     "convolutions": {"conv_taps": 2, "conv_groups": 4, "first_slot": 1},
@@ -77,15 +78,14 @@ def test_blocks_along_a_text_are_those_of_decoding(target: Target, layout: str) 
     slot = network.config.first_slot
     for number, position in enumerate(anchors):
         start = 0 if position < 4 else 4
-        around = DecodingSurroundings(
-            network.layers,
+        part = Surrounding(
             [KVCache() for _ in network.layers],
-            network.fuse(states[start : position + 1])[None],
+            network.fuse(states[start : position + 1]),
             0,
             0,
             mx.array([position - start]),
-            1 + len(masks),
         )
+        around = DecodingSurroundings([part], 1 + len(masks))
         block = network.embed(mx.array([roots[position].item(), *masks]), target)[None]
         expected = network.outputs(block, around)[0, slot : slot + levels]
         np.testing.assert_allclose(np.array(found[number]), np.array(expected), atol=2e-5)
@@ -110,8 +110,8 @@ def earlier(stories_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Tra
     """Train a DSpark drafter of five drafts for some seconds."""
     folder = tmp_path_factory.mktemp("blocks")
     request = small_request(stories_file, folder / "earlier")
-    network = NetworkOptions("dspark", beam_length=6)
-    data = replace(request.data_options, max_tokens=4000, answer_tokens=48, held_out=6)
+    network = NetworkOptions("dspark", length=6)
+    data = replace(request.data_options, tokens=4000, answer_tokens=48, held_out=6)
     training = replace(request.training, epochs=12, num_evaluations=1)
     request = replace(
         request, network=network, cache=folder / "cache", data_options=data, training=training
@@ -138,21 +138,21 @@ def test_a_trained_drafter_is_calibrated_and_its_trees_pay(earlier: TrainingRequ
 
 
 def test_an_earlier_drafter_is_trained_further(earlier: TrainingRequest, tmp_path: Path) -> None:
-    start = replace(earlier, out=tmp_path / "more", start_from=str(earlier.out))
+    start = replace(earlier, out=tmp_path / "more")
+    network = NetworkOptions("dflash", start_from=str(earlier.out))
     with pytest.raises(ConfigError, match="for --head dflash, found one for --head dspark"):
-        train_drafter(replace(start, network=NetworkOptions("dflash")), Silent())
+        train_drafter(replace(start, network=network), Silent())
     training = replace(earlier.training, epochs=1)
-    more = replace(start, network=NetworkOptions("dspark"), training=training)
+    network = replace(network, head="dspark")
+    more = replace(start, network=network, training=training)
     result = train_drafter(more, Silent())
     assert result is not None
     # The length is the earlier drafter's, and so is what it knows.
     assert result.measured.steps
-    first = (more.out / "curves.csv").read_text().splitlines()[1]
-    assert float(first.split(",")[-1]) > 1.2
-    network = BlockNetwork(result.student.network.config)
-    quantize_drafter(network, 8, 32)
-    result.student.holding(network).save(tmp_path / "quantised", {})
+    assert curve_of(more.out)[0] > 1.2
+    quantised = BlockNetwork(result.student.network.config)
+    quantize_drafter(quantised, 8, 32)
+    result.student.holding(quantised).save(tmp_path / "quantised", {})
+    network = replace(network, start_from=str(tmp_path / "quantised"))
     with pytest.raises(ConfigError, match="which is quantised"):
-        train_drafter(
-            replace(more, out=tmp_path / "third", start_from=str(tmp_path / "quantised")), Silent()
-        )
+        train_drafter(replace(more, out=tmp_path / "third", network=network), Silent())

@@ -20,7 +20,7 @@ from mlx_redrafter.training.data import (
     read_items,
     split_text,
 )
-from mlx_redrafter.training.training_request import DataOptions
+from mlx_redrafter.training_options import DataOptions
 from tests.training.pieces import WordTokenizer
 
 

@@ -31,7 +31,7 @@ train_drafter(
         out=Path(out),
         data=[Path(text)],
         resume=True,
-        data_options=DataOptions(max_tokens=4000, answer_tokens=32, held_out=4),
+        data_options=DataOptions(tokens=4000, answer_tokens=32, held_out=4),
         training=TrainingOptions(
             epochs=2, batch_tokens=64, num_evaluations=3, patience=99, checkpoint_seconds=0
         ),

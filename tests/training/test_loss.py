@@ -16,7 +16,7 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import loss
 from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, draft_loss
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
-from mlx_redrafter.training.training_request import Recipe
+from mlx_redrafter.training_options import Recipe
 from tests.training import reference
 
 H, V, K, S, B, LAYERS = 4, 11, 3, 3, 5, 1

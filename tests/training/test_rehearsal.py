@@ -24,7 +24,7 @@ from mlx_redrafter.training.preparation import is_slow
 from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.self_generated import AnswerLimits
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import RECIPES, Recipe
+from mlx_redrafter.training_options import RECIPES, Recipe
 from tests.helpers.models import tiny_llama
 
 REQUEST = TrainingRequest(
@@ -39,7 +39,7 @@ def target() -> Target:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_stage_takes_time(target: Target, recipe: Recipe) -> None:
-    request = replace(REQUEST, recipe=recipe)
+    request = replace(REQUEST, training=replace(REQUEST.training, recipe=recipe))
     stages: list[int] = []
     student = new_student(target, request.network)
     pace = rehearse(request, target, student, [[1, 2, 3]], lambda done, _: stages.append(done))
@@ -50,7 +50,7 @@ def test_every_stage_takes_time(target: Target, recipe: Recipe) -> None:
 def test_short_contexts_and_reduced_heads(target: Target) -> None:
     request = replace(
         REQUEST,
-        network=NetworkOptions(exit_dim=8, beam_length=2, draft_vocab=5),
+        network=NetworkOptions(exit_dim=8, length=2, draft_vocab=5),
         data_options=DataOptions(sequence_length=16, temp=0.0),
     )
     student = new_student(target, request.network)

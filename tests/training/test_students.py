@@ -20,7 +20,6 @@ from mlx_redrafter.training import (
     NetworkOptions,
     Student,
     TokenSequence,
-    TrainingRequest,
     new_student,
     simulate,
     train_drafter,
@@ -31,14 +30,14 @@ from mlx_redrafter.training.loss import draft_loss
 from mlx_redrafter.training.students.kv_students import AutoregressiveStudent
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import HEADS, Head, Recipe
+from mlx_redrafter.training_options import HEADS, Head, Recipe
 from tests.helpers.models import shared_model, tiny_llama, wrapped_tokenizer
 from tests.training.conftest import small_request
 from tests.training.pieces import Silent
 
 VOCAB, LENGTH = 12, 4
 CONTEXT: list[Head] = ["eagle", "eagle1"]
-STUDENTS = {head: NetworkOptions(head, beam_length=LENGTH) for head in HEADS}
+STUDENTS = {head: NetworkOptions(head, length=LENGTH) for head in HEADS}
 
 
 @pytest.fixture(scope="module")
@@ -214,16 +213,14 @@ def student_name(student: Student) -> str:
     return student.name[0].upper() + student.name[1:]
 
 
-def test_what_a_head_cannot_have_is_refused(tmp_path: Path) -> None:
+def test_what_a_head_cannot_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="exit_dim has no meaning for the head eagle"):
         NetworkOptions("eagle", exit_dim=8)
     with pytest.raises(ConfigError, match="draft_vocab has no meaning for the head eagle1"):
         NetworkOptions("eagle1", draft_vocab=8)
     with pytest.raises(ConfigError, match="layers has no meaning for the head specformer"):
-        NetworkOptions("specformer", num_layers=1)
+        NetworkOptions("specformer", layers=1)
     with pytest.raises(ConfigError, match="head must be one of redrafter, medusa, eagle"):
         NetworkOptions("hydra")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="recurrent or block drafter only, got the head medusa"):
-        TrainingRequest(
-            "m", tmp_path, data=[tmp_path], network=NetworkOptions("medusa"), start_from="x"
-        )
+        NetworkOptions("medusa", start_from="x")

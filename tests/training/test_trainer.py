@@ -25,15 +25,14 @@ from mlx_redrafter.training.students.student_kinds import new_student
 from mlx_redrafter.training.teacher import fill_cache
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer
-from mlx_redrafter.training.training_request import (
+from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
+from mlx_redrafter.training_options import (
     HEADS,
     RECIPES,
-    STATE_FOLDER,
     Head,
     NetworkOptions,
     Recipe,
     TrainingOptions,
-    TrainingRequest,
 )
 from tests.helpers.models import tiny_llama
 
@@ -59,7 +58,7 @@ class TrainingSetup:
     def new_student(self, head: Head) -> Student:
         """Create an untrained student of 4 levels."""
         exit_dim = 16 if head == "redrafter" else None
-        return new_student(self.target, NetworkOptions(head, exit_dim, beam_length=4))
+        return new_student(self.target, NetworkOptions(head, exit_dim=exit_dim, length=4))
 
     def trainer(
         self,
@@ -78,7 +77,7 @@ class TrainingSetup:
         order = BatchOrder(self.cache, "train", batch_options)
         held_out = [self.cache.load("held-out", 0, student.layers)]
         request = TrainingRequest(
-            "m", folder, data=[folder], resume=True, recipe=recipe, training=options
+            "m", folder, data=[folder], resume=True, training=replace(options, recipe=recipe)
         )
         return Trainer(student, order, held_out, request, identity, total_steps)
 
@@ -119,7 +118,7 @@ def _same(first: Student, second: Student) -> bool:
 def test_every_recipe_learns(
     setup: TrainingSetup, tmp_path: Path, recipe: Recipe, head: Head
 ) -> None:
-    options = TrainingOptions(epochs=12, batch_tokens=32, num_evaluations=4, learning_rate=1e-2)
+    options = TrainingOptions(epochs=12, batch_tokens=32, num_evaluations=4, lr=1e-2)
     trainer = setup.trainer(tmp_path, recipe, options, head=head)
     trainer.run(_ignore, _ignore)
     losses = [point.loss for point in trainer.progress.curve[1:]]
@@ -169,7 +168,7 @@ def test_a_run_with_other_options_is_refused(setup: TrainingSetup, tmp_path: Pat
     del metadata["format"]
     old = tmp_path / "old"
     save_arrays(old / STATE_FOLDER / STATE_FILE, arrays, metadata)
-    with pytest.raises(CheckpointError, match=r"expected a training state of format 3, found .* 1"):
+    with pytest.raises(CheckpointError, match=r"expected a training state of format 4, found .* 1"):
         setup.trainer(old)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CheckpointError, match=r"cannot read .*delete it"):
@@ -229,9 +228,7 @@ def test_the_number_of_steps_may_be_given(setup: TrainingSetup, tmp_path: Path) 
 
 
 def test_patience_ends_a_run_that_does_not_improve(setup: TrainingSetup, tmp_path: Path) -> None:
-    options = TrainingOptions(
-        epochs=50, batch_tokens=32, num_evaluations=100, patience=2, learning_rate=1e-9
-    )
+    options = TrainingOptions(epochs=50, batch_tokens=32, num_evaluations=100, patience=2, lr=1e-9)
     trainer = setup.trainer(tmp_path, "soft", options)
     trainer.run(_ignore, _ignore)
     assert len(trainer.progress.curve) == 52, "the first, those of the first half, and two"

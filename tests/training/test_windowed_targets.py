@@ -57,7 +57,7 @@ def test_from_training_to_drafted_text(
         out,
         prompts=[file],
         data_options=DataOptions(answer_tokens=4 * WINDOW),
-        network=NetworkOptions(exit_dim=64, num_layers=1),
+        network=NetworkOptions(exit_dim=64, layers=1),
         training=TrainingOptions(epochs=40, batch_tokens=64),
     )
     assert train_drafter(request, Silent()) is not None

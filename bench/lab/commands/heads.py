@@ -32,9 +32,10 @@ from mlx_redrafter.bench.result_file import checkpoint_name
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.cli.bench_output import draw, parse_temps, progress, refuse_texts, show, warn
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.cli.train import RUN_FILE, RunOptions
+from mlx_redrafter.cli.train import RUN_FILE
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.training_options import DataOptions, TrainingOptions
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -114,9 +115,9 @@ def _kind(values: dict[str, Any]) -> str:
     if not isinstance(values.get("head"), str):
         return ""
     words = [values["head"]]
-    if values.get("recipe", RunOptions.recipe) != RunOptions.recipe:
+    if values.get("recipe", TrainingOptions.recipe) != TrainingOptions.recipe:
         words.append(str(values["recipe"]))
-    if values.get("self_generated", RunOptions.self_generated) != RunOptions.self_generated:
+    if values.get("self_generated", DataOptions.self_generated) != DataOptions.self_generated:
         words.append(f"self-generated {values['self_generated']}")
     if values.get("start_from") is not None:
         words.append("continued")

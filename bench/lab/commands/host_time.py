@@ -7,9 +7,10 @@ from contextlib import nullcontext
 
 from rich.table import Table
 
-from mlx_redrafter.bench.lab.host_time import MODELS, gpu_like, measure
+from mlx_redrafter.bench.lab.host_time import MODELS, gpu_like, measure, measure_steps
 from mlx_redrafter.bench.lab.options import at_least
 from mlx_redrafter.cli.bench_output import show
+from mlx_redrafter.draft_plan import DraftPlan
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -21,6 +22,8 @@ def add_options(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> None:
     """Run the command."""
+    plan = DraftPlan.of(2, 6, arguments.tree_nodes)
+    steps = Table("model", "compiled", "drafts to verify, ms: device waits", "host", "reads")
     table = Table("model", "compiled", "build, ms: least", "median", "commit", "dispatch", "first")
     with nullcontext() if arguments.as_on_cpu else gpu_like():
         for name, config in MODELS.items():
@@ -28,4 +31,8 @@ def run(arguments: Namespace) -> None:
                 found = measure(config, arguments.tree_nodes, compiled, arguments.rounds)
                 times = ["" if one is None else f"{1e3 * one:.2f}" for one in found]
                 table.add_row(name, "yes" if compiled else "no", *times)
+                step = measure_steps(config, plan, compiled, arguments.rounds)
+                seconds = (f"{1e3 * one:.2f}" for one in (step.waiting, step.dispatch))
+                steps.add_row(name, "yes" if compiled else "no", *seconds, f"{step.reads:.2f}")
     show(table)
+    show(steps)

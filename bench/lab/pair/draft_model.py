@@ -53,7 +53,7 @@ def main() -> None:
     train(model, TeacherCache(a.cache, identity), a.lr, a.seed)
     write(model, config, a.target, a.out)
     # As `redrafter-mlx train` writes it: what `bench heads` calls the drafter.
-    run = {"head": "draft model", "tokens": identity["max_tokens"]}
+    run = {"head": "draft model", "tokens": identity["tokens"]}
     (a.out / RUN_FILE).write_text(json.dumps(run))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from mlx_redrafter.proposers.block.layers import KeysValues
+from mlx_redrafter.proposers.block.layers import BlockAttention
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.target.target import Target
 
@@ -88,11 +88,9 @@ class TextSurroundings:
         # From a block's first entry to a token.
         self._distances = self.offset[:, None] - mx.arange(features.shape[0])
 
-    def attend(
-        self, layer: int, queries: mx.array, own: KeysValues, scale: float, sinks: mx.array | None
-    ) -> mx.array:
+    def attend(self, attention: BlockAttention, queries: mx.array, x: mx.array) -> mx.array:
         """Attend to the text, whose entries all blocks share, and to the own block."""
-        attention = self.network.layers[layer].self_attn
+        own, sinks = attention.keys_values(x, self.offset), attention.sinks
         keys, values = (x[0] for x in attention.keys_values(self.features[None], 0))
         blocks, heads, size, width = queries.shape
         groups, count = keys.shape[0], keys.shape[1]
@@ -103,7 +101,8 @@ class TextSurroundings:
         scores = mx.concatenate(
             [to_text.reshape(*shape, count), to_own.reshape(*shape, size)], axis=-1
         )
-        scores = mx.where(self._mask(layer, size)[:, None], scale * scores, -mx.inf)
+        scores = attention.scale * scores
+        scores = mx.where(self._mask(attention.index, size)[:, None], scores, -mx.inf)
         if sinks is not None:
             column = sinks.reshape(groups, 1, -1, 1, 1).astype(scores.dtype)
             scores = mx.concatenate([scores, mx.broadcast_to(column, (*shape, 1))], axis=-1)
@@ -119,7 +118,8 @@ class TextSurroundings:
         seen = (self._is_same & (self._distances > 0))[:, None]
         window = (config.windows or ())[layer]
         if window is not None:
-            seen = seen & (self._distances[:, None] + entries[:, None] < window)
+            further = 0 if config.windows_from_root else entries[:, None]
+            seen = seen & (self._distances[:, None] + further < window)
         blocks, count = self._distances.shape
         seen = mx.broadcast_to(seen, (blocks, size, count))
         own = entries[None] <= (entries[:, None] if (config.causal or ())[layer] else size)

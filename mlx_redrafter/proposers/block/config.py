@@ -44,6 +44,8 @@ class BlockConfig(LayerSizes):
         mask_token_id: Token id whose embedding stands for tokens to draft.
         windows: For each layer, the number of entries that an entry attends to, itself included;
             None for all. No list at all means None for each layer.
+        windows_from_root: Whether all entries of a block attend to the tokens in the root's window,
+            as in speculators, and not each to those in its own.
         causal: For each layer, whether entries of a block attend to earlier ones only. No list at
             all means False for each layer.
         link: One of `LINKS`.
@@ -82,6 +84,7 @@ class BlockConfig(LayerSizes):
     mask_token_id: int
     num_target_layers: int | None = None
     windows: tuple[int | None, ...] = ()
+    windows_from_root: bool = False
     causal: tuple[bool, ...] = ()
     link: str = "none"
     rank: int = 0
@@ -149,6 +152,8 @@ class BlockConfig(LayerSizes):
             raise ConfigError(f"rope scaling must be one of {ROPES}, got {kind!r}")
         if self.rope_dims is not None:
             check_int("rope_dims", self.rope_dims, 2, self.head_size)
+            if self.rope_dims % 2:
+                raise ConfigError(f"rope_dims must be even, got {self.rope_dims}")
         if self.conv_taps or self.conv_groups:
             check_int("conv_taps", self.conv_taps, 1, MAX_BLOCK)
             check_int("conv_groups", self.conv_groups, 1, self.hidden_size)
@@ -192,11 +197,6 @@ class BlockConfig(LayerSizes):
                     f"{MAX_SCORE_SCALE}, got {scales!r}"
                 )
             object.__setattr__(self, "depth_scales", tuple(scales))
-
-    @property
-    def head_size(self) -> int:
-        """Numbers of an attention head."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def num_drafts(self) -> int:

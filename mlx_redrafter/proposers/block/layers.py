@@ -12,12 +12,12 @@ from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.gemma4_text import geglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.yarn import complete_yarn
-
-KeysValues = tuple[mx.array, mx.array]
 
 
 class Surroundings(Protocol):
@@ -28,17 +28,13 @@ class Surroundings(Protocol):
         """Position of each block's first entry: an int, or int32 of shape (M,)."""
         ...
 
-    def attend(
-        self, layer: int, queries: mx.array, own: KeysValues, scale: float, sinks: mx.array | None
-    ) -> mx.array:
+    def attend(self, attention: BlockAttention, queries: mx.array, x: mx.array) -> mx.array:
         """Compute one layer's attention of blocks to verified tokens and to themselves.
 
         Args:
-            layer: Index of the layer.
+            attention: The layer's attention.
             queries: Rotated queries, shape (M, query heads, B, D).
-            own: Rotated keys, and values, of the blocks, shape (M, key heads, B, D).
-            scale: Factor of the scores.
-            sinks: Logits of the sinks, shape (query heads,), or None.
+            x: Inputs of the blocks, shape (M, B, H).
 
         Returns:
             Shape (M, query heads, B, D).
@@ -79,7 +75,13 @@ class BlockAttention(nn.Module):
             self.attention_sink_bias = mx.zeros((heads,))
         self.rope = new_rope(config)
 
-    def keys_values(self, x: mx.array, offset: int | mx.array) -> KeysValues:
+    @property
+    def sinks(self) -> mx.array | None:
+        """Logits of the sinks, shape (query heads,); None without them."""
+        sinks: mx.array | None = self.get("attention_sink_bias")
+        return sinks
+
+    def keys_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         """Compute rotated keys, and values, of rows from a position on, shape (M, n, H)."""
         config = self.config
         shape = (*x.shape[:2], config.num_key_value_heads, config.head_size)
@@ -99,8 +101,7 @@ class BlockAttention(nn.Module):
         if self.config.is_gated:
             q, gate = mx.split(q, 2, axis=-1)
         q = self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=around.offset)
-        own = self.keys_values(x, around.offset)
-        out = around.attend(self.index, q, own, self.scale, self.get("attention_sink_bias"))
+        out = around.attend(self, q, x)
         out = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
         if gate is not None:
             out = out * mx.sigmoid(gate.reshape(out.shape))
@@ -151,11 +152,11 @@ class BlockMlp(nn.Module):
         self.gate_proj = nn.Linear(hidden, width, bias=False)
         self.up_proj = nn.Linear(hidden, width, bias=False)
         self.down_proj = nn.Linear(width, hidden, bias=False)
-        self.activation = nn.gelu_approx if config.layer_type == "gemma4" else nn.silu
+        self.activate = geglu if config.layer_type == "gemma4" else swiglu
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the MLP to rows, shape (..., H)."""
-        y: mx.array = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        y: mx.array = self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
         return y
 
 

@@ -35,9 +35,9 @@ class LinkedLevels:
             as the noise may favour improbable tokens.
         num_candidates: K; None for all tokens.
         to_token_ids: Function from rows of the head to token ids, int32.
-        confidences: Function from outputs of a depth, shape (1, H) or (W, H), and the tokens
-            before, shape (W,), to log-probabilities that the best drafts are accepted, shape
-            (W, 1); None without such estimates.
+        confidences: Function from outputs, shape (..., H), one row for all beams or one for each,
+            and the tokens before, shape (...), to log-probabilities that the best drafts are
+            accepted, shape (..., 1); None without such estimates.
     """
 
     def __init__(
@@ -72,16 +72,20 @@ class LinkedLevels:
         The drafts come from logits, so that their probabilities are computed only if something
         reads them.
         """
-        depths, previous = self.unary.shape[1], self.roots
-        tokens, scores = [], []
+        depths = self.unary.shape[1]
+        logits, best, tokens, before = [], [], [], [self.roots]
         for depth in range(depths):
-            logits = self._logits(previous, depth)
-            best = mx.argmax(logits, axis=-1, keepdims=True)
-            found = self._log_probs(logits, previous, depth)
-            scores.append(mx.take_along_axis(found, best, axis=-1))
-            tokens.append(self.to_token_ids(best))
-            previous = tokens[-1].squeeze(-1)
-        total = mx.cumsum(bounded(mx.concatenate(scores, axis=-1)), axis=-1)
+            logits.append(self._logits(before[-1], depth))
+            best.append(mx.argmax(logits[-1], axis=-1, keepdims=True))
+            tokens.append(self.to_token_ids(best[-1]))
+            before.append(tokens[-1].squeeze(-1))
+        scales = None if self.scales is None else self.scales[:, None]
+        previous = mx.stack(before[:-1], axis=1)
+        found = self._log_probs(
+            mx.stack(logits, axis=1), scales, self._rest, self.outputs, previous
+        )
+        scores = mx.take_along_axis(found, mx.stack(best, axis=1), axis=-1).squeeze(-1)
+        total = mx.cumsum(bounded(scores), axis=-1)
         parents = mx.broadcast_to(mx.arange(-1, depths - 1, dtype=mx.int32), total.shape)
         return Expansion(mx.concatenate(tokens, axis=-1), total, parents)
 
@@ -120,7 +124,14 @@ class LinkedLevels:
 
     def _score(self, previous: mx.array, depth: int) -> mx.array:
         """Compute log-probabilities of tokens of a depth after others, (W, V) or (W, K), ranked."""
-        found = self._log_probs(self._logits(previous, depth), previous, depth)
+        rest = None if self._rest is None else self._of_depth(self._rest, depth, previous)
+        found = self._log_probs(
+            self._logits(previous, depth),
+            None if self.scales is None else self.scales[depth],
+            rest,
+            self._of_depth(self.outputs, depth, previous),
+            previous,
+        )
         if self.rank is None:
             return found
         if self._candidates is None:
@@ -147,17 +158,24 @@ class LinkedLevels:
         feature, self._state = self.link.feature(previous, outputs, self._state)
         return unary + self.link.scores(feature, rows).astype(mx.float32)
 
-    def _log_probs(self, logits: mx.array, previous: mx.array, depth: int) -> mx.array:
-        """Compute log-probabilities of the logits of a depth, those of the confidence if given."""
-        if self.scales is not None:
-            logits = logits * self.scales[depth]
+    def _log_probs(
+        self,
+        logits: mx.array,
+        scale: mx.array | None,
+        rest: mx.array | None,
+        outputs: mx.array,
+        previous: mx.array,
+    ) -> mx.array:
+        """Compute log-probabilities of logits, (..., K), those of the confidence if given."""
+        if scale is not None:
+            logits = logits * scale
         normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
-        if self._rest is not None:
-            normaliser = mx.logaddexp(normaliser, self._of_depth(self._rest, depth, previous))
+        if rest is not None:
+            normaliser = mx.logaddexp(normaliser, rest)
         found = logits - normaliser
         if self.confidences is None or self.rank is not None:
             return found
-        return self._trusted(found, previous, self._of_depth(self.outputs, depth, previous))
+        return self._trusted(found, previous, outputs)
 
     def _trusted(self, found: mx.array, previous: mx.array, outputs: mx.array) -> mx.array:
         """Give the best token the estimated probability, and scale those of the others to fit."""

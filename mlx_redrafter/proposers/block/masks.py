@@ -19,8 +19,8 @@ def first_slot_of(config: PublishedValues) -> int:
     The text stays right with a wrong one, and the number of accepted drafts about halves. z-lab,
     incoai and Meta predict after the root's entry, and DeepSpec's heads at it, its DFlash as well.
     """
-    said = config.find("sample_from_anchor")
-    if isinstance(said, bool):
+    said = config.flag("sample_from_anchor")
+    if said is not None:
         return int(not said)
     if config.packaging == "speculators":
         # Before that key was written. Their number of tokens may be a choice of who served it, so
@@ -38,7 +38,7 @@ def masks_of(config: PublishedValues) -> dict[str, Any]:
     count = config.integer("num_hidden_layers", MAX_LAYERS, in_layer=True)
     kinds = config.find("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if config.find("use_swa") else "full_attention"] * count
+        kinds = ["sliding_attention" if config.flag("use_swa") else "full_attention"] * count
     if (
         not isinstance(kinds, list)
         or len(kinds) != count
@@ -49,13 +49,14 @@ def masks_of(config: PublishedValues) -> dict[str, Any]:
             f"{kinds!r}"
         )
     sliding = [KINDS[kind] for kind in kinds]
-    window = config.find("swa_window_size") if config.find("use_swa") else None
+    window = config.find("swa_window_size") if config.flag("use_swa") else None
     window = config.find("sliding_window") if window is None else window
-    if config.find("use_sliding_window") is False:  # as in transformers' Qwen3Config
+    if config.flag("use_sliding_window") is False:  # as in transformers' Qwen3Config
         window = None
-    if config.packaging == "Meta" and isinstance(window, int):
-        window += 1  # transformers' DFlash counts the distance, others the entries
+    if config.packaging in ("Meta", "speculators") and isinstance(window, int):
+        window += 1  # transformers' DFlash and speculators count the distance, others the entries
     return {
+        "windows_from_root": config.packaging == "speculators",
         "windows": [window if one else None for one in sliding],
         "causal": _causal(config, sliding),
     }
@@ -64,12 +65,13 @@ def masks_of(config: PublishedValues) -> dict[str, Any]:
 def _causal(config: PublishedValues, sliding: list[bool]) -> list[bool]:
     if config.packaging == "speculators":
         is_second = config.values.get("speculators_model_type") == "dflash2"
-        free = config.find("sliding_window_non_causal", is_second)
-        return [one and not free for one in sliding]
+        said = config.flag("sliding_window_non_causal")
+        is_free = is_second if said is None else said
+        return [one and not is_free for one in sliding]
     if config.packaging == "Meta":
         return [False] * len(sliding)
     for key in ("is_causal", "dflash_query_causal", "causal"):
-        said = config.find(key)
-        if isinstance(said, bool):
+        said = config.flag(key)
+        if said is not None:
             return [said] * len(sliding)
     return sliding

@@ -35,7 +35,7 @@ from mlx_redrafter.proposers.block.levels import LinkedLevels
 from mlx_redrafter.proposers.block.links import Link, new_link
 from mlx_redrafter.proposers.block.surroundings import (
     DecodingSurroundings,
-    JointSurroundings,
+    Surrounding,
     write,
 )
 from mlx_redrafter.proposers.expansion import Expansion
@@ -173,7 +173,9 @@ class BlockNetwork(KvNetwork):
             rows = self.embed_tokens(tokens)
         else:
             rows = target.embed_input(tokens, normed=not self.config.skips_embedding_norm)
-        return (rows * self.config.embed_scale).astype(self.dtype)
+        if self.config.embed_scale != 1:
+            rows = rows * self.config.embed_scale
+        return rows.astype(self.dtype)
 
     def embed_blocks(self, roots: mx.array, size: int, target: Target) -> mx.array:
         """Embed blocks of a root and masks each, ids of shape (M,) to shape (M, B, H)."""
@@ -196,7 +198,8 @@ class BlockNetwork(KvNetwork):
         else:
             found = target.project(outputs)
         found = found[:, : self.config.head_rows].astype(mx.float32)
-        found = found * self.config.output_multiplier
+        if self.config.output_multiplier != 1:
+            found = found * self.config.output_multiplier
         cap = self.config.softcap
         return found if cap is None else mx.tanh(found / cap) * cap
 
@@ -214,13 +217,13 @@ class BlockNetwork(KvNetwork):
         """Estimate natural log-probabilities that the target accepts the best drafts.
 
         Args:
-            outputs: Outputs of one depth, shape (1, H), or one row per token, (n, H).
-            previous: Tokens before the drafts, int32, shape (n,).
+            outputs: Outputs of a depth, one row for all tokens or one for each, shape (..., H).
+            previous: Tokens before the drafts, int32, shape (...).
 
         Returns:
-            float32, shape (n, 1).
+            float32, shape (..., 1).
         """
-        x = mx.broadcast_to(outputs, (previous.shape[0], outputs.shape[-1]))
+        x = mx.broadcast_to(outputs, (*previous.shape, outputs.shape[-1]))
         if self.config.confidence_reads_token:
             x = mx.concatenate([x, self.markov_head.markov_w1(previous)], axis=-1)
         return nn.log_sigmoid(self.confidence_head.proj(x).astype(mx.float32))
@@ -267,22 +270,17 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
         is_chain = shape.width == 1 and rank is None
         return linked.chain() if is_chain else search_all(linked, shape)
 
-    def surround(self, flight: PendingPass, size: int) -> DecodingSurroundings:
+    def surround(self, flight: PendingPass) -> Surrounding:
         """Return what a block after a pass attends to; its states enter with the block."""
-        network, first = self.network, self.length
-        self.length += self.num_unread
-        self._unread.append((flight.path_states, flight.following_tokens))
-        features = network.fuse(mx.concatenate([states for states, _ in self._unread]))
-        self._unread = []
-        self.cache.keep(first)
-        return DecodingSurroundings(
-            network.layers,
+        first, num_known = self.length, self.num_unread
+        states, _ = self.take_pairs(flight)
+        self.length += num_known
+        return Surrounding(
             [layer.stock for layer in self.cache.layers],
-            features[None],
+            self.network.fuse(states),
             first,
             self.length,
             self.length + flight.num_accepted,
-            size,
         )
 
 
@@ -290,11 +288,10 @@ def read_blocks(
     draftings: Sequence[BlockDrafting], flights: Sequence[PendingPass], levels: int
 ) -> mx.array:
     """Process a block after a pass of each sequence, all in one pass; shape (R, levels, H)."""
-    network, target, count = draftings[0].network, draftings[0].target, len(draftings)
+    network, target = draftings[0].network, draftings[0].target
     size = network.block_size(levels)
-    parts = [one.surround(flight, size) for one, flight in zip(draftings, flights, strict=True)]
+    parts = [one.surround(flight) for one, flight in zip(draftings, flights, strict=True)]
     roots = mx.concatenate([flight.root for flight in flights])
     blocks = network.embed_blocks(roots, size, target)
-    around = parts[0] if count == 1 else JointSurroundings(parts)
     slot = network.config.first_slot
-    return network.outputs(blocks, around)[:, slot : slot + levels]
+    return network.outputs(blocks, DecodingSurroundings(parts, size))[:, slot : slot + levels]

@@ -79,10 +79,11 @@ def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
     config = PublishedValues.of(values)
     _check_variant(config, shapes)
     sizes = _Sizes(shapes, values)
+    fields = {**sizes.layers(), **sizes.link(config)}
+    _check_stated(config, fields)
     try:
         return BlockConfig(
-            **sizes.layers(),
-            **sizes.link(config),
+            **fields,
             **_taps(config, sizes),
             **_scales(config, sizes),
             **masks_of(config),
@@ -115,7 +116,7 @@ def resolve_stored(
         return
     (mean,) = to_floats(mx.mean(weights["hidden_norm.weight"].astype(mx.float32))[None])
     config = PublishedValues.of(values)
-    is_less_one = config.backbone == "qwen3_5" or config.find("use_gemma_norm") is True
+    is_less_one = config.backbone == "qwen3_5" or config.flag("use_gemma_norm") is True
     if (mean < STORED_LESS_ONE) != is_less_one:
         found, expected = (
             ("less one", "as factors") if not is_less_one else ("as factors", "less one")
@@ -180,8 +181,9 @@ class _Sizes:
     def layers(self) -> dict[str, Any]:
         """Return the fields of the decoder layers, the embedding and the head."""
         num_heads = self.axis(ATTENTION + "o_proj.weight", 1) // self.head
-        rows = self.axis("lm_head.weight", 0) if self.has("lm_head.weight") else None
-        is_reduced = rows is not None and rows != self.vocab
+        names = ("token_ids", "lm_head.weight")
+        rows = next((self.axis(name, 0) for name in names if self.has(name)), self.vocab)
+        is_reduced = rows != self.vocab
         return {
             "hidden_size": self.hidden,
             "intermediate_size": self.axis("layers.0.mlp.gate_proj.weight", 0),
@@ -192,7 +194,7 @@ class _Sizes:
             "num_hidden_layers": self.num_layers,
             "draft_vocab_size": rows if is_reduced else None,
             "has_embedding": self.has("embed_tokens.weight"),
-            "has_head": rows is not None,
+            "has_head": is_reduced or self.has("lm_head.weight"),
             "layer_type": "gemma4" if self.is_sandwich else "qwen3",
             "attention_bias": self.has(ATTENTION + "q_proj.bias"),
             "is_gated": self.is_gated,
@@ -238,30 +240,44 @@ def _own_name(name: str) -> str | None:
 
 def _check_variant(config: PublishedValues, shapes: Shapes) -> None:
     found = next((kind for name, kind in UNSUPPORTED.items() if name in shapes), None)
-    says_link = config.find("markov_rank"), config.find("projector_type")
+    projector = config.find("projector_type")
     if config.find("log_snr_conditioning"):
         found = "an embedding of noise levels (log_snr_conditioning)"
-    elif config.find("use_aux_hidden_state") is False:
+    elif config.flag("use_aux_hidden_state") is False:
         found = "no states of the target's layers (use_aux_hidden_state)"
-    elif says_link[1] not in (None, "dflash", "dspark"):
-        found = f"projector_type {says_link[1]!r}"
+    elif projector not in (None, "dflash", "dspark"):
+        found = f"projector_type {projector!r}"
     elif config.find("hidden_act", "silu") != "silu" and not config.has_gelu:
         found = f"hidden_act {config.find('hidden_act')!r}, not 'silu'"
     if found is not None:
         raise CheckpointError(
             f"this block drafter has {found}, which is not supported; use another head"
         )
-    needs_link = says_link[0] or says_link[1] == "dspark"
-    if needs_link and "markov_head.markov_w1.weight" not in shapes:
-        raise CheckpointError(
-            "expected the tensors of the Markov head that config.json names (markov_head.*), found "
-            "none; download the head again"
-        )
-    if config.find("selector_rank") and "candidate_selector.predecessor_codebook" not in shapes:
-        raise CheckpointError(
-            "expected the tensors of the selector that config.json names (candidate_selector.*), "
-            "found none; download the head again"
-        )
+
+
+def _check_stated(config: PublishedValues, fields: Mapping[str, Any]) -> None:
+    """Compare what a config says about the drafter's own parts with the tensors."""
+    link, rank = fields["link"], fields.get("rank", 0)
+    is_selector = link == "selector"
+    is_markov = link != "none" and not is_selector
+    found = {
+        "markov_rank": rank if is_markov else 0,
+        "markov_head_type": "rnn" if link == "recurrent" else link,
+        "projector_type": "dspark" if is_markov else "dflash",
+        "selector_rank": rank if is_selector else 0,
+        "conv_kernel_size": fields.get("conv_taps", 0),
+    }
+    if not is_markov:
+        del found["markov_head_type"]
+    if fields["draft_vocab_size"] is not None:
+        found["draft_vocab_size"] = fields["draft_vocab_size"]
+    for key, own in found.items():
+        stated = config.find(key, own)
+        if stated != own:
+            raise CheckpointError(
+                f"config.json says {key} {stated!r}, but the drafter's tensors are those of "
+                f"{own!r}; download it again, or use a head whose files agree"
+            )
 
 
 def _taps(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
@@ -294,7 +310,7 @@ def _taps(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
 def _block(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
     size, slot = config.integer("block_size", MAX_DIMENSION), first_slot_of(config)
     is_dspark = sizes.has("markov_head.markov_w1.weight")
-    counts_drafts = config.packaging != "speculators" and not config.find("dspark_bonus_anchor")
+    counts_drafts = config.packaging != "speculators" and not config.flag("dspark_bonus_anchor")
     if slot and is_dspark and counts_drafts:
         size += 1  # DeepSpec counts drafts, others count entries
     mask = config.integer("mask_token_id", MAX_DIMENSION)
@@ -334,6 +350,6 @@ def _rope(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": None if kind in ("default", None) else dict(rope),
         "rope_dims": rope.get("rope_dim", int(sizes.head * share)),
-        "rope_traditional": config.find("rope_is_neox_style") is False,
+        "rope_traditional": config.flag("rope_is_neox_style") is False,
         "max_position_embeddings": layer.get("max_position_embeddings", 32768),
     }

@@ -1,6 +1,7 @@
-"""The entries that one block attends to while decoding.
+"""The entries that blocks attend to while decoding.
 
-Axes: C new rows of context, B entries of the block, S rows of a buffer, D head size.
+Axes: R sequences, C new rows of context of a sequence, B entries of a block, S rows of a buffer, D
+head size.
 
 A pass writes the keys and values of new context and of the block to a buffer at once, and attends
 to all rows with a mask. The mask hides the rows of rejected drafts: the device knows the number of
@@ -11,130 +12,114 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
-from mlx_redrafter.proposers.block.layers import BlockLayer, KeysValues
+from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.block.layers import BlockAttention
+
+
+class Surrounding(NamedTuple):
+    """Verified tokens of one sequence, after which a block stands.
+
+    Attributes:
+        caches: Buffers of the network's layers, which hold the first ``first`` tokens.
+        features: Rows of `BlockNetwork.fuse` of the tokens after those, shape (C, H). Rows beyond
+            the root are junk.
+        first: Number of tokens in the buffers.
+        least: Lowest position that ``last`` can be.
+        last: Position of the last row of context that counts, int32, shape (1,).
+    """
+
+    caches: Sequence[KVCache | ChunkedKVCache]
+    features: mx.array
+    first: int
+    least: int
+    last: mx.array
+
+    @property
+    def end(self) -> int:
+        """Row of the buffer that is the block's first one."""
+        return self.first + self.features.shape[0]
+
+    def mask(self, start: int, size: int, config: BlockConfig, layer: int) -> mx.array:
+        """Build the mask of B = ``size`` entries to the rows from a position on, shape (B, S)."""
+        rows = mx.arange(start, self.end + size)
+        entries = mx.arange(size)[:, None]
+        seen, window = rows <= self.last, config.windows[layer]
+        if window is not None:
+            place = self.last + 1 if config.windows_from_root else self.last + 1 + entries
+            seen = seen & (place - rows < window)
+        own = rows >= self.end
+        if config.causal[layer]:
+            own = own & (rows <= self.end + entries)
+        return seen | own
 
 
 class DecodingSurroundings:
-    """Verified tokens of one sequence, and one block after them; a `Surroundings`.
+    """Verified tokens of R sequences, and one block after those of each; a `Surroundings`.
 
     Args:
-        layers: Layers of the network.
-        caches: Their buffers, which hold the first ``first`` tokens.
-        features: Rows of `BlockNetwork.fuse` of the tokens after those, shape (1, C, H). Rows
-            beyond the root are junk.
-        first: Number of tokens in the buffers.
-        least: Lowest position that ``root`` can be.
-        root: Position of the last row of context that counts, int32, shape (1,).
-        num_entries: Number of entries of the block, B.
+        parts: The sequences.
+        num_entries: Number of entries of a block, B.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[BlockLayer],
-        caches: Sequence[KVCache | ChunkedKVCache],
-        features: mx.array,
-        first: int,
-        least: int,
-        root: mx.array,
-        num_entries: int,
-    ):
-        self.layers, self.caches, self.features = layers, caches, features
-        self.first, self.least, self.root = first, least, root
-        self.num_entries = num_entries
-        self._masks: dict[tuple[int, int | None, bool], mx.array] = {}
+    def __init__(self, parts: Sequence[Surrounding], num_entries: int):
+        self.parts, self.num_entries = parts, num_entries
+        self.offset = mx.concatenate([part.last for part in parts]) + 1
+        self._ends = list(accumulate(len(part.features) + num_entries for part in parts))[:-1]
+        entries = mx.arange(1, num_entries + 1)
+        positions = [(mx.arange(one.first, one.end), one.last + entries) for one in parts]
+        self._positions = mx.concatenate(list(chain(*positions)))
+        self._masks: dict[tuple[int, int, int | None, bool], mx.array] = {}
 
-    @property
-    def offset(self) -> mx.array:
-        return self.root + 1
+    def attend(self, attention: BlockAttention, queries: mx.array, x: mx.array) -> mx.array:
+        blocks = mx.split(x.flatten(0, 1), len(self.parts))
+        pairs = ((part.features, block) for part, block in zip(self.parts, blocks, strict=True))
+        rows = mx.concatenate(list(chain(*pairs)))[:, None]  # each of them a block of one entry
+        new = attention.keys_values(rows, self._positions)
+        keys, values = (mx.split(y.transpose(2, 1, 0, 3), self._ends, axis=2) for y in new)
+        found = [
+            self._attend(attention, i, queries[i : i + 1], keys[i], values[i])
+            for i in range(len(self.parts))
+        ]
+        return found[0] if len(found) == 1 else mx.concatenate(found)
 
-    def attend(
-        self, layer: int, queries: mx.array, own: KeysValues, scale: float, sinks: mx.array | None
+    def _attend(
+        self, attention: BlockAttention, i: int, queries: mx.array, keys: mx.array, values: mx.array
     ) -> mx.array:
-        context = self.layers[layer].self_attn.keys_values(self.features, self.first)
-        return self.attend_to(context, layer, queries, own, scale, sinks)
-
-    def attend_to(
-        self,
-        context: KeysValues,
-        layer: int,
-        queries: mx.array,
-        own: KeysValues,
-        scale: float,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """Attend as `attend`, given the keys and values of the new rows of context."""
-        attention, cache = self.layers[layer].self_attn, self.caches[layer]
-        window = attention.config.windows[layer]
-        new = [mx.concatenate(list(pair), axis=2) for pair in zip(context, own, strict=True)]
-        keys, values = write(cache, *new)
-        start = 0 if window is None else max(0, self.least + 2 - window)
+        """Compute the attention of one sequence's block, given the new rows of its buffer."""
+        part, config, layer = self.parts[i], attention.config, attention.index
+        cache, window = part.caches[layer], config.windows[layer]
+        keys, values = write(cache, keys, values)
+        start = 0 if window is None else max(0, part.least + 2 - window)
         buffered = getattr(cache, "start_position", 0)
         skipped = max(0, start - buffered)
+        kind = i, buffered + skipped, window, config.causal[layer]
+        if kind not in self._masks:
+            self._masks[kind] = part.mask(buffered + skipped, self.num_entries, config, layer)
+        if skipped:
+            keys, values = keys[..., skipped:, :], values[..., skipped:, :]
         out: mx.array = mx.fast.scaled_dot_product_attention(
             queries,
-            keys[..., skipped:, :],
-            values[..., skipped:, :],
-            scale=scale,
-            mask=self._mask(buffered + skipped, window, attention.config.causal[layer]),
-            sinks=sinks,
+            keys,
+            values,
+            scale=attention.scale,
+            mask=self._masks[kind],
+            sinks=attention.sinks,
         )
         return out
 
-    def _mask(self, start: int, window: int | None, causal: bool) -> mx.array:
-        """Build the mask of a layer to the rows from a position on, shape (B, S)."""
-        key = start, window, causal
-        if key not in self._masks:
-            block = self.first + self.features.shape[1]
-            rows = mx.arange(start, block + self.num_entries)
-            entries = mx.arange(self.num_entries)[:, None]
-            seen = rows <= self.root
-            if window is not None:
-                seen = seen & (self.root + 1 + entries - rows < window)
-            own = rows >= block
-            if causal:
-                own = own & (rows <= block + entries)
-            self._masks[key] = seen | own
-        return self._masks[key]
 
-
-class JointSurroundings:
-    """Verified tokens of several sequences, and one block after those of each; a `Surroundings`."""
-
-    def __init__(self, parts: Sequence[DecodingSurroundings]):
-        self._parts = parts
-        self._ends = list(accumulate(part.features.shape[1] for part in parts))
-        # A row of context of any sequence is a block of one entry here.
-        self._rows = mx.concatenate([part.features for part in parts], axis=1).swapaxes(0, 1)
-        places = [range(part.first, part.first + part.features.shape[1]) for part in parts]
-        self._places = mx.array(list(chain(*places)), dtype=mx.int32)
-
-    @property
-    def offset(self) -> mx.array:
-        return mx.concatenate([part.offset for part in self._parts])
-
-    def attend(
-        self, layer: int, queries: mx.array, own: KeysValues, scale: float, sinks: mx.array | None
-    ) -> mx.array:
-        attention = self._parts[0].layers[layer].self_attn
-        rows = attention.keys_values(self._rows, self._places)
-        keys, values = (mx.split(x.transpose(2, 1, 0, 3), self._ends[:-1], axis=2) for x in rows)
-        found = []
-        for i, part in enumerate(self._parts):
-            block = own[0][i : i + 1], own[1][i : i + 1]
-            context = keys[i], values[i]
-            found.append(part.attend_to(context, layer, queries[i : i + 1], block, scale, sinks))
-        return mx.concatenate(found)
-
-
-def write(cache: KVCache | ChunkedKVCache, keys: mx.array, values: mx.array) -> KeysValues:
+def write(
+    cache: KVCache | ChunkedKVCache, keys: mx.array, values: mx.array
+) -> tuple[mx.array, mx.array]:
     """Append rows to a buffer and return all rows; a full bounded one drops its oldest first."""
     if isinstance(cache, ChunkedKVCache) and cache.keys is not None:
         num_rows = cache.offset - cache.start_position + keys.shape[2]
         if num_rows > cache.keys.shape[2]:
             cache.maybe_trim_front()
-    found: KeysValues = cache.update_and_fetch(keys, values)
+    found: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 from mlx_redrafter.checks import check_int, is_number
@@ -49,7 +51,7 @@ class PublishedValues(NamedTuple):
         """Return an integer from 1, or from 0 for token ids, to ``high``."""
         value = self.layer.get(key, default) if in_layer else self.find(key, default)
         if value is None:
-            raise CheckpointError(f"the block drafter's config.json lacks {key}")
+            raise _wrong(key, "a number", None)
         try:
             check_int(key, value, 0 if key.endswith("token_id") else 1, high)
         except ConfigError as error:
@@ -63,8 +65,15 @@ class PublishedValues(NamedTuple):
         """Return a number, or ``default``."""
         value = self.find(key, default)
         if not is_number(value):
-            raise CheckpointError(f"expected a number as {key} in config.json, found {value!r}")
+            raise _wrong(key, "a number", value)
         return float(value)
+
+    def flag(self, key: str) -> bool | None:
+        """Return true or false; None if the config does not say."""
+        value = self.find(key)
+        if not isinstance(value, (bool, NoneType)):
+            raise _wrong(key, "true or false", value)
+        return value
 
     @property
     def architectures(self) -> str:
@@ -110,3 +119,11 @@ class PublishedValues(NamedTuple):
             "expected the config of a block drafter by z-lab, incoai, DeepSpec, SpecForge, "
             f"LiquidAI or speculators, found architectures {self.architectures!r}; use such a head"
         )
+
+
+def _wrong(key: str, expected: str, value: Any) -> CheckpointError:
+    found = "none" if value is None else reprlib.repr(value)
+    return CheckpointError(
+        f"expected {expected} as {key} in the block drafter's config.json, found {found}; download "
+        "it again, or use a head whose config has it"
+    )

@@ -8,7 +8,7 @@ Arrays have the name ``LAYER.PART.ARRAY``: a layer with several caches has sever
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -65,8 +65,8 @@ def copy_states_of(layers: Sequence[Any]) -> Arrays:
 
 def fill(
     layers: list[Any],
-    pieces: Sequence[Mapping[str, mx.array]],
-    states: Mapping[str, mx.array],
+    pieces: Sequence[tuple[Arrays, int]],
+    states: Arrays,
     length: int,
     quantisation: Quantisation | None,
 ) -> None:
@@ -74,7 +74,8 @@ def fill(
 
     Args:
         layers: Empty caches as mlx-lm makes them; quantised ones replace some of them.
-        pieces: Arrays of `copy_entries_of`, whose tokens follow each other.
+        pieces: Arrays of `copy_entries_of`, whose tokens follow each other, and the number of
+            tokens of each.
         states: Arrays of `copy_states_of` for ``length`` tokens.
         length: Number of tokens.
         quantisation: KV cache quantization of the entries, or None.
@@ -83,8 +84,10 @@ def fill(
         KeyError: The arrays are those of another kind of cache.
     """
     joined = {
-        name: mx.concatenate([piece[name] for piece in pieces], axis=2)[..., :length, :]
-        for name in (pieces[0] if pieces else ())
+        name: mx.concatenate([piece[name][..., :count, :] for piece, count in pieces], axis=2)[
+            ..., :length, :
+        ]
+        for name in (pieces[0][0] if pieces else ())
     }
     for number, layer in enumerate(layers):
         if f"{number}.0.keys.0" in joined and type(layer) is KVCache:

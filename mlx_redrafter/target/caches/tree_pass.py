@@ -148,6 +148,13 @@ class TreePass:
         assert self.trees is not None
         return Paths([path or (0,) for path in self.paths], self.trees.size)
 
+    @cached_property
+    def above(self) -> mx.array:
+        """Whether a node is an ancestor of another one, bool, shape (B, N, N)."""
+        assert self.trees is not None
+        is_itself = mx.eye(self.trees.size, dtype=mx.bool_)
+        return self.trees.ancestors & ~is_itself
+
     def window_rows(self, size: int) -> mx.array:
         """Find the inputs of a convolution over ``size`` tokens, for every node.
 

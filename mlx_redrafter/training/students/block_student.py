@@ -18,7 +18,7 @@ from mlx_redrafter.training.generated_texts import iterate_texts
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.students.kv_students import KvStudent
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import Recipe
+from mlx_redrafter.training_options import Recipe
 
 # Share of the positions of a stretch that draft: 512 of 4,096, as DeepSpec trains DSpark.
 ANCHOR_SHARE = 1 / 8

@@ -25,7 +25,7 @@ from mlx_redrafter.training.batches import HeadRows, ShardGroup, gather
 from mlx_redrafter.training.generated_texts import draw_noise, read_following
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.training_request import Recipe
+from mlx_redrafter.training_options import Recipe
 
 
 class Student(ABC):

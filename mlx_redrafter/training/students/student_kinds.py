@@ -32,7 +32,7 @@ from mlx_redrafter.training.students.kv_students import (
 from mlx_redrafter.training.students.medusa_student import MedusaStudent
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.training_request import Head, NetworkOptions
+from mlx_redrafter.training_options import Head, NetworkOptions
 
 # Default width of a recurrent drafter's head, unless twice the hidden size is less.
 EXIT_DIM = 1024
@@ -111,7 +111,7 @@ def choose_drafter_config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         exit_dim=options.exit_dim or min(EXIT_DIM, 2 * hidden_size),
-        num_draft_layers=NUM_BLOCKS if options.num_layers is None else options.num_layers,
+        num_draft_layers=NUM_BLOCKS if options.layers is None else options.layers,
         rnn=True,
         draft_vocab_size=options.draft_vocab,
     )
@@ -126,8 +126,8 @@ def _new_medusa(target: Target, options: NetworkOptions) -> Student:
     config = MedusaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
-        num_heads=options.beam_length - 1,
-        num_layers=1 if options.num_layers is None else options.num_layers,
+        num_heads=options.length - 1,
+        num_layers=1 if options.layers is None else options.layers,
         draft_vocab_size=options.draft_vocab,
     )
     return MedusaStudent(Medusa(config))
@@ -166,7 +166,7 @@ def _new_mtp(target: Target, options: NetworkOptions) -> Student:
 def _new_specformer(target: Target, options: NetworkOptions) -> Student:
     config = SpecFormerConfig(
         captured_layers=(*_captured_layers(target), FINAL),
-        num_slots=options.beam_length - 1,
+        num_slots=options.length - 1,
         **_layer_sizes(target),
     )
     return SpecFormerStudent(SpecFormer(config), target)
@@ -175,7 +175,7 @@ def _new_specformer(target: Target, options: NetworkOptions) -> Student:
 def _new_block(target: Target, options: NetworkOptions) -> Student:
     """Create a block drafter, whose first draft's place in the block is the published one."""
     is_dspark, hidden = options.head == "dspark", target.hidden_size
-    num_layers = options.num_layers or (BLOCK_LAYERS if len(target.blocks) >= DEEP else 2)
+    num_layers = options.layers or (BLOCK_LAYERS if len(target.blocks) >= DEEP else 2)
     sizes: dict[str, Any] = {}
     if options.head != "dflash":
         rank = min(LINK_RANK, max(LINK_MULTIPLE, hidden // 2 // LINK_MULTIPLE * LINK_MULTIPLE))
@@ -190,7 +190,7 @@ def _new_block(target: Target, options: NetworkOptions) -> Student:
         num_hidden_layers=num_layers,
         captured_layers=_spread_layers(len(target.blocks), num_layers),
         num_target_layers=len(target.blocks),
-        block_size=options.beam_length - is_dspark,
+        block_size=options.length - is_dspark,
         first_slot=int(not is_dspark),
         # The last token is a rare one, or only pads the vocabulary.
         mask_token_id=target.vocab_size - 1,

@@ -28,6 +28,16 @@ from tests.models.tiny_models import build, tiny_config
 
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
 VOCAB = 48
+# Keys about the drafter itself, and not about its target.
+STATED = {
+    "conv_kernel_size",
+    "dspark_bonus_anchor",
+    "is_causal",
+    "markov_rank",
+    "rope_is_neox_style",
+    "sample_from_anchor",
+    "selector_rank",
+}
 
 
 def set_value(*path: str, to: Any) -> Change:
@@ -71,8 +81,32 @@ BAD: dict[str, tuple[str, Change, str]] = {
         "each of captured_layers must be an integer from 0 to 4, got 10",
     ),
     "no layers": ("z-lab", set_value("dflash_config", to={}), "expected target_layer_ids, a list"),
-    "missing Markov head": ("SpecForge", drop("markov_head"), r"tensors of the Markov head"),
-    "missing selector": ("incoai", drop("candidate_selector"), r"tensors of the selector"),
+    "missing Markov head": ("SpecForge", drop("markov_head"), "says markov_rank 8, .* those of 0"),
+    "missing selector": (
+        "incoai",
+        drop("candidate_selector"),
+        "says selector_rank 8, .* those of 0",
+    ),
+    "part of a gated link": (
+        "speculators DSpark gated",
+        drop("markov_head.gate_proj"),
+        "says markov_head_type 'gated', .* those of 'vanilla'",
+    ),
+    "odd rotation": (
+        "z-lab",
+        set_value("rope_parameters", to={"rope_dim": 3}),
+        "rope_dims must be even, got 3",
+    ),
+    "offsets beyond int32": (
+        "speculators DSpark gated",
+        put("d2t", lambda arrays: arrays["d2t"] + 2**32),
+        "must be ids from 0 to 47",
+    ),
+    "ids without a head": (
+        "z-lab",
+        put("d2t", lambda arrays: mx.arange(20)),
+        "lm_head.weight is missing, expected shape",
+    ),
     "half of a link": ("DeepSpec", drop("markov_w2"), r"markov_head.markov_w2.weight is missing"),
     "missing layer": ("z-lab", drop("layers.1.mlp"), r"layers.1.mlp.down_proj.weight is missing"),
     "another number of layers": (
@@ -151,6 +185,22 @@ def test_bad_files_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as refusal:
         load_block(folder)
     assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_config_contradicts_its_tensors(name: str, tmp_path: Path) -> None:
+    """Other numbers than the tensors have, and flags in words, are refused by their keys."""
+    config = json.loads(json.dumps(LAYOUTS[name].config))
+    load_block(write(tmp_path, name, lambda config, arrays: None))
+    for place in (config, *(one for one in config.values() if isinstance(one, dict))):
+        for key, value in place.items():
+            if key not in STATED:
+                continue
+            place[key] = str(value) if isinstance(value, bool) else value + 1
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            with pytest.raises(CheckpointError, match=key):
+                load_block(tmp_path)
+            place[key] = value
 
 
 def test_a_trained_embedding_of_masks_is_refused(tmp_path: Path) -> None:

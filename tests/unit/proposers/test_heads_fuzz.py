@@ -21,7 +21,7 @@ from mlx_redrafter.proposers.assistant.config import FULL, SLIDING
 from mlx_redrafter.proposers.assistant.network import Assistant
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.network import BlockNetwork
-from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings
+from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
@@ -225,9 +225,8 @@ def run(load: Callable[[Path], KvNetwork], folder: Path) -> str | None:
     outputs = network(rows, mx.ones((2, hidden)), caches)
     if isinstance(network, BlockNetwork):
         root, block = mx.array([2]), mx.ones((1, network.config.block_size, hidden))
-        place = 2, 2, root, block.shape[1]
-        around = DecodingSurroundings(network.layers, caches, rows[None, :1], *place)
-        outputs = network.outputs(block, around)
+        part = Surrounding(caches, rows[:1], 2, 2, root)
+        outputs = network.outputs(block, DecodingSurroundings([part], block.shape[1]))
     mx.eval(network.slots(outputs, 2) if isinstance(network, SpecFormer) else outputs)
     return None
 

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_redrafter import generate, load, stream_generate
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import recognise
-from mlx_redrafter.convert.inspection import inspect_checkpoint
+from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError

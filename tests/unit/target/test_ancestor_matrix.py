@@ -10,8 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
-from mlx_redrafter.target.caches.tree_pass import Paths
+from mlx_redrafter.target.caches.tree_pass import History, Paths, TreePass
 from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch
 
 Array = NDArray[np.float64]
 
@@ -74,10 +75,12 @@ def by_matrix(inputs: Inputs, tree: TokenTree, is_delta: bool) -> tuple[mx.array
     state, keys, queries, values, strengths, log_gates = (
         mx.array(x, dtype=mx.float32)[None] for x in inputs
     )
-    given = log_gates, state, tree.ancestors[None]
+    trees = TreeBatch([tree])
+    given = log_gates[..., None], state, trees.ancestors
     if is_delta:
+        above = TreePass([0], trees, History(1)).above
         read, updates, log_decays = follow_delta_rule(
-            queries, keys, values, strengths, *given, tree.max_depth
+            queries, keys, values, strengths, *given, above, tree.max_depth
         )
     else:
         updates = values

@@ -10,6 +10,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_redrafter.bench.lab import memory
+from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.records import Request
@@ -35,7 +37,7 @@ def new_target(model_type: str, changes: dict[str, Any] | None = None) -> Target
 def verify_growing(target: Target, steps: int) -> list[mx.array]:
     """Return the logits of one tree after a sequence that grows by its paths."""
     cache = target.new_cache()
-    target.prefill(mx.array(PROMPT), cache, 2048)
+    prefill(target, mx.array(PROMPT), cache, 2048)
     found = []
     for step in range(steps):
         logits = target.verify(branching_tree(), cache).logits
@@ -81,28 +83,8 @@ def test_one_trace_serves_all_lengths_of_a_bucket(monkeypatch: pytest.MonkeyPatc
 def test_buffers_are_updated_in_place(
     monkeypatch: pytest.MonkeyPatch, paths: list[list[int]]
 ) -> None:
-    """Without the scores of attention, which the CPU keeps for all entries."""
-    compile_passes(monkeypatch, uses=1)
-    stock = mx.fast.scaled_dot_product_attention
-
-    def attend_to_few(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
-        if isinstance(options["mask"], mx.array):
-            options["mask"] = options["mask"][..., :256]
-        return stock(q, k[..., :256, :], v[..., :256, :], **options)
-
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend_to_few)
-    target = new_target("llama", {"head_dim": 512, "num_key_value_heads": 4})
-    cache, tree = target.blank_cache(2**12 - 256), branching_tree()
-    for step in range(6):
-        mx.eval(target.verify(tree, cache).logits)
-        cache.commit(paths[step % len(paths)])
-        if step == 2:
-            mx.clear_cache()
-            held = mx.get_active_memory()
-            mx.reset_peak_memory()
-    parts = [part for layer in cache.stock for part in (layer.keys, layer.values)]
-    assert sum(part.nbytes for part in parts) >= 2**27
-    assert mx.get_peak_memory() - held < 2**27 / 100
+    monkeypatch.setattr(memory, "LARGE", 2**27)
+    assert memory.update_large_buffers(paths).holds
 
 
 def test_a_target_is_freed_with_its_last_name(monkeypatch: pytest.MonkeyPatch) -> None:

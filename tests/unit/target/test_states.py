@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.decoding import joint_prefill
 from mlx_redrafter.decoding.records import PendingPass, Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
@@ -85,7 +86,7 @@ def test_states_are_those_of_the_layers_and_logits_stay() -> None:
     parts = prompt[:4], prompt[4:6]
     chunks = [target.process_chunk(part, cache, LAYERS).states for part in parts]
     outputs = target.advance(prompt[6:], cache, LAYERS)
-    reference = plain.prefill(prompt, other, 4)
+    reference = prefill(plain, prompt, other, 4)
     assert reference.states is None
     assert mx.array_equal(outputs.logits, reference.logits).item()
     states = mx.concatenate([*chunks, outputs.states])

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.caches.full import consecutive_runs
@@ -75,7 +76,7 @@ def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, 
     rng = random.Random(seed)
     text = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
     cache = target.new_cache()
-    target.prefill(mx.array(text), cache, 4)
+    prefill(target, mx.array(text), cache, 4)
     for _ in range(steps):
         root = rng.randrange(VOCAB_SIZE)
         tokens, parents = grow(rng, root, [], PLAN, VOCAB_SIZE, accuracy=0)
@@ -94,7 +95,7 @@ def test_every_node_is_scored_as_if_decoded_alone(build: Any) -> None:
     rng = random.Random(3)
     text = [5, 9, 11, 40]
     cache = target.new_cache()
-    target.prefill(mx.array(text), cache, 512)
+    prefill(target, mx.array(text), cache, 512)
     for _ in range(3):  # the second and third trees also write the rows of a path
         tokens, parents = grow(rng, 7, [], DraftPlan.of(4, 5, 20), VOCAB_SIZE, accuracy=0)
         tree = make_tree(tokens, parents, 4)
@@ -114,7 +115,7 @@ def test_every_node_is_scored_as_if_decoded_alone(build: Any) -> None:
 def test_plain_tokens_follow_trees(target: Target) -> None:
     text = [1, 2, 3]
     cache = target.new_cache()
-    target.prefill(mx.array(text), cache, 512)
+    prefill(target, mx.array(text), cache, 512)
     _decode_tree(target, cache, [4, 5, 6, 7], [0, 0, 1, 1], [0, 1, 3])
     target.advance(mx.array([8]), cache)
     _decode_tree(target, cache, [9, 10], [0, 0], [0])
@@ -124,7 +125,7 @@ def test_plain_tokens_follow_trees(target: Target) -> None:
 
 def test_settling_forgets_the_end_of_a_path(target: Target) -> None:
     cache = target.new_cache()
-    target.prefill(mx.array([1, 2, 3]), cache, 512)
+    prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5, 6, 7], [0, 0, 1, 2], [0, 1, 2, 3])
     cache.settle(5)
     assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5]))
@@ -132,7 +133,7 @@ def test_settling_forgets_the_end_of_a_path(target: Target) -> None:
 
 def test_settling_keeps_the_root_of_a_tree_in_flight(target: Target) -> None:
     cache = target.new_cache()
-    target.prefill(mx.array([1, 2, 3]), cache, 512)
+    prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1])
     target.verify(make_tree([7, 8, 9], [0, 0, 0], 1), cache)
     cache.settle(6)
@@ -141,7 +142,7 @@ def test_settling_keeps_the_root_of_a_tree_in_flight(target: Target) -> None:
 
 def test_interruption_between_two_layers(target: Target) -> None:
     cache = target.new_cache()
-    target.prefill(mx.array([1, 2, 3]), cache, 512)
+    prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1, 2])
     layer = cache.layers[1]
     with pytest.MonkeyPatch.context() as patch:
@@ -171,8 +172,8 @@ def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) 
     nodes, length = 9, 5
     cache, plain = target.new_cache(), target.new_cache()
     rng = random.Random(0)
-    target.prefill(mx.array([1, 2, 3]), cache, 512)
-    target.prefill(mx.array([1, 2, 3]), plain, 512)
+    prefill(target, mx.array([1, 2, 3]), cache, 512)
+    prefill(target, mx.array([1, 2, 3]), plain, 512)
     while cache.length < 3 * block:
         tokens, parents = grow(rng, 7, [], PLAN, VOCAB_SIZE, accuracy=0)
         path = _random_path(rng, parents)
@@ -198,7 +199,7 @@ def test_other_caches_are_refused(target: Target) -> None:
 
 def test_buffers_go_with_the_request(target: Target) -> None:
     cache = target.new_cache()
-    target.prefill(mx.array([1, 2, 3]), cache, 512)
+    prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5], [0, 0], [0, 1])
     layer = weakref.ref(cache.layers[0])
     gc.disable()
@@ -211,7 +212,7 @@ def test_buffers_go_with_the_request(target: Target) -> None:
 
 def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
     cache = target.new_cache()
-    target.prefill(mx.array([1, 2, 3]), cache, 512)
+    prefill(target, mx.array([1, 2, 3]), cache, 512)
     tree, parents = [4, 5, 6, 7], [0, 0, 1, 0]
     _decode_tree(target, cache, tree, parents, [0, 1, 2])
     assert _places(cache) == [(6, [])] * 3

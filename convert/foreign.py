@@ -1,0 +1,77 @@
+"""The interface that conversion needs from every kind of drafter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
+from mlx_redrafter.convert.source import Source
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.target.target import Target
+
+# Options that only some kinds have.
+SPECIAL = ("rnn_activation", "vocab_slice", "tree")
+
+
+class ForeignDrafter(ABC):
+    """A drafter in a checkpoint whose headers have been read.
+
+    Creating one raises `CheckpointError` if the checkpoint cannot be converted, and `ConfigError`
+    if an option is for another kind.
+
+    Attributes:
+        noun: Name of the kind, with its article if it has one.
+        linked: The same at the start of a card, with a link to the paper if there is one.
+        takes: Those of `SPECIAL` that the kind has.
+        source: The checkpoint.
+        options: Options of the conversion.
+        kind: Description of the checkpoint.
+        name_set: Naming convention of its tensors.
+        names: Names of the drafter's tensors there, by the network's.
+        config: Config of the network.
+        notes: Notes for the user.
+        warnings: Warnings for the user.
+        target: Name of the target if the checkpoint gives one.
+        is_cast: Function that returns whether a floating-point weight gets the dtype of the
+            options.
+    """
+
+    noun: str
+    linked: str
+    takes: tuple[str, ...] = ()
+    kind: str
+    name_set: str
+    names: Mapping[str, str]
+    config: Any
+    target: str | None = None
+
+    def __init__(self, source: Source, options: ConversionOptions):
+        for name in SPECIAL:
+            if getattr(options, name) is not None and name not in self.takes:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is not for {self.noun}; leave it out")
+        self.source, self.options = source, options
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.is_cast: Callable[[str], bool] = lambda own: True
+
+    @abstractmethod
+    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> DraftNetwork:
+        """Make the network with the stored weights, in their dtype.
+
+        Target and tokenizer are those that the options name, if any.
+        """
+
+    def test(self, network: Any, target: Target, tokenizer: TokenizerWrapper) -> Reading[Any]:
+        """Choose the reading of the config that the target accepts most, and calibrate with it.
+
+        The network of the result is the one to write.
+        """
+        readings, layers = {AS_IT_SAYS: network}, network.captured_layers(target)
+        return choose_reading(readings, target, tokenizer, predict_next, lambda one: layers)

@@ -1,0 +1,70 @@
+"""Conversion of Medusa heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.convert.foreign import ForeignDrafter
+from mlx_redrafter.convert.publication import describe_origin
+from mlx_redrafter.convert.selftest import (
+    AS_IT_SAYS,
+    Reading,
+    choose_reading,
+    dequantised,
+)
+from mlx_redrafter.convert.source import Source
+from mlx_redrafter.convert.vocabulary import fit_head
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.fit import Prediction, ReadSequence
+from mlx_redrafter.proposers.medusa.config import MedusaConfig
+from mlx_redrafter.proposers.medusa.fit_heads import calibrate, predict, rank_accuracies
+from mlx_redrafter.proposers.medusa.layouts import read_heads
+from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.target.target import Target
+
+
+class ForeignMedusa(ForeignDrafter):
+    """Medusa heads."""
+
+    noun = "Medusa heads"
+    linked = "[Medusa](https://arxiv.org/abs/2401.10774) heads"
+    takes = ("vocab_slice", "tree")
+    config: MedusaConfig
+
+    def __init__(self, source: Source, options: ConversionOptions):
+        super().__init__(source, options)
+        found = read_heads(source.config, source.shapes)
+        source.check_dtypes(found.sources)
+        self.config, self.name_set, self.names = found.config, found.name_set, found.sources
+        self.notes += found.notes
+        self.kind = describe_origin(self.noun, self.name_set, source.config)
+
+    def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Medusa:
+        if self.options.tree == "static" and target is None and self.config.rank_accuracies is None:
+            raise ConfigError(
+                "a static tree needs --target, to measure how often each rank is accepted"
+            )
+        weights = self.source.read(self.names)
+        fit_head(self, weights, target, tokenizer)
+        heads = Medusa(self.config)
+        heads.load_weights(list(weights.items()))
+        if self.options.tree is not None and target is None:
+            heads.config = replace(heads.config, tree=self.options.tree)
+        return heads
+
+    def test(self, network: Medusa, target: Target, tokenizer: TokenizerWrapper) -> Reading[Medusa]:
+        copied = dequantised(network)
+        found = choose_reading({AS_IT_SAYS: copied}, target, tokenizer, _predict)
+        texts = [text.observed() for text in found.texts]
+        accuracies = rank_accuracies(copied, texts)
+        tree = self.options.tree or copied.config.tree
+        config = replace(copied.config, rank_accuracies=accuracies, tree=tree)
+        network.config = calibrate(copied, texts).applied(config)
+        return found._replace(network=network)
+
+
+def _predict(heads: Medusa, target: Target, text: ReadSequence) -> Prediction:
+    return predict(heads, text.observed())[0]
