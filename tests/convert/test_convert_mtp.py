@@ -95,7 +95,7 @@ def test_out_of_a_models_own_files(
     shown = run(capsys, "convert", "inspect", out).out
     assert kind in " ".join(shown.split())
     assert "vocab_size: 512" in shown
-    assert "--drafter PATH-OF-THIS-FOLDER" in (out / "README.md").read_text()
+    assert "--drafter FOLDER" in (out / "README.md").read_text()
     model, tokenizer, module = load(folder, drafter=out)
     options: dict[str, Any] = {"max_tokens": 20, "beam_width": 2}
     plain, drafted = (
