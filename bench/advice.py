@@ -20,10 +20,10 @@ from mlx_redrafter.checkpoints.drafter_search import (
     FoundDrafter,
     describe_offer,
 )
-from mlx_redrafter.checkpoints.hub import Repository
 from mlx_redrafter.checkpoints.identity import Identity
 from mlx_redrafter.checkpoints.recognition import is_word, recognise
 from mlx_redrafter.errors import CheckpointError, RedrafterError
+from mlx_redrafter.hub import Repository
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
 from mlx_redrafter.model_store import is_complete
 from mlx_redrafter.proposers import redrafter
@@ -299,7 +299,7 @@ def describe_drafter(subject: Subject) -> dict[str, object] | None:
         drafter = subject.usable_drafter
         return None if drafter is None else {"name": drafter, "stored": True}
     line = found.published
-    stated = "" if repository is None else repository.card.licence
+    stated = "" if repository is None else repository.licence
     return {
         "name": found.name,
         "method": found.method,

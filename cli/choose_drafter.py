@@ -11,7 +11,7 @@ from mlx_redrafter.errors import RedrafterError
 
 if TYPE_CHECKING:
     from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, FoundDrafter
-    from mlx_redrafter.checkpoints.hub import Repository
+    from mlx_redrafter.hub import Repository
 
 # Word for the drafter that this module chooses.
 AUTO = "auto"
@@ -48,7 +48,7 @@ def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
 
 def _offer(search: DrafterSearch, yes: bool) -> FoundDrafter | None:
     """Offer a published drafter, and download it if the user agrees."""
-    from mlx_redrafter.checkpoints.hub import download
+    from mlx_redrafter.hub import download
     from mlx_redrafter.proposers.checkpoint import PATTERNS
 
     try:

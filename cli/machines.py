@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, first_line
 
 # Environment variable with which ``mlx.launch`` tells a process its rank.
 RANK = "MLX_RANK"
@@ -35,9 +35,11 @@ def join_machines(arguments: Sequence[str]) -> None:
 
     faulthandler.dump_traceback_later(START_SECONDS, exit=True)
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    group = launched_group()
-    signal.signal(signal.SIGINT, before)
-    faulthandler.cancel_dump_traceback_later()
+    try:
+        group = launched_group()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        faulthandler.cancel_dump_traceback_later()
     if group is None:
         return
     machines = meet(group)
@@ -61,10 +63,20 @@ def leave_machines(code: int) -> None:
 
 
 def launched_group() -> Any:
-    """Return MLX's group of the ranks that ``mlx.launch`` has started; None for one rank alone."""
+    """Return MLX's group of the ranks that ``mlx.launch`` has started; None for one rank alone.
+
+    Raises:
+        ConfigError: MLX cannot connect them.
+    """
     if RANK not in os.environ:
         return None
     import mlx.core as mx
 
-    group = mx.distributed.init()
+    try:
+        group = mx.distributed.init()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"MLX cannot connect the machines: {first_line(error)}; end other launches on these "
+            "ports, or give mlx.launch another --starting-port"
+        ) from error
     return group if group.size() > 1 else None

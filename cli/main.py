@@ -78,6 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     logger = logging.getLogger("mlx_redrafter")
     logger.setLevel(logging.INFO)
     logger.handlers = [_StderrHandler()]
+    # A download that fails is one line, without a line for each retry.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         join_machines(arguments)
         result = app(args=list(arguments), prog_name="redrafter-mlx", standalone_mode=False)

@@ -161,15 +161,14 @@ class WritingPair(AdaptedPair):
 
 def _check_memory(model: str, drafter: str | None, context: Context, machines: int) -> None:
     """Refuse a model that is too large, and warn about one that is nearly so."""
-    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
-
     from mlx_redrafter.checkpoint_files import find_checkpoint
     from mlx_redrafter.checkpoints.memory_check import check_memory
     from mlx_redrafter.checkpoints.recognition import recognise
     from mlx_redrafter.proposers import WORDS
     from mlx_redrafter.proposers.checkpoint import PATTERNS
+    from mlx_redrafter.target.model_loading import find_model
 
-    folder = find_checkpoint(model, DEFAULT_ALLOW_PATTERNS)
+    folder = find_model(model)
     beside = None
     if drafter is not None and drafter not in WORDS:
         recognise(drafter)  # refuses what cannot draft before anything is downloaded

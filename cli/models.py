@@ -60,15 +60,13 @@ def pull(name: Name) -> None:
     """
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-    from mlx_redrafter.checkpoints.hub import describe_repository, download
+    from mlx_redrafter.hub import download, find_repository
     from mlx_redrafter.memory_sizes import format_bytes
 
     patterns = [*DEFAULT_ALLOW_PATTERNS, "*.safetensors", "README.md"]
     full = complete_name(name)
-    repository = describe_repository(full)
-    if repository is None:
-        raise CheckpointError(f"there is no repository {full!r} on the hub; check the name")
-    licence = repository.card.licence or "not stated"
+    repository = find_repository(full, patterns)
+    licence = repository.licence or "not stated"
     size = format_bytes(repository.size(patterns))
     typer.echo(f"downloading {full} ({size}, licence {licence})", err=True)
     typer.echo(f"{full} is in {download(repository, patterns)}", err=True)

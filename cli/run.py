@@ -47,27 +47,30 @@ def find_model(name: str, yes: bool) -> str:
     """Return the name of a model on this machine, after a download if the user agrees."""
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-    from mlx_redrafter.checkpoints.hub import describe_repository, download
+    from mlx_redrafter.checkpoint_files import CONFIG_FILE, read_config
+    from mlx_redrafter.hub import download, find_repository
     from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
     from mlx_redrafter.model_store import find_stored
+    from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
+    from mlx_redrafter.target.model_parts import check_config
 
     if name and Path(name).expanduser().is_dir():
         return name
     full = complete_name(name)
     if find_stored(full, DEFAULT_ALLOW_PATTERNS) is not None:
         return full
-    repository = describe_repository(full)
-    if repository is None:
-        raise CheckpointError(
-            f"there is no model {full!r} on this machine or on the hub; check the name"
-        )
+    repository = find_repository(full, [CONFIG_FILE, *DEFAULT_ALLOW_PATTERNS])
+    config = read_config(download(repository, [CONFIG_FILE]))
+    if config.get("model_type") == MODEL_TYPE:
+        raise CheckpointError(f"{full} is a drafter; give it with --drafter, next to its --model")
+    check_config(config)
     size, memory = repository.size(DEFAULT_ALLOW_PATTERNS), read_total_memory()
     if memory is not None and size > memory:
         raise ResourceError(
             f"{full} has {format_bytes(size)}, and this machine has {format_bytes(memory)} of "
             "memory; use a copy in fewer bits, or a smaller model"
         )
-    licence = repository.card.licence or "not stated"
+    licence = repository.licence or "not stated"
     if not agrees(f"Download {full} ({format_bytes(size)}, licence {licence})?", yes):
         raise typer.Exit(1)
     download(repository, DEFAULT_ALLOW_PATTERNS)

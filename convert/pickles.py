@@ -1,18 +1,21 @@
 """A reader for the pickles of ``torch.save`` that can build tensors and plain containers only.
 
-`pickletools` decodes the arguments of opcodes and `_Machine` interprets them; it rejects unknown
-opcodes before decoding them. It never looks up or imports a name in a file: it recognises the few
-names that ``torch.save`` needs as text and rejects all others. Each opcode does a bounded amount of
-work on existing objects, so time and memory grow only with the length of the pickle. That is at
-most `MAX_PICKLE_BYTES`, whatever sizes the pickle claims. Containers are never hashed, compared or
-printed: shared and nested containers can be exponentially large.
+It is the unpickler of the standard library in its Python version, whose table of opcodes is reduced
+to those of ``torch.save``, and which looks up and imports no name: it recognises the few names that
+``torch.save`` needs as text and rejects all others. Opcodes that would change attributes or hash
+containers are replaced. Each opcode does a bounded amount of work on existing objects, so time and
+memory grow only with the length of the pickle. That is at most `MAX_PICKLE_BYTES`, whatever sizes
+the pickle claims. Containers are never hashed, compared or printed: shared and nested containers
+can be exponentially large.
 """
 
 from __future__ import annotations
 
+import pickle
 import pickletools
+import struct
 from collections.abc import Callable
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, ClassVar, NamedTuple, NoReturn
 
 from mlx_redrafter.convert.stored import MAX_AXES, count_spanned
 from mlx_redrafter.errors import CheckpointError
@@ -22,6 +25,24 @@ from mlx_redrafter.escaping import describe_error, quote
 MAX_PICKLE_BYTES = 2**20
 # Maximum number of elements, offset or stride of a tensor.
 MAX_ELEMENTS = 2**48
+
+# Opcodes of ``torch.save`` (pickle protocols 2 to 4) that the standard library may interpret.
+_HARMLESS = """
+    PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE
+    SHORT_BINUNICODE EMPTY_TUPLE EMPTY_DICT EMPTY_LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS
+    BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID REDUCE
+""".split()
+# Errors of the standard library for malformed input.
+_MALFORMED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    OverflowError,
+    struct.error,
+    pickle.UnpicklingError,
+)
 
 # Dtype of each storage class of torch.
 STORAGE_DTYPES = {
@@ -59,19 +80,6 @@ class _StorageType(NamedTuple):
     dtype: str
 
 
-class _Function(NamedTuple):
-    name: str
-
-
-_MARK = object()
-_FUNCTIONS = (
-    "collections.OrderedDict",
-    "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_parameter",
-)
-_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
-
-
 def read_pickle(stream: BinaryIO, name: str) -> object:
     """Read one pickle and leave the stream at its end.
 
@@ -85,38 +93,30 @@ def read_pickle(stream: BinaryIO, name: str) -> object:
     Raises:
         CheckpointError: The pickle is damaged, or needs more than tensors and containers.
     """
-    machine = _Machine(name)
     try:
-        while (code := stream.read(1)) != b".":
-            machine.step(code, stream)
-        return machine.result()
-    except (ValueError, IndexError) as error:
+        return _Reader(stream, name).load()
+    except _MALFORMED as error:
         raise CheckpointError(f"{name} is truncated or damaged: {describe_error(error)}") from error
 
 
-class _Machine:
-    """The stack, the memo and one method per family of opcodes.
+class _Reader(pickle._Unpickler):
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
-    Malformed input raises ValueError or IndexError, which `read_pickle` turns into messages.
-    """
-
-    def __init__(self, name: str):
+    def __init__(self, stream: BinaryIO, name: str):
+        super().__init__(stream)
         self.name = name
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
 
-    def step(self, code: bytes, stream: BinaryIO) -> None:
-        opcode = _OPCODES.get(code)
-        if opcode is None:
-            raise ValueError(f"unknown opcode {code!r}" if code else "it has no end")
-        if opcode.name not in _STEPS:
-            self.reject(f"uses the pickle opcode {opcode.name}")
-        _STEPS[opcode.name](self, _read_argument(opcode, stream))
+    def find_class(self, module: str, name: str) -> object:
+        full = f"{module}.{name}"
+        if full in _FUNCTIONS:
+            return _FUNCTIONS[full]
+        if module == "torch" and name in STORAGE_DTYPES:
+            return _StorageType(STORAGE_DTYPES[name])
+        self.reject(f"asks for {quote(full)}")
 
-    def result(self) -> object:
-        if len(self.stack) != 1:
-            raise ValueError(f"expected one object at the end, found {len(self.stack)}")
-        return self.pop()
+    def persistent_load(self, pid: Any) -> Storage:
+        return _make_storage(pid)
 
     def reject(self, action: str) -> NoReturn:
         raise CheckpointError(
@@ -124,34 +124,20 @@ class _Machine:
             "Do not load it elsewhere, or, if it is your own, save the model's state_dict() alone"
         )
 
-    def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            raise ValueError("unexpected mark")
-        return value
+    def build(self) -> None:
+        """Drop the attributes of a state dict: torch's ``_metadata``, which is not needed."""
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(state) is not dict or type(target) is not dict:
+            self.reject("sets attributes of something that is not a state dict")
 
-    def pop_marked(self) -> list[Any]:
-        """Pop the newest mark and all values above it, and return the values."""
-        values = []
-        while (value := self.stack.pop()) is not _MARK:
-            values.append(value)
-        return values[::-1]
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._insert([key, value])
 
-    def memoise(self, index: int | None) -> None:
-        self.memo[len(self.memo) if index is None else index] = self.stack[-1]
+    def set_items(self) -> None:
+        self._insert(self.pop_mark())
 
-    def recall(self, index: int) -> None:
-        if index not in self.memo:
-            raise ValueError(f"nothing was remembered as {index}")
-        self.stack.append(self.memo[index])
-
-    def extend(self, values: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not list:
-            raise ValueError("appends to something that is not a list")
-        target.extend(values)
-
-    def insert(self, values: list[Any]) -> None:
+    def _insert(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not dict or len(values) % 2:
             raise ValueError("sets items of something that is not a dict")
@@ -162,96 +148,34 @@ class _Machine:
                 raise ValueError(f"a dict has the key {quote(str(key))} twice")
             target[key] = value
 
-    def find(self, module: Any, name: Any) -> None:
-        if type(module) is not str or type(name) is not str:
-            raise ValueError("a global's name is not text")
-        full = f"{module}.{name}"
-        if full in _FUNCTIONS:
-            self.stack.append(_Function(full))
-        elif module == "torch" and name in STORAGE_DTYPES:
-            self.stack.append(_StorageType(STORAGE_DTYPES[name]))
-        else:
-            self.reject(f"asks for {quote(full)}")
-
-    def call(self) -> None:
-        arguments, function = self.pop(), self.pop()
-        if type(function) is not _Function or type(arguments) is not tuple:
-            self.reject("calls something that is not a function")
-        if function.name == "collections.OrderedDict" and arguments == ():
-            self.stack.append({})
-        elif function.name == "torch._utils._rebuild_tensor_v2":
-            self.stack.append(_make_tensor(arguments))
-        elif function.name == "torch._utils._rebuild_parameter" and len(arguments) == 3:
-            if type(arguments[0]) is not PickledTensor:
-                raise ValueError("a parameter holds no tensor")
-            self.stack.append(arguments[0])
-        else:
-            raise ValueError(f"{function.name} has unexpected arguments")
-
-    def build(self) -> None:
-        """Drop the attributes of a state dict: torch's ``_metadata``, which is not needed."""
-        state, target = self.pop(), self.stack[-1]
-        if type(state) is not dict or type(target) is not dict:
-            self.reject("sets attributes of something that is not a state dict")
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {}
 
 
-def _read_argument(opcode: pickletools.OpcodeInfo, stream: BinaryIO) -> Any:
-    if opcode.name == "GLOBAL":  # unlike pickle, pickletools would interpret backslashes
-        return [stream.readline().removesuffix(b"\n").decode("ascii") for _ in range(2)]
-    return None if opcode.arg is None else opcode.arg.reader(stream)
+_REPLACED = {"BUILD": _Reader.build, "SETITEM": _Reader.set_item, "SETITEMS": _Reader.set_items}
 
 
-def _stack_global(machine: _Machine, _: Any) -> None:
-    name, module = machine.pop(), machine.pop()
-    machine.find(module, name)
+def _choose_step(opcode: pickletools.OpcodeInfo) -> Callable[[Any], None]:
+    if opcode.name in _HARMLESS:
+        return pickle._Unpickler.dispatch[ord(opcode.code)]
+    action = f"uses the pickle opcode {opcode.name}"
+    return _REPLACED.get(opcode.name, lambda reader: reader.reject(action))
 
 
-def _pop_tuple(size: int) -> Callable[[_Machine, Any], None]:
-    def step(machine: _Machine, _: Any) -> None:
-        values = [machine.pop() for _ in range(size)]
-        machine.stack.append(tuple(values[::-1]))
-
-    return step
+_Reader.dispatch |= {ord(opcode.code): _choose_step(opcode) for opcode in pickletools.opcodes}
 
 
-def _set_item(machine: _Machine, _: Any) -> None:
-    value, key = machine.pop(), machine.pop()
-    machine.insert([key, value])
+def _make_dict(*arguments: Any) -> dict[str, Any]:
+    """Make a dict for a call of ``OrderedDict`` without arguments."""
+    if arguments:
+        raise ValueError("an OrderedDict has unexpected arguments")
+    return {}
 
 
-# Action of each opcode of ``torch.save`` (pickle protocols 2 to 4); all others are rejected.
-_STEPS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, argument: None),
-    **dict.fromkeys(
-        ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
-        lambda machine, argument: machine.stack.append(argument),
-    ),
-    "NONE": lambda machine, argument: machine.stack.append(None),
-    "NEWTRUE": lambda machine, argument: machine.stack.append(True),
-    "NEWFALSE": lambda machine, argument: machine.stack.append(False),
-    "EMPTY_TUPLE": lambda machine, argument: machine.stack.append(()),
-    "EMPTY_DICT": lambda machine, argument: machine.stack.append({}),
-    "EMPTY_LIST": lambda machine, argument: machine.stack.append([]),
-    "MARK": lambda machine, argument: machine.stack.append(_MARK),
-    "TUPLE": lambda machine, argument: machine.stack.append(tuple(machine.pop_marked())),
-    "TUPLE1": _pop_tuple(1),
-    "TUPLE2": _pop_tuple(2),
-    "TUPLE3": _pop_tuple(3),
-    "APPEND": lambda machine, argument: machine.extend([machine.pop()]),
-    "APPENDS": lambda machine, argument: machine.extend(machine.pop_marked()),
-    "SETITEM": _set_item,
-    "SETITEMS": lambda machine, argument: machine.insert(machine.pop_marked()),
-    "BINPUT": lambda machine, argument: machine.memoise(argument),
-    "LONG_BINPUT": lambda machine, argument: machine.memoise(argument),
-    "MEMOIZE": lambda machine, argument: machine.memoise(None),
-    "BINGET": lambda machine, argument: machine.recall(argument),
-    "LONG_BINGET": lambda machine, argument: machine.recall(argument),
-    "GLOBAL": lambda machine, argument: machine.find(*argument),
-    "STACK_GLOBAL": _stack_global,
-    "BINPERSID": lambda machine, argument: machine.stack.append(_make_storage(machine.pop())),
-    "REDUCE": lambda machine, argument: machine.call(),
-    "BUILD": lambda machine, argument: machine.build(),
-}
+def _make_parameter(tensor: Any, *_: Any) -> PickledTensor:
+    """Return the tensor of a call of ``_rebuild_parameter``."""
+    if type(tensor) is not PickledTensor:
+        raise ValueError("a parameter holds no tensor")
+    return tensor
 
 
 def _make_storage(identity: Any) -> Storage:
@@ -266,7 +190,7 @@ def _make_storage(identity: Any) -> Storage:
     return Storage(key, kind.dtype, size)
 
 
-def _make_tensor(arguments: tuple[Any, ...]) -> PickledTensor:
+def _make_tensor(*arguments: Any) -> PickledTensor:
     """Make a tensor from the arguments of ``_rebuild_tensor_v2``: storage, offset, shape, ..."""
     if len(arguments) not in (6, 7) or type(arguments[0]) is not Storage:
         raise ValueError("a tensor has an unexpected description")
@@ -291,3 +215,10 @@ def _make_tensor(arguments: tuple[Any, ...]) -> PickledTensor:
 def _check_count(value: Any) -> None:
     if type(value) is not int or not 0 <= value <= MAX_ELEMENTS:
         raise ValueError("a size is not a number in range")
+
+
+_FUNCTIONS: dict[str, Callable[..., object]] = {
+    "collections.OrderedDict": _make_dict,
+    "torch._utils._rebuild_tensor_v2": _make_tensor,
+    "torch._utils._rebuild_parameter": _make_parameter,
+}

@@ -20,8 +20,8 @@ Rooms by floor: a module imports from its own room and from the floors below it,
 Floor 1 consists of single files, which count as one room, the ground.
 
     1  backend  checkpoint_files  checks  device_read  draft_plan  errors  escaping
-    1  generation_options  grammar  late_grammar  measured  memory_sizes  model_store
-    1  thread_streams  training_options  version
+    1  generation_options  grammar  hub  late_grammar  measured  memory_sizes
+    1  model_store  thread_streams  training_options  version
 """
 
 from importlib import import_module

@@ -17,11 +17,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub import snapshot_download
 from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
+from mlx_redrafter.hub import explain_files, fetch
 from mlx_redrafter.model_store import find_stored
 
 # Name of the config in a checkpoint.
@@ -46,8 +46,8 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
 
     Raises:
         CheckpointError: There is neither such a folder nor such a repository, there is no network,
-            or several repositories end in this name. Or the folder holds a pipe, a socket or a
-            device, whose reader could wait for ever.
+            several repositories end in this name, or the repository holds other files. Or the
+            folder holds a pipe, a socket or a device, whose reader could wait for ever.
         ConfigError: ``path_or_repo`` is neither a string nor a path.
     """
     if not isinstance(path_or_repo, (str, Path)):
@@ -77,14 +77,7 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
             f"no such folder: {path}; give a checkpoint folder or a hub repository like org/name, "
             "or a name that redrafter-mlx list shows"
         )
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the hub's libraries raise exceptions of many kinds
-        raise CheckpointError(
-            f"{name!r} is neither a local folder nor a repository that can be reached on the "
-            f"Hugging Face Hub ({first_line(error)}); check the name and the network, or give a "
-            "folder"
-        ) from error
+    return fetch(name, patterns)
 
 
 def check_regular(path: Path) -> None:
@@ -112,9 +105,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         path.stat()
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"no {CONFIG_FILE} in {folder}; is it a checkpoint folder?"
-        ) from error
+        raise CheckpointError(f"no {CONFIG_FILE} in {folder}{_explain(folder)}") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
     return read_json(path)
@@ -193,7 +184,11 @@ def weight_files(folder: Path) -> list[Path]:
     for pattern in WEIGHTS_PATTERNS:
         if paths := sorted(folder.glob(pattern)):
             return paths
-    raise CheckpointError(f"no {WEIGHTS_PATTERNS[0]} in {folder}")
+    raise CheckpointError(f"no {WEIGHTS_PATTERNS[0]} in {folder}{_explain(folder)}")
+
+
+def _explain(folder: Path) -> str:
+    return explain_files([path.name for path in folder.iterdir()] if folder.is_dir() else [])
 
 
 def has_weights(folder: Path) -> bool:

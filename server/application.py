@@ -43,6 +43,7 @@ def make_application(service: Service) -> Starlette:
     for protocol in PROTOCOLS:
         for (method, path), endpoint in protocol.ROUTES.items():
             routes += _both(service, path, endpoint, method, protocol.to_error)
+    shown = [route.path for route in routes if route.path.startswith(("/v1", "/api"))]
     origins = service.callers.origins
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
@@ -54,7 +55,7 @@ def make_application(service: Service) -> Starlette:
             *([cors] if origins else []),
         ],
         exception_handlers={
-            HTTPException: partial(_answer_wrong_path, _list_paths(routes)),
+            HTTPException: partial(_answer_wrong_path, ", ".join(dict.fromkeys(shown))),
             ClientDisconnect: _end_disconnected,
             Exception: _fail,
         },
@@ -128,11 +129,6 @@ async def _describe_model(service: Service, request: Request) -> Response:
 def _refuse(refusal: Refusal, to_error: ErrorFormat = Refusal.to_json) -> Response:
     headers = {"Retry-After": "1"} if refusal.status == 429 else {}
     return respond(to_error(refusal), refusal.status, headers)
-
-
-def _list_paths(routes: list[Route]) -> str:
-    paths = (route.path for route in routes if route.path.startswith(("/v1", "/api")))
-    return ", ".join(dict.fromkeys(paths))
 
 
 async def _answer_wrong_path(paths: str, request: Request, error: Exception) -> Response:

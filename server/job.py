@@ -105,7 +105,8 @@ class Job:
         request, counters = self.request, self._counters
         tokens = list(self.prompts[index // request.num_texts])
         answer = Answer(request, engine.tokenizer, tokens, index)
-        options = replace(request.options, seed=_seed_of(request, index))
+        seed = request.options.seed
+        options = replace(request.options, seed=None if seed is None else (seed + index) % 2**32)
         num_prompt, step_size = len(tokens), options.prefill_step_size
         prefix = prefixes.take(tokens, self.owner)
         num_cached = prefix.length
@@ -181,11 +182,6 @@ class Job:
         scores = score_prompt(engine, tokens, request.top_logprobs or 0, self._on_progress)
         wanted = takewhile(lambda _: not self.is_cancelled, scores)
         return answer.repeat(text, tokens[0], wanted)
-
-
-def _seed_of(request: TextRequest, index: int) -> int | None:
-    seed = request.options.seed
-    return None if seed is None else (seed + index) % 2**32
 
 
 def _penalties(request: TextRequest, known: list[int]) -> list[LogitsProcessor]:

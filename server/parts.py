@@ -136,7 +136,9 @@ class Answer:
         text = "".join(text for _, text in segments)
         is_stopped = self._stopping[0] is None
         if is_stopped:
-            part.stop = _first_of(self._request.stops, pending + response.text)
+            seen = pending + response.text
+            found = [stop for stop in reversed(self._request.stops) if stop in seen]
+            part.stop = min(found, key=lambda stop: seen.find(stop) + len(stop))
         part.finish_reason = "stop" if is_stopped else response.finish_reason
         if response.finish_reason and not is_stopped:
             text += TextStateMachine.flush(self._stopping)[1]
@@ -216,12 +218,6 @@ class Answer:
         values = to_floats(log_probs[mx.array(ids)])
         chosen, *top = map(self._name, ids, values)
         return chosen._replace(top=tuple(top))
-
-
-def _first_of(stops: Sequence[str], text: str) -> str:
-    """Return the stop string that ends first in a text."""
-    ends = {text.find(stop) + len(stop): stop for stop in stops if stop in text}
-    return ends[min(ends)]
 
 
 def _token_text(tokenizer: TokenizerWrapper, token: int) -> str:

@@ -31,7 +31,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
-from mlx_redrafter.proposers.expansion import best_nodes
+from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -263,7 +263,7 @@ class _OverheadJobs:
         expansion = expand(
             self.drafter, self.project_input, self.hidden, self.root, self.plan.shape
         )
-        return best_nodes(expansion, self.root, self.plan)
+        return build_tree(expansion, self.root, self.plan)
 
     def _next_step(self) -> None:
         steps = self.text.stats.steps

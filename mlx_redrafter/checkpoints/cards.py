@@ -18,25 +18,19 @@ class Card(NamedTuple):
     """Facts from a model card.
 
     Attributes:
-        licence: Name of the licence; empty if the card gives none.
         base_models: Models that this one was made from, or that a drafter was made for.
         is_quantised: Whether the card says that this is a quantised copy of its base model.
     """
 
-    licence: str = ""
     base_models: tuple[str, ...] = ()
     is_quantised: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Card:
         """Read the facts from a card's metadata; values of other types are left out."""
-        licence = values.get("license")
-        if licence == "other" and isinstance(values.get("license_name"), str):
-            licence = values["license_name"]
         bases = values.get("base_model")
         bases = bases if isinstance(bases, list) else [bases]
         return cls(
-            licence if isinstance(licence, str) else "",
             tuple(base for base in bases if isinstance(base, str)),
             values.get("base_model_relation") == "quantized",
         )

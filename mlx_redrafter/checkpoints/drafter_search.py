@@ -12,16 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from mlx_redrafter.checkpoint_files import (
-    find_checkpoint,
-    read_config,
-    read_shapes,
-    weight_files,
-)
+from mlx_redrafter.checkpoint_files import read_config, read_shapes, weight_files
 from mlx_redrafter.checkpoints.cards import read_card
-from mlx_redrafter.checkpoints.hub import Repository, describe_repository
 from mlx_redrafter.checkpoints.identity import Identity, targets_in_config
 from mlx_redrafter.checkpoints.published_drafters import (
     METHODS,
@@ -32,13 +25,13 @@ from mlx_redrafter.checkpoints.published_drafters import (
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.checkpoints.token_table import has_same_tokens
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
+from mlx_redrafter.hub import Repository, describe_repository
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import find_stored, repository_of, stored_models
 from mlx_redrafter.proposers import draft_model, mtp
 from mlx_redrafter.proposers.checkpoint import PATTERNS
 from mlx_redrafter.proposers.mtp.families import has_family, is_sidecar, prefix_of
-from mlx_redrafter.target.model_loading import make_model
-from mlx_redrafter.target.model_parts import check_config
+from mlx_redrafter.target.model_loading import find_model, make_model
 
 # Word for a drafter that is found by the model's name.
 AUTO = "auto"
@@ -91,9 +84,7 @@ class DrafterSearch:
             CheckpointError: The model's files cannot be found or read.
             UnsupportedTargetError: The model cannot be decoded exactly.
         """
-        identity = Identity.of_folder(find_checkpoint(model, DEFAULT_ALLOW_PATTERNS))
-        check_config(identity.config)
-        return cls(identity)
+        return cls(Identity.of_folder(find_model(model)))
 
     @property
     def reasons(self) -> list[str]:
@@ -204,7 +195,7 @@ def is_auto(drafter: str | Path | None) -> bool:
 def describe_offer(found: FoundDrafter, repository: Repository) -> str:
     """Describe a download: its kind, size and licence, and the gain that others measured."""
     line = found.published
-    stated = repository.card.licence or (line.licence if line is not None else "")
+    stated = repository.licence or (line.licence if line is not None else "")
     licence = f"licence {stated}" if stated else "no licence stated"
     size = format_bytes(repository.size(PATTERNS))
     gain = f"; speed relative to plain decoding {line.gain}" if line and line.gain else ""

@@ -1,12 +1,13 @@
 """Prompts of several new sequences, which share their forward passes.
 
 A pass ends where the shortest prompt does, and the others go on without that one. So no prompt is
-padded, and every kind of cache holds what it holds after each prompt alone.
+padded, and every kind of cache holds what it holds after each prompt alone. The ends of prompts of
+similar lengths are left to the first step of the batch, as trees of one branch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -16,13 +17,17 @@ from mlx_redrafter.device_read import wait_for
 from mlx_redrafter.target.caches.cache_kinds import copy_rows
 from mlx_redrafter.target.target import Target
 
+# Maximum number of tokens at the end of a prompt that the first step of a batch processes: as many
+# as a usual tree has nodes, because texts with fewer tokens are padded there.
+MAX_END = 16
+
 
 def prefill_together(
     target: Target, sequences: Sequence[SequenceDecoder], step_size: Callable[[], int]
-) -> Iterator[None]:
+) -> Generator[None, None, list[SequenceDecoder]]:
     """Process the prompts of sequences that share their prefill, one chunk at a time.
 
-    Ends when one sequence is left, with a part of its prompt still to process. Blocks until MLX has
+    Ends when at most one sequence has more than `MAX_END` tokens left. Blocks until MLX has
     computed each chunk.
 
     Args:
@@ -30,6 +35,9 @@ def prefill_together(
         sequences: The sequences, which have one proposer or none.
         step_size: Function that returns the maximum number of tokens of the next chunk, all
             sequences together.
+
+    Returns:
+        The one with more tokens left, if there is one.
     """
     group = sorted(sequences, key=lambda one: len(one.request.prompt), reverse=True)
     layers = next((one.layers for one in group if one.layers), ())
@@ -48,19 +56,20 @@ def prefill_together(
         group = _without_finished(group, caches, done)
     for one in group:
         _give_row(one, caches, 0, done)
+    return group
 
 
 def _without_finished(
     group: Sequence[SequenceDecoder], caches: Sequence[object], done: int
 ) -> list[SequenceDecoder]:
-    """Give the sequences that are cancelled or at the end of their prompts their rows.
+    """Give the sequences that are cancelled or near the end of their prompts their rows.
 
     Returns:
         The other sequences, whose rows the caches keep.
     """
     staying = []
     for row, one in enumerate(group):
-        if one.is_cancelled or len(one.request.prompt) - 1 == done:
+        if one.is_cancelled or len(one.request.prompt) - done <= MAX_END:
             _give_row(one, caches, row, done)
         else:
             staying.append(row)

@@ -27,7 +27,8 @@ from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch, tree_size
 
 T = TypeVar("T")
-# Roots, shape (1,), or trees that sequences ask the target to process.
+# Trees that sequences ask the target to process, or roots, shape (1,), with the ends of prompts
+# before them, shape (n,).
 Asked = dict[SequenceDecoder, mx.array | TokenTree]
 
 
@@ -139,7 +140,7 @@ class JointStep:
             outputs = self.target.verify_batch(trees, self.cache, layers)
             for sequence, one in asked.items():
                 if not isinstance(one, TokenTree):
-                    sequence.cache.commit([0])
+                    self._commit(sequence, one, outputs)
             outputs = self._process(asked, outputs)
             asked = {one: drafts for one, drafts in asked.items() if one not in self._errors}
             chosen: dict[SequenceDecoder, PendingPass] = {}
@@ -148,6 +149,14 @@ class JointStep:
         self._each(lambda one: one.answer(chosen[one]), chosen)
         alone = [one for one in asked if one not in chosen]
         self._each(lambda one: one.answer(self._sample_alone(one, asked[one], outputs)), alone)
+
+    def _commit(self, sequence: SequenceDecoder, tokens: mx.array, outputs: TargetOutputs) -> None:
+        """Keep a root, and the end of the prompt before it."""
+        num_tokens = tokens.shape[0]
+        sequence.cache.commit(range(num_tokens))
+        if num_tokens > 1 and outputs.states is not None:
+            slot = self.slots[sequence].number
+            sequence.read_states(outputs.states[slot, : num_tokens - 1])
 
     def _process(self, asked: Asked, outputs: TargetOutputs) -> TargetOutputs:
         """Apply the logits processors and grammars of the sequences that have any."""
@@ -158,9 +167,9 @@ class JointStep:
 
         def process(sequence: SequenceDecoder) -> None:
             slot, one = self.slots[sequence].number, asked[sequence]
-            logits, size = rows[slot], tree_size(one)
-            processed = sequence.process(one, logits[:size])
-            rows[slot] = mx.concatenate([processed.astype(logits.dtype), logits[size:]])
+            logits, (start, end) = rows[slot], _sampled_nodes(one)
+            processed = sequence.process(one, logits[start:end]).astype(logits.dtype)
+            rows[slot] = mx.concatenate([logits[:start], processed, logits[end:]])
 
         self._each(process, having)
         return outputs._replace(logits=mx.stack(rows))
@@ -176,17 +185,25 @@ class JointStep:
             outputs, trees = outputs.of(mx.array(slots)), trees.of(slots)
         if is_tree:
             return sample_and_accept_all(samplers, outputs, trees, [one.noise for one in group])
+        if trees.size > 1:
+            outputs = outputs.at([tree_size(one) - 1 for one in trees.drafts])
         return sample_roots(samplers, outputs, [one.cache.length for one in group])
 
     def _sample_alone(
         self, sequence: SequenceDecoder, drafts: mx.array | TokenTree, outputs: TargetOutputs
     ) -> PendingPass:
         own = outputs.of(self.slots[sequence].number)
-        return sequence.choose(drafts, own.first(tree_size(drafts)))
+        return sequence.choose(drafts, own.between(*_sampled_nodes(drafts)))
 
 
 # Root of a slot without a sequence, made once.
 _IDLE = mx.array([0], dtype=mx.int32)
+
+
+def _sampled_nodes(drafts: mx.array | TokenTree) -> tuple[int, int]:
+    """Return the first node after which a token is sampled, and the end of those nodes."""
+    size = tree_size(drafts)
+    return (0 if isinstance(drafts, TokenTree) else size - 1), size
 
 
 def _sampled_alike(asked: Asked) -> Iterable[list[SequenceDecoder]]:

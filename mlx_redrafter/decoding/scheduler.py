@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -148,7 +149,9 @@ class Scheduler:
         sharing = [one for one in sequences if one.shares_prefill]
         if len(sharing) > 1:
             most = sharing[0].request.prefill_step_size
-            yield from prefill_together(self.target, sharing, lambda: self._chunk_limit(most))
+            limit = partial(self._chunk_limit, most)
+            left = yield from prefill_together(self.target, sharing, limit)
+            sequences = [one for one in sequences if one not in sharing or one in left]
         for sequence in sequences:
             while not (sequence.has_begun or sequence.is_closed):
                 sequence.process_chunk(self._chunk_limit(len(sequence.request.prompt)))

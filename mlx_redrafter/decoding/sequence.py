@@ -158,14 +158,15 @@ class SequenceDecoder:
     def wish(self) -> Wish | None:
         """Choose, after `look`, the drafts of what may follow the newest pass; None for no drafts.
 
-        Before the first pass, process the prompt without its last token.
+        Before the first pass, process the prompt without its last token, unless a batch does.
 
         Raises:
             NonFiniteError: The logits after the tokens so far are NaN.
         """
         pending, self._wish, self._drafts = self._pending, None, None
         if pending is None:
-            self.begin()
+            if not isinstance(self.cache, Slot):
+                self.begin()
             return None
         if pending.is_accepted:
             pending.check_finite()  # NaN may follow drafts that were accepted
@@ -206,6 +207,8 @@ class SequenceDecoder:
     def ask(self) -> mx.array | TokenTree | None:
         """Return what the target is to process next: a root, shape (1,), or a tree.
 
+        In a batch, the first root has the end of the prompt before it, shape (n,).
+
         After a tree this does `read` first, unless the target may follow a path that the host has
         not read. From one token to the next it reads nothing, as the length is known anyway. None
         at the end.
@@ -216,8 +219,8 @@ class SequenceDecoder:
         self.read()
         pending = self._pending
         if pending is None:
-            # The last token of the prompt alone, as in mlx-lm.
-            last = mx.array(self.request.prompt[-1:], dtype=mx.int32)
+            # The last token of the prompt alone, as in mlx-lm; in a batch, also those before it.
+            last = mx.array(self.request.prompt[-self.num_unread :], dtype=mx.int32)
             self._asked = None if self.is_finished else last
         elif pending.path is None and self._is_plain and not pending.is_accepted:
             self._taken = pending
@@ -309,7 +312,7 @@ class SequenceDecoder:
             most: Maximum number of tokens, if less than the request allows.
         """
         request, total = self.request, len(self.request.prompt)
-        done = self.own_cache.length + total - self._end_of_prompt
+        done = total - self.num_unread
         if not self._has_started:
             self._has_started, self._first = True, done
             self._report(done)
@@ -400,6 +403,11 @@ class SequenceDecoder:
         """
         is_new = type(self.cache) is TreeCache and self.cache.length == 0
         return is_new and len(self.request.prompt) > 1
+
+    @property
+    def num_unread(self) -> int:
+        """Number of tokens of the prompt that are not processed, before the first pass."""
+        return self._end_of_prompt - self.cache.length
 
     def num_kept(self) -> int:
         """Return the number of tokens that its caches will hold at least when it ends."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -58,6 +60,9 @@ _claims = CacheLocks()
 
 AnyDrafter = Proposer | Literal["lookup"] | None
 CostFunction = Callable[..., StepCosts]
+
+# Names of the options that a call may give.
+OPTION_NAMES = frozenset(one.name for one in fields(GenerationOptions))
 
 
 class Engine:
@@ -211,7 +216,7 @@ class Engine:
         if grammar is not None:
             self.masks(grammar)  # raises for one that does not go with the tokenizer
         check_instance("prompts", prompts, (list, tuple), "a list")
-        requests = [self._request(one, chosen) for one in prompts]
+        requests = [self._batch_request(i, one, chosen) for i, one in enumerate(prompts)]
         sequences = (
             self._open(request, chosen, masks=None if grammar is None else self.masks(grammar))
             for request in requests
@@ -277,7 +282,21 @@ class Engine:
                 "num_draft_tokens is mlx-lm's option; here beam_length counts those tokens and the "
                 "root, so give beam_width=1 and beam_length one higher, or neither"
             )
+        for name in options.keys() - OPTION_NAMES:
+            similar = get_close_matches(name, OPTION_NAMES, n=1, cutoff=0.5)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
+            raise TypeError(f"unexpected keyword argument {name!r}{hint}")
         return GenerationOptions(**options)
+
+    def _batch_request(
+        self, number: int, prompt: str | Sequence[int] | mx.array, options: GenerationOptions
+    ) -> Request:
+        try:
+            request = self._request(prompt, options)
+            check_prompt(request.prompt, 0, self.target)
+        except ConfigError as error:
+            raise ConfigError(f"prompt {number}: {error}") from error
+        return request
 
     def _request(
         self,

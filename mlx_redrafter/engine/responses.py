@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
+from threading import get_ident
 from types import TracebackType
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.engine.memory_guard import MemoryGuard, wire_memory
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.thread_streams import end_streams_with_thread
 
 logger = logging.getLogger(__name__)
@@ -113,8 +115,16 @@ class ResponseStream(Iterator[GenerationResponse]):
     ):
         self._sequence = sequence
         self._responses = _respond(sequence, tokenizer, scheduler)
+        self._reader: int | None = None
 
     def __next__(self) -> GenerationResponse:
+        thread = get_ident()
+        if self._reader not in (None, thread):
+            raise ConfigError(
+                "a stream belongs to the thread that read it first, found another one; read it in "
+                "one thread, such as that of a ThreadPoolExecutor(1)"
+            )
+        self._reader = thread
         return next(self._responses)
 
     def cancel(self) -> None:

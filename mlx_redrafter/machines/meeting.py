@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.device_read import to_rows
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, explain
 from mlx_redrafter.machines.frames import Do
 from mlx_redrafter.machines.line import Line, end_process, exit_soon
 from mlx_redrafter.version import __version__
@@ -128,7 +128,8 @@ def meet(group: Any) -> Machines:
     """Connect rank 0 with every other rank, once per process; blocks until all have called it.
 
     Raises:
-        ConfigError: On rank 0, if a rank does not come or has other versions.
+        ConfigError: On rank 0, if a rank does not come or has other versions; on another, if it
+            cannot reach rank 0.
     """
     if not met:
         met.append((_join if group.rank() else _gather_ranks)(group))
@@ -155,7 +156,13 @@ def _join(group: Any) -> Machines:
     """Connect to rank 0."""
     ranks, (host, port, key) = _introduce(group)
     own = ranks[group.rank()]
-    connection = socket.create_connection((host, port), timeout=MEETING_SECONDS)
+    try:
+        connection = socket.create_connection((host, port), timeout=MEETING_SECONDS)
+    except OSError as error:
+        raise ConfigError(
+            f"{own.name}: cannot reach rank 0 at {host} port {port}: {explain(error)}; let its "
+            "firewall accept this program, and start all again"
+        ) from error
     line = Line(connection, f"{own.name}: ", ranks[0].name)
     line.say(Do.HELLO, key, own.rank)
     line.begin()

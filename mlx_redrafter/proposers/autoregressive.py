@@ -41,7 +41,7 @@ class AutoregressiveNetwork(KvNetwork):
 class AutoregressiveDrafting(KvDrafting[AutoregressiveNetwork]):
     """Drafts of one sequence by such a network."""
 
-    def expand_roots(
+    def expand(
         self,
         draftings: Sequence[AutoregressiveDrafting],
         flights: Sequence[PendingPass],

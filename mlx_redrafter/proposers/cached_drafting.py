@@ -8,47 +8,40 @@ host reads nothing.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from mlx_redrafter.decoding.records import PendingPass
-from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.proposers.expansion import Expansion, build_tree
-from mlx_redrafter.proposers.scores import COUPLING_WEIGHT, NoiseRank, ranking
+from mlx_redrafter.proposers.joint import NetworkDrafting
 from mlx_redrafter.target.caches.draft_cache import DraftCache, DraftLineage
-from mlx_redrafter.trees.tree import TokenTree
 
 # Maximum number of tokens per pass while a drafter reads what it has not seen yet.
 READ_STEP_SIZE = 512
 
 
-class CachedDrafting(ABC):
+class CachedDrafting(NetworkDrafting):
     """Drafts of one sequence, and the entries that they need.
 
     Args:
-        couple_noise: Whether to rank drafts with the noise that the target will sample with.
+        network: The network.
+        couple_noise: As in `NetworkDrafting`.
         stock: mlx-lm's caches, one for each layer.
         is_shared: Whether they are the caller's, which the sequence leaves in order.
 
     Attributes:
         cache: The entries.
         length: Number of entries whose tokens the host knows.
-        row_ids: Token ids of the rows of the head; None if row and id are the same.
-        coupling_weight: Weight of the noise when it ranks drafts, 0 to 1.
         num_without_entry: Number of tokens of a sequence without an entry: 1 if an entry belongs to
             a pair of them.
     """
 
-    row_ids: mx.array | None = None
-    coupling_weight: float = COUPLING_WEIGHT
     num_without_entry: ClassVar[int] = 0
 
-    def __init__(self, couple_noise: bool, stock: Sequence[Any], is_shared: bool):
-        self.couple_noise = couple_noise
+    def __init__(self, network: Any, couple_noise: bool, stock: Sequence[Any], is_shared: bool):
+        self.network, self.couple_noise = network, couple_noise
         self.cache = DraftCache(stock)
         self.length = self.cache.num_rows
         self._is_shared = is_shared
@@ -64,32 +57,12 @@ class CachedDrafting(ABC):
         """Number of tokens or pairs that the host knows and that have no entry yet."""
 
     @abstractmethod
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
-        """Score continuations of the bonus token of a pass.
-
-        The other arguments and the result are those of `search`.
-        """
-
-    @abstractmethod
     def note(self, flight: PendingPass) -> None:
         """Count a pass as unread, after which nothing was drafted; the host knows its tokens."""
 
     @abstractmethod
     def process_unread(self) -> mx.array:
         """Process what is unread and count its entries; outputs, one row for each."""
-
-    def rank(self, noise: GumbelNoise | None) -> NoiseRank | None:
-        """Return the function that ranks drafts, given the noise of the target's choices."""
-        own_noise = noise if self.couple_noise else None
-        return ranking(own_noise, self.row_ids, self.coupling_weight)
-
-    def outlook(self) -> None:  # noqa: B027
-        """Return None, as a network always has something to propose."""
-
-    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        self.begin(flight)
-        expansion = self.expand(flight, plan.shape, self.rank(noise))
-        return build_tree(expansion, flight.root, plan)
 
     def begin(self, flight: PendingPass) -> None:
         """Count the pass before, as a tree is drafted after this one."""

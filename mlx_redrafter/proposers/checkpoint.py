@@ -92,13 +92,23 @@ class Checkpoint:
         tensors = read_tensors(self.folder)
         weights = {own: tensors[name] for own, name in sources.items()}
         resolve(weights)
-        check_floating(network, weights, self.folder, sources)
-        network.load_weights(list(weights.items()))
-        check_finite(network, self.folder, sources)
-        check_token_ids(network, self.folder)
-        network.eval()
-        mx.eval(network.parameters())
-        return network
+        return give_weights(network, weights, self.folder, sources)
+
+
+def give_weights(
+    network: N, weights: Mapping[str, mx.array], name: str | Path, names: Mapping[str, str]
+) -> N:
+    """Give a network weights of the right shapes after checks of their values, and return it.
+
+    ``names`` are those in the checkpoint ``name`` by the network's. Waits for the device.
+    """
+    check_floating(network, weights, name, names)
+    network.load_weights(list(weights.items()))
+    check_finite(network, name, names)
+    check_token_ids(network, name)
+    network.eval()
+    mx.eval(network.parameters())
+    return network
 
 
 def save_drafter(
@@ -155,17 +165,14 @@ def collect_sources(
 
 
 def check_shapes(
-    network: nn.Module,
-    stored: Shapes,
-    folder: str | Path,
-    names: Mapping[str, str] | None = None,
+    network: nn.Module, stored: Shapes, folder: str | Path, names: Mapping[str, str]
 ) -> None:
     """Raise `CheckpointError` unless stored tensors are those of a network.
 
     The message names the first dozen that are not. ``stored`` is by the network's names; ``names``
     are those in the checkpoint by the network's, if they differ.
     """
-    if problems := describe_misfits(network, stored, names or {}):
+    if problems := describe_misfits(network, stored, names):
         raise CheckpointError(f"the weights in {folder} do not fit its config.json: {problems}")
 
 
@@ -193,19 +200,16 @@ def describe_misfits(network: nn.Module, stored: Shapes, names: Mapping[str, str
 
 
 def check_floating(
-    network: nn.Module,
-    weights: Mapping[str, mx.array],
-    name: str | Path,
-    names: Mapping[str, str] | None = None,
+    network: nn.Module, weights: Mapping[str, mx.array], name: str | Path, names: Mapping[str, str]
 ) -> None:
     """Raise `CheckpointError` naming weights that are integers instead of floating-point numbers.
 
     Weights that other programs have quantised may have the right shapes. ``names`` are those in
-    the checkpoint by the network's, if they differ.
+    the checkpoint by the network's.
     """
     parameters = named_parameters(network)
     problems = [
-        f"{(names or {}).get(own, own)} is {weight.dtype}"
+        f"{names[own]} is {weight.dtype}"
         for own, weight in weights.items()
         if own != TOKEN_IDS
         and mx.issubdtype(weight.dtype, mx.floating)
@@ -218,9 +222,7 @@ def check_floating(
         )
 
 
-def check_finite(
-    network: nn.Module, name: str | Path, names: Mapping[str, str] | None = None
-) -> None:
+def check_finite(network: nn.Module, name: str | Path, names: Mapping[str, str]) -> None:
     """Raise `NonFiniteError` naming the tensors of a network that hold NaN or infinity.
 
     ``names`` are those in the checkpoint by the network's, if they differ. Waits for the device.
@@ -231,7 +233,7 @@ def check_finite(
         if mx.issubdtype(tensor.dtype, mx.floating)
     }
     finite = to_ints(mx.stack([mx.all(mx.isfinite(tensor)) for tensor in floating.values()]))
-    called = [(names or {}).get(own, own) for own in floating]
+    called = [names.get(own, own) for own in floating]
     bad = [own for own, is_finite in zip(called, finite, strict=True) if not is_finite]
     if bad:
         raise NonFiniteError(

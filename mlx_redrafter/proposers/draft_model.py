@@ -24,8 +24,8 @@ from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kind import Shapes
-from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import LevelScorer, search
+from mlx_redrafter.proposers.scores import COUPLING_WEIGHT, NoiseRank, log_probs
+from mlx_redrafter.proposers.search import LevelScorer, search_all
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.caches.cache_kinds import describe
 from mlx_redrafter.target.caches.draft_cache import (
@@ -53,6 +53,8 @@ class DraftModel:
     """A draft model, as `Proposer`."""
 
     max_length: int | None = None
+    row_ids: mx.array | None = None
+    coupling_weight = COUPLING_WEIGHT
 
     def __init__(self, model: nn.Module, tokenizer: Any):
         check_instance("model", model, nn.Module, "a model of mlx-lm")
@@ -85,7 +87,7 @@ class DraftModel:
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> ModelDrafting:
-        return ModelDrafting(self.target, target.vocab_size, prompt, couple_noise, cached)
+        return ModelDrafting(self, target.vocab_size, prompt, couple_noise, cached)
 
 
 def check_ids(draft: Any, target: Any) -> None:
@@ -111,26 +113,26 @@ def _other_caches(layers: Sequence[Any]) -> str:
 class ModelDrafting(CachedDrafting):
     """Drafts of one sequence."""
 
-    reader = None
+    is_joint = False
 
     def __init__(
         self,
-        model: Target,
+        network: DraftModel,
         vocab_size: int,
         prompt: Sequence[int],
         couple_noise: bool,
         cached: Sequence[Any],
     ):
-        self.model = model
-        self.num_rows = min(vocab_size, model.vocab_size)
-        layers = model.stock_cache(cached or None)
+        self.model = network.target
+        self.num_rows = min(vocab_size, network.num_rows)
+        layers = self.model.stock_cache(cached or None)
         others = _other_caches(layers)
         if others:
             raise UnsupportedTargetError(
                 f"expected KVCache() in the draft model's layers of prompt_cache, found {others}; "
                 "leave these layers out, or make them with make_prompt_cache(draft_model)"
             )
-        super().__init__(couple_noise, layers, bool(cached))
+        super().__init__(network, couple_noise, layers, bool(cached))
         # Tokens that the host knows and that have no entry yet.
         self._unread = list(prompt)
         # Number of entries of a chain's drafts, after those of known tokens.
@@ -140,7 +142,14 @@ class ModelDrafting(CachedDrafting):
     def num_unread(self) -> int:
         return len(self._unread)
 
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+    def expand(
+        self,
+        draftings: Sequence[ModelDrafting],
+        flights: Sequence[PendingPass],
+        shape: DraftShape,
+        rank: NoiseRank | None,
+    ) -> Expansion:
+        (flight,) = flights
         levels: LevelScorer
         if shape.width == 1:
             self._flight = None  # a chain counts its tokens by itself
@@ -148,7 +157,7 @@ class ModelDrafting(CachedDrafting):
         else:
             self._ahead = 0
             levels = _TreeLevels(self, flight)
-        return search(levels, shape, rank)
+        return search_all(levels, shape, rank)
 
     def note(self, flight: PendingPass) -> None:
         """Count a pass's tokens: the accepted drafts of a chain have their entries already."""

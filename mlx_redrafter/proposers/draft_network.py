@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.decoding.protocols import Drafting
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.proposers.scores import COUPLING_WEIGHT
 from mlx_redrafter.proposers.target_facts import check_sizes
 from mlx_redrafter.target.target import Target
 
@@ -51,6 +51,12 @@ class DraftNetwork(nn.Module, ABC):
         ids: mx.array | None = self.get("token_ids")
         return ids
 
+    @property
+    def coupling_weight(self) -> float:
+        """Weight of the target's noise when it ranks drafts, 0 to 1."""
+        weight: float = getattr(self.config, "coupling_weight", COUPLING_WEIGHT)
+        return weight
+
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         check_sizes(self.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
 
@@ -72,19 +78,6 @@ class DraftNetwork(nn.Module, ABC):
     def stored_name(self, own: str) -> str:
         """Return the name that a parameter has in the network's checkpoint."""
         return own
-
-
-class StatelessDrafting:
-    """Drafts of one sequence by a network that keeps no state between steps."""
-
-    def outlook(self) -> None:
-        """Return None, as a network always has something to propose."""
-
-    def skip(self, flight: PendingPass) -> None:
-        """Ignore a pass without drafts."""
-
-    def settle(self, length: int) -> None:
-        """Leave everything, as there are no caches."""
 
 
 class ResBlock(nn.Module):

@@ -43,7 +43,13 @@ class Expansion(NamedTuple):
 
 
 def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTree:
-    """Build the tree of a plan, of the best nodes or of merged beams.
+    """Build the tree of a plan, of merged beams or of the N - 1 most probable nodes.
+
+    Those are ordered by probability after the root. In this order an accepted path often is the
+    first nodes, whose K/V entries stay where they are. A child is never more probable than its
+    parent and comes after it, so the best nodes, the first of equals preferred, always form a tree.
+    It maximises the expected number of accepted drafts if the scores are true (OPT-Tree, arXiv
+    2406.17276).
 
     Args:
         expansion: Scored nodes, M.
@@ -52,7 +58,7 @@ def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
     """
     if plan.shape.select == "beam":
         return merge_beams(expansion, root, plan.shape)
-    return best_nodes(expansion, root, plan)
+    return _tree(plan, _best(expansion, root, plan))
 
 
 def build_trees(
@@ -71,17 +77,6 @@ def build_trees(
     arrays = _best(expansion, mx.concatenate(list(roots))[:, None], plan)
     rows = zip(*(mx.split(array, count) for array in arrays), strict=True)
     return [_tree(plan, [array.squeeze(0) for array in row]) for row in rows]
-
-
-def best_nodes(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTree:
-    """Build the tree of the N - 1 most probable nodes, ordered by probability after the root.
-
-    In this order an accepted path often is the first nodes, whose K/V entries stay where they are.
-    A child is never more probable than its parent and comes after it, so the best nodes, the first
-    of equals preferred, always form a tree. It maximises the expected number of accepted drafts
-    if the scores are true (OPT-Tree, arXiv 2406.17276).
-    """
-    return _tree(plan, _best(expansion, root, plan))
 
 
 def _best(expansion: Expansion, root: mx.array, plan: DraftPlan) -> list[mx.array]:

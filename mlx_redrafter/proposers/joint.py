@@ -11,28 +11,46 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.protocols import Wish
+from mlx_redrafter.decoding.protocols import StateReader, Wish
+from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.proposers.expansion import Expansion, build_trees
-from mlx_redrafter.proposers.scores import NoiseRank
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.proposers.expansion import Expansion, build_tree, build_trees
+from mlx_redrafter.proposers.scores import NoiseRank, ranking
 from mlx_redrafter.trees.tree import TokenTree
 
 
 class NetworkDrafting(ABC):
-    """Drafts of one sequence by a network that can draft for several, a `JointDrafting`.
+    """Drafts of one sequence by a network that may draft for several, a `JointDrafting`.
+
+    Without entries of its own it keeps nothing between steps.
 
     Attributes:
+        network: The network: ids of the rows of its head, and the weight of the noise.
         couple_noise: Whether to rank drafts with the noise that the target will sample with.
     """
 
+    network: Any
     couple_noise: bool
 
+    @property
+    def reader(self) -> StateReader | None:
+        return None
+
     @abstractmethod
-    def expand_all(self, wishes: Sequence[Wish], rank: NoiseRank | None) -> Expansion:
-        """Score continuations of the bonus tokens of passes, one pass for each sequence.
+    def expand(
+        self,
+        draftings: Sequence[Any],
+        flights: Sequence[PendingPass],
+        shape: DraftShape,
+        rank: NoiseRank | None,
+    ) -> Expansion:
+        """Score continuations of the bonus tokens of passes.
 
         Args:
-            wishes: Wishes of sequences with drafts of this class.
+            draftings: Drafts of one or several sequences, of this class, this one's the first.
+            flights: A pass of each of them.
+            shape: As in `search_all`.
             rank: Function that ranks the rows of all sequences, in their order and equally many
                 for each; None without noise.
 
@@ -40,22 +58,44 @@ class NetworkDrafting(ABC):
             The result of `search_all`, one root for each sequence.
         """
 
-    @abstractmethod
     def rank(self, noise: GumbelNoise | None) -> NoiseRank | None:
         """Return the function that ranks drafts, given the noise of the target's choices."""
+        network, own_noise = self.network, noise if self.couple_noise else None
+        return ranking(own_noise, network.row_ids, network.coupling_weight)
 
     @property
     def is_joint(self) -> bool:
         """Whether this sequence can be drafted for together with others."""
         return True
 
+    def outlook(self) -> None:  # noqa: B027
+        """Return None, as a network always has something to propose."""
+
+    def begin(self, flight: PendingPass) -> None:  # noqa: B027
+        """Note a pass, after which a tree is drafted."""
+
+    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+        self.begin(flight)
+        found = self.expand([self], [flight], plan.shape, self.rank(noise))
+        return build_tree(found.alone, flight.root, plan)
+
     def propose_all(self, wishes: Sequence[Wish]) -> list[TokenTree | None]:
         draftings: list[Any] = [one.drafting for one in wishes]
         are_alike = all(one.couple_noise == self.couple_noise for one in draftings)
         if not (are_alike and all(one.is_joint for one in draftings)):
             return [one.drafting.propose(one.pending, one.plan, one.noise) for one in wishes]
-        found = self.expand_all(wishes, self.rank(joint_noise([one.noise for one in wishes])))
-        return list(build_trees(found, [one.pending.root for one in wishes], wishes[0].plan))
+        flights, plan = [one.pending for one in wishes], wishes[0].plan
+        for drafting, flight in zip(draftings, flights, strict=True):
+            drafting.begin(flight)
+        rank = self.rank(joint_noise([one.noise for one in wishes]))
+        found = self.expand(draftings, flights, plan.shape, rank)
+        return list(build_trees(found, [flight.root for flight in flights], plan))
+
+    def skip(self, flight: PendingPass) -> None:  # noqa: B027
+        """Ignore a pass without drafts."""
+
+    def settle(self, length: int) -> None:  # noqa: B027
+        """Leave everything, as there are no caches."""
 
 
 class JointNoise(GumbelNoise):

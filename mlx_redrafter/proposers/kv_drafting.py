@@ -9,22 +9,16 @@ from the target's states. Those of drafts come from the network's own output and
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.protocols import Wish
 from mlx_redrafter.decoding.records import PendingPass
-from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
-from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.joint import NetworkDrafting
 from mlx_redrafter.proposers.joint_cache import joint_layers, joint_positions
 from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.proposers.scores import NoiseRank
 from mlx_redrafter.target.caches.draft_cache import DraftMask
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
@@ -33,7 +27,7 @@ from mlx_redrafter.target.target import Target
 N = TypeVar("N", bound=KvNetwork)
 
 
-class KvDrafting(CachedDrafting, NetworkDrafting, Generic[N]):
+class KvDrafting(CachedDrafting, Generic[N]):
     """Drafts of one sequence, and the `StateReader` that they need.
 
     A prompt cache holds no states, so it lacks the pair of its last token and of the first one
@@ -51,11 +45,9 @@ class KvDrafting(CachedDrafting, NetworkDrafting, Generic[N]):
         cached: Sequence[Any],
     ):
         network.hook()
-        self.network = network
-        self.target = target
+        self.network, self.target = network, target
         self.layers = network.captured_layers(target)
-        super().__init__(couple_noise, self._stock_cache(cached), bool(cached))
-        self.row_ids, self.coupling_weight = network.row_ids, network.coupling_weight
+        super().__init__(network, couple_noise, self._stock_cache(cached), bool(cached))
         # Prompt tokens that are in no pair yet.
         self._following = list(prompt[1:])
         # Pairs that the host knows and that have no entry yet.
@@ -69,33 +61,6 @@ class KvDrafting(CachedDrafting, NetworkDrafting, Generic[N]):
     def is_joint(self) -> bool:
         """Whether the network's attention is mlx-lm's own, which the last pass has shown."""
         return all(layer.is_plain for layer in self.cache.layers)
-
-    def expand(self, flight: PendingPass, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
-        return self.expand_roots([self], [flight], shape, rank).alone
-
-    def expand_all(self, wishes: Sequence[Wish], rank: NoiseRank | None) -> Expansion:
-        draftings: list[Any] = [one.drafting for one in wishes]
-        flights = [one.pending for one in wishes]
-        for drafting, flight in zip(draftings, flights, strict=True):
-            drafting.begin(flight)
-        return self.expand_roots(draftings, flights, wishes[0].plan.shape, rank)
-
-    @abstractmethod
-    def expand_roots(
-        self,
-        draftings: Sequence[Any],
-        flights: Sequence[PendingPass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        """Score continuations of the bonus tokens of passes.
-
-        Args:
-            draftings: Drafts of one or several sequences, of this class.
-            flights: A pass of each of them.
-            shape: As in `search_all`.
-            rank: As in `search_all`.
-        """
 
     @property
     def num_unread(self) -> int:

@@ -13,7 +13,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.scores import COUPLING_WEIGHT
 from mlx_redrafter.target.caches.draft_cache import hook_attention
 from mlx_redrafter.target.model_parts import hook_positions
 from mlx_redrafter.target.target import Target
@@ -29,11 +28,6 @@ class KvNetwork(DraftNetwork):
     @abstractmethod
     def num_layers(self) -> int:
         """Number of its layers, each with K/V entries."""
-
-    @property
-    def coupling_weight(self) -> float:
-        """Weight of the target's noise when it ranks drafts, 0 to 1."""
-        return COUPLING_WEIGHT
 
     @abstractmethod
     def captured_layers(self, target: Target) -> Sequence[int]:

@@ -37,12 +37,11 @@ class LayerSizes(StoredConfig):
     max_position_embeddings: int = 2048
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (
-            "hidden_size",
             "intermediate_size",
             "num_attention_heads",
             "num_key_value_heads",
-            "vocab_size",
             "max_position_embeddings",
         ):
             check_int(name, getattr(self, name), 1, MAX_DIMENSION)
@@ -52,10 +51,6 @@ class LayerSizes(StoredConfig):
             value = getattr(self, name)
             if not is_number(value) or not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {value!r}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
-                raise ConfigError(f"{field.name} must be true or false, got {value!r}")
         if not isinstance(self.rope_scaling, (Mapping, type(None))):
             raise ConfigError(f"rope_scaling must be an object or null, got {self.rope_scaling!r}")
         heads = self.num_attention_heads

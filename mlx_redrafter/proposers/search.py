@@ -51,25 +51,19 @@ class LevelScorer(Protocol):
         ...
 
 
-def search(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
-    """Score the best continuations of the root, and those of the W best nodes of every level.
+def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
+    """Score the best continuations of every root, and those of the W best nodes of every level.
 
-    The host reads nothing.
+    Every root has a search of its own, in the same calls of the network. The host reads nothing.
 
     Args:
-        levels: The network, after one root.
+        levels: The network, after the roots.
         shape: W, L and the number of nodes to score per level, at most V.
-        rank: Function that replaces log-probabilities, shape (W, V), by others of that shape; None
-            ranks by the network's own.
-    """
-    return search_all(levels, shape, rank).alone
+        rank: Function that replaces log-probabilities, shape (R * W, V), by others of that shape;
+            None ranks by the network's own.
 
-
-def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
-    """Search from every root by itself, as `search` does, in the same calls of the network.
-
-    ``rank`` gets log-probabilities of shape (R * W, V). The arrays of the result have an axis of R
-    before their own.
+    Returns:
+        Arrays with an axis of R before their own.
     """
     width, rows, log_probs = shape.width, levels.num_rows, levels.first()
     roots, count = log_probs.shape[0], min(shape.level_nodes, rows)

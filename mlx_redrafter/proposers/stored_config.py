@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar, Self
 
-from mlx_redrafter.checks import check_instance, is_number
+from mlx_redrafter.checks import check_instance, check_int, is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Largest size that a config file may claim, far above any model.
@@ -25,6 +25,19 @@ class StoredConfig:
     """A config whose fields are keys of a ``config.json``; subclasses are frozen dataclasses."""
 
     model_type: ClassVar[str]
+
+    def __post_init__(self: Any) -> None:
+        """Check the fields that most configs have."""
+        for name in ("vocab_size", "hidden_size"):
+            check_int(f"drafter {name}", getattr(self, name), 1, MAX_DIMENSION)
+        if self.draft_vocab_size is not None:
+            check_int("drafter draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ConfigError(f"drafter {field.name} must be true or false, got {value!r}")
+        if hasattr(self, "inverse_temperature"):
+            _check_ranking(self.inverse_temperature, self.coupling_weight)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -63,7 +76,7 @@ class StoredConfig:
         return rows
 
 
-def check_ranking(inverse_temperature: object, coupling_weight: object) -> None:
+def _check_ranking(inverse_temperature: object, coupling_weight: object) -> None:
     """Raise `ConfigError` unless drafts can be ranked with these scalars; see `Calibration`."""
     scale, weight = inverse_temperature, coupling_weight
     if not is_number(scale) or not 0 < scale <= MAX_SCORE_SCALE:  # type: ignore[operator]

@@ -13,9 +13,25 @@ import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, MODEL_REMAPPING
 
-from mlx_redrafter.checkpoint_files import find_checkpoint, read_shapes
+from mlx_redrafter.checkpoint_files import (
+    CONFIG_FILE,
+    find_checkpoint,
+    read_config,
+    read_shapes,
+)
 from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.target.model_parts import MLX_LM_MODELS, check_config, find_parts
+
+
+def find_model(name: str) -> Path:
+    """Find the folder of a model; its weights are downloaded only if its config is supported.
+
+    Raises:
+        CheckpointError: The files cannot be found or read.
+        UnsupportedTargetError: The model cannot be decoded exactly.
+    """
+    check_config(read_config(find_checkpoint(name, [CONFIG_FILE])))
+    return find_checkpoint(name, DEFAULT_ALLOW_PATTERNS)
 
 
 def load_model(
@@ -26,7 +42,7 @@ def load_model(
     lazy: bool = False,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a stock model and its tokenizer; ``lazy`` leaves the weights in their files."""
-    folder = find_checkpoint(name, DEFAULT_ALLOW_PATTERNS)
+    folder = find_model(name)
     read_shapes(folder)  # names a truncated file before mlx-lm allocates memory
     try:
         model, tokenizer, *_ = mlx_lm.load(

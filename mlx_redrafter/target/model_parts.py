@@ -147,7 +147,7 @@ def _find_text_config(name: str, config: Config) -> tuple[str, Config]:
 def _check_text_config(name: str, text_name: str, config: Config) -> None:
     architecture = ARCHITECTURES.get(text_name)
     if architecture is None:
-        unknown = "not verified to decode exactly yet"
+        unknown = "its type is not among those that were verified"
         raise _refusal(f"model_type {name!r}", REFUSED.get(text_name, unknown))
     for kind in _rope_kinds(config):
         if kind not in architecture.ropes:
@@ -240,5 +240,5 @@ def _file_name(model: nn.Module) -> str:
 
 def _refusal(found: str, reason: str) -> UnsupportedTargetError:
     return UnsupportedTargetError(
-        f"{found} cannot be decoded exactly: {reason}; use mlx_lm.generate for this model"
+        f"{found} cannot be decoded exactly: {reason}; use mlx_lm.generate, if mlx-lm knows it"
     )

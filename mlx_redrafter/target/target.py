@@ -78,8 +78,9 @@ class TargetOutputs(NamedTuple):
     hidden_states: mx.array
     states: mx.array | None = None
 
-    def first(self, count: int) -> TargetOutputs:
-        return self._mapped(lambda array: array[:count])
+    def between(self, start: int, end: int) -> TargetOutputs:
+        """Select the nodes from ``start`` to ``end`` - 1, of a single sequence."""
+        return self._mapped(lambda array: array[start:end])
 
     @property
     def alone(self) -> TargetOutputs:
@@ -89,6 +90,11 @@ class TargetOutputs(NamedTuple):
     def of(self, sequences: int | mx.array) -> TargetOutputs:
         """Select one or several sequences from outputs with an axis of sequences."""
         return self._mapped(lambda array: array[sequences])
+
+    def at(self, nodes: Sequence[int]) -> TargetOutputs:
+        """Select one node of each sequence from outputs with an axis of sequences, which stays."""
+        chosen = mx.array(list(nodes))[:, None, None]
+        return self._mapped(lambda array: mx.take_along_axis(array, chosen, axis=1))
 
     def _mapped(self, select: Callable[[mx.array], mx.array]) -> TargetOutputs:
         states = None if self.states is None else select(self.states)

@@ -25,12 +25,7 @@ from mlx_redrafter.training.data import (
     TokenSequence,
     split_text,
 )
-from mlx_redrafter.training.self_generated import (
-    AnswerLimits,
-    PromptSource,
-    TextGenerator,
-    plan_jobs,
-)
+from mlx_redrafter.training.self_generated import PromptSource, TextGenerator, plan_jobs
 from mlx_redrafter.training.training_request import Reporter
 from mlx_redrafter.training_options import DataOptions
 
@@ -138,7 +133,8 @@ def build_corpus(
     ) -> list[TokenSequence]:
         return generator.generate(
             plan_jobs(prompts, options.temp, passes, seed),
-            AnswerLimits(options.answer_tokens, options.sequence_length, total),
+            options,
+            total,
             folder,
             f"{kind}-text",
             lambda done: reporter.progress(f"generating {kind} text", done, total),

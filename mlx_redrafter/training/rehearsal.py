@@ -19,12 +19,7 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import ShardGroup, gather
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.duration import Pace
-from mlx_redrafter.training.self_generated import (
-    ROUND_SIZE,
-    AnswerLimits,
-    GenerationJob,
-    TextGenerator,
-)
+from mlx_redrafter.training.self_generated import ROUND_SIZE, GenerationJob, TextGenerator
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher import BATCH_SEQUENCES, TOP_K, read_sequences
@@ -88,7 +83,8 @@ def _generate(
     request: TrainingRequest, target: Target, prompts: Sequence[list[int]]
 ) -> tuple[list[TokenSequence], float]:
     """Let the target generate sequences of one length, and time it, in seconds per token."""
-    temps, longest = (0.0, request.data_options.temp), request.data_options.sequence_length
+    options = request.data_options
+    temps, longest = (0.0, options.temp), options.sequence_length
     jobs = [
         GenerationJob(prompts[i % len(prompts)][:PROMPT_TOKENS], temps[i % 2])
         for i in range(ROUND_SIZE)
@@ -96,8 +92,7 @@ def _generate(
     generator = TextGenerator(target.model, (), 0)  # no text ends early
 
     def generate(answer_tokens: int) -> list[TokenSequence]:
-        limits = AnswerLimits(answer_tokens, longest)
-        return generator.generate_round(jobs, limits, 0)
+        return generator.generate_round(jobs, replace(options, answer_tokens=answer_tokens), 0)
 
     _, short = _timed(lambda: generate(SHORT))
     texts, long = _timed(lambda: generate(LONG), is_warm=True)

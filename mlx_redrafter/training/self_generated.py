@@ -23,6 +23,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter.decoding.sampling import Sampler
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import load_arrays, save_arrays
+from mlx_redrafter.training_options import DataOptions
 
 # Number of texts per file.
 ROUND_SIZE = 64
@@ -43,20 +44,6 @@ class GenerationJob(NamedTuple):
     temp: float
 
 
-class AnswerLimits(NamedTuple):
-    """Limits of the generation.
-
-    Attributes:
-        answer_tokens: Maximum length of an answer, in tokens.
-        sequence_length: Maximum length of a prompt with its answer, in tokens.
-        total_tokens: Number of tokens of all answers after which to stop, None to do every job.
-    """
-
-    answer_tokens: int
-    sequence_length: int
-    total_tokens: int | None = None
-
-
 class TextGenerator:
     """Generator of texts by the target."""
 
@@ -68,12 +55,15 @@ class TextGenerator:
     def generate(
         self,
         jobs: Iterator[GenerationJob],
-        limits: AnswerLimits,
+        options: DataOptions,
+        total_tokens: int | None,
         folder: Path,
         name: str,
         on_tokens: OnTokens,
     ) -> list[TokenSequence]:
         """Generate prompts with answers until there are enough tokens or no more jobs.
+
+        The answers have ``total_tokens`` tokens or a few more, if it is not None.
 
         Seeds MLX's global random state. Rounds whose file exists in ``folder``, named by ``name``
         and a number, are read instead, so a resumed run must give the same jobs in the same order.
@@ -82,13 +72,13 @@ class TextGenerator:
         sequences: list[TokenSequence] = []
         num_generated = 0
         number = 0
-        while limits.total_tokens is None or num_generated < limits.total_tokens:
+        while total_tokens is None or num_generated < total_tokens:
             round_jobs = list(islice(jobs, ROUND_SIZE))
             if not round_jobs:
                 break
             path = folder / f"{name}-{number:05d}.safetensors"
             if not path.exists():
-                save_arrays(path, pack_sequences(self.generate_round(round_jobs, limits, number)))
+                save_arrays(path, pack_sequences(self.generate_round(round_jobs, options, number)))
             texts = unpack_sequences(load_arrays(path)[0])
             sequences += texts
             num_generated += sum(int(text.is_trained.sum()) for text in texts)
@@ -97,7 +87,7 @@ class TextGenerator:
         return sequences
 
     def generate_round(
-        self, jobs: Sequence[GenerationJob], limits: AnswerLimits, number: int
+        self, jobs: Sequence[GenerationJob], options: DataOptions, number: int
     ) -> list[TokenSequence]:
         """Generate the texts of one round. Seeds MLX's global random state."""
         answers: dict[int, list[int]] = {}
@@ -105,16 +95,15 @@ class TextGenerator:
             mx.random.seed(self.seed + 1_000_003 * number + group)
             chosen = [i for i, job in enumerate(jobs) if job.temp == temp]
             prompts = [jobs[i].prompt for i in chosen]
-            texts = self._generate_answers(prompts, temp, limits)
+            texts = self._generate_answers(prompts, temp, options)
             answers.update(zip(chosen, texts, strict=True))
         return [_as_sequence(job.prompt, answers[i]) for i, job in enumerate(jobs)]
 
     def _generate_answers(
-        self, prompts: list[list[int]], temp: float, limits: AnswerLimits
+        self, prompts: list[list[int]], temp: float, options: DataOptions
     ) -> list[list[int]]:
-        room = [
-            min(limits.answer_tokens, limits.sequence_length - len(prompt)) for prompt in prompts
-        ]
+        most = options.answer_tokens
+        room = [min(most, options.sequence_length - len(prompt)) for prompt in prompts]
         sampler = make_sampler(temp=temp)
         if not all(hasattr(layer, "merge") for layer in make_prompt_cache(self.model)):
             # mlx-lm cannot decode such a model in batches.

@@ -19,18 +19,18 @@ class TreeBatch:
     """Trees of several slots, with padding nodes up to the size of the largest tree.
 
     Args:
-        drafts: For each slot a tree, or the token of a root alone, int32, shape (1,).
+        drafts: For each slot a tree, or tokens that follow each other, int32, shape (n,).
         size: Number of nodes of each tree, N; that of the largest tree by default.
 
     Attributes:
-        drafts: The trees and roots, as given.
+        drafts: The trees and tokens, as given.
         size: Number of nodes of each tree, N.
         max_depths: Maximum depth of each tree.
     """
 
     def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):
         self.drafts = drafts
-        self.max_depths = [one.max_depth if isinstance(one, TokenTree) else 0 for one in drafts]
+        self.max_depths = [_max_depth(one) for one in drafts]
         self.size = max(map(tree_size, drafts)) if size is None else size
 
     def __len__(self) -> int:
@@ -68,7 +68,9 @@ class TreeBatch:
         for one in self.drafts:
             if isinstance(one, TokenTree) and one.known is None:
                 return to_rows(self.parents)
-            known = one.known.parents if isinstance(one, TokenTree) and one.known else []
+            known: Sequence[int] = range(tree_size(one) - 1)
+            if isinstance(one, TokenTree):
+                known = one.known.parents if one.known else []
             read.append([0, *known, *[0] * (self.size - 1 - len(known))])
         return read
 
@@ -80,21 +82,35 @@ class TreeBatch:
         return cast(TokenTree, one) if is_only else None
 
     def _stacked(self, name: str, padding: int) -> mx.array:
-        """Pad and stack an array of all trees to shape (B, N); a root alone is its token."""
+        """Pad and stack an array of all trees to shape (B, N)."""
         if self._only is not None:
             return cast(mx.array, getattr(self._only, name)[None])
-        root = None if name == "tokens" else mx.zeros((1,), dtype=mx.int32)
         parts: list[mx.array] = []
         for one in self.drafts:
-            if isinstance(one, TokenTree):
-                parts.append(getattr(one, name))
-            else:
-                parts.append(one if root is None else root)
+            parts.append(getattr(one, name) if isinstance(one, TokenTree) else _chain(one, name))
             if missing := self.size - parts[-1].shape[0]:
                 parts.append(mx.full((missing,), padding, dtype=mx.int32))
         return mx.concatenate(parts).reshape(len(self), self.size)
 
 
 def tree_size(drafts: mx.array | TokenTree) -> int:
-    """Return the number of nodes of a tree, or of a root alone."""
-    return drafts.size if isinstance(drafts, TokenTree) else 1
+    """Return the number of nodes of a tree, or of tokens that follow each other."""
+    return drafts.size if isinstance(drafts, TokenTree) else drafts.shape[0]
+
+
+def _max_depth(drafts: mx.array | TokenTree) -> int:
+    return drafts.max_depth if isinstance(drafts, TokenTree) else drafts.shape[0] - 1
+
+
+# Depth and parent of a token alone, made once.
+_ZERO = mx.array([0], dtype=mx.int32)
+
+
+def _chain(tokens: mx.array, name: str) -> mx.array:
+    """Return an array of the tree of tokens that follow each other."""
+    if name == "tokens":
+        return tokens
+    if tokens.shape[0] == 1:
+        return _ZERO
+    depths = mx.arange(tokens.shape[0], dtype=mx.int32)
+    return depths if name == "depths" else mx.maximum(depths - 1, 0)

@@ -90,7 +90,9 @@ def read(
         raise fields.refusal("max_tokens", "a number of tokens", None)
     fields.take(*_IGNORED)
     conversation = Conversation()
-    _read_system(fields, conversation)
+    kept = [text for text in fields.texts("system") if not text.startswith(_BILLING)]
+    if kept:
+        conversation.add_text("system", BREAK.join(kept))
     _read_messages(fields, conversation)
     if not counts and conversation.messages[-1]["role"] == "assistant":
         raise Refusal(
@@ -211,12 +213,6 @@ def _format_usage(usage: Usage) -> dict[str, Any]:
         "cache_read_input_tokens": usage.num_cached,
         "output_tokens": usage.num_tokens,
     }
-
-
-def _read_system(fields: Fields, conversation: Conversation) -> None:
-    kept = [text for text in fields.texts("system") if not text.startswith(_BILLING)]
-    if kept:
-        conversation.add_text("system", BREAK.join(kept))
 
 
 def _read_messages(fields: Fields, conversation: Conversation) -> None:

@@ -117,13 +117,13 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     asked: list[list[str]] = []
 
-    def download(repo: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
-        if allow_patterns == ["model-00002.safetensors"]:
+    def download(repo: str, patterns: list[str]) -> Path:
+        asked.append(patterns)
+        if patterns == ["model-00002.safetensors"]:
             mx.save_safetensors(str(folder / "model-00002.safetensors"), tensors)
-        return str(folder)
+        return folder
 
-    monkeypatch.setattr("mlx_redrafter.checkpoint_files.snapshot_download", download)
+    monkeypatch.setattr("mlx_redrafter.checkpoint_files.fetch", download)
     convert("org/model", tmp_path / "out")
     patterns = {pattern for one in asked for pattern in one}
     assert patterns == {"config.json", "model.safetensors.index.json", "model-00002.safetensors"}

@@ -315,11 +315,11 @@ def test_a_hub_repository_keeps_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     snapshot = write(tmp_path / "snapshot", handmade.tensors(), CONFIG)
     asked: list[tuple[str, list[str]]] = []
 
-    def download(repo: str, allow_patterns: list[str]) -> str:
-        asked.append((repo, allow_patterns))
-        return str(snapshot)
+    def download(repo: str, patterns: list[str]) -> Path:
+        asked.append((repo, patterns))
+        return snapshot
 
-    monkeypatch.setattr("mlx_redrafter.checkpoint_files.snapshot_download", download)
+    monkeypatch.setattr("mlx_redrafter.checkpoint_files.fetch", download)
     conversion = convert_drafter("org/drafter", tmp_path / "out", FLOAT32)
     assert conversion.provenance["source"] == "org/drafter"
     # First what tells whether it is a model with a module, of which no more would be fetched.

@@ -22,6 +22,9 @@ DRAFTER = "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3"
 # In the table for another model, whose name is the beginning of this one's.
 UNRELATED = "RedHatAI/Qwen3-30B-A3B-speculator.dflash"
 
+# Config of a model that is supported.
+LLAMA = '{"model_type": "llama"}'
+
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
@@ -84,7 +87,7 @@ def test_a_name_alone_runs(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> 
     asked = run(capsys, "run", name, "Once")
     assert (asked.code, asked.err.count("\n")) == (2, 1)
     assert f"Download {MODEL} (" in asked.err
-    assert hub.fetched == []
+    assert hub.fetched == [f"{MODEL}/config.json"], "which says whether the model is supported"
     first = run(capsys, "run", name, "Once", "--yes", "-m", "8")
     assert first.code == 0, first.err
     assert f"drafter: {DRAFTER} (" in first.err
@@ -94,7 +97,51 @@ def test_a_name_alone_runs(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> 
     assert hub.fetched == fetched
     missing = run(capsys, "run", "nothing", "Once")
     assert (missing.code, missing.err.count("\n")) == (1, 1)
-    assert "no model 'mlx-community/nothing'" in missing.err
+    assert "no 'mlx-community/nothing' on this machine or on the hub; check the name" in missing.err
+
+
+@pytest.mark.parametrize(
+    ("files", "remedy"),
+    [
+        ({"model-Q4_K_M.gguf": "", "config.json": LLAMA}, "found GGUF files; use a copy in MLX's"),
+        ({"pytorch_model.bin": "", "config.json": LLAMA}, "found PyTorch's weights; use a copy in"),
+        ({"adapters.safetensors": "", "adapter_config.json": "{}"}, "found an adapter; "),
+        ({"unet.safetensors": ""}, "safetensors of another format"),
+        ({"README.md": ""}, "is it a checkpoint folder?"),
+        ({"model.safetensors": "", "config.json": '{"model_type": "bert"}'}, "'bert' cannot be"),
+    ],
+)
+def test_a_repository_that_is_no_model_is_one_line(
+    hub: FakeHub,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    files: dict[str, str],
+    remedy: str,
+) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    hub.add("org/other", folder)
+    for arguments in (("run", "org/other", "Once", "--yes"), ("chat", "--model", "org/other")):
+        refused = run(capsys, *arguments)
+        assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
+        assert remedy in refused.err
+    assert not any(name.endswith("model.safetensors") for name in hub.fetched)
+
+
+def test_a_wrong_name_and_a_gate_are_one_line(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = run(capsys, "run", MODEL.replace("Qwen3", "Qven3"), "Once", "--yes")
+    assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
+    assert f"did you mean {MODEL}?" in refused.err
+    hub.add("org/gated", find_bundled("target"), gated="manual")
+    refused = run(capsys, "run", "org/gated", "Once", "--yes")
+    assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
+    assert f"accept the terms at {hub.address}/org/gated, then run `hf auth login`" in refused.err
+    drafter = run(capsys, "run", DRAFTER, "Once", "--yes")
+    assert f"{DRAFTER} is a drafter; give it with --drafter" in drafter.err
 
 
 def test_a_terminal_is_asked(
@@ -136,7 +183,7 @@ def test_a_model_that_is_too_large_is_one_line(
     refused = _generate(capsys, "--drafter", "lookup")
     assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
     assert refused.err.startswith("error: the model needs about ")
-    disk = "mlx_redrafter.checkpoints.hub.shutil.disk_usage"
+    disk = "mlx_redrafter.hub.shutil.disk_usage"
     monkeypatch.setattr(disk, lambda _: shutil._ntuple_diskusage(1, 0, 1))
     full = run(capsys, "pull", DRAFTER)
     assert (full.code, full.err.count("\n")) == (1, 2), full.err
@@ -208,4 +255,4 @@ def test_models_are_listed_pulled_and_removed(
         refused = run(capsys, "rm", name, "--yes")
         assert (refused.code, refused.err.count("\n")) == (1, 1), refused
         assert error in refused.err
-    assert "no repository 'nobody/nothing'" in run(capsys, "pull", "nobody/nothing").err
+    assert "no 'nobody/nothing' on" in run(capsys, "pull", "nobody/nothing").err

@@ -252,7 +252,7 @@ def test_a_folder_without_config(
 ) -> None:
     (model_copy / "config.json").unlink()
     result = _generate(capsys, model_copy, drafter_folder)
-    _assert_error(result, 1, "no config.json", "is it a checkpoint folder?")
+    _assert_error(result, 1, "no config.json", "found weights alone; download the model again")
 
 
 def _truncate(path: Path) -> None:

@@ -6,6 +6,7 @@ on stdout; the folder that it ran in is as before, names and bytes.
 
 from __future__ import annotations
 
+import encodings.raw_unicode_escape  # noqa: F401  (sentencepiece's model imports it late)
 import hashlib
 import json
 import os
@@ -28,7 +29,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 
-from mlx_redrafter import Engine, checkpoint_files, generate, load, load_drafter, stream_generate
+from mlx_redrafter import Engine, generate, hub, load, load_drafter, stream_generate
 from mlx_redrafter.cli.main import app
 from mlx_redrafter.convert import publication
 from mlx_redrafter.errors import RedrafterError
@@ -466,7 +467,7 @@ def test_no_network(
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint_files, "snapshot_download", fail)
+    monkeypatch.setattr(hub.HfApi, "model_info", fail)
     for option in ("--model", "--drafter"):
         line = refused(capsys, yard, "generate", "-p", "Hi", option, "org/name", codes=(1,))
         assert "check the name and the network, or give a folder" in line

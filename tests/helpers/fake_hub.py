@@ -97,6 +97,11 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self, with_body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
+            if path == "/api/models":
+                found = [hub.info(name) for name in hub.folders]
+                content = json.dumps(found).encode()
+                self._send(200, content, {"Content-Type": "application/json"}, with_body)
+                return
             if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
                 self._send_json(match[1], hub.info, with_body)
             elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+", path):
@@ -114,6 +119,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             self._send(200, content, {"Content-Type": "application/json"}, with_body)
 
         def _send_file(self, name: str, file: str, with_body: bool) -> None:
+            if hub.cards.get(name, {}).get("gated"):
+                self._send(401, b"", {"X-Error-Code": "GatedRepo"}, with_body)
+                return
             path = hub.folders.get(name, Path("/nowhere")) / file
             if not path.is_file():
                 self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)

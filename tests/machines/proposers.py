@@ -41,8 +41,9 @@ CONFIG = {
 }  # fmt: skip
 # A kind for another family of targets, which is tried alone.
 MTP = "MTP"
-# The folder of its target, and what its config has.
+# Folder of its target.
 MTP_TARGET = "MTP target"
+# Config of its target.
 MTP_CONFIG = {
     **family_config("deepseek_v3"), "vocab_size": VOCAB_SIZE, "num_attention_heads": 12,
     "num_key_value_heads": 12, "intermediate_size": 48, "moe_intermediate_size": 48,

@@ -10,8 +10,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from mlx_redrafter.bench.lab.ranks import free_ports
 from mlx_redrafter.checkpoints.loading import load
+from mlx_redrafter.cli.main import main
 from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
+from mlx_redrafter.machines import meeting
 from mlx_redrafter.machines.agreement import load_together, load_when_asked
 from mlx_redrafter.machines.frames import Do, Frame, read
 from mlx_redrafter.machines.leader import Leader
@@ -112,6 +115,25 @@ def test_other_versions_are_named() -> None:
     assert Rank.own(1).disagreement(own) is None
     other = replace(own, rank=1, host="there", versions=("0.1", *own.versions[1:]))
     assert str(other.disagreement(own)).startswith("rank 1 (there) has mlx 0.1, rank 0 has ")
+
+
+def test_machines_that_cannot_connect_are_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def init() -> None:
+        raise RuntimeError("[ring] Couldn't bind socket (error: 98)")
+
+    monkeypatch.setenv("MLX_RANK", "0")
+    monkeypatch.setattr(mx.distributed, "init", init)
+    assert main(["generate", "-p", "x"]) == 2
+    assert capfd.readouterr().err.startswith("error: MLX cannot connect the machines: [ring] Coul")
+    (port,) = free_ports(1)
+    ranks = [Rank.own(0), Rank.own(1)]
+    monkeypatch.setattr(meeting, "met", [])
+    monkeypatch.setattr(meeting, "_introduce", lambda group: (ranks, ["127.0.0.1", port, "key"]))
+    monkeypatch.setattr(Group, "rank", lambda self: 1)
+    with pytest.raises(ConfigError, match=rf"cannot reach rank 0 at 127.0.0.1 port {port}"):
+        meeting.meet(Group())
 
 
 def test_options_for_one_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

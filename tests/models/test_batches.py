@@ -14,8 +14,8 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_redrafter.decoding import joint_prefill
 from mlx_redrafter.decoding.decode import decode
-from mlx_redrafter.decoding.joint_prefill import prefill_together
 from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import KeyedSampler, gumbel_noise
 from mlx_redrafter.decoding.scheduler import Scheduler
@@ -167,29 +167,35 @@ def test_texts_that_come_and_go(monkeypatch: pytest.MonkeyPatch, model_type: str
 
 
 @pytest.mark.parametrize("model_type", SUPPORTED)
-def test_prompts_share_their_passes(model_type: str) -> None:
-    """Every cache holds what stock mlx-lm's holds after the same chunks of a prompt alone."""
+def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    """Ends of up to three tokens are trees of the first step, as stock mlx-lm reads tokens."""
+    monkeypatch.setattr(joint_prefill, "MAX_END", 3)
     target = Target(build(tiny_config(model_type, main_rope(model_type))))
-    prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (24, 17, 18, 17, 21)]
-    texts = [
-        SequenceDecoder(
-            target,
-            target.new_cache(),
-            KeyedSampler(SamplingParams(), VOCAB_SIZE),
-            Request(prompt),
-        )
-        for prompt in prompts
-    ]
-    assert all(text.shares_prefill for text in texts)
-    for number, _ in enumerate(prefill_together(target, texts, lambda: 35)):
-        if number == 1:
-            texts[2].cancel()
-    lengths = [text.own_cache.length for text in texts]
-    assert lengths == [20, 16, 14, 16, 20]
-    for text, prompt, length in zip(texts, prompts, lengths, strict=True):
+    prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (12, 8, 9, 8, 11)]
+    texts = {}
+    for prompt in prompts:
+        request = Request(prompt, max_tokens=6, prefill_step_size=25, leave_as_stock=True)
+        sampler = KeyedSampler(SamplingParams(), VOCAB_SIZE)
+        texts[SequenceDecoder(target, target.new_cache(), sampler, request)] = list[int]()
+    scheduler = Scheduler(target)
+    scheduler.begin(list(texts))
+    while not all(text.is_closed for text in texts):
+        for text, tokens, error in scheduler.step_all():
+            assert error is None
+            texts[text] += [token.id for token in text.deliver(tokens)]
+            if text.is_finished:
+                scheduler.leave(text)
+                text.close()
+    for prompt, (text, tokens) in zip(prompts, texts.items(), strict=True):
         cache = make_prompt_cache(target.model)
-        for start, end in pairwise(one for one in (0, 7, 14, 16, 20) if one <= length):
-            read_by_stock(target.model, prompt[start:end], cache, None)
+        *_, end = ends = {8: (0, 5), 12: (0, 5, 8, 11)}.get(len(prompt), (0, 5, 8))
+        chunks = [prompt[i:j] for i, j in pairwise(ends)] + [[token] for token in prompt[end:]]
+        for chunk in chunks:
+            logits = read_by_stock(target.model, chunk, cache, None)
+        for token in tokens:
+            assert token == int(mx.argmax(logits).item())
+            logits = read_by_stock(target.model, [token], cache, None)
+        assert len(tokens) == 6
         assert_same_entries(text.own_cache.stock, cache)
 
 

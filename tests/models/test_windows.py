@@ -340,7 +340,7 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
     for response in engine.stream_batch(prompts, max_tokens=40):
         tokens[response.number].append(response.response.token)
-    assert shapes[:5] == [(4, 16), (3, 1), (2, 22), (1, 1), (4, 1)]
+    assert shapes[:3] == [(4, 16), (2, 23), (4, 2)]
     for number, prompt in enumerate(prompts):
         assert_same_tokens(stock_tokens(model, prompt, 40), tokens[number])
 

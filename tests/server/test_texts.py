@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 import socket
 import threading
 import time
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
@@ -17,6 +19,9 @@ from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.job import Job
+from mlx_redrafter.server.parts import Part
+from mlx_redrafter.server.protocols.openai_chat import read
+from mlx_redrafter.server.replies import Reply
 from tests.server.serving import KEY, Served, make_engine, serving
 
 openai: Any = pytest.importorskip("openai", reason="the client that tests use")
@@ -247,3 +252,29 @@ def test_a_long_prompt_lets_other_texts_go_on(monkeypatch: pytest.MonkeyPatch) -
         assert again["choices"] == alone["choices"]
         worker.end()
         other.join()
+
+
+def test_all_that_has_come_is_one_write() -> None:
+    """The parts of a step, and those of later steps until the client's turn, in their order."""
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    asked = {"messages": [{"role": "user", "content": "Hi"}], **stream}
+    request, make_writer = read(asked, GenerationOptions())
+    parts = [Part(0, False, 1, 0, 0, 0, content="a"), Part(0, True, 2, 1, 3, 1, content="b")]
+    last = Part(0, True, 3, 2, 3, 1, content="c", finish_reason="stop")
+
+    async def collect() -> list[str]:
+        reply = Reply(cast(Any, None), request, [[7, 8]], make_writer("tiny"))
+        reply.job.receive(*parts)
+        reply.job.receive(last)
+        reply.job.receive(None)
+        return [text async for text in reply.events()]
+
+    (text,) = asyncio.run(collect())
+    *events, end = text.removesuffix("\n\n").split("\n\n")
+    found = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert [one["choices"][0]["delta"]["content"] for one in found[:-1]] == ["a", "b", "c"]
+    usage = found[-1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 3)
+    details = usage["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (2, 1)
+    assert end == "data: [DONE]"

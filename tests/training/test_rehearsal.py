@@ -22,7 +22,6 @@ from mlx_redrafter.training import (
 )
 from mlx_redrafter.training.preparation import is_slow
 from mlx_redrafter.training.rehearsal import rehearse
-from mlx_redrafter.training.self_generated import AnswerLimits
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import RECIPES, Recipe
 from tests.helpers.models import tiny_llama
@@ -77,9 +76,9 @@ def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.Monke
         read.append([len(one) for one in sequences])
         return teacher.read_sequences(target, sequences, *options)
 
-    def generate(generator: Any, jobs: Any, limits: AnswerLimits, number: int) -> Any:
-        written.append(limits.answer_tokens)
-        return generate_round(generator, jobs, limits, number)
+    def generate(generator: Any, jobs: Any, options: DataOptions, number: int) -> Any:
+        written.append(options.answer_tokens)
+        return generate_round(generator, jobs, options, number)
 
     monkeypatch.setattr(rehearsal, "read_sequences", read_sequences)
     monkeypatch.setattr(rehearsal.TextGenerator, "generate_round", generate)

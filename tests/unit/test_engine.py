@@ -86,6 +86,14 @@ def test_a_pair_loaded_in_one_thread_works_in_another() -> None:
     assert text == generate(model, tokenizer, "Once", drafter=None, max_tokens=20)
 
 
+def test_a_stream_belongs_to_one_thread(engine: Engine) -> None:
+    stream = engine.stream(PROMPT, max_tokens=3)
+    next(stream)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="read it in one thread"):
+        pool.submit(next, stream).result()
+    assert len(list(stream)) == 2
+
+
 def test_another_thread_cancels_a_text(engine: Engine) -> None:
     stream = engine.stream(PROMPT, max_tokens=-1)
     found = [next(stream) for _ in range(3)]

@@ -14,7 +14,13 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from mlx_redrafter import Engine, GenerationResponse, generate, stream_generate
+from mlx_redrafter import (
+    Engine,
+    GenerationResponse,
+    generate,
+    generate_batch,
+    stream_generate,
+)
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.conftest import Trained
 from tests.helpers.drafts import Scripted
@@ -382,8 +388,14 @@ def test_impossible_prompts_are_refused(model: nn.Module, prompt: Any, message: 
         stream_generate(model, wrapped_tokenizer(VOCAB_SIZE), prompt, drafter=None)
 
 
+def test_an_impossible_prompt_of_a_batch_is_named(model: nn.Module) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    with pytest.raises(ConfigError, match="prompt 1: the prompt is empty"):
+        generate_batch(model, tokenizer, [PROMPT, []], drafter=None, batch_size=1, max_tokens=1)
+
+
 def test_unknown_options_are_refused(model: nn.Module) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+    with pytest.raises(TypeError, match="argument 'temperature'; did you mean temp"):
         generate(model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=None, temperature=1.0)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.proposers.expansion import Expansion, best_nodes, merge_beams
+from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
 from tests.helpers.drafts import scored
@@ -53,7 +53,7 @@ def test_of_equal_scores_the_parent_comes_first() -> None:
         parents=mx.array([-1, -1, -1, 0, 0, 1], dtype=mx.int32),
     )
     for nodes in range(2, 8):
-        tree = best_nodes(expansion, mx.array([9]), DraftPlan.of(2, 3, nodes))
+        tree = build_tree(expansion, mx.array([9]), DraftPlan.of(2, 3, nodes))
         assert len(tree_paths(tree)) == nodes  # checks that every parent is there
 
 
@@ -69,13 +69,13 @@ def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(
         parents=mx.arange(-1, drafted - 1, dtype=mx.int32),
     )
     root = mx.array([9])
-    chain = best_nodes(expansion, root, DraftPlan.of(1, length, length))
+    chain = build_tree(expansion, root, DraftPlan.of(1, length, length))
     beam = merge_beams(expansion, root, DraftShape(1, length, "beam"))
     assert chain.scores is not None
     assert np.array_equal(chain.scores, expansion.scores)
     _assert_same(replace(chain, scores=None), beam)
     nodes = data.draw(st.integers(2, length))
-    shorter = best_nodes(expansion, root, DraftPlan.of(1, length, nodes))
+    shorter = build_tree(expansion, root, DraftPlan.of(1, length, nodes))
     assert tree_paths(shorter) == tree_paths(chain)[:nodes]
     _assert_same(chain.first(nodes), shorter)
 
@@ -95,9 +95,9 @@ def test_the_first_nodes_of_a_tree_are_the_smaller_tree(
     expansion = expand(
         drafter, drafter.input_of(lambda tokens: embed[tokens]), embed[9], root, plan.shape
     )
-    tree = best_nodes(expansion, root, plan)
+    tree = build_tree(expansion, root, plan)
     _assert_same(
-        tree.first(smaller), best_nodes(expansion, root, DraftPlan.of(width, length, smaller))
+        tree.first(smaller), build_tree(expansion, root, DraftPlan.of(width, length, smaller))
     )
 
 

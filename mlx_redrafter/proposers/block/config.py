@@ -14,7 +14,6 @@ from mlx_redrafter.proposers.stored_config import (
     INVERSE_TEMPERATURE,
     MAX_DIMENSION,
     MAX_SCORE_SCALE,
-    check_ranking,
 )
 
 MODEL_TYPE = "redrafter_block"
@@ -170,10 +169,8 @@ class BlockConfig(LayerSizes):
             # Its state would begin at the first entry, whose output the drafts do not read.
             raise ConfigError("a recurrent link needs first_slot 0, got 1")
         check_int("rank", self.rank, int(self.link != "none"), MAX_DIMENSION)
-        if self.draft_vocab_size is not None:
-            check_int("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
-            if not self.has_head:
-                raise ConfigError("draft_vocab_size needs has_head, got a drafter without a head")
+        if self.draft_vocab_size is not None and not self.has_head:
+            raise ConfigError("draft_vocab_size needs has_head, got a drafter without a head")
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates, 1, self.head_rows)
         if self.confidence_reads_token and self.link in ("none", "selector"):
@@ -182,7 +179,6 @@ class BlockConfig(LayerSizes):
             )
 
     def _check_numbers(self) -> None:
-        check_ranking(self.inverse_temperature, self.coupling_weight)
         for name in ("value_scale", "embed_scale", "output_multiplier", "softcap"):
             value = getattr(self, name)
             is_absent = name == "softcap" and value is None

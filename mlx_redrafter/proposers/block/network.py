@@ -93,10 +93,6 @@ class BlockNetwork(KvNetwork):
         return 1 + self.config.num_drafts
 
     @property
-    def coupling_weight(self) -> float:
-        return self.config.coupling_weight
-
-    @property
     def dtype(self) -> mx.Dtype:
         return self.hidden_norm.weight.dtype
 
@@ -246,7 +242,7 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
     # The layers attend by themselves.
     is_joint = True
 
-    def expand_roots(
+    def expand(
         self,
         draftings: Sequence[BlockDrafting],
         flights: Sequence[PendingPass],

@@ -78,7 +78,7 @@ def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
         return BlockConfig.from_dict(values)
     config = PublishedValues.of(values)
     _check_variant(config, shapes)
-    sizes = _Sizes(shapes, values)
+    sizes = _Sizes(shapes, config)
     fields = {**sizes.layers(), **sizes.link(config)}
     _check_stated(config, fields)
     try:
@@ -134,17 +134,15 @@ def resolve_stored(
 class _Sizes:
     """Sizes of a drafter from the shapes of its tensors, quantised or not."""
 
-    def __init__(self, shapes: Shapes, values: Mapping[str, Any]):
+    def __init__(self, shapes: Shapes, config: PublishedValues):
         self.shapes = shapes
-        quantization = values.get("quantization")
+        quantization = config.values.get("quantization")
         found = quantization.get("group_size") if isinstance(quantization, Mapping) else None
         self.group_size = found if isinstance(found, int) else 1
         self.hidden = self.axis("hidden_norm.weight", 0)
         self.head = self.axis(ATTENTION + "k_norm.weight", 0)
-        self.vocab = PublishedValues.of(values).integer("vocab_size", MAX_DIMENSION, in_layer=True)
-        self.num_layers = PublishedValues.of(values).integer(
-            "num_hidden_layers", MAX_LAYERS, in_layer=True
-        )
+        self.vocab = config.integer("vocab_size", MAX_DIMENSION, in_layer=True)
+        self.num_layers = config.integer("num_hidden_layers", MAX_LAYERS, in_layer=True)
 
     def axis(self, name: str, axis: int) -> int:
         """Return a dimension of a tensor, of the numbers that it stands for."""

@@ -79,8 +79,6 @@ class EagleConfig(LayerSizes):
             raise ConfigError(f"layer_type must be one of {LAYER_TYPES}, got {self.layer_type!r}")
         super().__post_init__()
         check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
-        if self.draft_vocab_size is not None:
-            check_int("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other, got both")
         if self.captured_layers is not None:

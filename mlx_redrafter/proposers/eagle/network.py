@@ -173,7 +173,7 @@ class ParallelDrafting(KvDrafting[Eagle]):
 
     is_joint = False
 
-    def expand_roots(
+    def expand(
         self,
         draftings: Sequence[ParallelDrafting],
         flights: Sequence[PendingPass],

@@ -10,9 +10,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.stored_config import (
     COUPLING_WEIGHT,
     INVERSE_TEMPERATURE,
-    MAX_DIMENSION,
     StoredConfig,
-    check_ranking,
 )
 
 MODEL_TYPE = "redrafter_medusa"
@@ -59,15 +57,9 @@ class MedusaConfig(StoredConfig):
     coupling_weight: float = COUPLING_WEIGHT
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size"):
-            check_int(f"drafter {name}", getattr(self, name), 1, MAX_DIMENSION)
+        super().__post_init__()
         check_int("drafter num_heads", self.num_heads, 1, MAX_HEADS)
         check_int("drafter num_layers", self.num_layers, 0, MAX_LAYERS)
-        if not isinstance(self.bias, bool):
-            raise ConfigError(f"drafter bias must be true or false, got {self.bias!r}")
-        if self.draft_vocab_size is not None:
-            check_int("drafter draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
-        check_ranking(self.inverse_temperature, self.coupling_weight)
         if self.tree not in ("dynamic", "static"):
             raise ConfigError(f"drafter tree must be 'dynamic' or 'static', got {self.tree!r}")
         if self.rank_accuracies is not None:

@@ -14,25 +14,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.decoding.protocols import Wish
 from mlx_redrafter.decoding.records import PendingPass
-from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan, DraftShape
-from mlx_redrafter.proposers.draft_network import (
-    DraftNetwork,
-    ResBlock,
-    StatelessDrafting,
-    dtype_of,
-)
-from mlx_redrafter.proposers.expansion import Expansion, build_tree
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
+from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
+from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.factorised import FactorisedLevels
 from mlx_redrafter.proposers.joint import NetworkDrafting
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.scores import NoiseRank, bounded, log_probs, ranking
+from mlx_redrafter.proposers.scores import NoiseRank, bounded, log_probs
 from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.topk import top_k
-from mlx_redrafter.trees.tree import TokenTree
 
 
 class Medusa(DraftNetwork):
@@ -128,30 +120,21 @@ def ranked_levels(
     )
 
 
-class MedusaDrafting(StatelessDrafting, NetworkDrafting):
+class MedusaDrafting(NetworkDrafting):
     """Drafts of one sequence."""
 
-    reader = None
-
     def __init__(self, network: Medusa, couple_noise: bool):
-        self.network = network
-        self.couple_noise = couple_noise
+        self.network, self.couple_noise = network, couple_noise
 
-    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        found = self._expand(flight.hidden_state[None], plan.shape, self.rank(noise))
-        return build_tree(found.alone, flight.root, plan)
-
-    def expand_all(self, wishes: Sequence[Wish], rank: NoiseRank | None) -> Expansion:
-        hidden = mx.stack([one.pending.hidden_state for one in wishes])
-        return self._expand(hidden, wishes[0].plan.shape, rank)
-
-    def rank(self, noise: GumbelNoise | None) -> NoiseRank | None:
-        network, own_noise = self.network, noise if self.couple_noise else None
-        return ranking(own_noise, network.row_ids, network.config.coupling_weight)
-
-    def _expand(self, hidden: mx.array, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
-        """Search after the states of R roots, shape (R, H)."""
+    def expand(
+        self,
+        draftings: Sequence[MedusaDrafting],
+        flights: Sequence[PendingPass],
+        shape: DraftShape,
+        rank: NoiseRank | None,
+    ) -> Expansion:
         network, config = self.network, self.network.config
+        hidden = mx.stack([flight.hidden_state for flight in flights])
         # The target's noise makes its choices as uncertain as the probabilities say.
         scale = config.inverse_temperature if rank is None else 1.0
 

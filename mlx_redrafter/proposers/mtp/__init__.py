@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_redrafter.errors import first_line
-from mlx_redrafter.proposers.checkpoint import check_finite, check_floating
+from mlx_redrafter.proposers.checkpoint import give_weights
 from mlx_redrafter.proposers.mtp.families import is_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.mtp.tensors import find_module, misfit, open_module
@@ -34,13 +34,8 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Mtp:
     folder, paths = find_module(path_or_repo)
     module, weights, names = open_module(folder, paths)
     target.check(module.config)
-    check_floating(module, weights, folder, names)
     try:
         mx.eval(list(weights.values()))
     except Exception as error:  # computing on damaged files may raise anything
         raise misfit(folder, first_line(error)) from error
-    module.load_weights(list(weights.items()))
-    check_finite(module, folder, names)
-    module.eval()
-    mx.eval(module.parameters())
-    return module
+    return give_weights(module, weights, folder, names)

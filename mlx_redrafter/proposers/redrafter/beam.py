@@ -7,17 +7,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.redrafter.recurrence import Embed, RecurrentNetwork
-from mlx_redrafter.proposers.scores import NoiseRank, Rank, ranking
+from mlx_redrafter.proposers.scores import Rank
 from mlx_redrafter.proposers.search import search_all
-
-
-def coupled_rank(drafter: RecurrentNetwork, noise: GumbelNoise | None) -> NoiseRank | None:
-    """Return the function that ranks drafts with the target's noise, by the coupling weight."""
-    return ranking(noise, drafter.row_ids, drafter.config.coupling_weight)
 
 
 def score_scale(drafter: RecurrentNetwork, rank: Rank | None) -> float:

@@ -12,7 +12,6 @@ from mlx_redrafter.proposers.stored_config import (
     INVERSE_TEMPERATURE,
     MAX_DIMENSION,
     StoredConfig,
-    check_ranking,
 )
 
 MODEL_TYPE = "recurrent_drafting_drafter"
@@ -60,22 +59,15 @@ class DrafterConfig(StoredConfig):
     coupling_weight: float = COUPLING_WEIGHT
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "exit_dim"):
-            check_int(f"drafter {name}", getattr(self, name), 1, MAX_DIMENSION)
+        super().__post_init__()
+        check_int("drafter exit_dim", self.exit_dim, 1, MAX_DIMENSION)
         check_int("drafter num_draft_layers", self.num_draft_layers, 0, MAX_DRAFT_LAYERS)
-        for name in ("rnn", "rnn_first_step_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f"drafter {name} must be true or false, got {getattr(self, name)!r}"
-                )
         if self.rnn_activation not in ("silu", "identity"):
             raise ConfigError(
                 f"drafter rnn_activation must be 'silu' or 'identity', got {self.rnn_activation!r}"
             )
-        for name in ("draft_top_k", "draft_vocab_size"):
-            if getattr(self, name) is not None:
-                check_int(f"drafter {name}", getattr(self, name), 1, self.vocab_size)
-        check_ranking(self.inverse_temperature, self.coupling_weight)
+        if self.draft_top_k is not None:
+            check_int("drafter draft_top_k", self.draft_top_k, 1, self.vocab_size)
 
     @property
     def has_input_proj(self) -> bool:

@@ -130,7 +130,7 @@ class SpecFormer(KvNetwork):
 class SpecFormerDrafting(KvDrafting[SpecFormer]):
     """Drafts of one sequence by such a network."""
 
-    def expand_roots(
+    def expand(
         self,
         draftings: Sequence[SpecFormerDrafting],
         flights: Sequence[PendingPass],

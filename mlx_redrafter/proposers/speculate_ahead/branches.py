@@ -43,9 +43,9 @@ def branches_of(
     """
     if isinstance(drafting, ModelDrafting):
         return ModelBranches(drafting, tree)
-    scale = score_scale(drafting.drafter, drafting.rank(noise))
+    scale = score_scale(drafting.network, drafting.rank(noise))
     levels = RecurrentLevels(
-        drafting.drafter, drafting.project_input, origin[None], tree.tokens[:1], scale
+        drafting.network, drafting.project_input, origin[None], tree.tokens[:1], scale
     )
     return RecurrentBranches(levels, tree)
 

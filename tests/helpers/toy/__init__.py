@@ -20,7 +20,7 @@ from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.scores import log_probs, ranking
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.proposers.stored_config import StoredConfig
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.target import Target
@@ -79,7 +79,7 @@ class ToyDrafting:
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         rank = ranking(noise if self.couple_noise else None, self.network.row_ids)
         levels = ToyLevels(self.network, flight.root)
-        return build_tree(search(levels, plan.shape, rank), flight.root, plan)
+        return build_tree(search_all(levels, plan.shape, rank).alone, flight.root, plan)
 
     def skip(self, flight: PendingPass) -> None:
         """Ignore a pass without drafts."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.proposers.expansion import Expansion, best_nodes, build_tree, merge_beams
+from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
 from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.trees.tree import TokenTree
@@ -106,7 +106,7 @@ def test_top_n_selection_is_the_n_best_nodes(width: int, length: int, nodes: int
     expansion, literal = _expand(drafter, plan.shape, seed=4)
     best = sorted(literal.scores, key=lambda path: -literal.scores[path])
     assert plan.options["tree_nodes"] is not None
-    tree = best_nodes(expansion, mx.array([ROOT]), plan)
+    tree = build_tree(expansion, mx.array([ROOT]), plan)
     assert set(tree_paths(tree)) == {(ROOT,), *best[: plan.num_nodes - 1]}
     assert tree.num_nodes == tree.tokens.shape[0] == plan.num_nodes
     assert tree.num_unmerged == 1 + width * (length - 1)
@@ -179,5 +179,5 @@ def test_head_of_a_large_vocabulary() -> None:
     found = _scored_paths(expansion)
     assert found.keys() == literal.scores.keys()
     best = sorted(literal.scores, key=lambda path: -literal.scores[path])
-    tree = best_nodes(expansion, mx.array([ROOT]), plan)
+    tree = build_tree(expansion, mx.array([ROOT]), plan)
     assert set(tree_paths(tree)) == {(ROOT,), *best[:23]}

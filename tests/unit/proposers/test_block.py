@@ -19,7 +19,7 @@ from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.levels import LinkedLevels
 from mlx_redrafter.proposers.block.network import BlockNetwork
-from mlx_redrafter.proposers.search import search
+from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 from tests.golden.block_layouts import LAYOUTS, NUM_TARGET_LAYERS, tensors
 from tests.helpers.block import LINKS, block_config, random_block
@@ -266,7 +266,7 @@ def test_a_search_scores_every_path_by_the_one_formula(link: str) -> None:
     shape = DraftShape(3, 1 + network.config.num_drafts)
     for count in (None, 12):
         levels = new_levels(network, count)
-        found = search(levels, shape)
+        found = search_all(levels, shape).alone
         again = new_levels(network, None)
         tokens, parents = to_ints(found.tokens), to_ints(found.parents)
         for node in range(0, len(tokens), 5):
@@ -297,7 +297,7 @@ def test_a_chain_is_the_search_of_one_beam(link: str | None, count: int | None) 
     shape = DraftShape(1, 1 + network.config.num_drafts)
     found, expected = (
         new_levels(network, count).chain().alone,
-        search(new_levels(network, count), shape),
+        search_all(new_levels(network, count), shape).alone,
     )
     assert mx.array_equal(found.tokens, expected.tokens).item()
     assert mx.array_equal(found.parents, expected.parents).item()
@@ -316,7 +316,7 @@ def test_candidates_are_those_that_the_noise_may_choose() -> None:
         noise = [200.0 * (ids == favoured[one]) for one in depths]
         return scores + mx.stack(noise)
 
-    found = search(new_levels(network, 4, rank), DraftShape(1, 5))
+    found = search_all(new_levels(network, 4, rank), DraftShape(1, 5)).alone
     assert to_ints(found.tokens) == favoured[:4]
 
 

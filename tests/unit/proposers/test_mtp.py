@@ -205,14 +205,14 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     asked: list[list[str]] = []
 
-    def download(repo: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
-        for file in set(files.values()) & set(allow_patterns):
+    def download(repo: str, patterns: list[str]) -> Path:
+        asked.append(patterns)
+        for file in set(files.values()) & set(patterns):
             tensors = {n: t for n, t in module_tensors().items() if files[n] == file}
             mx.save_safetensors(str(tmp_path / file), tensors)
-        return str(tmp_path)
+        return tmp_path
 
-    monkeypatch.setattr("mlx_redrafter.checkpoint_files.snapshot_download", download)
+    monkeypatch.setattr("mlx_redrafter.checkpoint_files.fetch", download)
     assert load_mtp("org/model").config.vocab_size == 64
     assert asked[1:] == [["model-00000.safetensors", "model-00001.safetensors"]]
     for file, message in (("../x.safetensors", "name of a safetensors file"), (None, "no tensors")):

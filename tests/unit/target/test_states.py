@@ -8,11 +8,18 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter.bench.lab.contexts import prefill
+from mlx_redrafter.decoding import joint_prefill
+from mlx_redrafter.decoding.records import PendingPass, Request
+from mlx_redrafter.decoding.sampling import KeyedSampler
+from mlx_redrafter.decoding.scheduler import Scheduler
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.models import tiny_llama
 from tests.models.tiny_models import build, tiny_config
+from tests.models.trees import ScriptedDrafts
 
 PROMPT = [5, 17, 3, 60, 9, 12, 7]
 LAYERS = (2, 0, FINAL)
@@ -26,6 +33,46 @@ def _layer_inputs(model: Any, tokens: list[int]) -> mx.array:
         inputs.append(h)
         h = layer(h, "causal", None)
     return mx.concatenate([inputs[2], inputs[0], model.model.norm(h)], axis=-1)[0]
+
+
+class _States(ScriptedDrafts):
+    """Keeps the states of a prompt, its last token included, and proposes nothing."""
+
+    layers = LAYERS
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.reader: Any = self
+        self.found: list[mx.array] = []
+
+    def read(self, states: mx.array) -> None:
+        self.found.append(states)
+
+    def skip(self, flight: PendingPass) -> None:
+        if self.num_known == 0:
+            assert flight.states is not None
+            self.found.append(flight.states)
+        super().skip(flight)
+
+
+def test_states_of_prompts_that_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint_prefill, "MAX_END", 3)
+    model = tiny_llama(seed=4)
+    target = Target(model)
+    target.watch(LAYERS)
+    texts = []
+    for length in (12, 7, 8, 1, 7):
+        request = Request([*PROMPT, *range(20, 30)][:length], max_tokens=3)
+        sampler = KeyedSampler(SamplingParams(), target.vocab_size)
+        texts.append(SequenceDecoder(target, target.new_cache(), sampler, request, _States()))
+    scheduler = Scheduler(target)
+    scheduler.begin(texts)
+    while not all(text.is_finished for text in texts):
+        scheduler.step_all()
+    for text in texts:
+        assert isinstance(text.drafting, _States)
+        found = mx.concatenate(text.drafting.found)
+        assert mx.allclose(found, _layer_inputs(model, text.request.prompt), atol=1e-5).item()
 
 
 def test_states_are_those_of_the_layers_and_logits_stay() -> None:

@@ -1,0 +1,196 @@
+"""Repositories on the Hugging Face Hub: their files and licence, and the download.
+
+A repository is described first, so that nothing is downloaded that cannot be used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.utils.tqdm import tqdm
+
+from mlx_redrafter.errors import CheckpointError, ResourceError, first_line
+from mlx_redrafter.memory_sizes import format_bytes
+from mlx_redrafter.model_store import CONFIG, WEIGHTS, stored_models
+
+# Minimum number of bytes of a download whose progress is shown.
+MIN_SHOWN = 10**6
+# Maximum number of repositories that each of two searches for a similar name returns.
+MAX_SIMILAR = 100
+# Files that are not a model in MLX's format: a pattern of their names, their description, and the
+# remedy. The first pattern that matches counts.
+OTHER_FORMATS = (
+    ("model*.safetensors", "weights alone", "download the model again"),
+    ("*.gguf", "GGUF files", "use a copy in MLX's format, such as one of mlx-community"),
+    (
+        "adapter*.safetensors",
+        "an adapter",
+        "redrafter-mlx pull downloads it; give its folder with --adapter-path next to --model",
+    ),
+    ("*.safetensors", "safetensors of another format", "use a language model in mlx-lm's format"),
+    (
+        "*.bin",
+        "PyTorch's weights",
+        "use a copy in safetensors; redrafter-mlx convert reads those of drafters",
+    ),
+)
+
+
+class _NoBars(tqdm):
+    """Progress of a download that ends at once."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "disable": True})
+
+
+class Repository(NamedTuple):
+    """A repository, as the hub describes it.
+
+    Attributes:
+        sizes: Sizes of its files in bytes, by name.
+        licence: Licence in its card; empty if the card gives none.
+        is_gated: Whether its owner must accept the user first.
+    """
+
+    name: str
+    sizes: dict[str, int]
+    licence: str
+    is_gated: bool
+
+    @property
+    def address(self) -> str:
+        """Address of its page."""
+        return f"{constants.ENDPOINT}/{self.name}"
+
+    def size(self, patterns: Sequence[str]) -> int:
+        """Return the size in bytes of the files that match a pattern."""
+        return sum(size for name, size in self.sizes.items() if _matches(name, patterns))
+
+
+def describe_repository(name: str) -> Repository | None:
+    """Ask the hub about a repository; None if there is none of this name.
+
+    Raises:
+        CheckpointError: The hub cannot be reached, or the name is not one of a repository.
+    """
+    try:
+        info = HfApi().model_info(name, files_metadata=True)
+    except RepositoryNotFoundError:
+        return None
+    except Exception as error:  # the hub's libraries raise exceptions of many kinds
+        raise CheckpointError(
+            f"{name!r} is neither a local folder nor a repository that can be reached on the "
+            f"Hugging Face Hub ({first_line(error)}); check the name and the network, or give a "
+            "folder"
+        ) from error
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    card = {} if info.card_data is None else info.card_data.to_dict()
+    return Repository(name, sizes, _licence(card), bool(info.gated))
+
+
+def find_repository(name: str, patterns: Sequence[str] | None = None) -> Repository:
+    """Describe a repository that must have the files that the patterns name.
+
+    That is ``config.json`` if it is a pattern, and a file of weights if patterns of them are given.
+
+    Raises:
+        CheckpointError: The hub cannot be reached, or has no such repository or files.
+    """
+    repository = describe_repository(name)
+    if repository is None:
+        known = [one for one in _names_like(name) if one != name]
+        same = [one for one in known if one.partition("/")[2] == name.partition("/")[2]]
+        similar = get_close_matches(name, known, n=1) or same
+        hint = f"did you mean {similar[0]}?" if similar else "check the name;"
+        raise CheckpointError(
+            f"there is no {name!r} on this machine or on the hub; {hint} `hf auth login` shows "
+            "private ones"
+        )
+    names = repository.sizes
+    weights = [pattern for pattern in patterns or () if pattern.endswith(WEIGHTS)]
+    missing = ""
+    if weights and not any(_matches(file, weights) for file in names):
+        missing = weights[0]
+    elif CONFIG in (patterns or ()) and CONFIG not in names:
+        missing = CONFIG
+    if missing:
+        raise CheckpointError(f"no {missing} in {name}{explain_files(names)}")
+    return repository
+
+
+def explain_files(names: Collection[str]) -> str:
+    """Say what files hold instead of a model in MLX's format, and what to do."""
+    for pattern, found, remedy in OTHER_FORMATS:
+        if any(fnmatch(name, pattern) for name in names):
+            return f": found {found}; {remedy}"
+    return "; is it a checkpoint folder?"
+
+
+def download(repository: Repository, patterns: Sequence[str] | None) -> Path:
+    """Download the files of a repository that match a pattern, and return their folder.
+
+    Raises:
+        CheckpointError: The download fails.
+        ResourceError: The disk is too small.
+    """
+    cache = Path(constants.HF_HUB_CACHE)
+    existing = next(path for path in (cache, *cache.absolute().parents) if os.path.exists(path))
+    needed, free = repository.size(patterns or ["*"]), shutil.disk_usage(existing).free
+    if needed > free:
+        raise ResourceError(
+            f"{repository.name} needs {format_bytes(needed)} of disk in {cache}, found "
+            f"{format_bytes(free)} free; free some, or set HF_HOME to a folder on another disk"
+        )
+    try:
+        allowed = None if patterns is None else list(patterns)
+        bars = _NoBars if needed < MIN_SHOWN else tqdm
+        return Path(snapshot_download(repository.name, allow_patterns=allowed, tqdm_class=bars))
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"the owner of {repository.name} gives it to known users only: accept the terms at "
+            f"{repository.address}, then run `hf auth login`"
+        ) from error
+    except Exception as error:  # the hub's libraries raise exceptions of many kinds
+        raise CheckpointError(
+            f"cannot download {repository.name} ({first_line(error)}); try again, which continues "
+            "the download"
+        ) from error
+
+
+def fetch(name: str, patterns: Sequence[str] | None) -> Path:
+    """Find a repository and download its files that match a pattern."""
+    return download(find_repository(name, patterns), patterns)
+
+
+def _names_like(name: str) -> list[str]:
+    """List repositories on this machine, and those of the hub of which a part is the same."""
+    owner, _, last = name.partition("/")
+    names = [model.name for model in stored_models()]
+    beginning = re.split(r"[-_.]", last)[0]
+    with suppress(Exception):  # a suggestion is not worth an error
+        for options in ({"search": last}, {"author": owner, "search": beginning}):
+            found = HfApi().list_models(limit=MAX_SIMILAR, **options)
+            names += [model.id for model in islice(found, MAX_SIMILAR)]
+    return names
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _licence(card: dict[str, Any]) -> str:
+    licence = card.get("license")
+    if licence == "other" and isinstance(card.get("license_name"), str):
+        licence = card["license_name"]
+    return licence if isinstance(licence, str) else ""
