@@ -38,7 +38,7 @@ from mlx_redrafter.trees.tree import TokenTree
 # Share of the time for exploring, half for probes and surveys and half for trials.
 EXPLORE = 0.01
 # Share of the time for learning on the host; the cost of one plain step is lent.
-LEARNING = 0.02
+LEARNING = 0.03
 # Share by which drafting must seem faster than plain decoding: both are estimates.
 MARGIN = 0.03
 # Number of steps of a trial: a plain step is timed if plain ones come before and after it.
