@@ -146,6 +146,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def read_file(path: Path) -> Mapping[str, Stored]:
     """Read the tensors of a weight file, without their values."""
     try:
+        path.open("rb").close()  # its error says more than a library's
         if path.suffix == ".safetensors":
             return read_safetensors_file(path)
         return read_torch_file(path)

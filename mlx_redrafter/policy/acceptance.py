@@ -10,13 +10,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.plans import SIZES
+from mlx_redrafter.policy.plans import SIZES, Floats
 from mlx_redrafter.trees.tree import Drafts, TokenTree
-
-Floats = npt.NDArray[np.float64]
 
 # Number of newest observations that the regression is fitted to.
 WINDOW = 256

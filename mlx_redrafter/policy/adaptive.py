@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
+from operator import add
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,20 +29,25 @@ from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.acceptance import Acceptance, ScoredDrafts, most_probable
-from mlx_redrafter.policy.plans import COUNTS, LOOKUP, PLACES, PLANS, SIZES
+from mlx_redrafter.policy.plans import COUNTS, LOOKUP, PLACES, PLANS, SIZES, Floats
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.step_times import EMPTY, PROBE, SPARE, CurrentCosts, Guard, TimeRatios
-from mlx_redrafter.policy.value import ExpectedDrafts, Floats
+from mlx_redrafter.policy.value import ExpectedDrafts
 from mlx_redrafter.trees.tree import TokenTree
 
 # Share of the time for exploring, half for probes and surveys and half for trials.
 EXPLORE = 0.01
 # Share of the time for learning on the host; the cost of one plain step is lent.
-LEARNING = 0.03
+LEARNING = 0.02
 # Share by which drafting must seem faster than plain decoding: both are estimates.
 MARGIN = 0.03
 # Number of steps of a trial: a plain step is timed if plain ones come before and after it.
 TRIAL = 3
+
+# Drafts of a sequence that the policy still learns from, and its newest ones.
+Offered = tuple[list[ScoredDrafts], TokenTree]
+# Totals of a kind of step before its first one.
+_NONE = (0.0,) * 5
 
 
 @dataclass
@@ -63,6 +70,12 @@ class Experience:
     learning: float = 0.0
     num_surveys: int = 0
 
+    def save(self, seconds: float, most: float) -> None:
+        """Save shares of a step's cost, up to ``most`` seconds for each purpose."""
+        self.probes = min(most, self.probes + EXPLORE / 2 * seconds)
+        self.trials = min(most, self.trials + EXPLORE / 2 * seconds)
+        self.learning = min(most, self.learning + LEARNING * seconds)
+
     def for_next(self) -> Experience:
         """Return a copy for the next sequence, in which counts weigh half."""
         following = deepcopy(self)
@@ -77,8 +90,7 @@ class Experience:
         return replace(deepcopy(self), ratios=TimeRatios(), guard=None)
 
 
-@dataclass
-class Choice:
+class Choice(NamedTuple):
     """Choice for one step, and what is expected of it.
 
     Attributes:
@@ -128,15 +140,14 @@ class AdaptivePolicy:
         self._costs = CurrentCosts(costs, max_length)
         self._costs.update(self.experience.ratios)
         self._guard = self.experience.guard = self.experience.guard or Guard(self._costs.plain)
-        # The choice under trial and its remaining steps.
-        self._trial, self._trial_steps = Choice(), 0
+        # The steps of a trial that are left, all alike.
+        self._trial: list[Choice] = []
         # Choices whose steps have not been observed, at most two, and the newest one. A batch
         # observes no step of a sequence that has ended.
         self._in_flight: deque[Choice] = deque(maxlen=2)
         self._newest = Choice()
         self._pending: list[ScoredDrafts] = []
-        # Whether a drafted step was timed since the last decision, and drafts to learn from.
-        self._is_stale = False
+        # Drafts to learn from.
         self._outcomes: list[list[ScoredDrafts]] = []
         self._was_plain = False
         self._clock = clock
@@ -164,7 +175,8 @@ class AdaptivePolicy:
             outlooks: Outlooks of the sequences for which a prompt lookup finds something.
             count: Number of all sequences.
         """
-        self._learn()
+        if self._outcomes:
+            self._learn()
         lookup = self._look_up(outlooks, count) if outlooks else None
         self._newest = lookup or self._explore()
         self._in_flight.append(self._newest)
@@ -181,14 +193,11 @@ class AdaptivePolicy:
         self._pending[-1].is_early = True
         return kept
 
-    def keep_all(
-        self, offers: Sequence[tuple[list[ScoredDrafts], TokenTree]], count: int
-    ) -> list[TokenTree]:
+    def keep_all(self, offers: Sequence[Offered], count: int) -> list[TokenTree]:
         """Select the drafts to verify, with padding if a larger size costs less.
 
         Args:
-            offers: Drafts of the newest plan for each sequence that has any, after the drafts of
-                that sequence that the policy still learns from.
+            offers: Drafts of the newest plan for each sequence that has any.
             count: Number of all sequences.
         """
         kept = self._select(offers, count)
@@ -196,9 +205,7 @@ class AdaptivePolicy:
         size = size if size == 1 else self._timed.cheapest_size(size)
         return [tree if tree.size == 1 else tree.padded(size) for tree in kept]
 
-    def _select(
-        self, offers: Sequence[tuple[list[ScoredDrafts], TokenTree]], count: int
-    ) -> list[TokenTree]:
+    def _select(self, offers: Sequence[Offered], count: int) -> list[TokenTree]:
         choice, acceptance = self._newest, self.experience.acceptance
         plan, wanted, trees = choice.plan, choice.num_nodes, [tree for _, tree in offers]
         assert plan is not None
@@ -209,15 +216,22 @@ class AdaptivePolicy:
                 pending.append(ScoredDrafts(plan.searched, tree))
             if wanted != 1 and not self._guard.allows_drafts:
                 # The step in flight when this one was chosen has cost too much.
-                wanted, choice.tokens, self._trial_steps = 1, 1.0, 0
+                wanted, self._trial = 1, []
+                self._revise(tokens=1.0)
             if wanted is not None:
                 most = min(wanted, *(tree.size for tree in trees))
                 size = max(size for size in (1, *self._timed.verify) if size <= most)
                 return [tree.first(size) for tree in trees]
             probabilities = [pending[-1].score(acceptance) for pending, _ in offers]
-        choice.waits = True
-        _, choice.tokens, kept = self._worth(probabilities, count)
+        _, tokens, kept = self._worth(probabilities, count)
+        self._revise(tokens=tokens, waits=True)
         return [tree.subtree(drafts) for tree, drafts in zip(trees, kept, strict=True)]
+
+    def _revise(self, **changes: Any) -> None:
+        """Change the newest choice, whose step has not been observed yet."""
+        self._newest = self._newest._replace(**changes)
+        if self._in_flight:
+            self._in_flight[-1] = self._newest
 
     def observe(self, step: Step) -> None:
         self.observe_time(step, len(step.tokens))
@@ -233,23 +247,18 @@ class AdaptivePolicy:
         # The last step of a sequence is observed without having been chosen.
         choice = self._in_flight.popleft() if self._in_flight else Choice()
         plan, kind, experience = step.plan, step.num_nodes, self.experience
+        timed = self._costs.timed(plan, kind, choice.waits)
         if plan is not None and kind == 1:
             kind = EMPTY if plan.from_text else PROBE
-        timed = self._costs.timed(plan, step.num_nodes, choice.waits)
         expected = timed * experience.ratios.of(kind)
         seconds = expected if step.seconds is None else step.seconds
-        total = self._totals.setdefault((plan, step.num_nodes), [0.0] * 5)
-        news = 1, num_tokens, choice.tokens, seconds, expected
-        total[:] = [known + new for known, new in zip(total, news, strict=True)]
+        key, news = (plan, step.num_nodes), (1, num_tokens, choice.tokens, seconds, expected)
+        self._totals[key] = list(map(add, self._totals.get(key, _NONE), news))
         self._guard.count(num_tokens)
-        self._is_stale |= plan is not None
         was_plain, self._was_plain = self._was_plain, plan is None
         if step.seconds is None:
             return
-        saved, most = EXPLORE / 2 * seconds, SPARE * self._costs.plain
-        experience.probes = min(most, experience.probes + saved)
-        experience.trials = min(most, experience.trials + saved)
-        experience.learning = min(most, experience.learning + LEARNING * seconds)
+        experience.save(seconds, SPARE * self._costs.plain)
         if plan is not None:
             experience.ratios.learn(kind, seconds / timed)
             self._guard.learn_drafted(seconds, num_tokens)
@@ -326,34 +335,37 @@ class AdaptivePolicy:
         if best.num_nodes is not None:  # what its first nodes are expected to yield less
             size = *place, COUNTS.index(best.num_nodes - 1)
             cost = max(cost, costs.step[size] - all_tokens[size] / best.rate)
-        return replace(best, plan=PLANS[place]), float(cost)
+        return best._replace(plan=PLANS[place]), float(cost)
 
     def _explore(self) -> Choice:
         """Return the best choice, or now and then one that shows more."""
         experience, best, allowed = self.experience, self._best, self._guard.allows_drafts
-        if allowed and not self._trial_steps and experience.trials >= self._trial_cost:
+        if allowed and not self._trial and experience.trials >= self._trial_cost:
             # Keep nothing: a trial that gains would pay for the next one.
             experience.trials = 0.0
-            self._trial, self._trial_steps = self._untried, TRIAL
-        if self._trial_steps and (allowed or self._trial.plan is None):
-            self._trial_steps -= 1
-            return replace(self._trial)
+            self._trial = TRIAL * [self._untried]
+        if self._trial and (allowed or self._trial[-1].plan is None):
+            return self._trial.pop()
         if best.plan is not None and not allowed:
             return Choice()
         if experience.probes < self._further_cost:
-            return replace(best)
+            return best
         experience.probes -= self._further_cost
         experience.num_surveys += best.plan is not None
-        return replace(self._further)
+        return self._further
 
     def _look_up(self, outlooks: Sequence[Sequence[float]], count: int) -> Choice | None:
         """Choose a prompt lookup if that gains more than one of which nothing is kept loses."""
         if not self._guard.allows_drafts:
             return None
-        surplus, tokens, _ = self._worth(outlooks, count)
+        rate, plain = self._best.rate, self._costs.plain
         empty = self._timed.plain * self.experience.ratios.of(EMPTY)
-        loss = max(self._timed.wait, empty - self._costs.plain)
-        return Choice(LOOKUP, tokens=tokens) if surplus > self._best.rate * loss else None
+        least = rate * max(self._timed.wait, empty - plain)
+        # No verify costs less than a plain step.
+        if 1 + sum(map(sum, outlooks)) / count - rate * plain <= least:
+            return None
+        surplus, tokens, _ = self._worth(outlooks, count)
+        return Choice(LOOKUP, tokens=tokens) if surplus > least else None
 
     def _worth(
         self, offers: Sequence[Sequence[float]], count: int
@@ -374,17 +386,14 @@ class AdaptivePolicy:
         ordered = ([one[i] for i in order] for one, order in zip(offers, orders, strict=True))
         added = (sum(chances) / count for chances in zip_longest(*ordered, fillvalue=0.0))
         sums = list(accumulate(added, initial=1.0))
-        options = zip(COUNTS, self._costs.verify.tolist(), strict=True)
-        surplus = {
-            number: sums[number] - rate * cost for number, cost in options if number < len(sums)
-        }
-        best = max(surplus, key=surplus.__getitem__)
-        return surplus[best], sums[best], [order[:best] for order in orders]
+        options = zip(COUNTS, self._costs.verify, strict=True)
+        surplus = [sums[number] - rate * cost for number, cost in options if number < len(sums)]
+        most = max(surplus)
+        best = COUNTS[surplus.index(most)]
+        return most, sums[best], [order[:best] for order in orders]
 
     def _learn(self) -> None:
-        """Learn from the drafts and costs of all steps since the last time."""
-        if not (self._outcomes or self._is_stale):
-            return
+        """Learn from the drafts of all steps since the last time, and decide again."""
         outcomes, self._outcomes, experience = self._outcomes, [], self.experience
         is_late = experience.learning < -self._costs.plain
         start = self._clock()
@@ -399,9 +408,7 @@ class AdaptivePolicy:
             pending[:] = [one for one in pending if one.node is not None and not one.following]
         if is_late:
             return
-        if outcomes:
-            experience.acceptance.fit()
-        self._is_stale = False
+        experience.acceptance.fit()
         self._decide()
         experience.learning -= self._clock() - start
 

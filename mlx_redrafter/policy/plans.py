@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import TokenTree
+
+Floats = npt.NDArray[np.float64]
 
 # Beam widths: a chain and a narrow tree, whose search scores four children of every beam.
 WIDTHS = (1, 2)

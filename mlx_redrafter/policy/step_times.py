@@ -9,13 +9,10 @@ import math
 from statistics import median_low
 
 import numpy as np
-import numpy.typing as npt
 
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, PLANS, SIZES
+from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, PLANS, SIZES, Floats
 from mlx_redrafter.policy.step_costs import StepCosts
-
-Floats = npt.NDArray[np.float64]
 
 # Variance, from one step to the next, of what slows all steps; one step's noise has variance 1.
 CHANGE = 0.25
@@ -27,8 +24,9 @@ KNOWN = 24
 SPARE = 8.0
 # Number of plain steps that drafting may lose before it has gained any.
 TRUST = 3.0
-# Share of all tokens, in plain steps, that drafting may lose besides.
-LOSS = 0.03
+# Share of all tokens, in plain steps, that drafting may lose besides; with less, bad luck stops
+# drafting that pays a little.
+LOSS = 0.05
 
 # Kind of step of a probe; other kinds, except the next one, are numbers of nodes.
 PROBE = 0
@@ -111,16 +109,19 @@ class CurrentCosts:
         """Take over the newest ratios."""
         slowed = np.array([ratios.of(kind) for kind in (PROBE, *SIZES)])
         self.plain: float = self._costs.plain * ratios.of(1)
-        self.verify: Floats = np.maximum(self._verify * slowed, self.plain)
-        self.step: Floats = self._drafting[..., None] * slowed + self._unfit + self.verify
+        verify = np.maximum(self._verify * slowed, self.plain)
+        self.verify: list[float] = verify.tolist()
+        self.step: Floats = self._drafting[..., None] * slowed + self._unfit + verify
         self.waiting: Floats = self.step + self._costs.wait
 
     def timed(self, plan: DraftPlan | None, num_nodes: int, waits: bool) -> float:
         """Return the seconds of a step as timed beforehand."""
-        drafts = plan is not None and not plan.from_text
-        drafting = float(self._drafting[PLACES[plan.shape]]) if plan and drafts else 0.0
-        verify = float(self._verify[COUNTS.index(num_nodes - 1)])
-        return drafting + verify + waits * self._costs.wait
+        if plan is None:
+            return self._costs.plain
+        drafting = 0.0 if plan.from_text else float(self._drafting[PLACES[plan.shape]])
+        return (
+            drafting + float(self._verify[COUNTS.index(num_nodes - 1)]) + waits * self._costs.wait
+        )
 
 
 class Guard:

@@ -8,14 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from mlx_redrafter.policy.acceptance import ScoredDrafts, most_probable
-from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES
+from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, Floats
 from mlx_redrafter.policy.step_times import CurrentCosts
-from mlx_redrafter.trees.tree import Drafts
-
-Floats = npt.NDArray[np.float64]
 
 # Window of the running means, in trees: twice as many follow a changing text too slowly.
 MEMORY = 10
@@ -30,6 +26,8 @@ DOUBT = 0.2
 
 _NW, _NL, _NC = FITS.shape
 _ROWS = np.ogrid[:_NW, :_NL]
+# Drafts that a chain of each length verifies, shape (L, 1 + S).
+_IN_CHAIN = np.minimum(np.array(LENGTHS)[:, None] - 1, COUNTS)
 
 
 class ExpectedDrafts:
@@ -45,8 +43,7 @@ class ExpectedDrafts:
     """
 
     def __init__(self) -> None:
-        count = np.minimum(np.array(LENGTHS)[:, None] - 1, COUNTS)
-        chain = PRIOR_CHAIN * (1 - PRIOR_CHAIN**count) / (1 - PRIOR_CHAIN)
+        chain = PRIOR_CHAIN * (1 - PRIOR_CHAIN**_IN_CHAIN) / (1 - PRIOR_CHAIN)
         self.mean: Floats = np.array([chain, *[PRIOR_TREE * chain] * (_NW - 1)])
         self.chosen: Floats = np.stack([np.full((_NW, _NL), -1.0), np.ones((_NW, _NL))])
         self.window = MEMORY
@@ -98,21 +95,17 @@ def _within(scored: ScoredDrafts) -> Floats:
     """
     (w, n), drafts = PLACES[scored.plan.shape], scored.drafts
     found = np.zeros((2, *FITS.shape))
-    found[:, : w + 1, : n + 1] = _sums(scored, _chain(drafts), n)
+    # A search of one beam finds the first children from the root on.
+    chain, node = [0.0] * LENGTHS[-1], 0
+    for draft, parent in enumerate(drafts.parents):
+        if parent == node:
+            depth, node = drafts.depths[draft], draft + 1
+            chain[depth:] = [chain[depth - 1] + scored.probabilities[draft]] * (len(chain) - depth)
+    found[:, : w + 1, : n + 1] = np.array(chain)[_IN_CHAIN[: n + 1]]
     if w:
         found[0, w, : n + 1] = _sums(scored, range(len(drafts.tokens)), n)
         found[1, w, : n + 1] = _sums(scored, most_probable(scored.probabilities), n)
     return found
-
-
-def _chain(drafts: Drafts) -> list[int]:
-    """Return the drafts of a search of one beam: first children from the root on."""
-    chain, node = [], 0
-    for draft, parent in enumerate(drafts.parents):
-        if parent == node:
-            chain.append(draft)
-            node = draft + 1
-    return chain
 
 
 def _sums(scored: ScoredDrafts, order: Sequence[int], longest: int) -> Floats:

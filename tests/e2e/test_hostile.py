@@ -6,6 +6,7 @@ on stdout; the folder that it ran in is as before, names and bytes.
 
 from __future__ import annotations
 
+import encodings.raw_unicode_escape  # noqa: F401  (sentencepiece's model imports it late)
 import hashlib
 import json
 import os

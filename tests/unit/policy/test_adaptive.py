@@ -178,7 +178,7 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
     }
     timed = StepCosts(costs.plain, disturbed, costs.first, costs.level, costs.wait)
     firsts, seconds = [], []
-    for seed in (7, 8, 9):
+    for seed in range(7, 13):  # single ones differ by 0.3
         right = _scenario(0.5, costs, seed=seed)
         wrong = _scenario(0.5, costs, timed=timed, seed=seed)
         first = _decode(wrong)
@@ -188,8 +188,8 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
         both = _decode(wrong, first, TOKENS), _decode(right, _decode(right), TOKENS)
         taken, known = (sum(step.seconds or 0.0 for step in one.steps) for one in both)
         seconds.append(taken / known)
-    assert np.mean(firsts) < 1.22
-    assert max(seconds) < 1.2
+    assert np.mean(firsts) < 1.18
+    assert np.mean(seconds) < 1.16
 
 
 def test_a_machine_that_has_become_slower_is_used_as_well() -> None:
@@ -261,8 +261,8 @@ def test_a_fixed_plan_stays_and_waits_for_nothing() -> None:
 def test_a_tree_is_padded_where_a_larger_one_costs_less() -> None:
     verify = {size: 1.0 + 0.01 * size for size in SIZES} | {3: 1.5}
     policy = AdaptivePolicy(StepCosts(1.0, verify, {1: 0.0, 2: 0.0}, {1: 0.0, 2: 0.0}))
-    costs = policy._costs.verify[[COUNTS.index(count) for count in (1, 2, 3)]]
-    assert costs.tolist() == pytest.approx([1.02, 1.04, 1.04])
+    costs = [policy._costs.verify[COUNTS.index(count)] for count in (1, 2, 3)]
+    assert costs == pytest.approx([1.02, 1.04, 1.04])
     for count, size in ((1, 2), (2, 4), (3, 4)):
         policy._newest = Choice(LONGEST, count + 1)
         assert policy.keep(LONGEST, _tree(*[0.9] * 10)).size == size
