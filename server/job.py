@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
@@ -35,7 +35,6 @@ class Job:
         receive: Function called with the parts of every step, and at the end.
         owner: Identity of the client, whose prompts no other client may use.
         num_cached: Number of prompt tokens found in a cache.
-        has_begun: Whether the current text has its first token.
         is_cancelled: Whether the client has gone, or the server ends.
     """
 
@@ -45,13 +44,10 @@ class Job:
     receive: Callable[..., None]
     owner: str = ""
     num_cached: int = 0
-    has_begun: bool = False
     is_cancelled: bool = False
     _stream: ResponseStream | None = None
     _counters: Counters = field(init=False)
-    _on_progress: Callable[[int, int], None] = field(init=False)
-    _chunk_limit: Callable[[], int] = field(init=False)
-    _parts: Generator[Part] | None = None
+    _parts: Generator[Part | None] | None = None
 
     def cancel(self) -> None:
         """End the request soon; may be called from any thread."""
@@ -60,54 +56,48 @@ class Job:
         if stream is not None:
             stream.cancel()
 
-    def open(
-        self,
-        counters: Counters,
-        on_progress: Callable[[int, int], None],
-        chunk_limit: Callable[[], int],
-    ) -> None:
-        """Begin the request, in the worker's thread.
-
-        ``on_progress`` is called between the chunks of a prompt; ``chunk_limit`` returns the
-        maximum size of a chunk at present.
-        """
-        self._counters, self._on_progress, self._chunk_limit = counters, on_progress, chunk_limit
+    def open(self, counters: Counters) -> None:
+        """Begin the request, in the worker's thread."""
+        self._counters = counters
         self._parts = self._write_all()
 
     def step(self) -> bool:
-        """Send the parts of the next step; return whether there were any."""
+        """Send the parts that are there; return whether the request goes on."""
         assert self._parts is not None
         parts: list[Part] = []
         try:
             for part in self._parts:
+                if part is None:
+                    return True
                 parts.append(part)
-                if part.finish_reason or self._stream is None or not self._stream.num_ready:
-                    break
         finally:
             if parts:
                 self.receive(*parts)
-        return bool(parts)
+        return False
 
     def close(self) -> None:
         """End the request, in the worker's thread."""
         if self._parts is not None:
             self._parts.close()
 
-    def _write_all(self) -> Generator[Part]:
+    def _write_all(self) -> Generator[Part | None]:
         for i in range(len(self.prompts) * self.request.num_texts):
             if self.is_cancelled:
                 return
             yield from self._write(i)
 
-    def _write(self, index: int) -> Generator[Part]:
-        """Yield the parts of one text; keep its cache, even if the text is cancelled."""
+    def _write(self, index: int) -> Generator[Part | None]:
+        """Yield the parts of one text, and None while the next one needs a step of the scheduler.
+
+        Keeps its cache, even if the text is cancelled.
+        """
         engine, prefixes = self.model.engine, self.model.prefixes
         request, counters = self.request, self._counters
         tokens = list(self.prompts[index // request.num_texts])
         answer = Answer(request, engine.tokenizer, tokens, index)
         seed = request.options.seed
         options = replace(request.options, seed=None if seed is None else (seed + index) % 2**32)
-        num_prompt, step_size = len(tokens), options.prefill_step_size
+        num_prompt = len(tokens)
         prefix = prefixes.take(tokens, self.owner)
         num_cached = prefix.length
         if index % request.num_texts == 0:
@@ -118,13 +108,8 @@ class Job:
         counters.totals["prefix_hits_total"] += num_cached > 0
         end, stats = "failed", DecodingStats()
 
-        def note(done: int, total: int) -> None:
-            prefix.note(done)
-            self._on_progress(done, total)
-
-        self.has_begun = False
         if isinstance(request, CompletionRequest) and request.echoes:
-            yield self._repeat(answer, tokens, index)
+            yield from self._repeat(answer, tokens, index)
         try:
             self._stream = engine.stream(
                 new,
@@ -132,18 +117,19 @@ class Job:
                 history=[known],
                 logits_processors=_penalties(request, known),
                 grammar=request.grammar,
-                prompt_progress_callback=note,
-                prompt_chunk_size=lambda done: prefix.chunk_size(
-                    done, step_size, self._chunk_limit()
-                ),
+                prompt_progress_callback=lambda done, total: prefix.note(done),
+                prompt_chunk_size=prefix.chunk_size,
                 shared=self.model.scheduler,
                 **vars(options),
             )
             if self.is_cancelled:  # before the stream existed
                 self._stream.cancel()
             with self._stream as stream:
-                for response in stream:
-                    self.has_begun, stats = True, response.stats
+                for response in stream.read_ready():
+                    if response is None:
+                        yield None
+                        continue
+                    stats = response.stats
                     tokens.append(response.token)
                     part = answer.add(response)
                     yield part
@@ -173,15 +159,28 @@ class Job:
             if stats.shapes:
                 logger.info("drafts, found (expected): %s", "; ".join(map(str, stats.shapes)))
 
-    def _repeat(self, answer: Answer, tokens: list[int], index: int) -> Part:
-        """Return the part that repeats the prompt of a text."""
+    def _repeat(self, answer: Answer, tokens: list[int], index: int) -> Generator[Part | None]:
+        """Yield the part that repeats the prompt of a text, and None between its chunks.
+
+        Others get as much time as each chunk has taken.
+        """
         request, engine = self.request, self.model.engine
         assert isinstance(request, CompletionRequest)
         prompt = request.prompts[index // request.num_texts]
         text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(tokens)
-        scores = score_prompt(engine, tokens, request.top_logprobs or 0, self._on_progress)
-        wanted = takewhile(lambda _: not self.is_cancelled, scores)
-        return answer.repeat(text, tokens[0], wanted)
+        scores, start = [], time.perf_counter()
+        if request.top_logprobs is not None:
+            for chunk in score_prompt(engine, tokens, request.top_logprobs):
+                scores += chunk
+                now = time.perf_counter()
+                end = now + (now - start)
+                yield None
+                while self.model.scheduler.is_decoding and time.perf_counter() < end:
+                    yield None
+                if self.is_cancelled:
+                    break
+                start = time.perf_counter()
+        yield answer.repeat(text, tokens[0], scores)
 
 
 def _penalties(request: TextRequest, known: list[int]) -> list[LogitsProcessor]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -69,7 +70,6 @@ class Prefix:
     Args:
         length: Number of tokens that the cache holds.
         stops: Positions at which a chunk of the prompt has to end, to keep the states there.
-        free_from: Position from which on chunks of the prompt may have any size.
 
     Attributes:
         states: States kept so far, by position.
@@ -81,25 +81,26 @@ class Prefix:
         cache: list[Any],
         length: int,
         stops: Collection[int] = (),
-        free_from: int = 0,
     ):
         self._target = target
         self.cache = cache
         self.length = length
         self.states: dict[int, Arrays] = {}
-        self._free_from = free_from
-        self._stops = sorted(stop for stop in stops if stop > max(length, free_from))
+        self._stops = sorted(stops)
 
-    def chunk_size(self, done: int, step_size: int, limit: int) -> int:
-        """Return the maximum size of a chunk after ``done`` tokens of the rest of the prompt.
+    @property
+    def chunk_size(self) -> Callable[[int], int] | None:
+        """Function that returns the number of tokens until the next position with states to keep.
 
-        ``step_size`` is that of a prompt processed alone, and ``limit`` the maximum at present.
+        Its argument is the number of processed tokens of the rest of the prompt. None if there are
+        no such positions.
         """
-        position = self.length + done
-        if position < self._free_from:
-            return step_size
-        following = next((stop for stop in self._stops if stop > position), position + step_size)
-        return min(step_size, limit, following - position)
+
+        def left(done: int) -> int:
+            position = self.length + done
+            return next((stop - position for stop in self._stops if stop > position), sys.maxsize)
+
+        return left if self._stops else None
 
     def note(self, done: int) -> None:
         """Keep the states after ``done`` tokens of the rest of the prompt, if they are wanted."""
@@ -151,7 +152,8 @@ class Prefixes:
             stops = {last, *(last - tail for tail in self._tails)}
             if common - length >= MIN_SAVED:
                 stops.add(common)
-        return Prefix(self._engine.target, cache, length, stops, self._first)
+        stops = {stop for stop in stops if stop > max(length, self._first)}
+        return Prefix(self._engine.target, cache, length, stops)
 
     def keep(self, tokens: list[int], num_prompt: int, prefix: Prefix, owner: str = "") -> None:
         """Keep a finished text with its prompt, as far as the cache of its prefix holds it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -18,12 +18,9 @@ Score = tuple[int, float]
 
 
 def score_prompt(
-    engine: Engine, tokens: list[int], num_top: int, on_progress: Callable[[int, int], None]
-) -> Iterator[tuple[Score, list[Score]]]:
-    """Yield the score of every token but the first, and the ``num_top`` best at its place.
-
-    ``on_progress`` is called between chunks, with the numbers of processed and of all tokens.
-    """
+    engine: Engine, tokens: list[int], num_top: int
+) -> Iterator[list[tuple[Score, list[Score]]]]:
+    """Yield the scores of every token but the first, and the ``num_top`` best there, by chunks."""
     model = engine.target.stock_model
     cache = make_prompt_cache(engine.target.model)
     for start in range(0, len(tokens) - 1, CHUNK):
@@ -37,10 +34,8 @@ def score_prompt(
         best_ids = to_ints(best.reshape(-1))
         best_scores = to_floats(mx.take_along_axis(rows, best, axis=-1).reshape(-1))
         mx.eval([layer.state for layer in cache])
-        on_progress(start + len(chunk), len(tokens))
-        for i, token in enumerate(following):
-            part = slice(i * num_top, (i + 1) * num_top)
-            yield (
-                (token, chosen[i]),
-                list(zip(best_ids[part], best_scores[part], strict=True)),
-            )
+        best_pairs = list(zip(best_ids, best_scores, strict=True))
+        yield [
+            ((token, chosen[i]), best_pairs[i * num_top : (i + 1) * num_top])
+            for i, token in enumerate(following)
+        ]

@@ -1,8 +1,8 @@
 """The thread that owns the device: it reads requests from a queue and writes their texts.
 
-Running requests advance in turns, one step each, and share their forward passes: a request joins
-the batch after the prefill of its prompt, and the others go on between the chunks of that prefill.
-An error of one request does not end the others.
+Running requests share their forward passes: a request joins the batch after the prefill of its
+prompt, and the others go on between the chunks of that prefill. Prompts that wait together share
+their passes, too. An error of one request does not end the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import ExitStack
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.scheduler import SHARED_CHUNK
 from mlx_redrafter.engine.memory_guard import wire_memory
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.server.counters import Counters
@@ -26,8 +25,6 @@ from mlx_redrafter.server.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 
-# Maximum number of prompt tokens of a chunk without others; the option is smaller.
-MAX_CHUNK = 1 << 30
 # Seconds in which the event loop must have sent the errors of abandoned requests.
 SEND_SECONDS = 0.5
 
@@ -47,8 +44,6 @@ class Worker(threading.Thread):
         self._running: list[Job] = []
         self._changed = threading.Condition()
         self._is_stopped = False
-        # Time at which the newest chunk of a prompt began, in seconds of `time.perf_counter`.
-        self._chunk_start = 0.0
 
     def submit(self, job: Job) -> None:
         """Put a request in the queue; may be called from any thread.
@@ -130,36 +125,17 @@ class Worker(threading.Thread):
             self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._running)
             while self._waiting and len(self._running) < self._limits.max_running:
                 job = self._waiting.popleft()
-                job.open(self.counters, self._go_on, self._chunk_limit)
+                job.open(self.counters)
                 self._running.append(job)
         return not self._is_stopped
 
-    def _go_on(self, done: int, total: int) -> None:
-        """Step the texts that have begun, between the chunks of another one's prompt.
-
-        They get as much time as the chunk has taken, so that a long prompt halves their speed.
-        """
-        start = time.perf_counter()
-        end = start + (start - self._chunk_start if done else 0)
-        while True:
-            self._step_all(only_begun=True)
-            if time.perf_counter() >= end or not self._have_begun():
-                break
-        self._chunk_start = time.perf_counter()
-
-    def _chunk_limit(self) -> int:
-        """Return the maximum size of a chunk: smaller while others wait for their next tokens."""
-        return SHARED_CHUNK if self._have_begun() else MAX_CHUNK
-
-    def _have_begun(self) -> bool:
-        return any(job.has_begun for job in self._running)
-
-    def _step_all(self, only_begun: bool = False) -> None:
-        """Step every request, or every one whose text has begun."""
+    def _step_all(self) -> None:
+        """Send what every request has, and run the next step of the texts of every model."""
         for job in list(self._running):
-            # A step may end others: those that go on between the chunks of a prompt within it.
-            if job in self._running and (job.has_begun or not only_begun):
-                self._step(job)
+            self._step(job)
+        schedulers = {job.model.scheduler for job in self._running}
+        for one in schedulers:
+            one.advance(others_wait=any(other.is_decoding for other in schedulers - {one}))
 
     def _step(self, job: Job) -> None:
         end: Refusal | None = None

@@ -7,7 +7,7 @@ similar lengths are left to the first step of the batch, as trees of one branch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -24,7 +24,7 @@ MAX_END = 16
 
 def prefill_together(
     target: Target, sequences: Sequence[SequenceDecoder], step_size: Callable[[], int]
-) -> Generator[None, None, list[SequenceDecoder]]:
+) -> Iterator[list[SequenceDecoder]]:
     """Process the prompts of sequences that share their prefill, one chunk at a time.
 
     Ends when at most one sequence has more than `MAX_END` tokens left. Blocks until MLX has
@@ -36,12 +36,14 @@ def prefill_together(
         step_size: Function that returns the maximum number of tokens of the next chunk, all
             sequences together.
 
-    Returns:
-        The one with more tokens left, if there is one.
+    Yields:
+        After each chunk, the sequences that have no more tokens left or are cancelled.
     """
     group = sorted(sequences, key=lambda one: len(one.request.prompt), reverse=True)
     layers = next((one.layers for one in group if one.layers), ())
     caches, done = target.stock_cache(), 0
+    for one in group:
+        one.report(0)
     while len(group) > 1:
         end = min(len(group[-1].request.prompt) - 1, done + max(1, step_size() // len(group)))
         tokens = mx.array([one.request.prompt[done:end] for one in group])
@@ -52,11 +54,12 @@ def prefill_together(
             wait_for([layer.state for layer in caches])
             mx.clear_cache()
         done = end
-        yield
-        group = _without_finished(group, caches, done)
-    for one in group:
-        _give_row(one, caches, 0, done)
-    return group
+        for one in group:
+            one.report(done)
+        before, group = group, _without_finished(group, caches, done)
+        if len(group) == 1:
+            _give_row(group[0], caches, 0, done)
+        yield [one for one in before if one not in group]
 
 
 def _without_finished(
@@ -69,7 +72,7 @@ def _without_finished(
     """
     staying = []
     for row, one in enumerate(group):
-        if one.is_cancelled or len(one.request.prompt) - done <= MAX_END:
+        if one.is_cancelled or one.is_closed or len(one.request.prompt) - done <= MAX_END:
             _give_row(one, caches, row, done)
         else:
             staying.append(row)

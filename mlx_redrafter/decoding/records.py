@@ -32,8 +32,8 @@ class Request:
         stop_tokens: Token ids that end the sequence.
         max_tokens: Maximum number of tokens to yield, -1 for no limit.
         prefill_step_size: Maximum number of prompt tokens per forward pass.
-        chunk_size: Function that returns that number for the prompt tokens processed so far, in
-            place of ``prefill_step_size``; None for none.
+        chunk_size: Function that returns a smaller number, or not, for the prompt tokens
+            processed so far; such a prompt shares no passes. None for none.
         on_progress: Callback for the prompt tokens processed and their number.
         leave_as_stock: Whether to leave the K/V cache and the random state as mlx-lm does, with
             the last token processed as well, which costs one more forward pass.

@@ -12,11 +12,10 @@ all sequences, several of them together cost less time than one after the other.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -36,18 +35,6 @@ PATIENCE = 4
 # Maximum number of prompt tokens between two steps of other sequences: about 0.3 s of a model of
 # 8 billion weights on a laptop.
 SHARED_CHUNK = 256
-
-
-class Arrivals(NamedTuple):
-    """Sequences that have begun together, and the chunks of their prompts.
-
-    Attributes:
-        sequences: The sequences.
-        chunks: Iterator that processes one chunk at a time.
-    """
-
-    sequences: list[SequenceDecoder]
-    chunks: Iterator[None]
 
 
 class Scheduler:
@@ -71,9 +58,15 @@ class Scheduler:
         self._slots: dict[SequenceDecoder, Slot] = {}
         # Results that nobody has asked for yet; those sequences rest meanwhile.
         self._ready: dict[SequenceDecoder, Progress] = {}
-        # Sequences whose prompts are not processed yet, and the time until which the others go on.
-        self._arrivals: deque[Arrivals] = deque()
+        # Sequences that have not begun, in groups that begin together.
+        self._arrivals: list[list[SequenceDecoder]] = []
+        # Those of them whose prompts are not processed yet, and the chunks of some of them.
+        self._unread: list[SequenceDecoder] = []
+        self._chunks: Iterator[list[Progress]] = iter(())
+        # Time until which the others go on.
         self._next_chunk = 0.0
+        # Whether sequences of other schedulers wait for their next tokens.
+        self._others_wait = False
         # Steps in a row with half of the slots idle.
         self._num_spare = 0
 
@@ -82,9 +75,18 @@ class Scheduler:
         """Slots of a forward pass, B; idle ones cost time, too."""
         return self._cache.num_slots
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether any sequence has begun."""
+        return bool(self._begun)
+
     def begin(self, sequences: Sequence[SequenceDecoder]) -> None:
-        """Let `step_all` process all but the last tokens of prompts; then these join the others."""
-        self._arrivals.append(Arrivals(list(sequences), self._process_prompts(sequences)))
+        """Let steps process all but the last tokens of prompts; then these join the others.
+
+        Prompts of new sequences share their passes if their turn comes at the same time.
+        """
+        self._arrivals.append(list(sequences))
+        self._unread += sequences
 
     def step(self, sequence: SequenceDecoder) -> list[Token]:
         """Return the next tokens of a sequence, from a step of its own or of the whole batch.
@@ -92,24 +94,41 @@ class Scheduler:
         Raises:
             NonFiniteError: The logits after the tokens so far are NaN.
         """
-        if sequence not in self._begun:
-            # Alone: between the chunks of its prompt, the caller may step the other sequences.
-            tokens = sequence.step()
-            self._begun.append(sequence)
-            return tokens
+        if sequence not in chain(self._ready, self._begun, *self._arrivals):
+            self.begin([sequence])
         while sequence not in self._ready:
-            self._ready |= {one.sequence: one for one in self._step_begun()}
+            self.advance()
         progress = self._ready.pop(sequence)
         if progress.error is not None:
             raise progress.error
         return progress.tokens
+
+    def advance(self, others_wait: bool = False) -> None:
+        """Do what `step_all` does, and keep the results for `step`.
+
+        Args:
+            others_wait: Whether sequences of other schedulers wait for their next tokens.
+        """
+        self._others_wait = others_wait
+        try:
+            results = self.step_all()
+        except Exception as error:  # no single sequence has caused it
+            results = [Progress(one, [], error) for one in self._active]
+        for one in results:
+            has_ended = one.sequence.is_finished or one.sequence.is_cancelled
+            if one.tokens or one.error is not None or has_ended:
+                self._ready[one.sequence] = one
 
     def step_all(self) -> list[Progress]:
         """Return the results of the next forward pass, or of the next step if only one has begun.
 
         There are none after a chunk of a prompt, if no other sequence waits for a step.
         """
-        return self._process_chunk() or self._step_begun()
+        ended = self._process_chunk()
+        for one in [one for one in self._arrivals if not set(self._unread).intersection(one)]:
+            self._arrivals.remove(one)
+            self._begun += one
+        return ended or self._step_begun()
 
     def is_ready(self, sequence: SequenceDecoder) -> bool:
         """Whether the next tokens of a sequence are there without another step."""
@@ -119,54 +138,69 @@ class Scheduler:
         """Let a sequence go, for whatever reason; its caches are its own again."""
         if sequence in self._begun:
             self._begun.remove(sequence)
-        for arrivals in self._arrivals:
-            if sequence in arrivals.sequences:
-                arrivals.sequences.remove(sequence)
+        for waiting in (self._unread, *self._arrivals):
+            if sequence in waiting:
+                waiting.remove(sequence)
         self._ready.pop(sequence, None)
         if sequence in self._slots:
             self._free(sequence)
 
+    @property
+    def _active(self) -> list[SequenceDecoder]:
+        """Sequences that wait for a step."""
+        return [one for one in self._begun if not (one in self._ready or one.is_finished)]
+
     def _process_chunk(self) -> list[Progress]:
-        """Process a chunk of a prompt, unless others wait; return sequences that have ended.
+        """Process a chunk of prompts, unless others wait; return sequences that have ended.
 
         Others get as much time as the chunk before has taken, so that prompts halve their speed.
         """
-        if not self._arrivals or (self._begun and time.perf_counter() < self._next_chunk):
-            return []
-        sequences, chunks = self._arrivals[0]
+        is_waited_for = self._others_wait or self._active
         start = time.perf_counter()
-        is_done = next(chunks, chunks) is chunks
+        if not self._unread or (is_waited_for and start < self._next_chunk):
+            return []
+        read = next(self._chunks, None)
+        if read is None:
+            self._chunks = self._process_prompts()
+            read = next(self._chunks)
         end = time.perf_counter()
         self._next_chunk = end + (end - start)
-        if not is_done:
-            return []
-        self._arrivals.popleft()
-        self._begun += [one for one in sequences if not one.is_finished]
-        return [Progress(one, []) for one in sequences if one.is_finished]
+        self._unread = [one for one in self._unread if one not in {done.sequence for done in read}]
+        ended = [one for one in read if one.error is not None or one.sequence.is_finished]
+        for one in ended:
+            self.leave(one.sequence)
+        return ended
 
-    def _process_prompts(self, sequences: Sequence[SequenceDecoder]) -> Iterator[None]:
-        """Process all but the last tokens of prompts, as far as possible in shared passes."""
-        sharing = [one for one in sequences if one.shares_prefill]
-        if len(sharing) > 1:
-            most = sharing[0].request.prefill_step_size
-            limit = partial(self._chunk_limit, most)
-            left = yield from prefill_together(self.target, sharing, limit)
-            sequences = [one for one in sequences if one not in sharing or one in left]
-        for sequence in sequences:
-            while not (sequence.has_begun or sequence.is_closed):
-                sequence.process_chunk(self._chunk_limit(len(sequence.request.prompt)))
-                yield
+    def _process_prompts(self) -> Iterator[list[Progress]]:
+        """Process the first prompt that waits, and those that may share its passes.
+
+        Yields:
+            After each chunk, the sequences whose prompts end there.
+        """
+        first = self._unread[0]
+        sharing = [one for one in self._unread if one.shares_prefill]
+        group = sharing if first in sharing else [first]
+        try:
+            limit = partial(self._chunk_limit, first.request.prefill_step_size)
+            for read in prefill_together(self.target, group, limit):
+                yield [Progress(one, []) for one in read]
+            for one in group:
+                while one in self._unread:
+                    one.process_chunk(limit())
+                    yield [Progress(one, [])] if one.has_begun else []
+        except Exception as error:
+            yield [Progress(one, [], error) for one in group if one in self._unread]
 
     def _chunk_limit(self, most: int) -> int:
         """Return the maximum size of a chunk: smaller while others wait for their next tokens."""
-        return min(most, SHARED_CHUNK) if self._begun else most
+        return min(most, SHARED_CHUNK) if self._others_wait or self._active else most
 
     def _step_begun(self) -> list[Progress]:
         """Run the next step of all sequences that have begun but those with a result."""
-        if len(self._begun) == 1:
-            (one,) = self._begun
+        active = self._active
+        if len(self._begun) == 1 == len(active):
+            (one,) = active
             return [_progress(self._move_out if one in self._slots else SequenceDecoder.step, one)]
-        active = [one for one in self._begun if not (one in self._ready or one.is_finished)]
         moved = [_progress(self._move_in, one) for one in active if one not in self._slots]
         results = [one for one in moved if one.tokens or one.error or one.sequence.is_finished]
         # A sequence that brings tokens waits until they are taken.
@@ -219,10 +253,7 @@ class Scheduler:
             if sequence in self._slots:
                 with suppress(NonFiniteError):  # its own next step raises it again
                     progress.tokens.extend(sequence.finish_pass())
-        try:
-            results = JointStep(self.target, self._cache, self._slots, self.policy).run(active)
-        except Exception as error:  # no single sequence has caused it
-            results = [Progress(one, [], error) for one in active]
+        results = JointStep(self.target, self._cache, self._slots, self.policy).run(active)
         for sequence, _, reason in results:
             if sequence.is_finished or sequence.is_cancelled or reason is not None:
                 self._free(sequence)

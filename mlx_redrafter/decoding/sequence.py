@@ -309,28 +309,37 @@ class SequenceDecoder:
         that is cancelled meanwhile is finished.
 
         Args:
-            most: Maximum number of tokens, if less than the request allows.
+            most: Maximum number of tokens, if less than the request allows. A cache that is yet
+                to quantise its entries has the chunks of a sequence alone.
         """
         request, total = self.request, len(self.request.prompt)
         done = total - self.num_unread
         if not self._has_started:
-            self._has_started, self._first = True, done
-            self._report(done)
+            self.report(done)
         left = total - 1 - done
         if left > 0 and not self.is_cancelled:
-            limit = request.chunk_size or (lambda done: request.prefill_step_size)
-            size = min(left, limit(done - self._first), most or left)
+            size = min(left, request.prefill_step_size)
+            if request.chunk_size is not None:
+                size = min(size, request.chunk_size(done - self._first))
+            if most is not None and self.own_cache.may_split:
+                size = min(size, most)
             chunk = mx.array(request.prompt[done : done + size], dtype=mx.int32)
             with mx.stream(generation_stream):
                 outputs = self.target.process_chunk(chunk, self.own_cache, self.layers)
                 self.read_states(outputs.states)
                 wait_for([layer.state for layer in self.own_cache.stock])
                 mx.clear_cache()
-            self._report(done + size)
+            self.report(done + size)
             left -= size
         if self.is_cancelled:
             self.is_finished = True
         self.has_begun = left <= 0 or self.is_finished
+
+    def report(self, done: int) -> None:
+        """Report how many tokens of the prompt are processed, without those of the first report."""
+        if not self._has_started:
+            self._has_started, self._first = True, done
+        self.request.on_progress(done - self._first, len(self.request.prompt) - self._first)
 
     def read_states(self, states: mx.array | None) -> None:
         """Let the drafting read the states of the next tokens of the prompt, if it reads any."""
@@ -402,7 +411,7 @@ class SequenceDecoder:
         A cache that quantises its entries does so after each chunk of its own.
         """
         is_new = type(self.cache) is TreeCache and self.cache.length == 0
-        return is_new and len(self.request.prompt) > 1
+        return is_new and self.request.chunk_size is None and len(self.request.prompt) > 1
 
     @property
     def num_unread(self) -> int:
@@ -482,10 +491,6 @@ class SequenceDecoder:
         with mx.stream(generation_stream):
             tree = self._kept or self.policy.keep(wish.plan, drafts)
         return tree if tree.size > 1 and self.cache.takes(tree) else None
-
-    def _report(self, done: int) -> None:
-        """Report how many tokens of the prompt are processed, without those of a shared prefill."""
-        self.request.on_progress(done - self._first, len(self.request.prompt) - self._first)
 
     def _accept(self, pending: PendingPass) -> None:
         """Wait for a pass, commit what it accepted, and find where the sequence ends."""

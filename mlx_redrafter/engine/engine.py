@@ -138,7 +138,7 @@ class Engine:
                 ``kv_bits`` it is a list whose layers are replaced by quantised ones, as in mlx-lm.
             prompt_progress_callback: Callback for the prompt tokens processed and their number.
             prompt_chunk_size: Function that returns the maximum size of the next chunk of the
-                prompt for the number of tokens processed, in place of ``prefill_step_size``.
+                prompt for the number of tokens processed, if less than ``prefill_step_size``.
             history: Token ids of earlier texts that prompt lookup searches, too, such as those
                 that ``prompt_cache`` holds.
             grammar: Grammar of the text, or of its end; it allows every token, after the logits

@@ -114,6 +114,7 @@ class ResponseStream(Iterator[GenerationResponse]):
         scheduler: Scheduler | None = None,
     ):
         self._sequence = sequence
+        self._scheduler = scheduler
         self._responses = _respond(sequence, tokenizer, scheduler)
         self._reader: int | None = None
 
@@ -134,13 +135,25 @@ class ResponseStream(Iterator[GenerationResponse]):
     def close(self) -> None:
         """End the text, from the thread that reads it."""
         self._responses.close()
-        if not self.is_closed:  # it has not begun
+        if not self.is_closed:  # nobody has read it
+            if self._scheduler is not None:
+                self._scheduler.leave(self._sequence)
             self._sequence.close()
 
-    @property
-    def num_ready(self) -> int:
-        """Responses that come without another step."""
-        return self._sequence.num_ready
+    def read_ready(self) -> Iterator[GenerationResponse | None]:
+        """Yield the responses, and None while the next one needs another step of the scheduler.
+
+        The caller calls `Scheduler.advance` meanwhile.
+        """
+        sequence, scheduler = self._sequence, self._scheduler
+        assert scheduler is not None, "only a text with a scheduler can wait for others"
+        scheduler.begin([sequence])
+        while not sequence.is_closed:
+            is_over = sequence.is_cancelled or sequence.is_finished
+            if is_over or sequence.num_ready or scheduler.is_ready(sequence):
+                yield from islice(self, 1)
+            else:
+                yield None
 
     @property
     def is_closed(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.server.fields import parse_json
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.protocols.openai_chat import read as read_chat
@@ -242,19 +243,19 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
 ) -> None:
     """The prompt has 30 chunks of 16 tokens; most of them are never read."""
     chunks = []
-    go_on = strict.worker._go_on
+    process_chunk = SequenceDecoder.process_chunk
 
-    def slowly(done: int, total: int) -> None:
-        chunks.append(done)
+    def slowly(sequence: SequenceDecoder, most: int | None = None) -> None:
+        process_chunk(sequence, most)
+        chunks.append(most)
         time.sleep(0.1)
-        go_on(done, total)
 
-    monkeypatch.setattr(strict.worker, "_go_on", slowly)
+    monkeypatch.setattr(SequenceDecoder, "process_chunk", slowly)
     with closing(_begin(strict, prompt="VWXYZ" * 96, stream=False)):
         while not chunks:
             time.sleep(0.01)
     strict.wait_until_idle()
-    assert chunks[-1] < 480 / 2
+    assert len(chunks) < 30 / 2
 
 
 def test_a_request_that_fails_in_the_worker(

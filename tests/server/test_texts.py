@@ -8,17 +8,20 @@ import random
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, cast
 
+import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import stream_generate
+from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.generation_options import GenerationOptions
-from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.openai_chat import read
 from mlx_redrafter.server.replies import Reply
@@ -222,36 +225,66 @@ def test_a_long_prompt_lets_other_texts_go_on(monkeypatch: pytest.MonkeyPatch) -
     with serving(make_engine(context=8192), defaults=defaults) as served:
         prompt = "ABCDEFG " * 200
         _, alone = served.send("/v1/completions", {"prompt": f"{prompt}!"})
-        worker, chunks, steps = served.worker, [], []
-        go_on, step = worker._go_on, worker._step
+        # Numbers of tokens of its chunks, and 0 for each step of the other text.
+        passes: list[int] = []
+        step, process_chunk = SequenceDecoder.step, SequenceDecoder.process_chunk
 
-        def noted(done: int, total: int) -> None:
-            before = len(steps)
-            go_on(done, total)
-            chunks.append((done, len(steps) - before))
+        def noted(sequence: SequenceDecoder, most: int | None = None) -> None:
+            before = sequence.num_unread
+            process_chunk(sequence, most)
+            passes.append(before - sequence.num_unread)
 
-        def stepped(job: Job) -> None:
-            steps.append(job)
-            step(job)
+        def stepped(sequence: SequenceDecoder) -> list[Token]:
+            passes.append(0)
+            return step(sequence)
 
-        monkeypatch.setattr(worker, "_step", stepped)
+        monkeypatch.setattr(SequenceDecoder, "step", stepped)
         other = threading.Thread(
             target=served.send, args=("/v1/completions", {"prompt": "A", "max_tokens": 6000})
         )
         other.start()
-        while len(steps) < 5:
+        while len(passes) < 5:
             time.sleep(0.01)
-        monkeypatch.setattr(worker, "_go_on", noted)
+        monkeypatch.setattr(SequenceDecoder, "process_chunk", noted)
         _, beside = served.send("/v1/completions", {"prompt": f"!{prompt}!"})
         assert beside["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        done = [one for one, _ in chunks]
-        assert len(done) >= 6
-        assert max(b - a for a, b in pairwise(done)) <= 256
-        assert all(count for _, count in chunks)
+        assert len(list(filter(None, passes))) >= 6
+        assert max(passes) <= 256
+        assert not any(a and b for a, b in pairwise(passes))
         _, again = served.send("/v1/completions", {"prompt": f"{prompt}!"})
         assert again["choices"] == alone["choices"]
-        worker.end()
+        served.worker.end()
         other.join()
+
+
+def test_prompts_that_wait_together_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = GenerationOptions(max_tokens=4, prefill_step_size=2048)
+    with serving(make_engine(), defaults=defaults) as served:
+        prompts = [f"{i} TIMES THE CAT SAT ON THE OLD MAT, AND SO ON" for i in range(4)]
+        expected = {_text(served, prompt, max_tokens=4) for prompt in prompts}
+        worker, model, shapes = served.worker, type(served.engine.target.model), []
+        admit, process = worker._admit, model.__call__
+
+        def admit_together() -> bool:
+            while not worker._running and len(worker._waiting) < 4 and not worker._is_stopped:
+                time.sleep(0.01)
+            return admit()
+
+        def watched(self: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
+            shapes.append(tokens.shape)
+            return process(self, tokens, *rest, **options)
+
+        monkeypatch.setattr(worker, "_admit", admit_together)
+        served.send("/v1/completions", {"prompt": "A", "max_tokens": 1})  # by the old `_admit`
+        monkeypatch.setattr(model, "__call__", watched)
+        with ThreadPoolExecutor(4) as clients:
+            sent = [
+                clients.submit(served.send, "/v1/completions", {"prompt": one}) for one in prompts
+            ]
+        assert {one.result()[1]["choices"][0]["text"] for one in sent} == expected
+        # One pass instead of four; the first step of the batch reads the last token of each.
+        length = len(prompts[0])
+        assert [one for one in shapes if one[1] > length // 2] == [(4, length - 1)]
 
 
 def test_all_that_has_come_is_one_write() -> None:

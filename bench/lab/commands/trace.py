@@ -28,8 +28,6 @@ from mlx_redrafter.server.prefix_store import PrefixStore
 
 # Tokens with which quantization begins, and its elements per group.
 QUANTISED: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 1000}
-# Maximum number of tokens of a chunk if no other text waits.
-WHOLE = 1 << 30
 # Maximum size of the kept prompts, in bytes.
 MAX_BYTES = 4 << 30
 
@@ -126,9 +124,7 @@ class _Replay:
             prompt_cache=prefix.cache,
             history=[prompt[: prefix.length]],
             prompt_progress_callback=lambda done, total: prefix.note(done),
-            prompt_chunk_size=lambda done: prefix.chunk_size(
-                done, options.prefill_step_size, WHOLE
-            ),
+            prompt_chunk_size=prefix.chunk_size,
             **vars(options),
         )
         for response in stream:

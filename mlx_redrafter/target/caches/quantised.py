@@ -56,6 +56,10 @@ class QuantisingCache(TreeCache):
     def may_move(self) -> bool:
         return super().may_move and not self._is_due
 
+    @property
+    def may_split(self) -> bool:
+        return not self._is_due
+
     def grow(self, num_tokens: int) -> None:
         super().grow(num_tokens)  # after a forward pass, as in mlx-lm
         if self._is_due and self.length >= self._quantisation.start:

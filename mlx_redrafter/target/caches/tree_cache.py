@@ -169,6 +169,11 @@ class TreeCache:
         # Some models process the first token otherwise than one that follows a state of zeros.
         return self.length > 0 or not has_states
 
+    @property
+    def may_split(self) -> bool:
+        """Whether chunks of any size leave the same entries."""
+        return True
+
     def expect(self, tree: TokenTree | None) -> None:
         """Make the next forward pass one over a tree, or over committed tokens."""
         bound = self.length + (0 if self.unread is None else self.unread.max_length)
