@@ -125,9 +125,10 @@ class Scheduler:
         There are none after a chunk of a prompt, if no other sequence waits for a step.
         """
         ended = self._process_chunk()
-        for one in [one for one in self._arrivals if not set(self._unread).intersection(one)]:
-            self._arrivals.remove(one)
-            self._begun += one
+        for group in list(self._arrivals):
+            if not any(one in self._unread for one in group):
+                self._arrivals.remove(group)
+                self._begun += group
         return ended or self._step_begun()
 
     def is_ready(self, sequence: SequenceDecoder) -> bool:
@@ -165,10 +166,11 @@ class Scheduler:
             read = next(self._chunks)
         end = time.perf_counter()
         self._next_chunk = end + (end - start)
-        self._unread = [one for one in self._unread if one not in {done.sequence for done in read}]
+        done = {one.sequence for one in read}
+        self._unread = [one for one in self._unread if one not in done]
         ended = [one for one in read if one.error is not None or one.sequence.is_finished]
-        for one in ended:
-            self.leave(one.sequence)
+        for sequence, *_ in ended:
+            self.leave(sequence)
         return ended
 
     def _process_prompts(self) -> Iterator[list[Progress]]:
@@ -182,8 +184,7 @@ class Scheduler:
         group = sharing if first in sharing else [first]
         try:
             limit = partial(self._chunk_limit, first.request.prefill_step_size)
-            for read in prefill_together(self.target, group, limit):
-                yield [Progress(one, []) for one in read]
+            yield from prefill_together(self.target, group, limit)
             for one in group:
                 while one in self._unread:
                     one.process_chunk(limit())

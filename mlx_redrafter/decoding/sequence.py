@@ -90,8 +90,6 @@ class SequenceDecoder:
         self.is_finished = self.is_cancelled = self.is_closed = False
         self._on_close = on_close
         self._clock = StepClock()
-        # Whether the prefill has started, and the prompt's tokens in the cache at that time.
-        self._has_started, self._first = False, 0
         self._end_of_prompt = cache.length + len(request.prompt)
         # Tokens of all steps so far.
         self._num_tokens = 0
@@ -314,13 +312,13 @@ class SequenceDecoder:
         """
         request, total = self.request, len(self.request.prompt)
         done = total - self.num_unread
-        if not self._has_started:
-            self.report(done)
+        if done == 0:
+            request.on_progress(done, total)
         left = total - 1 - done
         if left > 0 and not self.is_cancelled:
             size = min(left, request.prefill_step_size)
             if request.chunk_size is not None:
-                size = min(size, request.chunk_size(done - self._first))
+                size = min(size, request.chunk_size(done))
             if most is not None and self.own_cache.may_split:
                 size = min(size, most)
             chunk = mx.array(request.prompt[done : done + size], dtype=mx.int32)
@@ -329,17 +327,11 @@ class SequenceDecoder:
                 self.read_states(outputs.states)
                 wait_for([layer.state for layer in self.own_cache.stock])
                 mx.clear_cache()
-            self.report(done + size)
+            request.on_progress(done + size, total)
             left -= size
         if self.is_cancelled:
             self.is_finished = True
         self.has_begun = left <= 0 or self.is_finished
-
-    def report(self, done: int) -> None:
-        """Report how many tokens of the prompt are processed, without those of the first report."""
-        if not self._has_started:
-            self._has_started, self._first = True, done
-        self.request.on_progress(done - self._first, len(self.request.prompt) - self._first)
 
     def read_states(self, states: mx.array | None) -> None:
         """Let the drafting read the states of the next tokens of the prompt, if it reads any."""
@@ -408,10 +400,12 @@ class SequenceDecoder:
     def shares_prefill(self) -> bool:
         """Whether it may share the passes over its prompt with others.
 
-        A cache that quantises its entries does so after each chunk of its own.
+        A cache that quantises its entries does so after each chunk of its own. A prompt of several
+        chunks would need as many passes with others.
         """
-        is_new = type(self.cache) is TreeCache and self.cache.length == 0
-        return is_new and self.request.chunk_size is None and len(self.request.prompt) > 1
+        request, is_new = self.request, type(self.cache) is TreeCache and self.cache.length == 0
+        has_one_chunk = 1 < len(request.prompt) <= request.prefill_step_size
+        return is_new and has_one_chunk and request.chunk_size is None
 
     @property
     def num_unread(self) -> int:
