@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +83,7 @@ def answer(kind: str, request: ChatRequest, seed: int, drafter: Any, **shape: An
     ):
         tokens.append(response.token)
         part: Part = held.add(response)
-        whole = part.copy() if whole is None else whole + part
+        whole = deepcopy(part) if whole is None else whole + part
     return tokens, whole
 
 

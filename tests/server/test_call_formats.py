@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -158,7 +159,7 @@ def test_a_call_with_all_tags_in_its_strings(kind: str) -> None:
         tokens = [*_marker(engine, "start"), *call, *_marker(engine, "end")]
         parts = _read(engine, tokens, "stop", tool_choice="required")
         expected = {"text": said, "kind": "a b", "more": {"x": [said], "next": {"on": True}}}
-        whole = parts[0].copy()
+        whole = deepcopy(parts[0])
         for part in parts[1:]:
             whole += part
         (found,) = whole.tool_calls
@@ -187,7 +188,7 @@ def test_several_calls_between_two_markers(kind: str) -> None:
     calls = [*first, *call, *again, *call, *last]
     tokens = [*_marker(engine, "start"), *calls, *_marker(engine, "end")]
     parts = _read(engine, tokens, "stop", tool_choice="required")
-    whole = parts[0].copy()
+    whole = deepcopy(parts[0])
     for part in parts[1:]:
         whole += part
     assert len({call.id for call in whole.tool_calls}) == 2
