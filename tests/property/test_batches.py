@@ -230,6 +230,36 @@ def test_a_text_that_raises_among_others_ends_alone() -> None:
     assert "".join([*texts, *(response.text for response in good)]) == expected
 
 
+def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text() -> None:
+    model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+    engine = Engine(model, tokenizer, None)
+
+    def fail(done: int, total: int) -> None:
+        raise OSError("disk full")
+
+    prompts, shared = [[5, 9] * 20, [7, 3] * 20, [8, 2] * 20], engine.share()
+    expected = [engine.generate(prompt, max_tokens=9) for prompt in prompts]
+    notes = [None, fail, None]
+    streams = [
+        engine.stream(
+            prompt, max_tokens=9, shared=shared, prompt_progress_callback=note
+        ).read_ready()
+        for prompt, note in zip(prompts, notes, strict=True)
+    ]
+    assert [next(stream) for stream in streams] == [None] * 3
+    shared.advance()
+    with pytest.raises(OSError, match="disk full"):
+        next(streams[1])
+    texts = {0: "", 2: ""}
+    for number in texts:
+        for response in streams[number]:
+            if response is None:
+                shared.advance()
+            else:
+                texts[number] += response.text
+    assert [texts[0], texts[2]] == [expected[0], expected[2]]
+
+
 def test_prompts_share_passes_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     engine = Engine(model, tokenizer, None)
