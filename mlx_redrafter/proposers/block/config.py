@@ -10,11 +10,7 @@ from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
 from mlx_redrafter.proposers.scores import COUPLING_WEIGHT
-from mlx_redrafter.proposers.stored_config import (
-    INVERSE_TEMPERATURE,
-    MAX_DIMENSION,
-    MAX_SCORE_SCALE,
-)
+from mlx_redrafter.proposers.stored_config import MAX_DIMENSION, MAX_SCORE_SCALE
 
 MODEL_TYPE = "redrafter_block"
 # Largest number of layers that a config file may claim, far above any drafter.
@@ -27,6 +23,10 @@ LINKS = ("none", "selector", "vanilla", "gated", "recurrent")
 ROPES = ("default", "linear", "llama3", "yarn", "proportional")
 # Kinds of decoder layers: those of Qwen 3, and those of Gemma 4 with norms on both sides.
 LAYER_TYPES = ("qwen3", "gemma4")
+# Inverse temperature of a block drafter that was not calibrated. Factors fitted to three heads are
+# 1.3 to 2. A factor that is too small makes trees worse than chains; one that is too large does not
+# (bench/results/blocks.md).
+INVERSE_TEMPERATURE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

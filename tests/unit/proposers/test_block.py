@@ -12,15 +12,17 @@ import pytest
 
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.device_read import to_ints
-from mlx_redrafter.draft_plan import DraftShape
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.levels import LinkedLevels
 from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.proposers.expansion import build_trees
 from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.tree import Drafts
 from tests.golden.block_layouts import LAYOUTS, NUM_TARGET_LAYERS, tensors
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
@@ -302,6 +304,35 @@ def test_a_chain_is_the_search_of_one_beam(link: str | None, count: int | None) 
     assert mx.array_equal(found.tokens, expected.tokens).item()
     assert mx.array_equal(found.parents, expected.parents).item()
     assert mx.allclose(found.scores, expected.scores, atol=1e-4).item()
+
+
+def test_trees_of_scores_that_are_not_calibrated_are_not_worse_than_chains() -> None:
+    """Of a head whose logits are three times too flat for its target's greedy choices."""
+    network = random_block(block_config(VOCAB, 32))
+    depths, roots = 4, mx.zeros((300,), dtype=mx.int32)
+    logits = 2 * mx.random.normal((300, depths, VOCAB), key=mx.random.key(1))
+    texts = mx.random.categorical(3 * logits, key=mx.random.key(2)).tolist()
+
+    def accepted(scales: mx.array | None, plan: DraftPlan) -> int:
+        outputs, to_ids = mx.zeros((300, depths, 32)), network.to_token_ids
+        levels = LinkedLevels(None, outputs, logits, roots, scales, None, None, to_ids)
+        trees = build_trees(search_all(levels, plan.shape), mx.split(roots, 300), plan)
+        pairs = zip(trees, texts, strict=True)
+        return sum(_count_accepted(tree.read(), text) for tree, text in pairs)
+
+    chain, tree = DraftPlan.of(1, 5, 5), DraftPlan.of(4, 5, 8)
+    assert accepted(None, tree) < accepted(None, chain) < accepted(network.scales(4, None), tree)
+
+
+def _count_accepted(drafts: Drafts, text: list[int]) -> int:
+    places = zip(drafts.parents, drafts.tokens, strict=True)
+    nodes = {place: node for node, place in enumerate(places, start=1)}
+    node = count = 0
+    for token in text:
+        if (node, token) not in nodes:
+            break
+        node, count = nodes[node, token], count + 1
+    return count
 
 
 def test_candidates_are_those_that_the_noise_may_choose() -> None:
