@@ -78,7 +78,7 @@ class Scheduler:
     @property
     def is_decoding(self) -> bool:
         """Whether any sequence has begun."""
-        return bool(self._begun)
+        return len(self._begun) > 0
 
     def begin(self, sequences: Sequence[SequenceDecoder]) -> None:
         """Let steps process all but the last tokens of prompts; then these join the others.
