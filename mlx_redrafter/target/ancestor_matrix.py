@@ -72,12 +72,12 @@ def _array_after(
     nodes = nodes[:, None, :, None]
     logs = mx.take_along_axis(log_decays, nodes, axis=2)
     last = logs[..., -1:, :]
-    weights = mx.exp(last - logs)
+    weights = _decay(last - logs)
     if is_node is not None:
         weights = mx.where(is_node[:, None, :, None], weights, 0.0)
     scaled = mx.take_along_axis(updates, nodes, axis=2) * weights
     added = scaled.swapaxes(2, 3) @ mx.take_along_axis(keys, nodes, axis=2)
-    return mx.exp(last) * state + added
+    return _decay(last) * state + added
 
 
 @mx.compile
@@ -167,9 +167,17 @@ def _decays(
     return log_decays, _finite(mx.where(ancestors, quotients, 0.0))
 
 
+def _decay(logs: mx.array) -> mx.array:
+    """Return the exponentials of logarithms, shape (B, H, N, 1).
+
+    Two changes of the shape keep `mx.compile` from computing each again for every number of a row.
+    """
+    return mx.exp(logs[..., 0])[..., None]
+
+
 def _recall(queries: mx.array, state: mx.array, log_decays: mx.array) -> mx.array:
     """Query the states before the roots after their decay at each node."""
-    return mx.exp(log_decays) * (queries @ state.swapaxes(2, 3))
+    return _decay(log_decays) * (queries @ state.swapaxes(2, 3))
 
 
 def _weigh(queries: mx.array, keys: mx.array, quotients: mx.array) -> mx.array:
