@@ -156,9 +156,10 @@ class Scheduler:
 
         Others get as much time as the chunk before has taken, so that prompts halve their speed.
         """
-        is_waited_for = self._others_wait or self._active
+        if not self._unread:
+            return []
         start = time.perf_counter()
-        if not self._unread or (is_waited_for and start < self._next_chunk):
+        if (self._others_wait or self._active) and start < self._next_chunk:
             return []
         read = next(self._chunks, None)
         if read is None:

@@ -147,7 +147,7 @@ def try_kind(
 
 
 def refuses_foreign_caches(plain: Writer, whole: Writer) -> bool:
-    """Whether a cache that these ranks have not filled is refused."""
+    """Return whether a cache that these ranks have not filled is refused."""
     cache = whole.engine.new_prompt_cache()
     whole.ids(whole.engine.stream(PROMPTS[0], prompt_cache=cache, max_tokens=3))
     try:
