@@ -21,11 +21,10 @@ from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.factorised import ranked_slots
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.search import ranked_slots, search_all
 from mlx_redrafter.proposers.yarn import complete_yarn
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.trees.tree import TokenTree
