@@ -19,7 +19,7 @@ WIDE = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 96}
 
 @pytest.fixture
 def source(tmp_path: Path) -> str:
-    handmade.write_checkpoint(tmp_path / "source", "legacy", WIDE)
+    handmade.write_checkpoint(tmp_path / "source", "zip", WIDE)
     return str(tmp_path / "source")
 
 
