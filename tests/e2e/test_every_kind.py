@@ -331,7 +331,7 @@ def test_a_new_kind_needs_a_folder_and_an_entry(
     plain = run(capsys, "generate", *pair, "--drafter", "none", "--json")
     assert (drafted.code, drafted.err) == (0, "")
     assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
-    inspected = run(capsys, "convert", "inspect", folder)
+    inspected = run(capsys, "convert", folder)
     assert inspected.code == 0
     assert f"{toy.NAME}, which `load` reads as it is" in " ".join(inspected.out.split())
     refused = run(capsys, "convert", folder, tmp_path / "out")
