@@ -9,13 +9,14 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import mlx.core as mx
 
 from mlx_redrafter.convert.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
-from mlx_redrafter.convert.stored import StoredTensor
+from mlx_redrafter.convert.stored import StoredTensor, read_strided
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import describe_error, quote
 
@@ -171,7 +172,8 @@ def _locate_values(
             f"expected {expected} bytes of values for {quote(name)} in {path}, found {found}"
         )
     start = member.start + tensor.offset * item_size
-    return StoredTensor(path, storage.dtype, tensor.shape, tensor.strides, start)
+    read = partial(read_strided, path, storage.dtype, tensor.shape, tensor.strides, start)
+    return StoredTensor(storage.dtype, tensor.shape, read)
 
 
 def _item_size(dtype: str) -> int:
