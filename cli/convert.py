@@ -25,15 +25,10 @@ def convert(
     options: ConversionOptions,
     to: Annotated[
         Layout,
-        typer.Option(
-            help="Layout to write: mlx, this package's, or pytorch, that of Apple's code, for a "
-            "drafter in the mlx layout."
-        ),
+        "Layout to write: mlx, this package's, or pytorch, that of Apple's code, for a drafter in "
+        "the mlx layout.",
     ] = "mlx",
-    upload_repo: Annotated[
-        str | None,
-        typer.Option(metavar="REPO", help="Also upload the result to this hub repository."),
-    ] = None,
+    upload_repo: Annotated[str | None, "Also upload the result to this hub repository."] = None,
 ) -> None:
     """Convert a published drafter: recurrent or block, an EAGLE or Medusa head, an MTP module.
 
