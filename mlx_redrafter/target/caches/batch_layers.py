@@ -11,11 +11,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
-from mlx_redrafter.target.caches.batch_pass import BatchPass, Layout, Moves, Places
+from mlx_redrafter.target.caches.batch_pass import BatchPass, Layout, Places
 from mlx_redrafter.target.caches.chunked import ChunkCache
 from mlx_redrafter.target.caches.full import Entries, FullCache, arrays_of, pair_of
 from mlx_redrafter.target.caches.quantised import QuantisedCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
+from mlx_redrafter.target.caches.tree_pass import Move
 
 # Number of entries by which buffers grow, as in mlx-lm.
 GROWTH = 256
@@ -128,7 +129,7 @@ class BatchLayer:
         self._buffers = list(map(resized, self._buffers))
         self._fresh = [mx.pad(part[slots], [blank, *[(0, 0)] * 3]) for part in self._fresh]
 
-    def write_aside(self, moves: Moves) -> None:
+    def write_aside(self, moves: Sequence[Move]) -> None:
         """Write the accepted entries of the newest trees that are not in place."""
         if self._fresh:
             self._write(Places.of(moves, [0] * len(moves), 0, self._capacity), [])

@@ -16,12 +16,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.target.caches.tree_pass import History, TreePass
+from mlx_redrafter.target.caches.tree_pass import History, Move, NewRows, TreePass
 from mlx_redrafter.target.hooks import TreePositions
 from mlx_redrafter.trees.tree_batch import TreeBatch
-
-# Accepted nodes of the newest tree that are not in place, and the position of the first of them.
-Moves = Sequence[tuple[Sequence[int], int]]
 
 
 class Places(NamedTuple):
@@ -37,7 +34,9 @@ class Places(NamedTuple):
     rows: mx.array
 
     @classmethod
-    def of(cls, moves: Moves, lengths: Sequence[int], num_nodes: int, capacity: int) -> Places:
+    def of(
+        cls, moves: Sequence[Move], lengths: Sequence[int], num_nodes: int, capacity: int
+    ) -> Places:
         """Find the places of accepted entries and of the entries of new trees.
 
         Slots with fewer entries to move than others write the place behind the last one.
@@ -71,9 +70,10 @@ class BatchPass(TreePass):
         trees: TreeBatch,
         history: History,
         num_rows: int,
-        moves: Moves,
+        moves: Sequence[Move],
+        taken: NewRows | bool,
     ):
-        super().__init__(lengths, trees, history)
+        super().__init__(lengths, trees, history, taken)
         self.num_nodes = trees.size
         self._num_rows = num_rows
         self._moves = moves

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -20,6 +20,8 @@ from mlx_redrafter.trees.tree_batch import TreeBatch
 
 # Arrays of a layer's state, each with B rows; all None before the first token.
 State = list[mx.array | None]
+# Accepted nodes of a tree whose K/V entries are not in place, and the position of the first.
+Move = tuple[Sequence[int], int]
 
 
 class Paths:
@@ -123,6 +125,18 @@ class StateRecord:
         self._written[index] = array
 
 
+class NewRows(NamedTuple):
+    """Rows of the states after a pass that sequences take over.
+
+    Attributes:
+        rows: Row of each sequence, int32, shape (B,).
+        is_new: Whether a sequence takes over a row or keeps its state, bool, shape (B,).
+    """
+
+    rows: mx.array
+    is_new: mx.array
+
+
 class TreePass:
     """A forward pass of the target.
 
@@ -130,17 +144,32 @@ class TreePass:
         lengths: Number of committed tokens of each sequence before the pass.
         trees: The trees that the target verifies; None for a pass over committed tokens.
         history: Passes before this one, and this one.
+        taken: Rows of the states after the pass before this one that the sequences take over; True
+            if each takes over its own, False if none does.
         paths: The accepted path of each tree, empty until its sequence commits it.
         records: States of the layers that have one, in the order of the layers.
     """
 
-    def __init__(self, lengths: Sequence[int], trees: TreeBatch | None, history: History):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        trees: TreeBatch | None,
+        history: History,
+        taken: NewRows | bool = False,
+    ):
         self.lengths = list(lengths)
         self.trees = trees
         self.history = history
+        self.taken = taken
         self.paths: list[Sequence[int]] = [()] * len(self.lengths)
         self.records: list[StateRecord] = []
         self._window_rows: dict[int, mx.array] = {}
+
+    def keep(self, path: Sequence[int], row: int = 0) -> Move:
+        """Note the accepted path of a sequence; return the part of it that is not in place."""
+        self.paths[row] = path
+        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
+        return path[in_place:], self.lengths[row] + in_place
 
     @cached_property
     def accepted(self) -> Paths:
