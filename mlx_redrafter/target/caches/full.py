@@ -112,11 +112,10 @@ class FullCache:
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        if self.step.tree is not None:
-            if window_size is not None:
-                return self.step.window_mask(window_size)
-            return self.step.tree_mask
-        return create_attention_mask(num_tokens, self.step.length, return_array, window_size)
+        if self.step.tree is None:
+            return create_attention_mask(num_tokens, self.step.length, return_array, window_size)
+        layout = self.step.layout_from(self.start)
+        return layout.mask if window_size is None else layout.window_mask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the committed entries that the buffer lacks and new entries; return all entries."""

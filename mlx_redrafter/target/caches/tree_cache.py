@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_redrafter.target.caches.layout import Layout
 from mlx_redrafter.target.caches.tree_pass import History, Move, TreePass, UnreadPath, Visit
 from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.trees.tree import TokenTree
@@ -41,17 +41,6 @@ class ForwardPass(TreePass):
         self.has_buckets = has_buckets
         self.aside: list[slice] = []
         self.aside_start = length
-        self._chunk_masks: dict[tuple[int, int], mx.array] = {}
-
-    @cached_property
-    def tree_mask(self) -> mx.array:
-        """Mask of all committed tokens and a node's ancestors, bool.
-
-        Shape (N, length + N), and with buckets further columns of False.
-        """
-        assert self.tree is not None
-        ancestors = self.tree.ancestors
-        return self._joined(mx.ones((ancestors.shape[0], self.length), mx.bool_), ancestors)
 
     def place(self, length: int) -> None:
         """Set the number of committed tokens, of which the pass knew a bound."""
@@ -62,45 +51,11 @@ class ForwardPass(TreePass):
         self.aside, self.aside_start = consecutive_runs(move[0]), move[1]
         return move
 
-    def _columns(self, first: int) -> mx.array:
-        """Places of the tokens from ``first`` on that have a column, counted from the root."""
-        return mx.arange(first - self.length, 0)
-
-    def _joined(self, committed: mx.array, ancestors: mx.array) -> mx.array:
-        """Join a mask of committed tokens and one of nodes, and fill the bucket with False."""
-        parts, count = [committed, ancestors], committed.shape[1] + ancestors.shape[1]
-        if self.has_buckets and bucket(count) > count:
-            parts.append(mx.zeros((ancestors.shape[0], bucket(count) - count), mx.bool_))
-        return mx.concatenate(parts, axis=1)
-
-    def window_mask(self, window: int, first: int = 0) -> mx.array:
-        """Mask all but the last ``window`` tokens of each node's own path, the node included.
-
-        Args:
-            window: Number of tokens that a node attends to.
-            first: Position of the first token that has a column.
-
-        Returns:
-            Bool, shape (N, length - first + N), and with buckets further columns of False.
-        """
+    def layout_from(self, first: int) -> Layout:
+        """Return the layout of buffers whose first entry is that of position ``first``."""
         assert self.tree is not None
-        depths = self.tree.depths
-        is_near = self._columns(first) > depths[:, None] - window
-        ancestors = self.tree.ancestors & (depths[:, None] - depths < window)
-        return self._joined(is_near, ancestors)
-
-    def chunk_mask(self, chunk: int, first: int) -> mx.array:
-        """Mask all but the tokens of each node's own path since the last multiple of ``chunk``.
-
-        ``first`` and the result are as in `window_mask`.
-        """
-        if (chunk, first) not in self._chunk_masks:
-            assert self.tree is not None
-            own = (self.length + self.tree.depths) // chunk
-            is_near = (self._columns(first) + self.length) // chunk == own[:, None]
-            ancestors = self.tree.ancestors & (own == own[:, None])
-            self._chunk_masks[chunk, first] = self._joined(is_near, ancestors)
-        return self._chunk_masks[chunk, first]
+        num_rows = self.length + self.tree.size - first
+        return self.layout(bucket(num_rows) if self.has_buckets else num_rows, first)
 
 
 class LayerCache(Protocol):
@@ -180,7 +135,7 @@ class TreeCache:
         """Whether chunks of any size leave the same entries."""
         return True
 
-    def expect(self, tree: TokenTree | None) -> None:
+    def expect(self, tree: TokenTree | None) -> ForwardPass:
         """Make the next forward pass one over a tree, or over committed tokens."""
         bound = self.length + (0 if self.unread is None else self.unread.max_length)
         has_path = len(self._step.paths[0]) > 0
@@ -189,6 +144,7 @@ class TreeCache:
         self._floor = self.length
         for part in self.parts:
             part.expect(self._step)
+        return self._step
 
     def follow(self, path: mx.array, num_accepted: mx.array) -> None:
         """Keep the nodes of a path of the tree just verified before the host has read the path.

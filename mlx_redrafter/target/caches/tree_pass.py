@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
+from mlx_redrafter.target.caches.layout import Layout
+from mlx_redrafter.target.hooks import TreePositions
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 # Arrays of a layer's state, each with B rows; all None before the first token.
@@ -164,6 +166,35 @@ class TreePass:
         self.paths: list[Sequence[int]] = [()] * len(self.lengths)
         self.records: list[StateRecord] = []
         self._window_rows: dict[int, mx.array] = {}
+        self._layouts: dict[tuple[int, int, int | None], Layout] = {}
+
+    def layout(self, num_rows: int, first: int = 0, capacity: int | None = None) -> Layout:
+        """Return the layout with these arguments, which is made once."""
+        key = num_rows, first, capacity
+        if key not in self._layouts:
+            assert self.trees is not None
+            self._layouts[key] = Layout(self.trees, self.starts, *key)
+        return self._layouts[key]
+
+    @cached_property
+    def starts(self) -> mx.array:
+        """Position of each root, int32, shape (B, 1)."""
+        return mx.array(self.lengths, dtype=mx.int32)[:, None]
+
+    @property
+    def tokens(self) -> mx.array:
+        """Token ids of all nodes, with token 0 as padding, int32, shape (B, N)."""
+        assert self.trees is not None
+        tokens = self.trees.tokens
+        return mx.maximum(tokens, 0) if self.trees.has_padding else tokens
+
+    @property
+    def positions(self) -> TreePositions:
+        """Positions of all nodes, for rotary embeddings and others."""
+        assert self.trees is not None
+        nodes = self.starts if self.trees.size == 1 else self.starts + self.trees.depths
+        ends = zip(self.lengths, self.trees.max_depths, strict=True)
+        return TreePositions(nodes, [range(n, n + depth + 1) for n, depth in ends])
 
     def keep(self, path: Sequence[int], row: int = 0) -> Move:
         """Note the accepted path of a sequence; return the part of it that is not in place."""
