@@ -46,7 +46,7 @@ class TreeBatch:
     def has_padding(self) -> bool:
         """Whether some node is padding, or may be."""
         return any(
-            tree_size(one) < self.size or (isinstance(one, TokenTree) and one.num_nodes < one.size)
+            one.size < self.size or (isinstance(one, TokenTree) and one.num_nodes < one.size)
             for one in self.drafts
         )
 
