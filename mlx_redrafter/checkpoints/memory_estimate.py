@@ -155,8 +155,9 @@ def fused_growth(folder: Path, adapter: Path) -> int:
         other = shapes.get(f"{name.removesuffix('a')}b")
         if name.endswith("lora_a") and other is not None and len(shape) > 1 and math.prod(shape):
             rank = shape[-1 if len(shape) == 2 else -2]
+            elements: int = math.prod((*shape, *other))
             experts: int = math.prod(shape[:-2])
-            size += math.prod((*shape, *other)) // (experts * rank * rank)
+            size += elements // (experts * rank * rank)
     # Quantised layers have two 16-bit numbers per group next to the bits of the elements.
     bits, group_size = _quantisation(quantisation)
     return round(size * (_dtype(config).size - (bits + 32 / group_size) / 8))
