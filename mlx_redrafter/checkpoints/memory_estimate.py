@@ -153,11 +153,9 @@ def fused_growth(folder: Path, adapter: Path) -> int:
     shapes, size = read_shapes(adapter, [adapter / ADAPTER_FILES[1]]), 0
     for name, shape in shapes.items():
         other = shapes.get(f"{name.removesuffix('a')}b")
-        if name.endswith("lora_a") and other is not None and len(shape) > 1 and math.prod(shape):
+        if name.endswith("lora_a") and other is not None and len(shape) > 1 and 0 not in shape:
             rank = shape[-1 if len(shape) == 2 else -2]
-            elements: int = math.prod((*shape, *other))
-            experts: int = math.prod(shape[:-2])
-            size += elements // (experts * rank * rank)
+            size += math.prod(shape) * math.prod(other) // (math.prod(shape[:-2]) * rank * rank)
     # Quantised layers have two 16-bit numbers per group next to the bits of the elements.
     bits, group_size = _quantisation(quantisation)
     return round(size * (_dtype(config).size - (bits + 32 / group_size) / 8))
