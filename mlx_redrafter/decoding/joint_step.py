@@ -24,7 +24,7 @@ from mlx_redrafter.decoding.target_choice import sample_and_accept_all, sample_r
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch, tree_size
+from mlx_redrafter.trees.tree_batch import TreeBatch
 
 T = TypeVar("T")
 # Trees that sequences ask the target to process, or roots, shape (1,), with the ends of prompts
@@ -98,7 +98,7 @@ class JointStep:
         for sequence, wish in wishes.items():
             if wish is not None:
                 sampler = None if wish.noise is None else sequence.common_sampler
-                key = type(wish.drafting), wish.plan, sampler and sampler.unseeded
+                key = type(wish.drafting), wish.plan, sampler and sampler.kind
                 groups[key].append((sequence, wish))
         self._has_drafts = bool(groups)
         arrays: list[mx.array] = []
@@ -186,7 +186,7 @@ class JointStep:
         if is_tree:
             return sample_and_accept_all(samplers, outputs, trees, [one.noise for one in group])
         if trees.size > 1:
-            outputs = outputs.at([tree_size(one) - 1 for one in trees.drafts])
+            outputs = outputs.at([one.size - 1 for one in trees.drafts])
         return sample_roots(samplers, outputs, [one.cache.length for one in group])
 
     def _sample_alone(
@@ -202,8 +202,7 @@ _IDLE = mx.array([0], dtype=mx.int32)
 
 def _sampled_nodes(drafts: mx.array | TokenTree) -> tuple[int, int]:
     """Return the first node after which a token is sampled, and the end of those nodes."""
-    size = tree_size(drafts)
-    return (0 if isinstance(drafts, TokenTree) else size - 1), size
+    return (0 if isinstance(drafts, TokenTree) else drafts.size - 1), drafts.size
 
 
 def _sampled_alike(asked: Asked) -> Iterable[list[SequenceDecoder]]:
@@ -213,6 +212,6 @@ def _sampled_alike(asked: Asked) -> Iterable[list[SequenceDecoder]]:
         sampler, noise = sequence.common_sampler, sequence.noise
         if sampler is not None:
             num_levels = None if noise is None else noise.values.shape[0]
-            key = isinstance(drafts, TokenTree), num_levels, sampler.unseeded
+            key = isinstance(drafts, TokenTree), num_levels, sampler.kind
             groups[key].append(sequence)
     return groups.values()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -59,7 +59,7 @@ class TokenSampler(Protocol):
     def sample(
         self,
         log_probs: mx.array,
-        depths: mx.array,
+        depths: mx.array | None,
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
@@ -67,7 +67,7 @@ class TokenSampler(Protocol):
 
         Args:
             log_probs: Natural log-probabilities after logits processors, shape (N, V).
-            depths: Depth of each node, int32, shape (N,).
+            depths: Depth of each node, int32, shape (N,); None for roots alone.
             noise: Noise from `noise`.
             num_levels: Bound above all depths, L.
 
@@ -101,9 +101,12 @@ class GumbelNoise:
         self.params = params
         self.values = values
 
-    def sample(self, log_probs: mx.array, depths: mx.array) -> mx.array:
-        """Return the token after each node: log_probs (N, V), depths (N,), to ids (N,)."""
-        rows = self.values if self.values.shape[0] == 1 else self.values[depths]
+    def sample(self, log_probs: mx.array, depths: mx.array | None) -> mx.array:
+        """Return the token after each node: log_probs (N, V), depths (N,), to ids (N,).
+
+        Without depths, each node has the row of its number.
+        """
+        rows = self.values if depths is None else self.values[depths]
         return mx.argmax(self._tempered(log_probs) + rows, axis=-1)
 
     def rank(
@@ -170,9 +173,9 @@ class KeyedSampler:
         self._single: list[mx.array] = []
 
     @cached_property
-    def unseeded(self) -> SamplingParams:
+    def kind(self) -> tuple[float, ...]:
         """The parameters without the seed; one set of operations samples for all equal ones."""
-        return replace(self.params, seed=0)
+        return astuple(replace(self.params, seed=0))
 
     def noise(
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
@@ -224,7 +227,7 @@ class KeyedSampler:
     def sample(
         self,
         log_probs: mx.array,
-        depths: mx.array,
+        depths: mx.array | None,
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
@@ -282,7 +285,7 @@ class StockSampler:
     def sample(
         self,
         log_probs: mx.array,
-        depths: mx.array,
+        depths: mx.array | None,
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
@@ -295,6 +298,7 @@ class StockSampler:
         keys.append(random_state())
         self._keys = mx.stack(keys)
         for node in range(1, log_probs.shape[0]):
+            assert depths is not None
             key = self._keys[depths[node]]
             chosen.append(self._sample(log_probs[node : node + 1], key))
         self.commit(1)
@@ -318,7 +322,7 @@ class StockSampler:
 def choose(
     sampler: TokenSampler,
     logits: mx.array,
-    depths: mx.array,
+    depths: mx.array | None,
     noise: GumbelNoise | None,
     num_levels: int,
 ) -> tuple[mx.array, mx.array, mx.array]:
