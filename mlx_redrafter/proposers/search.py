@@ -125,21 +125,3 @@ class FactorisedLevels:
         if rows.shape[0] == 1:
             return mx.broadcast_to(rows, (tokens.shape[0], self.num_rows))
         return mx.repeat(rows, tokens.shape[0] // rows.shape[0], axis=0)
-
-
-def ranked_slots(
-    log_probs: mx.array, rank: Rank | None, to_token_ids: Callable[[mx.array], mx.array]
-) -> FactorisedLevels:
-    """Make the levels of a network that has scored all depths in one pass.
-
-    Args:
-        log_probs: Natural log-probabilities of the tokens of each depth, float32, (R, D, V).
-        rank: Function that ranks them with the target's noise, or None.
-        to_token_ids: See `FactorisedLevels`.
-    """
-
-    def of_depth(depth: int) -> mx.array:
-        rows = log_probs[:, depth]
-        return rows if rank is None else rank(rows, depth)
-
-    return FactorisedLevels(of_depth, log_probs.shape[-1], to_token_ids)
