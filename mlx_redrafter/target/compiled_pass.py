@@ -263,7 +263,7 @@ class _CompiledPass:
     def __init__(self, process: WeakMethod[Process], model: nn.Module, kind: PassKind):
         self.returned: list[Any] = []
         self._build = partial(_build_pass, process, kind, self.returned)
-        self._compiled = mx.compile(partial(_with_products, model, self._build))
+        self._compiled = mx.compile(partial(with_products, model, self._build))
 
     def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
         outputs: list[mx.array] = self._compiled(inputs)
@@ -284,7 +284,7 @@ class _CompiledPass:
         return None
 
 
-def _with_products(
+def with_products(
     model: nn.Module, build: Callable[[list[mx.array]], list[mx.array]], inputs: list[mx.array]
 ) -> list[mx.array]:
     """Build a pass with a `_MatrixProduct` in place of each linear layer of the model."""
