@@ -42,7 +42,8 @@ class LookupFirstDrafting:
         self._unseen: PendingPass | None = None
 
     def outlook(self) -> Sequence[float]:
-        self._show_lookup()
+        if self._unseen is not None:
+            self._show_lookup()
         return self.lookup.outlook()
 
     def propose(
