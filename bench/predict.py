@@ -18,14 +18,7 @@ BANDWIDTH_SHARE = 0.75
 
 @dataclass(frozen=True)
 class ShapeAcceptance:
-    """Tokens per step of a draft shape.
-
-    Attributes:
-        width: Beam width, W.
-        length: Beam length, L.
-        tokens: Tokens verified per step, T.
-        tokens_per_step: Tokens emitted per step.
-    """
+    """Tokens that a draft shape of W and L emits per step, of which the target verifies T."""
 
     width: int
     length: int
@@ -101,12 +94,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ShapePrediction:
-    """Predicted speed of a shape.
-
-    Attributes:
-        step: Milliseconds per step.
-        speedup: Speed relative to plain decoding.
-    """
+    """Predicted speed of a shape, also relative to plain decoding; a step is in milliseconds."""
 
     acceptance: ShapeAcceptance
     step: float

@@ -139,4 +139,4 @@ def _tree(cache: Any, mask: Any) -> TokenTree | None:
     """Return the tree whose mask allows all committed tokens and a node's ancestors, or None."""
     if type(cache) is not FullCache or cache.step.tree is None or cache.step.has_buckets:
         return None
-    return cache.step.tree if mask is cache.step.tree_mask else None
+    return cache.step.tree if mask is cache.step.layout_from(0).mask else None

@@ -138,7 +138,7 @@ class Target:
         self.has_buckets = pays_on_device(self.dtype)
         if self.has_buckets:
             install_in_attention(model, attend_with_additive_mask)
-        self.compiled = CompiledPasses(self._process_trees) if waits_for_host() else None
+        self.compiled = CompiledPasses(self._process_trees, model) if waits_for_host() else None
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -340,19 +340,12 @@ class Target:
             layers: Layers whose inputs to capture. `watch` must have hooked them. The number of
                 layers stands for the last one's output, `FINAL` for that output after the norm.
         """
-        cache.expect(tree)
+        step = cache.expect(tree)
         if self.compiled is not None:
             compiled = self.compiled.verify(tree, cache, layers)
             if compiled is not None:
                 return TargetOutputs(*compiled).alone
-        tokens = tree.tokens
-        if tree.num_nodes < tree.size:
-            tokens = mx.maximum(tokens, 0)  # padding nodes are embedded as token 0
-        nodes = (cache.length + tree.depths)[None]
-        span = range(cache.length, cache.length + tree.max_depth + 1)
-        return self._process_trees(
-            tokens[None], TreePositions(nodes, [span]), cache.layers, layers
-        ).alone
+        return self._process_trees(step.tokens, step.positions, cache.layers, layers).alone
 
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()

@@ -42,6 +42,14 @@ class TreeBatch:
         """Select the trees of some slots, at the same size."""
         return TreeBatch([self.drafts[slot] for slot in slots], self.size)
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether some node is padding, or may be."""
+        return any(
+            one.size < self.size or (isinstance(one, TokenTree) and one.num_nodes < one.size)
+            for one in self.drafts
+        )
+
     @cached_property
     def tokens(self) -> mx.array:
         """Token ids, int32, shape (B, N)."""

@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tensorrt": {**BASE, "exit_dim": 24},
     "tensorrt-sum": {**BASE, "exit_dim": 32, "rnn": False},
 }
-FORMATS = ("safetensors", "sharded", "zip", "legacy", "zip-sharded", "parameters", "views")
+FORMATS = ("safetensors", "sharded", "zip", "zip-sharded", "parameters", "views")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -79,8 +79,6 @@ def write(folder: Path, state_dict: dict[str, torch.Tensor], file_format: str) -
         (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": owners}))
     elif file_format == "zip":
         torch.save(state_dict, folder / "pytorch_model.bin")
-    elif file_format == "legacy":
-        torch.save(state_dict, folder / "model.pt", _use_new_zipfile_serialization=False)
     elif file_format == "parameters":  # a training checkpoint of nn.Parameters
         parameters = {name: torch.nn.Parameter(value) for name, value in state_dict.items()}
         wrapped = {"state_dict": parameters, "epoch": 3, "lr": 1e-3, "betas": (0.9, 0.95)}

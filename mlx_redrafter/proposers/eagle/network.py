@@ -167,8 +167,7 @@ class ParallelDrafting(KvDrafting[Eagle]):
 
     Source: speculators' ``models/peagle/core.py``. The entry of a depth after the first is that of
     the mask token and of ``mask_hidden``, in place of a draft and of its feature. So the drafts of
-    a depth do not depend on those above. A window counts from the root here, and from each depth
-    in speculators, which differs by the farthest entries alone.
+    a depth do not depend on those above. Its window ends with it.
     """
 
     is_joint = False
@@ -191,8 +190,9 @@ class ParallelDrafting(KvDrafting[Eagle]):
             hidden = network.mask_hidden[0]
             features = network.fuse(mx.broadcast_to(hidden, (masked, hidden.shape[-1])))
             chain = TokenTree.chain(tokens, masked)
-            level = self.lineage_after(flight).start_at_nodes(chain)
-            outputs.append(self.read_level(features, tokens, *level))
+            mask, positions = self.lineage_after(flight).start_at_nodes(chain)
+            mask = mask._replace(moved=1 + chain.depths[:, None])
+            outputs.append(self.read_level(features, tokens, mask, positions))
         logits = network.logits(mx.concatenate(outputs), self.target)
         return log_probs(logits, network.num_rows)
 

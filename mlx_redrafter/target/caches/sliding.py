@@ -68,7 +68,7 @@ class SlidingCache(FullCache):
             return self.stock.make_mask(num_tokens, window_size, return_array)
         if self.step.tree is None:
             return None
-        return self.step.window_mask(self.stock.max_size, self._first)
+        return self.step.layout_from(self._first).window_mask(self.stock.max_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write entries as `FullCache.update_and_fetch` does; return those in some window."""

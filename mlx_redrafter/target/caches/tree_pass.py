@@ -12,14 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
+from mlx_redrafter.target.caches.layout import Layout
+from mlx_redrafter.target.hooks import TreePositions
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 # Arrays of a layer's state, each with B rows; all None before the first token.
 State = list[mx.array | None]
+# Accepted nodes of a tree whose K/V entries are not in place, and the position of the first.
+Move = tuple[Sequence[int], int]
 
 
 class Paths:
@@ -123,6 +127,18 @@ class StateRecord:
         self._written[index] = array
 
 
+class NewRows(NamedTuple):
+    """Rows of the states after a pass that sequences take over.
+
+    Attributes:
+        rows: Row of each sequence, int32, shape (B,).
+        is_new: Whether a sequence takes over a row or keeps its state, bool, shape (B,).
+    """
+
+    rows: mx.array
+    is_new: mx.array
+
+
 class TreePass:
     """A forward pass of the target.
 
@@ -130,17 +146,61 @@ class TreePass:
         lengths: Number of committed tokens of each sequence before the pass.
         trees: The trees that the target verifies; None for a pass over committed tokens.
         history: Passes before this one, and this one.
+        taken: Rows of the states after the pass before this one that the sequences take over; True
+            if each takes over its own, False if none does.
         paths: The accepted path of each tree, empty until its sequence commits it.
         records: States of the layers that have one, in the order of the layers.
     """
 
-    def __init__(self, lengths: Sequence[int], trees: TreeBatch | None, history: History):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        trees: TreeBatch | None,
+        history: History,
+        taken: NewRows | bool = False,
+    ):
         self.lengths = list(lengths)
         self.trees = trees
         self.history = history
+        self.taken = taken
         self.paths: list[Sequence[int]] = [()] * len(self.lengths)
         self.records: list[StateRecord] = []
         self._window_rows: dict[int, mx.array] = {}
+        self._layouts: dict[tuple[int, int, int | None], Layout] = {}
+
+    def layout(self, num_rows: int, first: int = 0, capacity: int | None = None) -> Layout:
+        """Return the layout with these arguments, which is made once."""
+        key = num_rows, first, capacity
+        if key not in self._layouts:
+            assert self.trees is not None
+            self._layouts[key] = Layout(self.trees, self.starts, *key)
+        return self._layouts[key]
+
+    @cached_property
+    def starts(self) -> mx.array:
+        """Position of each root, int32, shape (B, 1)."""
+        return mx.array(self.lengths, dtype=mx.int32)[:, None]
+
+    @property
+    def tokens(self) -> mx.array:
+        """Token ids of all nodes, with token 0 as padding, int32, shape (B, N)."""
+        assert self.trees is not None
+        tokens = self.trees.tokens
+        return mx.maximum(tokens, 0) if self.trees.has_padding else tokens
+
+    @property
+    def positions(self) -> TreePositions:
+        """Positions of all nodes, for rotary embeddings and others."""
+        assert self.trees is not None
+        nodes = self.starts if self.trees.size == 1 else self.starts + self.trees.depths
+        ends = zip(self.lengths, self.trees.max_depths, strict=True)
+        return TreePositions(nodes, [range(n, n + depth + 1) for n, depth in ends])
+
+    def keep(self, path: Sequence[int], row: int = 0) -> Move:
+        """Note the accepted path of a sequence; return the part of it that is not in place."""
+        self.paths[row] = path
+        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
+        return path[in_place:], self.lengths[row] + in_place
 
     @cached_property
     def accepted(self) -> Paths:

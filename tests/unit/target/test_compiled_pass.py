@@ -57,7 +57,7 @@ def test_bits_are_those_of_the_operations(monkeypatch: pytest.MonkeyPatch, model
     compiled = verify_growing(target, 12)
     assert len(target.compiled.passes) <= 3  # a sliding window fills its first bucket
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    target.compiled = CompiledPasses(target._process_trees)
+    target.compiled = CompiledPasses(target._process_trees, target.model)
     for found, expected in zip(compiled, verify_growing(target, 12), strict=True):
         assert mx.array_equal(found, expected)
 
@@ -111,7 +111,7 @@ def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda inputs: [one * (1 + 2**-20) for one in function(inputs)]
 
     monkeypatch.setattr(mx, "compile", inexact)
-    target.compiled = CompiledPasses(target._process_trees)
+    target.compiled = CompiledPasses(target._process_trees, target.model)
     found = verify_growing(target, 4)
     assert target.compiled.fault == "a compiled pass rounds in another way than its operations"
     assert not target.compiled.passes

@@ -42,6 +42,7 @@ def feed(layer: RotatingKVCache | SlidingCache, numbers: Sequence[int]) -> list[
     if mask is None:
         mask = mx.ones((len(numbers), keys.shape[2]), dtype=mx.bool_)
     assert isinstance(mask, mx.array)
+    mask = mask.reshape(mask.shape[-2:])
     assert mask.shape == (len(numbers), keys.shape[2])
     found = [int(number) for number in keys.reshape(-1).tolist()]
     return [

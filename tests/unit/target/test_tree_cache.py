@@ -23,8 +23,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.target.caches.full import consecutive_runs
-from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.caches.tree_cache import TreeCache, consecutive_runs
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import grow, make_tree
 from tests.helpers.models import tiny_llama, tiny_qwen3
@@ -227,7 +226,7 @@ def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
 def _places(cache: TreeCache) -> list[tuple[int, list[slice]]]:
     """Of each layer, how many committed rows are in place, and the nodes of the others."""
     layers: list[Any] = cache.layers
-    return [(layer._num_in_place, layer._aside) for layer in layers]
+    return [(layer.step.aside_start, layer.step.aside) for layer in layers]
 
 
 @given(st.lists(st.integers(0, 9)))
