@@ -164,7 +164,8 @@ class PendingPass:
     @property
     def rows(self) -> Sequence[int]:
         """Node indices of the accepted path; waits for the device."""
-        self._wait()
+        if not self.is_read:
+            self._wait()
         return self._rows
 
     @property
@@ -174,7 +175,8 @@ class PendingPass:
         Raises:
             NonFiniteError: There is no token, as the logits are NaN.
         """
-        self._wait()
+        if not self.is_read:
+            self._wait()
         if not self._tokens:
             self.check_finite()
         return self._tokens
@@ -198,7 +200,8 @@ class PendingPass:
     @property
     def is_finite(self) -> bool:
         """Whether there is a bonus token; waits for the device."""
-        self._wait()
+        if not self.is_read:
+            self._wait()
         return self._bonus >= 0
 
     def check_finite(self) -> None:
@@ -220,9 +223,7 @@ class PendingPass:
             )
 
     def _wait(self) -> None:
-        """Read the outcome, unless that is done."""
-        if self.is_read:
-            return
+        """Read the outcome."""
         bonus, *others = to_ints(self.outcome) if self.read is None else self.read()
         if others:
             num_accepted, *path = others

@@ -10,7 +10,7 @@ node's position, never on the tree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Protocol
@@ -174,8 +174,8 @@ class KeyedSampler:
 
     @cached_property
     def kind(self) -> tuple[float, ...]:
-        """The parameters without the seed; one set of operations samples for all equal ones."""
-        return astuple(replace(self.params, seed=0))
+        """What one set of operations samples with: the parameters but the seed, () if greedy."""
+        return astuple(replace(self.params, seed=0)) if self.params.temp else ()
 
     def noise(
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
@@ -237,15 +237,40 @@ class KeyedSampler:
         """Do nothing: the noise belongs to positions, not to choices made."""
 
 
+def noise_for_all(
+    samplers: Sequence[KeyedSampler],
+    positions: Sequence[int],
+    num_levels: int = 1,
+    further: mx.array | None = None,
+) -> mx.array:
+    """Draw the noise of several sequences, the same numbers as each one's `KeyedSampler.noise`.
+
+    Args:
+        samplers: One of each sequence.
+        positions: Position of each root, or its minimum.
+        num_levels: Levels of the trees, L.
+        further: Distance of each root from there, int32, shape (G,); None for 0.
+
+    Returns:
+        float32, shape (G L, V), the rows of each sequence in a row.
+    """
+    seeds = mx.array([one.params.seed for one in samplers], dtype=mx.uint32)
+    first = mx.array(list(positions), dtype=mx.int32)
+    roots = first if further is None else first + further
+    following = roots[:, None] + mx.arange(1, num_levels + 1, dtype=mx.int32)
+    return gumbel_noise(seeds[:, None], following, samplers[0].vocab_size)
+
+
 def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> mx.array:
-    """Draw standard Gumbel noise for positions, integer, shape (n,), with one seed or one for each.
+    """Draw standard Gumbel noise for n positions, integer, with one seed or one for each.
 
     Returns:
         float32, shape (n, V). A row depends on (seed, its position) alone.
     """
     width = _noise_width(vocab_size)
     positions = positions.astype(mx.uint32)
-    keys = mx.stack([mx.full(positions.shape, seed, dtype=mx.uint32), positions], axis=1)
+    seeds = mx.full(positions.shape, seed, dtype=mx.uint32)
+    keys = mx.stack([seeds, positions], axis=-1).reshape(-1, 2)
     draw = mx.vmap(lambda key: mx.random.gumbel((width,), key=key))
     return draw(keys)[:, :vocab_size]
 

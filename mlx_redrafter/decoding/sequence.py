@@ -142,7 +142,12 @@ class SequenceDecoder:
         self.look()
         wish = self.wish()
         if wish is not None:
+            first, plan = wish.pending, wish.plan
             with mx.stream(generation_stream):
+                noise = self.sampler.noise(
+                    first.length + 1, plan.shape.length, first.num_accepted, first.max_accepted
+                )
+                wish = wish._replace(noise=noise)
                 tree = wish.drafting.propose(wish.pending, wish.plan.searched, wish.noise)
                 if tree is not None and tree.known is None:
                     reads = self.policy is None or self.policy.reads_drafts
@@ -159,6 +164,8 @@ class SequenceDecoder:
 
     def wish(self) -> Wish | None:
         """Choose, after `look`, the drafts of what may follow the newest pass; None for no drafts.
+
+        The caller adds the noise, for several sequences with the same operations.
 
         Before the first pass, process the prompt without its last token, unless a batch does.
 
@@ -179,10 +186,7 @@ class SequenceDecoder:
                 self._show(pending)
             return None
         pending.is_shown = True
-        accepted = pending.num_accepted, pending.max_accepted
-        with mx.stream(generation_stream):
-            noise = self.sampler.noise(pending.length + 1, plan.shape.length, *accepted)
-        return Wish(self.drafting, pending, plan, noise)
+        return Wish(self.drafting, pending, plan)
 
     def receive(self, wish: Wish, tree: TokenTree | None) -> None:
         """Set the drafts that were dispatched for a wish; None if there are none."""

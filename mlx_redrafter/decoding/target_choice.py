@@ -23,8 +23,8 @@ from mlx_redrafter.decoding.sampling import (
     KeyedSampler,
     TokenSampler,
     choose,
-    gumbel_noise,
     mark_nan,
+    noise_for_all,
 )
 from mlx_redrafter.device_read import to_floats, to_ints, to_rows
 from mlx_redrafter.target.target import TargetOutputs
@@ -71,13 +71,11 @@ def sample_roots(
     Args:
         samplers: One per sequence; they differ in their seeds only.
         outputs: Outputs for all sequences, N = 1, each array with an axis of G before its others.
-        positions: Position of the token chosen, for each sequence.
+        positions: Position of each root.
     """
     first, noise = samplers[0], None
     if first.params.temp:
-        seeds = mx.array([one.params.seed for one in samplers], dtype=mx.uint32)
-        values = gumbel_noise(seeds, mx.array(list(positions)), first.vocab_size)
-        noise = GumbelNoise(first.params, values)
+        noise = GumbelNoise(first.params, noise_for_all(samplers, positions))
     count = len(samplers)
     log_probs, tokens, normalisers = choose(first, outputs.logits.squeeze(1), None, noise, count)
     mx.async_eval(tokens, normalisers, log_probs, outputs.hidden_states, outputs.states)

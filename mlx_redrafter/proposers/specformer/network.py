@@ -20,8 +20,7 @@ from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.block.levels import search_slots
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.kv_drafting import KvDrafting, read_flights
-from mlx_redrafter.proposers.kv_network import KvNetwork
+from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork, read_flights
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.scores import NoiseRank
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
