@@ -32,13 +32,15 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_redrafter.errors import first_line
 from mlx_redrafter.target.caches.cache_kinds import CompositeCache
 from mlx_redrafter.target.caches.full import FullCache, write_all_aside
+from mlx_redrafter.target.caches.layout import Layout
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_cache import ForwardPass, LayerCache, TreeCache, flat
-from mlx_redrafter.target.caches.tree_pass import BranchedState
+from mlx_redrafter.target.caches.tree_cache import LayerCache, TreeCache, flat
+from mlx_redrafter.target.caches.tree_pass import BranchedState, TreePass
 from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.target.hooks import TreePositions, UntraceableError
 from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch
 
 # Uses of one kind of pass before it is compiled, about as many as save the time of compiling.
 USES = 24
@@ -391,7 +393,7 @@ def _build_pass(
     return outputs
 
 
-class TracedPass(ForwardPass):
+class TracedPass(TreePass):
     """A forward pass whose length is an array.
 
     Args:
@@ -400,30 +402,22 @@ class TracedPass(ForwardPass):
     """
 
     def __init__(self, places: mx.array, tree: TokenTree):
-        super().__init__(cast(Any, places[0]), tree)
-        self._starts = places[1:]
-        self._masks: dict[EntriesKind, mx.array] = {}
+        super().__init__([cast(Any, places[0])], TreeBatch([tree]))
+        self.starts = places[:1][None]
+        self._firsts = places[1:]
 
     def row(self, kind: EntriesKind) -> mx.array:
         """Row of the root in a buffer, int32, shape ()."""
-        return self.length - self._starts[kind.start]
+        return self.length - self._firsts[kind.start]
 
-    def mask(self, kind: EntriesKind) -> mx.array:
-        """Mask all but the committed tokens and a node's ancestors, in its window; shape (N, S)."""
-        if kind not in self._masks:
-            self._masks[kind] = self._make_mask(kind)
-        return self._masks[kind]
-
-    def _make_mask(self, kind: EntriesKind) -> mx.array:
-        assert self.tree is not None
-        depths, last = self.tree.depths, self.tree.size - 1
-        behind = mx.arange(kind.num_entries, dtype=mx.int32) - self.row(kind)
-        is_seen, ancestors = (behind < 0)[None], self.tree.ancestors
-        if kind.window is not None:
-            is_seen = is_seen & (behind > depths[:, None] - kind.window)
-            ancestors = ancestors & (depths[:, None] - depths < kind.window)
-        is_above = mx.take(ancestors, mx.clip(behind, 0, last), axis=1)
-        return is_seen | (is_above & (behind >= 0) & (behind <= last))
+    def layout_of(self, kind: EntriesKind) -> Layout:
+        """Return the layout of a buffer, which is made once."""
+        key = kind.num_entries, kind.start
+        if key not in self._layouts:
+            assert self.trees is not None
+            first = self._firsts[kind.start]
+            self._layouts[key] = Layout(self.trees, self.starts, kind.num_entries, first)
+        return self._layouts[key]
 
 
 class TracedEntries:
@@ -441,8 +435,8 @@ class TracedEntries:
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        window = self._kind.window or window_size
-        return self._step.mask(self._kind._replace(window=window))
+        window, layout = self._kind.window or window_size, self._step.layout_of(self._kind)
+        return layout.mask if window is None else layout.window_mask(window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         row, self._fresh = self._step.row(self._kind), [keys, values]

@@ -349,19 +349,12 @@ class Target:
             layers: Layers whose inputs to capture. `watch` must have hooked them. The number of
                 layers stands for the last one's output, `FINAL` for that output after the norm.
         """
-        cache.expect(tree)
+        step = cache.expect(tree)
         if self.compiled is not None:
             compiled = self.compiled.verify(self, tree, cache, layers)
             if compiled is not None:
                 return TargetOutputs(*compiled).alone
-        tokens = tree.tokens
-        if tree.num_nodes < tree.size:
-            tokens = mx.maximum(tokens, 0)  # padding nodes are embedded as token 0
-        nodes = (cache.length + tree.depths)[None]
-        span = range(cache.length, cache.length + tree.max_depth + 1)
-        return self.process_trees(
-            tokens[None], TreePositions(nodes, [span]), cache.layers, layers
-        ).alone
+        return self.process_trees(step.tokens, step.positions, cache.layers, layers).alone
 
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()

@@ -27,6 +27,7 @@ from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches import batch_layers
 from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.cache_kinds import parts_of
+from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.few_shapes import use_few_shapes
 from tests.models.test_architectures import TOLERANCE, disagreement
@@ -100,12 +101,12 @@ def poison_what_texts_leave(patch: pytest.MonkeyPatch) -> None:
 
 
 def poison(cache: BatchCache, slot: int) -> None:
-    for layer in cache._rows:
-        layer._buffers = [_poisoned(buffer, slot) for buffer in layer._buffers]
-    for state in cache._states:
-        state.stock.cache = [
-            None if array is None else _poisoned(array, slot) for array in state.stock.cache
-        ]
+    for part in cache._parts:
+        if isinstance(part, RecurrentCache):
+            state = part.stock.cache
+            part.stock.cache = [one if one is None else _poisoned(one, slot) for one in state]
+        else:
+            part._buffers = [_poisoned(buffer, slot) for buffer in part._buffers]
 
 
 def _poisoned(array: mx.array, slot: int) -> mx.array:

@@ -26,9 +26,9 @@ from mlx_redrafter import Engine, stream_generate
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches.cache_kinds import parts_of
+from mlx_redrafter.target.caches.layout import Layout
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_cache import ForwardPass
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
@@ -119,11 +119,9 @@ def test_a_mask_off_by_one_is_noticed(
     tree = branching_tree()
     expected = decode_paths(model, tree).logits
     for name in ("window_mask", "chunk_mask"):
-        mask = getattr(ForwardPass, name)
+        mask = getattr(Layout, name)
         monkeypatch.setattr(
-            ForwardPass,
-            name,
-            lambda step, window, first=0, mask=mask: mask(step, window + wrong, first),
+            Layout, name, lambda layout, size, mask=mask: mask(layout, size + wrong)
         )
     found = verify_after_prompt(Target(model), tree).logits
     assert disagreement(found, expected) > VISIBLE

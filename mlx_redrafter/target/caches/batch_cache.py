@@ -19,12 +19,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.target.caches.batch_layers import BATCH_LAYERS, BatchLayer, whole
-from mlx_redrafter.target.caches.batch_pass import BatchPass
 from mlx_redrafter.target.caches.cache_kinds import CompositeCache, describe
-from mlx_redrafter.target.caches.recurrent import NewRows, RecurrentCache
-from mlx_redrafter.target.caches.tree_cache import ForwardPass, TreeCache, flat
-from mlx_redrafter.target.caches.tree_pass import History
-from mlx_redrafter.target.few_shapes import bucket
+from mlx_redrafter.target.caches.places import Move
+from mlx_redrafter.target.caches.recurrent import RecurrentCache
+from mlx_redrafter.target.caches.tree_cache import TreeCache, flat
+from mlx_redrafter.target.caches.tree_pass import History, NewRows, TreePass, Visit
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
@@ -44,8 +43,6 @@ class Slot:
         length: Number of committed tokens; 0 if the slot is idle.
         floor: Its sequence's `Floor`.
         end: Position behind its last entry, of a tree or committed.
-        moves: The accepted nodes of the newest tree that are not in place, and the position of the
-            first of them.
     """
 
     batch: BatchCache
@@ -54,7 +51,6 @@ class Slot:
     length: int = 0
     floor: Floor = int  # returns 0
     end: int = 0
-    moves: tuple[Sequence[int], int] = ((), 0)
 
     def commit(self, path: Sequence[int]) -> None:
         self.batch.commit(self.number, path)
@@ -80,11 +76,10 @@ class BatchCache:
         self.slots: list[Slot] = []
         # Size of the largest trees so far.
         self._max_nodes = 1
-        self._step: BatchPass | None = None
+        self._step: TreePass | None = None
         # The caches of a single sequence by kind and size.
         self._kinds: list[str] = []
-        self._rows: list[BatchLayer] = []
-        self._states: list[RecurrentCache] = []
+        self._parts: list[BatchLayer | RecurrentCache] = []
         self._history = History(0)
 
     @property
@@ -102,36 +97,25 @@ class BatchCache:
         """Whether a slot can hold a sequence as it is, with layers like those of the others."""
         return own.may_move and (self._is_idle or self._kinds == _kinds(own))
 
-    def expect(self, trees: TreeBatch) -> BatchPass:
+    def expect(self, trees: TreeBatch) -> TreePass:
         """Make the next forward pass one over these trees, one per slot."""
-        self._take_over_states()
         slots = self.slots
-        num_rows = max(one.length for one in slots) + trees.size
-        if self._has_buckets:
-            num_rows = bucket(num_rows)
-        self._reserve(num_rows, trees.size)
-        step = self._step = BatchPass(
-            [one.length for one in slots],
-            trees,
-            self._history,
-            num_rows,
-            [one.moves for one in slots],
-        )
+        lengths = [one.length for one in slots]
+        taken, before = self._new_rows(), self._moves()
+        step = TreePass(lengths, trees, self._history, self._has_buckets, taken, before)
+        self._reserve(step.num_rows(), trees.size)
+        self._step = step
         self._history.enter(step, [one.floor() for one in slots])
-        for layer in self._rows:
-            layer.expect(step)
-        for state in self._states:
-            state.expect(step)
+        for part in self._parts:
+            part.expect(step)
         for one in slots:
-            one.end, one.moves = one.length + trees.size, ((), 0)
+            one.end = one.length + trees.size
         return step
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
         visit, one = self._history.visits[slot][-1], self.slots[slot]
-        visit.step.paths[visit.row] = path
-        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
-        one.moves = path[in_place:], one.length + in_place
+        visit.step.keep(path, visit.row)
         one.length += len(path)
 
     def insert(self, slot: int, own: TreeCache, floor: Floor) -> None:
@@ -146,14 +130,11 @@ class BatchCache:
         if self._is_idle:
             self._begin(own)
         self.slots[slot] = Slot(self, slot, own, own.length, floor)  # and nothing at its end yet
-        self._history.visits[slot], own.history.visits = own.history.visits[0], [[]]
+        entries, self._history.visits[slot] = own.release()
         self._reserve(own.length + 1, self._max_nodes)
         self.slots[slot].end = own.length
-        rows, states = _split(own)
-        for layer, one in zip(self._rows, rows, strict=True):
-            layer.insert(slot, self.num_slots, one.release(), own.length)
-        for state, one in zip(self._states, states, strict=True):
-            state.insert(slot, self.num_slots, one)
+        for part, one in zip(self._parts, entries, strict=True):
+            part.insert(slot, self.num_slots, one, own.length)
 
     def leave(self, slot: int, own: TreeCache | None) -> None:
         """Make a slot idle.
@@ -165,14 +146,9 @@ class BatchCache:
         """
         if own is not None:
             self._write_aside()
-            length = own.length = self.slots[slot].length
-            own.history.visits = [self._history.visits[slot]]
-            step = ForwardPass(length, history=own.history)
-            rows, states = _split(own)
-            for layer, one in zip(self._rows, rows, strict=True):
-                one.hold(layer.extract(slot, length), length)
-            for state, one in zip(self._states, states, strict=True):
-                state.extract(slot, one, step)
+            length = self.slots[slot].length
+            entries = [part.extract(slot, length) for part in self._parts]
+            own.hold(entries, self._history.visits[slot], length)
         self.slots[slot], self._history.visits[slot] = Slot(self, slot), []
 
     def shrink(self) -> None:
@@ -193,10 +169,8 @@ class BatchCache:
             one.number = number
         self._history.visits = [visits[slot] for slot in slots] + [[] for _ in range(num_idle)]
         kept = mx.array(list(slots), dtype=mx.int32)
-        for layer in self._rows:
-            layer.resize(kept, num_idle, ends, self.capacity, self._max_nodes)
-        for state in self._states:
-            state.resize(kept, num_idle)
+        for part in self._parts:
+            part.resize(kept, num_idle, ends, self.capacity, self._max_nodes)
 
     @property
     def _is_idle(self) -> bool:
@@ -207,9 +181,7 @@ class BatchCache:
         if self._kinds != _kinds(own):
             self._kinds = _kinds(own)
             self.layers = [_layer(one) for one in own.layers]
-            parts = flat(self.layers)
-            self._rows = [part for part in parts if isinstance(part, BatchLayer)]
-            self._states = [part for part in parts if isinstance(part, RecurrentCache)]
+            self._parts = flat(self.layers)
             self.capacity = 0
 
     def _reserve(self, num_rows: int, num_nodes: int) -> None:
@@ -218,36 +190,39 @@ class BatchCache:
             num_rows = max(num_rows, self.capacity)
             self.resize(range(self.num_slots), self.num_slots, num_rows)
 
-    def _take_over_states(self) -> None:
-        """Let layers take over the states after the accepted paths of the newest pass."""
+    def _new_rows(self) -> NewRows | bool:
+        """Find the rows of states after the accepted paths of the newest pass to take over."""
         step = self._step
-        if not self._states or step is None:
-            return
-        rows: list[int | None] = []
-        for visits in self._history.visits:
-            is_in = bool(visits) and visits[-1].step is step and bool(step.paths[visits[-1].row])
-            rows.append(visits[-1].row if is_in else None)
+        if step is None or not step.records:
+            return False
+        rows = [one.row if one and step.paths[one.row] else None for one in self._newest()]
         if not any(row is not None for row in rows):
-            return
+            return False
         num_rows = len(step.paths)
         for number, one in enumerate(self.slots[:num_rows]):
             if one.own is None:  # an idle slot may take over any state
                 rows[number] = number
-        taken = None
-        if rows != list(range(num_rows)):
-            is_new = [row is not None for row in rows]
-            taken = NewRows(mx.array([row or 0 for row in rows]), mx.array(is_new))
-        for layer in self._states:
-            layer.commit(taken=taken)
+        if rows == list(range(num_rows)):
+            return True
+        is_new = [row is not None for row in rows]
+        return NewRows(mx.array([row or 0 for row in rows]), mx.array(is_new))
+
+    def _newest(self) -> list[Visit | None]:
+        """Return the part of each slot in the newest pass; None if its sequence has come since."""
+        newest = [visits[-1] if visits else None for visits in self._history.visits]
+        return [one if one and one.step is self._step else None for one in newest]
+
+    def _moves(self) -> list[Move]:
+        """Return the accepted nodes of each slot that are not in place."""
+        return [one.step.moves[one.row] if one else ((), 0) for one in self._newest()]
 
     def _write_aside(self) -> None:
         """Write all accepted entries that are not in place."""
-        moves = [one.moves for one in self.slots]
+        moves = self._moves()
         if any(nodes for nodes, _ in moves):
-            for layer in self._rows:
-                layer.write_aside(moves)
-            for one in self.slots:
-                one.moves = (), 0
+            for part in self._parts:
+                if isinstance(part, BatchLayer):
+                    part.write_aside(moves)
 
 
 def _layer(own: Any) -> Any:
@@ -261,9 +236,3 @@ def _layer(own: Any) -> Any:
 
 def _kinds(own: TreeCache) -> list[str]:
     return list(map(describe, own.stock))
-
-
-def _split(own: TreeCache) -> tuple[list[Any], list[RecurrentCache]]:
-    """Separate the parts of a cache that have K/V entries from those that have a state."""
-    states = [part for part in own.parts if isinstance(part, RecurrentCache)]
-    return [part for part in own.parts if part not in states], states

@@ -11,11 +11,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
-from mlx_redrafter.target.caches.batch_pass import BatchPass, Layout, Moves, Places
 from mlx_redrafter.target.caches.chunked import ChunkCache
 from mlx_redrafter.target.caches.full import Entries, FullCache, arrays_of, pair_of
+from mlx_redrafter.target.caches.places import Move, Places
 from mlx_redrafter.target.caches.quantised import QuantisedCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
+from mlx_redrafter.target.caches.tree_pass import TreePass
 
 # Number of entries by which buffers grow, as in mlx-lm.
 GROWTH = 256
@@ -42,34 +43,34 @@ class BatchLayer:
         self._buffers: list[mx.array] = []
         # The same of the newest trees, shape (B, H, N, D).
         self._fresh: list[mx.array] = []
-        self._layout: Layout
+        self._step: TreePass
 
     @property
     def offset(self) -> int:
         """Length of the longest sequence. Rotary embeddings use `TreePositions` instead."""
-        return self._layout.longest
+        return self._step.length
 
-    def expect(self, step: BatchPass) -> None:
+    def expect(self, step: TreePass) -> None:
         """Prepare for the next forward pass."""
-        self._layout = step.layout(self._capacity)
+        self._step = step
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        window = self._reach or window_size
-        return self._layout.mask if window is None else self._layout.window_mask(window)
+        window, layout = self._reach or window_size, self._step.layout(0, self._capacity)
+        return layout.mask if window is None else layout.window_mask(window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write accepted entries that are not in place and new entries; return all entries."""
         new = self._encoded(keys, values)
         self._allocate(new, keys.shape[0])
-        self._write(self._layout.places, new)
+        self._write(self._step.places(self._capacity), new)
         self._fresh = new
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return all entries that the pass attends to, for layers that share them."""
-        num_rows = self._layout.num_rows
+        num_rows = min(self._step.num_rows(), self._capacity)
         return pair_of([buffer[..., :num_rows, :] for buffer in self._buffers])
 
     def insert(self, slot: int, num_slots: int, entries: Entries, length: int) -> None:
@@ -128,7 +129,7 @@ class BatchLayer:
         self._buffers = list(map(resized, self._buffers))
         self._fresh = [mx.pad(part[slots], [blank, *[(0, 0)] * 3]) for part in self._fresh]
 
-    def write_aside(self, moves: Moves) -> None:
+    def write_aside(self, moves: Sequence[Move]) -> None:
         """Write the accepted entries of the newest trees that are not in place."""
         if self._fresh:
             self._write(Places.of(moves, [0] * len(moves), 0, self._capacity), [])
@@ -171,7 +172,7 @@ class BatchChunkLayer(BatchLayer):
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
         assert self._reach is not None
-        return self._layout.chunk_mask(self._reach)
+        return self._step.layout(0, self._capacity).chunk_mask(self._reach)
 
 
 class BatchQuantisedLayer(BatchLayer):

@@ -30,12 +30,12 @@ class ChunkCache(FullCache):
         """Drop entries that no later token needs, if there are many. Models call it every pass."""
         stock = self.stock
         kept = stock.chunk_size + MAX_BEAM_LENGTH
-        if stock.offset - stock.start_position <= kept + stock.step:
+        dropped = self.step.length - stock.start_position - kept
+        if dropped <= stock.step:
             return
         assert stock.keys is not None
         assert stock.values is not None
         self.write_aside()
-        dropped = stock.offset - stock.start_position - kept
         stock.start_position += dropped
         stock.keys = stock.keys[..., dropped:, :]
         stock.values = stock.values[..., dropped:, :]
@@ -44,4 +44,4 @@ class ChunkCache(FullCache):
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """Return the mask of a tree; for committed tokens, models make their own."""
-        return self.step.chunk_mask(self.stock.chunk_size, self.start_position)
+        return self.step.layout(self.start_position).chunk_mask(self.stock.chunk_size)

@@ -7,9 +7,8 @@ tree stay in arrays of their own, and the next forward pass writes those of the 
 together with its own, with one update per buffer. If the path begins with the first nodes of the
 tree, in order, the buffer already holds their entries in place.
 
-Invariants: The buffer holds the first ``stock.offset`` tokens. If these are not all committed
-tokens, it also holds those up to ``_num_in_place``. ``_fresh`` holds the entries of the others,
-which are those of the nodes ``_aside``.
+Invariant: The buffer holds the first ``stock.offset`` tokens, and the part in place of the path of
+the pass of `_fresh`, which holds the entries of the rest of that path.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from mlx_lm.models.cache import (
     create_attention_mask,
 )
 
-from mlx_redrafter.target.caches.tree_cache import ForwardPass
-from mlx_redrafter.target.caches.tree_pass import UnreadPath
+from mlx_redrafter.target.caches.tree_pass import TreePass
 from mlx_redrafter.target.few_shapes import bucket
 
 
@@ -45,6 +43,14 @@ class Entries(NamedTuple):
     start: int
 
 
+class Fresh(NamedTuple):
+    """K/V entries of a tree, shape (1, H, N, D), and the pass that made them."""
+
+    keys: mx.array
+    values: mx.array
+    step: TreePass
+
+
 class FullCache:
     """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``."""
 
@@ -56,10 +62,9 @@ class FullCache:
 
     def _begin(self) -> None:
         """Follow the cache of the entries, which holds all committed ones."""
-        self.step = ForwardPass(self._rows.offset)
-        self._length = self._num_in_place = self._rows.offset
-        self._aside: list[slice] = []
-        self._fresh: tuple[mx.array, mx.array] | None = None
+        self.step = TreePass([self._rows.offset])
+        # Entries of the newest tree, until the buffer holds the accepted ones.
+        self._fresh: Fresh | None = None
         # Number of entries with which the buffer ended with a bucket.
         self._whole = 0
 
@@ -74,31 +79,13 @@ class FullCache:
         """Number of committed tokens before the forward pass."""
         return self.step.length
 
-    def expect(self, step: ForwardPass) -> None:
+    def expect(self, step: TreePass) -> None:
         self.step = step
-        self._length = step.length
-
-    def commit(self, path: Sequence[int]) -> None:
-        in_place = next((i for i, node in enumerate(path) if node != i), len(path))
-        self._num_in_place = self.step.length + in_place
-        self._aside = consecutive_runs(path[in_place:])
-        self._length = self.step.length + len(path)
-
-    def follow(self, path: UnreadPath) -> None:
-        """Regard the path as in place: `write_all_aside` writes the entries that are not."""
-        self._num_in_place = self._length = self.step.length + path.max_length
-        self._aside = []
-
-    def place(self, length: int) -> None:
-        if self._rows.keys is not None:
-            self._rows.offset = length
-        self._num_in_place = self._length = length
 
     def settle(self, length: int) -> None:
         self.write_aside()
         if self._rows.keys is not None:  # a layer that the model never uses stays empty
             self._rows.offset = length
-        self._length = length
 
     def release(self) -> Entries:
         """Give the committed entries away."""
@@ -117,40 +104,37 @@ class FullCache:
 
     def write_aside(self) -> None:
         """Write the committed entries that the buffer lacks."""
-        keys, values = self._entries_aside()
-        if keys:
-            self._rows.update_and_fetch(
-                mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
-            )
+        aside = self._aside()
+        if aside:
+            self._rows.update_and_fetch(*_joined(aside))
+        self._fresh = None
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        if self.step.tree is not None:
-            if window_size is not None:
-                return self.step.window_mask(window_size)
-            return self.step.tree_mask
-        return create_attention_mask(num_tokens, self.step.length, return_array, window_size)
+        if self.step.trees is None:
+            return create_attention_mask(num_tokens, self.step.length, return_array, window_size)
+        layout = self.step.layout(self.start)
+        return layout.mask if window_size is None else layout.window_mask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the committed entries that the buffer lacks and new entries; return all entries."""
-        keys_aside, values_aside = self._entries_aside()
-        new_keys, new_values = keys, values
-        if keys_aside:
-            new_keys = mx.concatenate([*keys_aside, keys], axis=2)
-            new_values = mx.concatenate([*values_aside, values], axis=2)
-        everything = self._rows.update_and_fetch(new_keys, new_values)
-        if self.step.tree is not None:
-            everything = self._attended()
-            self._rows.offset -= keys.shape[2]
-            self._fresh = (keys, values)
+        aside = self._aside()
+        new = _joined([*aside, (keys, values)]) if aside else (keys, values)
+        everything: tuple[mx.array, mx.array] = self._rows.update_and_fetch(*new)
+        if self.step.trees is None:
+            self._fresh = None
+            return everything
+        self._fresh = Fresh(keys, values, self.step)
+        everything = self._attended()
+        self._rows.offset -= keys.shape[2]
         return everything
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what the last `update_and_fetch` returned, for layers that share the entries."""
         num_nodes = 0
-        if self.step.tree is not None and self._fresh is not None:
-            num_nodes = self._fresh[0].shape[2]
+        if self.step.trees is not None and self._fresh is not None:
+            num_nodes = self._fresh.keys.shape[2]
         self._rows.offset += num_nodes
         entries = self._attended()
         self._rows.offset -= num_nodes
@@ -163,7 +147,7 @@ class FullCache:
         """
         if self._rows.keys is None:
             return None
-        self._grow(self._length + num_nodes - self.start)
+        self._grow(self.step.length + num_nodes - self.start)
         keys, values = self._rows.keys, self._rows.values
         assert keys is not None
         assert values is not None
@@ -174,7 +158,7 @@ class FullCache:
     ) -> None:
         """Take the buffers back, with the entries of the tree behind the committed ones."""
         self._rows.keys, self._rows.values = keys, values
-        self._fresh = fresh_keys, fresh_values
+        self._fresh = Fresh(fresh_keys, fresh_values, self.step)
 
     def _grow(self, num_entries: int) -> None:
         """Let the buffer end with a bucket, because graphs know strides, too."""
@@ -189,7 +173,7 @@ class FullCache:
     def _attended(self) -> tuple[mx.array, mx.array]:
         """Return the entries, and in a pass with buckets what stands behind them in the buffer."""
         stock = self._rows
-        if self.step.tree is None or not self.step.has_buckets:
+        if self.step.trees is None or not self.step.has_buckets:
             return stock.keys_and_values()
         count = bucket(stock.offset - self.start)
         self._grow(count)
@@ -197,20 +181,19 @@ class FullCache:
         assert stock.values is not None
         return stock.keys[..., :count, :], stock.values[..., :count, :]
 
-    def _runs_aside(self) -> list[slice]:
-        """Find nodes whose committed entries the buffer lacks, and count those that it holds."""
-        if self._fresh is None or self._rows.offset >= self._length:
+    def _aside(self) -> list[tuple[mx.array, mx.array]]:
+        """Return the committed entries that the buffer lacks, and count those that it holds."""
+        if self._fresh is None:
             return []
-        self._rows.offset = self._num_in_place
-        return self._aside
+        keys, values, step = self._fresh
+        nodes, self._rows.offset = step.moves[0]
+        runs = consecutive_runs(nodes)
+        return [(keys[..., run, :], values[..., run, :]) for run in runs]
 
-    def _entries_aside(self) -> tuple[list[mx.array], list[mx.array]]:
-        """Return the entries of `_runs_aside`."""
-        runs = self._runs_aside()
-        if not runs or self._fresh is None:
-            return [], []
-        keys, values = self._fresh
-        return [keys[..., run, :] for run in runs], [values[..., run, :] for run in runs]
+
+def _joined(parts: Sequence[tuple[mx.array, mx.array]]) -> list[mx.array]:
+    """Join keys and values of consecutive tokens."""
+    return [mx.concatenate(arrays, axis=2) for arrays in zip(*parts, strict=True)]
 
 
 def arrays_of(keys: Any, values: Any) -> list[mx.array]:
@@ -244,27 +227,31 @@ def write_all_aside(caches: Sequence[FullCache], path: mx.array | None = None) -
         path: Nodes of a path that the host has not read, whose entries the buffers lack, int32,
             shape (L,); None if the caches know them.
     """
-    nodes: list[int] = []
-    lacking = []
+    fresh: list[mx.array] = []
+    lacking, rows = [], []
     for one in caches:
-        if path is not None and one._fresh is not None:
-            one._grow(one._length - one.start)
-            lacking.append(one)
-        elif runs := one._runs_aside():
-            nodes = [node for run in runs for node in range(run.start, run.stop)]
-            lacking.append(one)
+        if one._fresh is None:
+            continue
+        keys, values, step = one._fresh
+        nodes, start = step.moves[0]
+        if path is not None:
+            start = step.length
+            one._grow(start + path.shape[0] - one.start)
+        elif not nodes:
+            continue
+        fresh += keys, values
+        lacking.append(one)
+        rows.append(start - one.start)
     if not lacking:
         return
-    rows = [one._rows.offset - one.start for one in lacking]
     starts = list(dict.fromkeys(rows))  # few, because equal windows begin with the same token
     indices = [starts.index(row) for row in rows]
     buffers = [part for one in lacking for part in (one._rows.keys, one._rows.values)]
-    fresh = [part for one in lacking for part in one._fresh or ()]
-    lacked = mx.array(nodes) if path is None else path
+    lacked = mx.array(list(nodes)) if path is None else path
     written = iter(_write_nodes(lacked, mx.array(starts), indices, buffers, fresh))
     for one in lacking:
         one._rows.keys, one._rows.values = next(written), next(written)
-        one._rows.offset = one._length
+        one._rows.offset, one._fresh = one.step.length, None
 
 
 @mx.compile

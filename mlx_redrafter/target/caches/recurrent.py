@@ -8,32 +8,20 @@ keeps it until then.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_redrafter.target.caches.tree_cache import ForwardPass, flat
+from mlx_redrafter.target.caches.tree_cache import flat
 from mlx_redrafter.target.caches.tree_pass import (
+    NewRows,
     State,
     StateAfter,
     StateRecord,
     TreePass,
-    UnreadPath,
 )
 from mlx_redrafter.trees.tree_batch import TreeBatch
-
-
-class NewRows(NamedTuple):
-    """Rows of the states after a pass that sequences take over.
-
-    Attributes:
-        rows: Row of each sequence, int32, shape (B,).
-        is_new: Whether a sequence takes over a row or keeps its state, bool, shape (B,).
-    """
-
-    rows: mx.array
-    is_new: mx.array
 
 
 class RecurrentCache:
@@ -41,7 +29,7 @@ class RecurrentCache:
 
     def __init__(self, stock: ArraysCache):
         self.stock = stock
-        self.step: TreePass = ForwardPass(0)
+        self.step = TreePass([0])
         # Index of this layer's record in a pass.
         self._number = 0
 
@@ -52,6 +40,7 @@ class RecurrentCache:
         return None if trees is None or trees.size == 1 else trees
 
     def expect(self, step: TreePass) -> None:
+        self._take_over(step.taken)
         self.step, self._number = step, len(step.records)
         step.records.append(StateRecord(list(self.stock.cache)))
 
@@ -59,57 +48,54 @@ class RecurrentCache:
         """Record a pass over trees; ``state_after`` maps paths from the roots on to a state."""
         self._record.after = state_after
 
-    def commit(self, path: object = None, taken: NewRows | None = None) -> None:
-        """Take over the states after the accepted paths of the pass.
-
-        Args:
-            path: The accepted path of a single sequence, which the pass knows.
-            taken: Rows to take over, if not each sequence takes over its own.
-        """
-        after = self._record.after
-        if after is None:  # an error has ended the pass
+    def _take_over(self, taken: NewRows | bool) -> None:
+        """Take over the states after the accepted paths of the pass."""
+        after = self._record.after if taken else None
+        if after is None:  # also if an error has ended the pass
             return
         state = after(self.step.accepted)
-        if taken is not None:
+        if isinstance(taken, NewRows):
             state = [
                 _selected(new, old, taken) for new, old in zip(state, self.stock.cache, strict=True)
             ]
         self._store(state)
-
-    def follow(self, path: UnreadPath) -> None:
-        self.commit()
-
-    def place(self, length: int) -> None:
-        """Do nothing: the state is that after the path."""
 
     def settle(self, length: int) -> None:
         # If no pass has processed token ``length``, the state stays as it is.
         state = self.step.history.state(self._number, length)
         if state is not None:
             self._store(state)
-        self.step = ForwardPass(length)
+        self.step = TreePass([length])
 
-    def insert(self, slot: int, num_slots: int, own: RecurrentCache) -> None:
-        """Move the state of a sequence into a slot."""
-        for index, part in enumerate(own.stock.cache):
+    def release(self) -> State:
+        """Give away the state after the accepted path."""
+        self._take_over(len(self.step.paths[0]) > 0)
+        state = list(self.stock.cache)
+        self._store([None] * len(state))
+        return state
+
+    def hold(self, entries: State, length: int) -> None:
+        self._store(entries)
+
+    def insert(self, slot: int, num_slots: int, entries: State, length: int) -> None:
+        """Write the state of a sequence to a slot."""
+        for index, part in enumerate(entries):
             if part is not None:
                 rows = self.stock[index]
                 if rows is None:
                     rows = mx.zeros((num_slots, *part.shape[1:]), part.dtype)
                 # Not in place, because passes hold the array, too.
                 self.stock[index] = mx.concatenate([rows[:slot], part, rows[slot + 1 :]])
-                own.stock[index] = None
 
-    def extract(self, slot: int, own: RecurrentCache, step: ForwardPass) -> None:
-        """Copy the state of a slot, whose history is that of ``step``, into its own cache."""
-        own.step, own._number = step, self._number
-        state = step.history.state(self._number, step.length)
+    def extract(self, slot: int, length: int) -> State:
+        """Copy the state of a slot after ``length`` tokens."""
+        state = self.step.history.state(self._number, length, slot)
         if state is None:
             row = slice(slot, slot + 1)
             state = [None if array is None else array[row] for array in self.stock.cache]
-        own._store([None if array is None else mx.contiguous(array) for array in state])
+        return [None if array is None else mx.contiguous(array) for array in state]
 
-    def resize(self, slots: mx.array, num_blank: int) -> None:
+    def resize(self, slots: mx.array, num_blank: int, *room: object) -> None:
         """Keep some slots, in this order, and add blank ones."""
         for index, array in enumerate(self.stock.cache):
             if array is not None:

@@ -3,94 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_redrafter.target.caches.tree_pass import History, TreePass, UnreadPath
-from mlx_redrafter.target.few_shapes import bucket
+from mlx_redrafter.target.caches.tree_pass import History, TreePass, UnreadPath, Visit
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
-
-
-class ForwardPass(TreePass):
-    """A forward pass of one sequence, with masks that all layers share.
-
-    Attributes:
-        length: Number of committed tokens before the pass.
-        tree: The tree that the target verifies; None for a pass over committed tokens.
-        has_buckets: Whether a tree attends to whole buckets of K/V entries, as in `few_shapes`.
-    """
-
-    def __init__(
-        self,
-        length: int,
-        tree: TokenTree | None = None,
-        has_buckets: bool = False,
-        history: History | None = None,
-    ):
-        trees = None if tree is None else TreeBatch([tree])
-        super().__init__([length], trees, history or History(1))
-        self.length = length
-        self.tree = tree
-        self.has_buckets = has_buckets
-        self._chunk_masks: dict[tuple[int, int], mx.array] = {}
-
-    @cached_property
-    def tree_mask(self) -> mx.array:
-        """Mask of all committed tokens and a node's ancestors, bool.
-
-        Shape (N, length + N), and with buckets further columns of False.
-        """
-        assert self.tree is not None
-        ancestors = self.tree.ancestors
-        return self._joined(mx.ones((ancestors.shape[0], self.length), mx.bool_), ancestors)
-
-    def place(self, length: int) -> None:
-        """Set the number of committed tokens, of which the pass knew a bound."""
-        self.length = self.lengths[0] = length
-
-    def _columns(self, first: int) -> mx.array:
-        """Places of the tokens from ``first`` on that have a column, counted from the root."""
-        return mx.arange(first - self.length, 0)
-
-    def _joined(self, committed: mx.array, ancestors: mx.array) -> mx.array:
-        """Join a mask of committed tokens and one of nodes, and fill the bucket with False."""
-        parts, count = [committed, ancestors], committed.shape[1] + ancestors.shape[1]
-        if self.has_buckets and bucket(count) > count:
-            parts.append(mx.zeros((ancestors.shape[0], bucket(count) - count), mx.bool_))
-        return mx.concatenate(parts, axis=1)
-
-    def window_mask(self, window: int, first: int = 0) -> mx.array:
-        """Mask all but the last ``window`` tokens of each node's own path, the node included.
-
-        Args:
-            window: Number of tokens that a node attends to.
-            first: Position of the first token that has a column.
-
-        Returns:
-            Bool, shape (N, length - first + N), and with buckets further columns of False.
-        """
-        assert self.tree is not None
-        depths = self.tree.depths
-        is_near = self._columns(first) > depths[:, None] - window
-        ancestors = self.tree.ancestors & (depths[:, None] - depths < window)
-        return self._joined(is_near, ancestors)
-
-    def chunk_mask(self, chunk: int, first: int) -> mx.array:
-        """Mask all but the tokens of each node's own path since the last multiple of ``chunk``.
-
-        ``first`` and the result are as in `window_mask`.
-        """
-        if (chunk, first) not in self._chunk_masks:
-            assert self.tree is not None
-            own = (self.length + self.tree.depths) // chunk
-            is_near = (self._columns(first) + self.length) // chunk == own[:, None]
-            ancestors = self.tree.ancestors & (own == own[:, None])
-            self._chunk_masks[chunk, first] = self._joined(is_near, ancestors)
-        return self._chunk_masks[chunk, first]
 
 
 class LayerCache(Protocol):
@@ -102,24 +22,20 @@ class LayerCache(Protocol):
 
     stock: Any
 
-    def expect(self, step: ForwardPass) -> None:
-        """Prepare for the next forward pass."""
-        ...
-
-    def commit(self, path: Sequence[int]) -> None:
-        """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
-        ...
-
-    def follow(self, path: UnreadPath) -> None:
-        """Do what `commit` does before the host has read the path, for the passes in use now."""
-        ...
-
-    def place(self, length: int) -> None:
-        """Note the number of committed tokens before the pass, of which it knew a bound."""
+    def expect(self, step: TreePass) -> None:
+        """Take over the accepted path of the pass before, and prepare for the next pass."""
         ...
 
     def settle(self, length: int) -> None:
         """Leave the stock cache holding exactly the first ``length`` tokens."""
+        ...
+
+    def release(self) -> Any:
+        """Give away what the cache holds, so that it is empty."""
+        ...
+
+    def hold(self, entries: Any, length: int) -> None:
+        """Take what `release` gives, of ``length`` tokens; the cache must be empty."""
         ...
 
 
@@ -142,7 +58,7 @@ class TreeCache:
         self.has_buckets = has_buckets
         self.history = History(1)
         self.unread: UnreadPath | None = None
-        self._step = self._followed = ForwardPass(length)
+        self._step = self._followed = TreePass([length])
         # Number of committed tokens before the newest pass that is committed.
         self._floor = length
 
@@ -174,14 +90,17 @@ class TreeCache:
         """Whether chunks of any size leave the same entries."""
         return True
 
-    def expect(self, tree: TokenTree | None) -> None:
+    def expect(self, tree: TokenTree | None) -> TreePass:
         """Make the next forward pass one over a tree, or over committed tokens."""
         bound = self.length + (0 if self.unread is None else self.unread.max_length)
-        self._step = ForwardPass(bound, tree, self.has_buckets, self.history)
+        has_path = len(self._step.paths[0]) > 0
+        trees = None if tree is None else TreeBatch([tree])
+        self._step = TreePass([bound], trees, self.history, self.has_buckets, has_path)
         self.history.enter(self._step, [self._floor])
         self._floor = self.length
         for part in self.parts:
             part.expect(self._step)
+        return self._step
 
     def follow(self, path: mx.array, num_accepted: mx.array) -> None:
         """Keep the nodes of a path of the tree just verified before the host has read the path.
@@ -192,33 +111,25 @@ class TreeCache:
             path: Node indices from the root on, junk after the accepted ones, int32, shape (L,).
             num_accepted: Number of accepted drafts, int32, shape (1,).
         """
-        tree, self._followed = self._step.tree, self._step
-        assert tree is not None
+        self._followed = self._step
+        assert self._step.trees is not None
+        (tree,) = self._step.trees.drafts
+        assert isinstance(tree, TokenTree)
         self.unread = UnreadPath(path, num_accepted, tree.size, tree.is_chain)
         self._followed.accepted = self.unread
-        self._followed.paths = list(self.unread.paths)
-        for part in self.parts:
-            part.follow(self.unread)
+        self._followed.keep(self.unread.paths[0])  # `write_all_aside` writes what is not in place
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
-        if self.unread is not None:
-            self._read(path)
+        if self.unread is None:
+            self._step.keep(path)
+            self.grow(len(path))
             return
-        self._step.paths[0] = path
-        for part in self.parts:
-            part.commit(path)
-        self.grow(len(path))
-
-    def _read(self, path: Sequence[int]) -> None:
-        """Note the nodes of the path that `follow` has committed."""
         self.unread = None
-        self._followed.paths[0] = path
+        self._followed.keep(path)
         self.grow(len(path))
         self._floor = self.length
         self._step.place(self.length)
-        for part in self.parts:
-            part.place(self.length)
 
     def grow(self, num_tokens: int) -> None:
         """Count tokens whose K/V entries the cache holds now."""
@@ -238,6 +149,20 @@ class TreeCache:
             part.settle(length)
         self.length = self._floor = length
         self.history.visits = [[]]
+        self._step = TreePass([length])
+
+    def release(self) -> tuple[list[Any], list[Visit]]:
+        """Give away what each part holds, and the newest passes; the newest one is committed."""
+        visits, self.history.visits = self.history.visits[0], [[]]
+        return [part.release() for part in self.parts], visits
+
+    def hold(self, entries: Sequence[Any], visits: list[Visit], length: int) -> None:
+        """Take what `release` gives, of ``length`` tokens."""
+        self.length, self.history.visits = length, [visits]
+        self._step = TreePass([length], history=self.history)
+        for part, own in zip(self.parts, entries, strict=True):
+            part.hold(own, length)
+            part.expect(self._step)
 
 
 def flat(layers: Sequence[Any]) -> list[Any]:
