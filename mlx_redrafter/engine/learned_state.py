@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from mlx_redrafter.engine.stored_costs import Known
 from mlx_redrafter.policy.adaptive import Experience
 from mlx_redrafter.proposers.lookup import Lookup
+from mlx_redrafter.target.compiled_pass import CompiledPasses
 
 
 @dataclass
@@ -19,9 +20,11 @@ class LearnedState:
             them.
         batches: The same for batches, by number of slots.
         timed: Step times measured so far, or read from the file of an earlier run.
+        passes: Compiled passes of the target; None without any.
     """
 
     lookup: Lookup = field(default_factory=Lookup)
     experience: Experience | None = None
     batches: dict[int, Experience] = field(default_factory=dict)
     timed: Known = field(default_factory=dict)
+    passes: CompiledPasses | None = None

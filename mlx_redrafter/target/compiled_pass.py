@@ -8,8 +8,8 @@ entries as in `few_shapes`, and buffers are inputs and outputs, which MLX update
 To compile takes as long as building some tens of graphs, so a pass is compiled once it has been
 used often enough. Some models need the length on the host, and a compiled graph may round in
 another way than its operations. So before a model's first compiled pass, its bits are compared at
-two lengths. A model that fails is not compiled. The weights are constants of a compiled pass, so
-nobody may replace them.
+two lengths. A model that fails is not compiled. The weights are constants of a compiled pass. So
+another target of the model shares its passes only if nobody has replaced weights since.
 
 Axes: N nodes of a tree, S entries that it attends to.
 """
@@ -20,11 +20,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple, cast
-from weakref import WeakMethod
+from operator import is_
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.errors import first_line
@@ -48,10 +50,6 @@ DEPTHS = 4
 # Maximum number of compiled passes of a model, more than the sizes and buckets of a long sequence.
 MAX_COMPILED = 64
 
-# Builds a pass of tokens, shape (1, N), at positions, with caches, and captures inputs of layers.
-# Returns logits, hidden states, and those inputs or None.
-Process = Callable[[mx.array, TreePositions, list[Any], Sequence[int]], Sequence[mx.array | None]]
-
 # Kinds of caches whose arrays a compiled pass can use.
 LENDING = (FullCache, RecurrentCache, SlidingCache)
 
@@ -59,6 +57,25 @@ LENDING = (FullCache, RecurrentCache, SlidingCache)
 def waits_for_host() -> bool:
     """Whether the device waits for the host: a GPU does, while the CPU is both."""
     return mx.default_device() == mx.gpu
+
+
+class TreeTarget(Protocol):
+    """A target whose passes over trees can be compiled."""
+
+    model: nn.Module
+
+    def process_trees(
+        self,
+        tokens: mx.array,
+        positions: TreePositions,
+        caches: list[Any],
+        layers: Sequence[int],
+    ) -> Sequence[mx.array | None]:
+        """Build a pass of tokens, shape (1, N), and capture inputs of layers.
+
+        Returns logits, hidden states, and those inputs or None.
+        """
+        ...
 
 
 class EntriesKind(NamedTuple):
@@ -104,11 +121,7 @@ class PassKind(NamedTuple):
 
 
 class CompiledPasses:
-    """The compiled passes of one model.
-
-    Args:
-        process: Method that builds a pass.
-        model: The model whose passes it builds.
+    """The compiled passes of one model, which its targets may share.
 
     Attributes:
         passes: The compiled passes, by kind.
@@ -118,24 +131,32 @@ class CompiledPasses:
         is_warming_up: Whether to compile a pass at its first use.
     """
 
-    def __init__(self, process: Process, model: nn.Module):
+    def __init__(self) -> None:
         self.fault: str | None = None
         self.is_first_use = self.is_warming_up = False
-        self._process = WeakMethod(process)  # its owner holds this object, too
-        self._model = model
-        self._uses: Counter[tuple[Any, ...]] = Counter()
         self.passes: dict[PassKind, _CompiledPass] = {}
+        # The target in use, which holds this object, too.
+        self.target: ref[TreeTarget] | None = None
+        self._uses: Counter[tuple[Any, ...]] = Counter()
+        self._weights: list[mx.array] = []
+
+    def fit(self, model: nn.Module) -> bool:
+        """Return whether the model has the weights of the last call, and note them."""
+        named = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+        before, self._weights = self._weights, [one for _, one in named]
+        return len(before) == len(self._weights) and all(map(is_, before, self._weights))
 
     def verify(
-        self, tree: TokenTree, cache: TreeCache, captured: Sequence[int]
+        self, target: TreeTarget, tree: TokenTree, cache: TreeCache, captured: Sequence[int]
     ) -> list[mx.array] | None:
-        """Build a compiled pass over a tree that the cache expects.
+        """Build a target's compiled pass over a tree that the cache expects.
 
         A model's first one blocks until MLX has compared it with its operations.
 
         Returns:
-            The outputs of ``process``, None left out; None if no compiled pass serves.
+            The outputs of ``process_trees``, None left out; None if no compiled pass serves.
         """
+        self.target = ref(target)
         use = _use(tree, cache, captured, cache.bound)
         self.is_first_use = use not in self._uses
         self._uses[use] += USES if self.is_warming_up else 1
@@ -179,7 +200,7 @@ class CompiledPasses:
     def _compile(self, kind: PassKind, loan: _Loan) -> bool:
         """Prepare a compiled pass; false if the model has a fault."""
         self.is_first_use = True
-        compiled = _CompiledPass(self._process, self._model, kind)
+        compiled = _CompiledPass(ref(self), kind)
         if not self.passes:
             self.fault = compiled.find_fault(loan)
             if self.fault is not None:
@@ -253,6 +274,11 @@ class _Loan:
         return [places, tree.tokens, tree.parents, tree.depths, tree.ancestors, *self.arrays]
 
 
+# Passes that hold what refers to them.
+Owner = ref[CompiledPasses]
+Build = Callable[[list[mx.array]], list[mx.array]]
+
+
 class _CompiledPass:
     """A compiled pass.
 
@@ -261,10 +287,10 @@ class _CompiledPass:
             by class of what gives its arrays after a path.
     """
 
-    def __init__(self, process: WeakMethod[Process], model: nn.Module, kind: PassKind):
+    def __init__(self, owner: Owner, kind: PassKind):
         self.returned: list[Any] = []
-        self._build = partial(_build_pass, process, kind, self.returned)
-        self._compiled = mx.compile(partial(with_products, model, self._build))
+        self._build = partial(_build_pass, owner, kind, self.returned)
+        self._compiled = mx.compile(partial(_trace, owner, self._build))
 
     def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
         outputs: list[mx.array] = self._compiled(inputs)
@@ -285,9 +311,20 @@ class _CompiledPass:
         return None
 
 
-def with_products(
-    model: nn.Module, build: Callable[[list[mx.array]], list[mx.array]], inputs: list[mx.array]
-) -> list[mx.array]:
+def _target_of(owner: Owner) -> TreeTarget:
+    passes = owner()
+    assert passes is not None
+    assert passes.target is not None
+    target = passes.target()
+    assert target is not None
+    return target
+
+
+def _trace(owner: Owner, build: Build, inputs: list[mx.array]) -> list[mx.array]:
+    return with_products(_target_of(owner).model, build, inputs)
+
+
+def with_products(model: nn.Module, build: Build, inputs: list[mx.array]) -> list[mx.array]:
     """Build a pass with a `_MatrixProduct` in place of each linear layer of the model."""
     layers = [one for one in model.modules() if type(one) is nn.Linear]
     try:
@@ -315,15 +352,14 @@ class _MatrixProduct(nn.Linear):
 
 
 def _build_pass(
-    process: WeakMethod[Process],
+    owner: Owner,
     kind: PassKind,
     returned: list[Any],
     inputs: list[mx.array],
 ) -> list[mx.array]:
     """Build a pass of a kind from `_Loan.inputs`, and fill `_CompiledPass.returned`."""
     places, tokens, parents, depths, ancestors, *arrays = inputs
-    build, lent = process(), iter(arrays)
-    assert build is not None
+    lent = iter(arrays)
     tree = TokenTree(
         tokens=tokens,
         parents=parents,
@@ -337,7 +373,8 @@ def _build_pass(
     layers = [_make_layer(one, step, lent) for one in kind.layers]
     positions = TreePositions((step.length + depths)[None], None)
     # Padding nodes are embedded as token 0.
-    found = build(mx.maximum(tokens, 0)[None], positions, layers, kind.captured)
+    nodes = mx.maximum(tokens, 0)[None]
+    found = _target_of(owner).process_trees(nodes, positions, layers, kind.captured)
     outputs = [one for one in found if one is not None]
     returned.clear()
     records = iter(step.records)

@@ -138,7 +138,16 @@ class Target:
         self.has_buckets = pays_on_device(self.dtype)
         if self.has_buckets:
             install_in_attention(model, attend_with_additive_mask)
-        self.compiled = CompiledPasses(self._process_trees, model) if waits_for_host() else None
+        self.compiled = CompiledPasses() if waits_for_host() else None
+
+    def share_passes(self, earlier: CompiledPasses | None) -> CompiledPasses | None:
+        """Use the passes of an earlier target if the model has its weights; return those in use."""
+        if self.compiled is not None:
+            if earlier is not None and earlier.fit(self.model):
+                self.compiled = earlier
+            else:
+                self.compiled.fit(self.model)
+        return self.compiled
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -342,10 +351,10 @@ class Target:
         """
         step = cache.expect(tree)
         if self.compiled is not None:
-            compiled = self.compiled.verify(tree, cache, layers)
+            compiled = self.compiled.verify(self, tree, cache, layers)
             if compiled is not None:
                 return TargetOutputs(*compiled).alone
-        return self._process_trees(step.tokens, step.positions, cache.layers, layers).alone
+        return self.process_trees(step.tokens, step.positions, cache.layers, layers).alone
 
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
@@ -355,7 +364,7 @@ class Target:
         Returns the outputs of every node, with an axis of slots before the others.
         """
         step = cache.expect(trees)
-        return self._process_trees(step.tokens, step.positions, cache.layers, layers)
+        return self.process_trees(step.tokens, step.positions, cache.layers, layers)
 
     def layer_inputs(self, tokens: mx.array, layers: Sequence[int]) -> mx.array:
         """Capture the inputs of layers at all tokens of a new sequence, shape (n,) to (n, S)."""
@@ -395,7 +404,7 @@ class Target:
                 "of the target, found others; use a recurrent drafter for this model"
             )
 
-    def _process_trees(
+    def process_trees(
         self,
         tokens: mx.array,
         positions: TreePositions,

@@ -58,7 +58,7 @@ def test_bits_are_those_of_the_operations(monkeypatch: pytest.MonkeyPatch, model
     compiled = verify_growing(target, 12)
     assert len(target.compiled.passes) <= 3  # a sliding window fills its first bucket
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    target.compiled = CompiledPasses(target._process_trees, target.model)
+    target.compiled = CompiledPasses()
     for found, expected in zip(compiled, verify_growing(target, 12), strict=True):
         assert mx.array_equal(found, expected)
 
@@ -90,6 +90,30 @@ def test_one_trace_serves_all_lengths_of_a_bucket(monkeypatch: pytest.MonkeyPatc
     verify_growing(target, 70)
     # The prompt and its last token; two passes before; the trace; operations at two lengths.
     assert calls == len(target.model.layers) * (2 + 2 + 1 + 2)
+
+
+def test_targets_of_a_model_share_passes_until_weights_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_passes(monkeypatch, uses=1)
+    first = new_target("qwen3_5")
+    model, passes = first.model, first.share_passes(None)
+    found = verify_growing(first, 4)
+    del first
+    later = Target(model)
+    assert later.share_passes(passes) is passes
+    assert passes is not None
+    passes.target = None
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "process_trees", None)  # no further trace
+        for one, again in zip(found, verify_growing(later, 4), strict=True):
+            assert mx.array_equal(one, again)
+    norm = later._final_norm
+    norm.weight = 2 * norm.weight
+    newest = Target(model)
+    assert newest.share_passes(passes) is not passes
+    for one, other in zip(found, verify_growing(newest, 4), strict=True):
+        assert mx.allclose(2 * one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("paths", [[[0]], PATHS], ids=["in_place", "aside"])
@@ -124,7 +148,7 @@ def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda inputs: [one * (1 + 2**-20) for one in function(inputs)]
 
     monkeypatch.setattr(mx, "compile", inexact)
-    target.compiled = CompiledPasses(target._process_trees, target.model)
+    target.compiled = CompiledPasses()
     found = verify_growing(target, 4)
     assert target.compiled.fault == "a compiled pass rounds in another way than its operations"
     assert not target.compiled.passes
