@@ -10,8 +10,8 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import get_total_parameters
 
+from mlx_redrafter.bench.report import Row
 from mlx_redrafter.bench.runs import PLAIN, STOCK
-from mlx_redrafter.bench.speed import SpeedRow
 from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.checkpoint_files import write_atomically
 from mlx_redrafter.errors import RedrafterError
@@ -71,15 +71,15 @@ def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path
     return files
 
 
-def plot_speed(path: Path, rows: Sequence[SpeedRow], heading: str, baseline: str = PLAIN) -> Path:
+def plot_speed(path: Path, rows: Sequence[Row], heading: str, baseline: str = PLAIN) -> Path:
     """Draw the tokens per second of every method in every setting as bars, to publish."""
     shown = [row for row in rows if row.tokens_per_second is not None and not row.category]
     settings = list(dict.fromkeys(row.setting for row in shown))
-    methods = list(dict.fromkeys(row.method for row in shown))
+    methods = list(dict.fromkeys(row.arm for row in shown))
     height = 0.8 / max(1, len(methods))
     with figure(path, heading, (10.0, max(4.0, 0.35 * len(shown) + 1.6))) as axes:
         for number, method in enumerate(methods):
-            mine = [row for row in shown if row.method == method]
+            mine = [row for row in shown if row.arm == method]
             places = [settings.index(row.setting) + number * height for row in mine]
             speeds = [row.tokens_per_second.median for row in mine if row.tokens_per_second]
             bars = axes.barh(places, speeds, height * 0.92, label=method)
@@ -94,7 +94,7 @@ def plot_speed(path: Path, rows: Sequence[SpeedRow], heading: str, baseline: str
     return path
 
 
-def _bar_label(row: SpeedRow) -> str:
+def _bar_label(row: Row) -> str:
     speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second.median:.1f}"
     return speed if row.speedup is None else f"{speed} ({row.speedup.median:.2f}x)"
 

@@ -1,12 +1,20 @@
-"""Rows of results from runs: speed against stock mlx-lm, acceptance, equality of the texts."""
+"""Rows of results from runs: speed, acceptance, equality of the texts; and tables of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 from mlx_redrafter.bench.runs import STOCK, STOCK_DRAFT, TimedRun, repetition
 from mlx_redrafter.bench.timing import MedianEstimate, estimate
+
+# Columns of a table of rows; the speedup's names the baseline.
+COLUMNS = (
+    "setting", "category", "method", "tokens/s", "times {}", "interval", "tokens/step",
+    "nodes/step", "acceptance by position", "repeated 4-grams", "prompt speedup", "texts",
+    "different",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -14,16 +22,19 @@ class Row:
     """Results of one decoding method over some prompts.
 
     Attributes:
-        speedup: Speed relative to stock mlx-lm, one ratio per prompt and repeat; None without a
-            stock run.
-        tokens_per_second: Speed of decoding, without the prompt.
+        speedup: Speed relative to the baseline, one ratio per prompt or batch and repeat; None
+            without a run of the baseline.
+        tokens_per_second: Speed of decoding, of a batch from its first token to its last; beside
+            mlx-lm's batches, from the beginning of its prompts.
         prompt_speedup: Speed relative to stock mlx-lm until the first token.
-        tokens_per_step: Tokens per step over all steps; None for stock mlx-lm.
+        tokens_per_step: Tokens per step and text over all steps; None for stock mlx-lm, and for a
+            server that reports no steps.
         acceptance_rate_by_depth: Share of steps that accepted at least d drafts, at index d - 1.
-        nodes_per_step: Tokens verified per step.
         repeated: Share of 4-grams that had occurred earlier in their text.
         num_different: Number of texts, counted or not, that differ from the reference's; None if
             a difference is allowed.
+        setting: Conditions of the runs; empty if all rows have the same.
+        category: Category of the prompts; empty for all.
     """
 
     arm: str
@@ -36,6 +47,9 @@ class Row:
     repeated: float
     num_texts: int
     num_different: int | None = None
+    setting: str = ""
+    batch_size: int = 1
+    category: str = ""
 
 
 def num_different(rows: Iterable[Row]) -> int:
@@ -76,12 +90,12 @@ def _row(
     verified = sum(run.num_verified for run in runs)
     return Row(
         arm=name,
-        speedup=_ratios((a.seconds_per_token, b.seconds_per_token) for a, b in pairs),
-        tokens_per_second=_ratios((1.0, run.seconds_per_token) for run in timed),
-        prompt_speedup=_ratios((a.prompt_seconds, b.prompt_seconds) for a, b in pairs),
+        speedup=ratios((a.seconds_per_token, b.seconds_per_token) for a, b in pairs),
+        tokens_per_second=ratios((1.0, run.seconds_per_token) for run in timed),
+        prompt_speedup=ratios((a.prompt_seconds, b.prompt_seconds) for a, b in pairs),
         tokens_per_step=sum(len(run.tokens) - 1 for run in runs) / steps if steps else None,
         acceptance_rate_by_depth=_acceptance(runs),
-        nodes_per_step=verified / steps if steps else None,
+        nodes_per_step=verified / steps if steps and verified else None,
         repeated=sum(repetition(run.tokens) for run in runs) / max(1, len(runs)),
         num_texts=len(runs),
     )
@@ -95,6 +109,46 @@ def _acceptance(runs: Sequence[TimedRun]) -> list[float]:
     ]
 
 
-def _ratios(pairs: Iterable[tuple[float, float]]) -> MedianEstimate | None:
+def ratios(pairs: Iterable[tuple[float, float]]) -> MedianEstimate | None:
+    """Estimate the median of the quotients; None without pairs."""
     samples = [a / b for a, b in pairs]
     return estimate(samples) if samples else None
+
+
+def divide(runs: Sequence[TimedRun]) -> dict[str, list[TimedRun]]:
+    """Divide runs by the category of their prompts, if there are several; "" has all."""
+    categories = dict.fromkeys(run.category for run in runs)
+    parts = {one: [run for run in runs if run.category == one] for one in categories}
+    return {"": list(runs), **(parts if len(parts) > 1 else {})}
+
+
+def tabulate(rows: Sequence[Row], baseline: str = STOCK) -> list[list[str]]:
+    """Format rows as lines, the first with the columns' names; columns without values are left out.
+
+    ``baseline`` is the name of the method that speedups are relative to.
+    """
+    lines = [[name.format(baseline) for name in COLUMNS], *map(_cells, rows)]
+    has_values = [any(values) for _, *values in zip(*lines, strict=True)]
+    return [list(compress(line, has_values)) for line in lines]
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.setting,
+        row.category,
+        row.arm,
+        _format(row.tokens_per_second, 1),
+        _format(row.speedup),
+        "" if row.speedup is None else row.speedup.span(),
+        "" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}",
+        "" if row.nodes_per_step is None else f"{row.nodes_per_step:.1f}",
+        " ".join(f"{rate:.0%}" for rate in row.acceptance_rate_by_depth),
+        f"{row.repeated:.0%}",
+        _format(row.prompt_speedup),
+        str(row.num_texts),
+        "" if row.num_different is None else str(row.num_different),
+    ]
+
+
+def _format(value: MedianEstimate | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value.median:.{digits}f}"

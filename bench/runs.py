@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +13,6 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.bench.timing import rotated
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.generation import stream_generate
@@ -28,10 +25,6 @@ STOCK_DRAFT = "mlx-lm draft model"
 AUTO = "auto"
 # Drafts per step of mlx-lm's own speculative decoding, the default of its command line.
 STOCK_DRAFT_TOKENS = 3
-# Maximum number of prompt tokens that a method is warmed up with.
-WARM_UP_PROMPT = 512
-# Number of tokens of the same.
-WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -41,8 +34,6 @@ class TimedRun:
     Attributes:
         group: Name of settings whose speeds are compared only with one another, such as the dtype.
         block: Number of the block of runs that were interleaved.
-        repeat: Number of the round, from 0.
-        prompt_tokens: Length of the prompt.
         prompt_seconds: Time until the first token.
         decode_seconds: Time from the first token to the last.
         tokens: Token ids of the text, stop token included.
@@ -179,12 +170,6 @@ class Turn:
         return self.group, self.block, self.prompt.name, self.repeat
 
 
-def run(name: str, arm: Arm, turn: Turn) -> TimedRun:
-    """Decode one text and time it."""
-    stream = ((0, response) for response in arm(turn.prompt.ids))
-    return run_together(name, stream, [turn])[0][0]
-
-
 def run_together(
     name: str, stream: Iterator[tuple[int, Any]], turns: Sequence[Turn]
 ) -> list[tuple[TimedRun, str]]:
@@ -245,23 +230,6 @@ class _TextInProgress:
             num_unmerged=stats.num_unmerged if stats else 0,
             num_plain=self._num_plain,
         )
-
-
-def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[TimedRun]:
-    """Run every decoding method once, on one prompt; each repeat starts with another method."""
-    runs = []
-    for name in rotated(list(arms), turn.repeat + turn.block):
-        time.sleep(cool_down)
-        runs.append(run(name, arms[name], turn))
-    return runs
-
-
-def warm_up(arms: Mapping[str, Arm], prompt: EncodedPrompt) -> None:
-    """Let every decoding method compile and allocate; record nothing."""
-    for arm in arms.values():
-        with closing(arm(prompt.ids[:WARM_UP_PROMPT])) as responses:  # type: ignore[type-var]
-            for _ in islice(responses, WARM_UP_TOKENS):
-                pass
 
 
 def repetition(tokens: Sequence[int], size: int = 4) -> float:

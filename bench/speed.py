@@ -7,26 +7,25 @@ decode the same batches in turns.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.bench.openai_server import OpenAiServer
 from mlx_redrafter.bench.recording import Recording
-from mlx_redrafter.bench.report import summarise
+from mlx_redrafter.bench.report import Row, divide, ratios, summarise
 from mlx_redrafter.bench.runs import (
     AUTO,
     PLAIN,
     STOCK,
-    WARM_UP_PROMPT,
-    Arm,
+    STOCK_DRAFT,
     CommonSettings,
     EncodedPrompt,
     TimedRun,
@@ -36,18 +35,20 @@ from mlx_redrafter.bench.runs import (
     run_together,
     stock_arm,
 )
-from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate, rotated
-from mlx_redrafter.bench.turns import arm_name, time_shapes
+from mlx_redrafter.bench.timing import OnProgress
+from mlx_redrafter.bench.turns import (
+    Interleaving,
+    Method,
+    TimedTexts,
+    arm_name,
+    decode_in_turns,
+    one_by_one,
+    time_shapes,
+)
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.machines.leading import target_of
-
-# Tokens of the texts that warm a method up.
-WARM_UP_TOKENS = 8
-
-# A method that times the texts of one batch, and returns each with its text.
-BatchMethod = Callable[[Sequence[Turn]], list[tuple[TimedRun, str]]]
 
 
 @dataclass(frozen=True)
@@ -64,65 +65,45 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class SpeedRow:
-    """Results of one method in one setting.
-
-    Attributes:
-        batch_size: Texts at the same time.
-        category: Category of the prompts; empty for all.
-        tokens_per_second: Tokens of a whole batch per second, from its first token to its last;
-            beside mlx-lm's batches, from the beginning of its prompts.
-        speedup: The same, relative to the baseline's for the same batch.
-        tokens_per_step: Tokens per forward pass and text; None for a server that reports none.
-        acceptance_rate_by_position: Share of steps that accepted at least d drafts, at index d - 1.
-        num_different: Number of texts that differ from plain decoding's, or mlx-lm's beside its
-            batches; None if a difference is allowed.
-    """
-
-    setting: str
-    batch_size: int
-    method: str
-    category: str
-    tokens_per_second: MedianEstimate | None
-    speedup: MedianEstimate | None
-    tokens_per_step: float | None
-    acceptance_rate_by_position: list[float]
-    num_texts: int
-    num_different: int | None
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Methods to compare.
 
     Attributes:
         settings: Settings that all methods share, except the temperature.
-        has_stock: Whether mlx-lm's batches are a method, to which speeds are then relative.
+        stock: Decoding by mlx-lm, to which speeds are then relative: as a batch, or one text after
+            the other; "" leaves it out.
+        draft_model: Draft model of mlx-lm's own speculative decoding, to compare as well.
         cool_down: Seconds to rest before every batch.
     """
 
     settings: CommonSettings
     servers: Sequence[OpenAiServer] = ()
     plans: Sequence[DraftPlan] = ()
-    has_stock: bool = False
+    stock: Literal["", "batch", "one by one"] = ""
+    draft_model: nn.Module | None = None
     cool_down: float = 0.0
 
     @property
     def baseline(self) -> str:
         """Name of the method that speeds are relative to."""
-        return STOCK if self.has_stock else PLAIN
+        return STOCK if self.stock else PLAIN
 
-    def methods(self, settings: CommonSettings, batch_size: int) -> dict[str, BatchMethod]:
+    def methods(self, batch_size: int, settings: CommonSettings) -> dict[str, Method]:
         """Return the methods by name."""
         plans: dict[str, DraftPlan | None] = {AUTO: None}
         plans |= {arm_name(plan): plan for plan in self.plans}
-        own: dict[str, BatchMethod] = {}
-        if self.has_stock:
+        own: dict[str, Method] = {}
+        if self.stock == "batch":
             own[STOCK] = partial(_decode_by_stock, settings)
+        elif self.stock:
+            own[STOCK] = one_by_one(STOCK, stock_arm(settings))
+        if self.draft_model is not None:
+            arm = stock_arm(settings, self.draft_model)
+            own[STOCK_DRAFT] = one_by_one(STOCK_DRAFT, arm)
         if batch_size == 1:
-            own[PLAIN] = partial(_decode_one, PLAIN, plain_arm(settings))
+            own[PLAIN] = one_by_one(PLAIN, plain_arm(settings))
             for name, plan in plans.items():
-                own[name] = partial(_decode_one, name, drafted_arm(settings, plan))
+                own[name] = one_by_one(name, drafted_arm(settings, plan))
         else:
             model, tokenizer = settings.model, settings.tokenizer
             own[PLAIN] = partial(_decode, PLAIN, Engine(model, tokenizer, None), settings, {})
@@ -133,7 +114,8 @@ class Comparison:
         return own | {f"{one.name} (server)": partial(_ask, settings, one) for one in self.servers}
 
 
-Work = list[tuple[Setting, list[Turn]]]
+# Batches by the setting that they are decoded in.
+Work = Mapping[Setting, Sequence[Sequence[Turn]]]
 
 
 def measure_speed(
@@ -141,72 +123,46 @@ def measure_speed(
     compared: Comparison,
     recording: Recording,
     on_progress: OnProgress = lambda done, total: None,
-) -> list[SpeedRow]:
+) -> list[Row]:
     """Decode all batches with all methods, in interleaved runs.
 
-    Batches that the recording already has are not repeated.
+    Batches that the recording already has are not repeated. Return a row per setting and method,
+    and one per category if there are several.
     """
-    missing = [(setting, batch) for setting, batch in work if not recording.has(batch[0].key)]
-    if missing:
-        longest = max(len(turn.prompt.ids) for _, batch in work for turn in batch)
-        time_shapes(compared.settings, longest, recording)
-    methods: dict[str, BatchMethod] = {}
-    current: Setting | None = None
-    for done, (setting, batch) in enumerate(missing, start=len(work) - len(missing)):
-        on_progress(done, len(work))
-        mine = replace(compared.settings, temp=setting.temp)
-        if setting != current:
-            current, methods = setting, compared.methods(mine, setting.batch_size)
-            _warm_up(compared, replace(mine, max_tokens=WARM_UP_TOKENS), batch)
-        recording.add(_take_turn(methods, batch, mine, compared.cool_down))
-    on_progress(len(work), len(work))
-    return summarise_speed(recording.runs, [setting for setting, _ in work], compared.baseline)
-
-
-def summarise_speed(
-    runs: Sequence[TimedRun], settings: Iterable[Setting], baseline: str = PLAIN
-) -> list[SpeedRow]:
-    """Make a row per setting and method, and one per category if there are several."""
-    rows = []
-    categories = list(dict.fromkeys(run.category for run in runs))
-    for setting in dict.fromkeys(settings):
-        group = [run for run in runs if run.group == str(setting)]
-        rows += _rows(setting, "", group, baseline)
-        for category in categories if len(categories) > 1 and setting.batch_size == 1 else ():
-            same = [run for run in group if run.category == category]
-            rows += _rows(setting, category, same, baseline)
+    parts = []
+    for setting, batches in work.items():
+        settings = replace(compared.settings, temp=setting.temp)
+        make_methods = partial(compared.methods, setting.batch_size)
+        parts.append(Interleaving(make_methods, settings, batches, partial(_finish, settings)))
+    turns = [turn for batches in work.values() for batch in batches for turn in batch]
+    longest = max(len(turn.prompt.ids) for turn in turns)
+    prepare = partial(time_shapes, compared.settings, longest, recording)
+    decode_in_turns(parts, recording, compared.cool_down, on_progress, prepare)
+    rows: list[Row] = []
+    for setting in work:
+        group = [run for run in recording.runs if run.group == str(setting)]
+        categories = divide(group) if setting.batch_size == 1 else {"": group}
+        for category, runs in categories.items():
+            rows += _rows(setting, category, runs, compared)
     return rows
 
 
 def _rows(
-    setting: Setting, category: str, runs: Sequence[TimedRun], baseline: str
-) -> list[SpeedRow]:
-    is_stock = baseline == STOCK
-    before = _batches(runs, baseline, is_stock)
-    rows = []
+    setting: Setting, category: str, runs: Sequence[TimedRun], compared: Comparison
+) -> Iterator[Row]:
+    has_prompts = compared.stock == "batch"
+    before = _batches(runs, compared.baseline, has_prompts)
     # mlx-lm draws other random numbers.
-    for row in summarise(runs, STOCK if is_stock and setting.temp == 0 else PLAIN):
-        mine = _batches(runs, row.arm, is_stock)
-        ratios = [mine[key] / before[key] for key in mine if key in before]
-        rows.append(
-            SpeedRow(
-                str(setting),
-                setting.batch_size,
-                row.arm,
-                category,
-                estimate(list(mine.values())) if mine else None,
-                estimate(ratios) if ratios else None,
-                row.tokens_per_step,
-                row.acceptance_rate_by_depth,
-                row.num_texts,
-                row.num_different,
-            )
+    for row in summarise(runs, STOCK if compared.stock and setting.temp == 0 else PLAIN):
+        mine = _batches(runs, row.arm, has_prompts)
+        yield replace(
+            row,
+            tokens_per_second=ratios((speed, 1.0) for speed in mine.values()),
+            speedup=ratios((mine[key], before[key]) for key in mine if key in before),
+            setting=str(setting),
+            batch_size=setting.batch_size,
+            category=category,
         )
-    return rows
-
-
-def _batch_of(run: TimedRun) -> tuple[int, int]:
-    return run.block, run.repeat
 
 
 def _batches(
@@ -216,7 +172,7 @@ def _batches(
     batches: dict[tuple[int, int], list[TimedRun]] = {}
     for run in runs:
         if run.arm == method:
-            batches.setdefault(_batch_of(run), []).append(run)
+            batches.setdefault((run.block, run.repeat), []).append(run)
     speeds = {}
     for key, batch in batches.items():
         first = 0.0 if has_prompts else min(run.prompt_seconds for run in batch)
@@ -227,7 +183,9 @@ def _batches(
     return speeds
 
 
-def all_prompts(setting: Setting, prompts: Sequence[EncodedPrompt], repeats: int) -> Work:
+def all_prompts(
+    setting: Setting, prompts: Sequence[EncodedPrompt], repeats: int
+) -> list[list[Turn]]:
     """Make batches of all prompts; the last one is filled with the first prompts."""
     size = setting.batch_size
     if size > len(prompts):
@@ -236,15 +194,17 @@ def all_prompts(setting: Setting, prompts: Sequence[EncodedPrompt], repeats: int
         )
     num_batches = math.ceil(len(prompts) / size)
     return [
-        (setting, _batch(setting, prompts, block, repeat))
+        _batch(setting, prompts, block, repeat)
         for repeat in range(repeats)
         for block in range(num_batches)
     ]
 
 
-def next_prompts(setting: Setting, prompts: Sequence[EncodedPrompt], rounds: int) -> Work:
+def next_prompts(
+    setting: Setting, prompts: Sequence[EncodedPrompt], rounds: int
+) -> list[list[Turn]]:
     """Make a batch of the next prompts for every round, from the first again after the last."""
-    return [(setting, _batch(setting, prompts, block, 0)) for block in range(rounds)]
+    return [_batch(setting, prompts, block, 0) for block in range(rounds)]
 
 
 def _batch(
@@ -255,31 +215,13 @@ def _batch(
     return [Turn(str(setting), block, prompts[i % len(prompts)], repeat) for i in numbers]
 
 
-def _warm_up(compared: Comparison, settings: CommonSettings, batch: Sequence[Turn]) -> None:
-    """Let every method compile and allocate, with the beginnings of a batch's prompts.
-
-    The whole prompts would be in the servers' caches afterwards.
-    """
-    short = []
-    for turn in batch:
-        ids, text = turn.prompt.ids[:WARM_UP_PROMPT], turn.prompt.text[:WARM_UP_PROMPT]
-        short.append(replace(turn, prompt=replace(turn.prompt, ids=ids, text=text)))
-    for method in compared.methods(settings, len(batch)).values():
-        method(short)
-
-
-def _decode_one(name: str, arm: Arm, batch: Sequence[Turn]) -> list[tuple[TimedRun, str]]:
-    (turn,) = batch
-    return run_together(name, ((0, response) for response in arm(turn.prompt.ids)), batch)
-
-
 def _decode(
     name: str,
     engine: Engine,
     settings: CommonSettings,
     options: dict[str, Any],
     batch: Sequence[Turn],
-) -> list[tuple[TimedRun, str]]:
+) -> TimedTexts:
     stream = engine.stream_batch(
         [turn.prompt.ids for turn in batch],
         batch_size=len(batch),
@@ -296,17 +238,14 @@ class _StockToken(NamedTuple):
     text: str
 
 
-def _decode_by_stock(settings: CommonSettings, batch: Sequence[Turn]) -> list[tuple[TimedRun, str]]:
+def _decode_by_stock(settings: CommonSettings, batch: Sequence[Turn]) -> TimedTexts:
     """Decode by mlx-lm's batches, and each token to text as this package does.
 
     On several machines one text follows the other: every rank would have to run mlx-lm's batches.
     """
     prompts = [turn.prompt.ids for turn in batch]
     if target_of(settings.model).devices:
-        decode = stock_arm(settings)
-        return run_together(
-            STOCK, ((i, one) for i, ids in enumerate(prompts) for one in decode(ids)), batch
-        )
+        return one_by_one(STOCK, stock_arm(settings))(batch)
     return run_together(STOCK, _stock_batches(settings, prompts), batch)
 
 
@@ -334,9 +273,7 @@ def _stock_batches(
     batches.close()
 
 
-def _ask(
-    settings: CommonSettings, server: OpenAiServer, batch: Sequence[Turn]
-) -> list[tuple[TimedRun, str]]:
+def _ask(settings: CommonSettings, server: OpenAiServer, batch: Sequence[Turn]) -> TimedTexts:
     texts = server.write(
         [turn.prompt.text for turn in batch],
         settings.tokenizer.has_chat_template,
@@ -366,22 +303,13 @@ def _ask(
     return found
 
 
-def _take_turn(
-    methods: Mapping[str, BatchMethod],
-    batch: Sequence[Turn],
-    settings: CommonSettings,
-    cool_down: float,
-) -> list[TimedRun]:
-    found: dict[str, list[tuple[TimedRun, str]]] = {}
-    for name in rotated(list(methods), batch[0].repeat + batch[0].block):
-        time.sleep(cool_down)
-        found[name] = methods[name](batch)
+def _finish(settings: CommonSettings, found: Mapping[str, TimedTexts]) -> list[TimedRun]:
+    """Return the runs; a server's text that equals the plain one has the plain one's tokens."""
     runs = []
     for texts in found.values():
         for (run, text), (plain, plain_text) in zip(texts, found[PLAIN], strict=True):
             is_served = run.arm.endswith(" (server)")
             if is_served and _is_equal(settings, text, plain, plain_text):
-                # A server sends text. An equal text has the tokens of plain decoding.
                 run = replace(run, tokens=plain.tokens)
             runs.append(run)
     return runs

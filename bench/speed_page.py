@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from mlx_redrafter.bench.report import Row, tabulate
 from mlx_redrafter.bench.runs import AUTO, PLAIN
-from mlx_redrafter.bench.speed import SpeedRow
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.memory_sizes import format_bytes
 
-# Columns of the table by category.
-CATEGORY_COLUMNS = ("setting", "category", "times plain", "tokens/step", "texts")
 # Line below the tables.
 EXPLANATION = (
     "tokens/s: of a whole batch, from its first token to its last, the median of all batches. "
@@ -21,41 +19,12 @@ EXPLANATION = (
 )
 
 
-def columns(baseline: str = PLAIN) -> list[str]:
-    """Name the columns of the table of all prompts."""
-    return [
-        "setting", "method", "tokens/s", f"times {baseline}", "interval", "tokens/step",
-        "acceptance by position", "texts", "equal texts",
-    ]  # fmt: skip
-
-
-def cells(row: SpeedRow) -> list[str]:
-    """Format a row of all prompts, for `columns`."""
-    rates = " ".join(f"{rate:.0%}" for rate in row.acceptance_rate_by_position)
-    return [
-        row.setting,
-        row.method,
-        "" if row.tokens_per_second is None else f"{row.tokens_per_second.median:.1f}",
-        "" if row.speedup is None else f"{row.speedup.median:.2f}",
-        "" if row.speedup is None else row.speedup.span(),
-        "" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}",
-        rates,
-        str(row.num_texts),
-        "" if row.num_different is None else str(row.num_texts - row.num_different),
-    ]
-
-
-def _category_cells(row: SpeedRow) -> list[str]:
-    setting, _, _, speedup, _, tokens_per_step, _, num_texts, _ = cells(row)
-    return [setting, row.category, speedup, tokens_per_step, num_texts]
-
-
-def speed_tables(rows: Sequence[SpeedRow], baseline: str = PLAIN) -> list[str]:
+def speed_tables(rows: Sequence[Row], baseline: str = PLAIN) -> list[str]:
     """Make the tables of all prompts, and of the default by category; return the lines."""
-    tables = [_table(columns(baseline), (cells(row) for row in rows if not row.category))]
-    drafted = [row for row in rows if row.category and row.method == AUTO]
+    tables = [_table(tabulate([row for row in rows if not row.category], baseline))]
+    drafted = [row for row in rows if row.category and row.arm == AUTO]
     if drafted:
-        tables.append(_table(CATEGORY_COLUMNS, map(_category_cells, drafted)))
+        tables.append(_table(tabulate(drafted, baseline)))
     return "\n\n".join([*tables, EXPLANATION]).splitlines()
 
 
@@ -88,7 +57,7 @@ def page(result: Mapping[str, Any]) -> str:
         raise DataError(
             f"expected a finished result of bench speed, found no {error}; finish it with --resume"
         ) from error
-    lines = [f"# {facts['model']} on {facts['machine']}", "", _table(("", ""), facts.items())]
+    lines = [f"# {facts['model']} on {facts['machine']}", "", _table([("", ""), *facts.items()])]
     found = "\n".join(lines) + f"\n\n{tables}\n"
     if str(Path.home()) in found:
         raise DataError("the page would have your home folder in it; rename the model's folder")
@@ -105,7 +74,9 @@ def _public(name: str) -> str:
     return PureWindowsPath(name).name if is_path else name
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    """Write lines as Markdown, the first with the columns' names."""
+    columns, *rows = lines
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
@@ -15,16 +16,18 @@ from mlx_redrafter.bench.runs import (
     STOCK,
     CommonSettings,
     EncodedPrompt,
+    Turn,
     drafted_arm,
     plain_arm,
     stock_arm,
 )
 from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.bench.turns import (
+    Interleaving,
+    Method,
     arm_name,
     decode_in_turns,
-    make_turns,
-    part_of,
+    one_by_one,
     reference_arm,
 )
 from mlx_redrafter.draft_plan import DraftPlan, Selection
@@ -100,19 +103,20 @@ def sweep(
     repeated 4-grams do not count.
     """
     plans = grid.plans
-    starts = range(0, len(plans), PLANS_PER_BLOCK)
-    total, done = len(grid.temps) * len(starts) * repeats * len(prompts), 0
-    for temp in grid.temps:
-        mine = replace(settings, temp=temp)
-        for number, start in enumerate(starts):
-            arms = {STOCK: stock_arm(mine)}
-            if number == 0:
-                arms[PLAIN] = plain_arm(mine)
-            few = plans[start : start + PLANS_PER_BLOCK]
-            arms |= {arm_name(plan): drafted_arm(mine, plan) for plan in few}
-            turns = make_turns(prompts, repeats, _group(temp), number)
-            decode_in_turns(arms, turns, recording, cool_down, part_of(on_progress, done, total))
-            done += len(turns)
+    parts = [
+        Interleaving(
+            partial(_methods, plans[start : start + PLANS_PER_BLOCK], number == 0),
+            replace(settings, temp=temp),
+            [
+                [Turn(_group(temp), number, prompt, repeat)]
+                for repeat in range(repeats)
+                for prompt in prompts
+            ],
+        )
+        for temp in grid.temps
+        for number, start in enumerate(range(0, len(plans), PLANS_PER_BLOCK))
+    ]
+    decode_in_turns(parts, recording, cool_down, on_progress)
     points = []
     for temp in grid.temps:
         runs = [run for run in recording.runs if run.group == _group(temp)]
@@ -121,6 +125,16 @@ def sweep(
         points += [Point(temp, plan, rows[arm_name(plan)]) for plan in plans]
     recording.finish(points=points, max_repeated=max_repeated)
     return points
+
+
+def _methods(
+    plans: Sequence[DraftPlan], has_plain: bool, settings: CommonSettings
+) -> dict[str, Method]:
+    arms = {STOCK: stock_arm(settings)}
+    if has_plain:
+        arms[PLAIN] = plain_arm(settings)
+    arms |= {arm_name(plan): drafted_arm(settings, plan) for plan in plans}
+    return {name: one_by_one(name, arm) for name, arm in arms.items()}
 
 
 def _group(temp: float) -> str:

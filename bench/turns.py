@@ -1,42 +1,111 @@
-"""Interleaved runs of several decoding methods on the same prompts, recorded in a file."""
+"""Interleaved runs of several decoding methods on the same batches, recorded in a file."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mlx_redrafter.bench.recording import Recording
-from mlx_redrafter.bench.report import Row, summarise
-from mlx_redrafter.bench.runs import (
-    AUTO,
-    PLAIN,
-    STOCK,
-    Arm,
-    CommonSettings,
-    EncodedPrompt,
-    Turn,
-    drafted_arm,
-    plain_arm,
-    stock_arm,
-    take_turn,
-    warm_up,
-)
-from mlx_redrafter.bench.timing import OnProgress, timed
+from mlx_redrafter.bench.runs import PLAIN, STOCK, Arm, CommonSettings, TimedRun, Turn, run_together
+from mlx_redrafter.bench.timing import OnProgress, rotated, timed
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.profiling import time_steps
 from mlx_redrafter.engine.stored_costs import contexts, step_costs
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.proposers.lookup import Lookup
 
+# Maximum number of prompt tokens that a method is warmed up with.
+WARM_UP_PROMPT = 512
+# Number of tokens of the texts that warm a method up.
+WARM_UP_TOKENS = 8
 
-def compared_arms(settings: CommonSettings, plans: Sequence[DraftPlan]) -> dict[str, Arm]:
-    """Return stock mlx-lm, plain decoding, one method per fixed plan, and the default, by name."""
-    return {
-        STOCK: stock_arm(settings),
-        PLAIN: plain_arm(settings),
-        **{arm_name(plan): drafted_arm(settings, plan) for plan in plans},
-        AUTO: drafted_arm(settings, None),
-    }
+# The texts of a batch, each with its times.
+TimedTexts = list[tuple[TimedRun, str]]
+# A method that decodes a batch and times it.
+Method = Callable[[Sequence[Turn]], TimedTexts]
+
+
+def one_by_one(name: str, arm: Arm) -> Method:
+    """Make a method that decodes the texts of a batch one after the other."""
+
+    def decode(batch: Sequence[Turn]) -> TimedTexts:
+        stream = (
+            (number, response)
+            for number, turn in enumerate(batch)
+            for response in arm(turn.prompt.ids)
+        )
+        return run_together(name, stream, batch)
+
+    return decode
+
+
+def runs_of(found: Mapping[str, TimedTexts]) -> list[TimedRun]:
+    """List the runs of all methods."""
+    return [run for texts in found.values() for run, _ in texts]
+
+
+@dataclass(frozen=True)
+class Interleaving:
+    """Batches that the same methods decode in turns.
+
+    Attributes:
+        make_methods: Function that makes the methods, by name, for settings.
+        finish: Function that makes the runs to record from the texts of all methods.
+    """
+
+    make_methods: Callable[[CommonSettings], Mapping[str, Method]]
+    settings: CommonSettings
+    batches: Sequence[Sequence[Turn]]
+    finish: Callable[[Mapping[str, TimedTexts]], list[TimedRun]] = runs_of
+
+
+def decode_in_turns(
+    parts: Sequence[Interleaving],
+    recording: Recording,
+    cool_down: float = 0.0,
+    on_progress: OnProgress = lambda done, total: None,
+    prepare: Callable[[], None] = lambda: None,
+) -> None:
+    """Decode every batch with every method; each batch starts with another method.
+
+    Batches that the recording already has are not repeated. ``prepare`` is called before the first
+    one, if any is missing.
+    """
+    missing = [
+        [batch for batch in part.batches if not recording.has(batch[0].key)] for part in parts
+    ]
+    total = sum(len(part.batches) for part in parts)
+    done = total - sum(map(len, missing))
+    if done < total:
+        prepare()
+    for part, batches in zip(parts, missing, strict=True):
+        methods = part.make_methods(part.settings) if batches else {}
+        for number, batch in enumerate(batches):
+            on_progress(done, total)
+            if number == 0:
+                _warm_up(part, batch)
+            found = {}
+            for name in rotated(list(methods), batch[0].repeat + batch[0].block):
+                time.sleep(cool_down)
+                found[name] = methods[name](batch)
+            recording.add(part.finish(found))
+            done += 1
+    on_progress(total, total)
+
+
+def _warm_up(part: Interleaving, batch: Sequence[Turn]) -> None:
+    """Let every method compile and allocate, with the beginnings of a batch's prompts.
+
+    The whole prompts would be in the servers' caches afterwards.
+    """
+    short = []
+    for turn in batch:
+        ids, text = turn.prompt.ids[:WARM_UP_PROMPT], turn.prompt.text[:WARM_UP_PROMPT]
+        short.append(replace(turn, prompt=replace(turn.prompt, ids=ids, text=text)))
+    for method in part.make_methods(replace(part.settings, max_tokens=WARM_UP_TOKENS)).values():
+        method(short)
 
 
 def arm_name(plan: DraftPlan) -> str:
@@ -51,70 +120,6 @@ def reference_arm(settings: CommonSettings) -> str:
     With sampling that is this package's plain decoding: stock mlx-lm draws other random numbers.
     """
     return STOCK if settings.temp == 0 else PLAIN
-
-
-def make_turns(
-    prompts: Sequence[EncodedPrompt], repeats: int, group: str = "", block: int = 0
-) -> list[Turn]:
-    """Make a turn for every prompt, then for every prompt again, ``repeats`` times."""
-    return [Turn(group, block, prompt, repeat) for repeat in range(repeats) for prompt in prompts]
-
-
-def decode_in_turns(
-    arms: Mapping[str, Arm],
-    turns: Sequence[Turn],
-    recording: Recording,
-    cool_down: float = 0.0,
-    on_progress: OnProgress = lambda done, total: None,
-    prepare: Callable[[], None] = lambda: None,
-) -> None:
-    """Decode every turn's prompt with every method.
-
-    Turns that the recording already has are not repeated. ``prepare`` is called before the first
-    turn, if any is missing.
-    """
-    missing = [turn for turn in turns if not recording.has(turn.key)]
-    if missing:
-        prepare()
-        warm_up(arms, missing[0].prompt)
-    for done, turn in enumerate(missing, start=len(turns) - len(missing)):
-        on_progress(done, len(turns))
-        recording.add(take_turn(arms, turn, cool_down))
-    on_progress(len(turns), len(turns))
-
-
-def part_of(on_progress: OnProgress, before: int, total: int) -> OnProgress:
-    """Return the progress callback of a part, before which some of ``total`` units are done."""
-    return lambda done, _: on_progress(before + done, total)
-
-
-def compare(
-    arms: Mapping[str, Arm],
-    settings: CommonSettings,
-    prompts: Sequence[EncodedPrompt],
-    repeats: int,
-    recording: Recording,
-    cool_down: float = 0.0,
-    on_progress: OnProgress = lambda done, total: None,
-) -> tuple[list[Row], dict[str, list[Row]]]:
-    """Decode every prompt with every method, ``repeats`` times, in interleaved runs.
-
-    Return a row per method over all prompts, and the same by category if there are several.
-
-    Turns that the recording already has are not repeated.
-    """
-    prepare = partial(time_shapes, settings, max(len(prompt.ids) for prompt in prompts), recording)
-    decode_in_turns(arms, make_turns(prompts, repeats), recording, cool_down, on_progress, prepare)
-
-    reference = reference_arm(settings)
-    categories = dict.fromkeys(prompt.category for prompt in prompts)
-    rows = summarise(recording.runs, reference)
-    by_category = {
-        category: summarise([run for run in recording.runs if run.category == category], reference)
-        for category in (categories if len(categories) > 1 else ())
-    }
-    recording.finish(found={"rows": rows, "by_category": by_category})
-    return rows, by_category
 
 
 def time_shapes(settings: CommonSettings, longest: int, recording: Recording) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import (
@@ -42,7 +41,8 @@ from mlx_redrafter.generation_options import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.speed import Comparison, SpeedRow, Work
+    from mlx_redrafter.bench.report import Row
+    from mlx_redrafter.bench.speed import Comparison, Work
     from mlx_redrafter.bench.sweep import Grid
 
 app = Application(help="Measure the speed of drafting on this machine.", no_args_is_help=True)
@@ -59,11 +59,8 @@ def speed(
     temps: Annotated[str, "Temperatures."] = "0,1",
     contexts: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens of the prompts, such as 1k,8k,32k: longer ones are cut, and shorter ones "
-            "get other prompts before them.",
-            show_default="as published",
-        ),
+        "Tokens of the prompts, such as 1k,8k,32k: longer ones are cut, and shorter ones get other "
+        "prompts before them. By default prompts keep their lengths.",
     ] = None,
     batch_sizes: BatchSizes = "1,4",
     server: Annotated[
@@ -85,6 +82,7 @@ def speed(
     chosen, sizes = parse_temps(temps), parse_ints(batch_sizes)
     lengths = [None] if contexts is None else [parse_count(one) for one in contexts.split(",")]
     from mlx_redrafter.bench.openai_server import find_server
+    from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.runs import AUTO, CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
     from mlx_redrafter.checkpoint_files import write_text
@@ -102,19 +100,18 @@ def speed(
         servers=[one.name for one in servers],
         **asdict(rounds),
     )  # fmt: skip
-    work = [
-        batch
+    work = {
+        (one := Setting(temp, length, size)): all_prompts(one, some, rounds.repeats)
         for length, some in encoded.items()
         for size in sizes
         for temp in chosen
-        for batch in all_prompts(Setting(temp, length, size), some, rounds.repeats)
-    ]
+    }
     settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
     compared = Comparison(settings, servers, cool_down=rounds.cool_down)
     rows = _measure(work, compared, recording)
     if out is not None:
         write_text(out.with_suffix(".md"), "\n".join(recording.result["tables"]) + "\n")
-    refuse_texts(sum(row.num_different or 0 for row in rows if row.method == AUTO))
+    refuse_texts(num_different(row for row in rows if row.arm == AUTO))
 
 
 @app.command()
@@ -165,9 +162,9 @@ def compare(
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.result_file import checkpoint_name
-    from mlx_redrafter.bench.runs import STOCK_DRAFT, CommonSettings, stock_arm
-    from mlx_redrafter.bench.turns import arm_name, compared_arms
-    from mlx_redrafter.bench.turns import compare as measure
+    from mlx_redrafter.bench.runs import CommonSettings
+    from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
+    from mlx_redrafter.bench.turns import arm_name
     from mlx_redrafter.checkpoints.loading import load
 
     plans = [plan.within(drafter.max_length) for plan in plans]
@@ -179,21 +176,12 @@ def compare(
         temp=temp,
         **asdict(rounds),
     )  # fmt: skip
-    settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens, temp)
-    arms = compared_arms(settings, plans)
-    if stock_draft_model is not None:
-        arms[STOCK_DRAFT] = stock_arm(settings, load(stock_draft_model)[0])
-    with progress("Turns") as on_progress:
-        rows, by_category = measure(
-            arms, settings, encoded, rounds.repeats, recording, rounds.cool_down, on_progress
-        )
-    show(speed_table(rows, "all prompts"))
-    seconds = recording.result.get("calibration_seconds", 0.0)
-    show(f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes")
-    for category, some in by_category.items():
-        show(speed_table(some, category))
-    warn(recording.result["disturbances"])
-    refuse_texts(num_different(rows))
+    setting = Setting(temp, None, 1)
+    work = {setting: all_prompts(setting, encoded, rounds.repeats)}
+    settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
+    draft_model = None if stock_draft_model is None else load(stock_draft_model)[0]
+    compared = Comparison(settings, (), plans, "one by one", draft_model, rounds.cool_down)
+    refuse_texts(num_different(_measure(work, compared, recording)))
 
 
 @dataclass(frozen=True)
@@ -202,9 +190,7 @@ class GridOptions:
 
     widths: Annotated[str, "Beam widths, such as 1-4,8."] = "1-4"
     lengths: Annotated[str, "Beam lengths, counting the root."] = "2-5"
-    nodes: Annotated[
-        str | None, typer.Option(help="Tree nodes with top_n.", show_default="the default")
-    ] = None
+    nodes: Annotated[str | None, "Tree nodes with top_n; by default the usual number."] = None
     selections: Annotated[
         str, "top_n for the most probable nodes, beam for merged beams, or both."
     ] = "top_n,beam"
@@ -292,6 +278,7 @@ def throughput(
     for name, value in (("max_tokens", max_tokens), ("rounds", rounds)):
         check_int(name, value, 1)
     target, tokenizer, drafter = pair.load()
+    from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.runs import CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, next_prompts
 
@@ -304,33 +291,32 @@ def throughput(
         shapes=shapes,
         batch_sizes=list(sizes),
     )  # fmt: skip
-    work = [
-        batch
-        for size in sizes
-        for batch in next_prompts(Setting(temp, None, size), encoded, rounds)
-    ]
+    work = {
+        (one := Setting(temp, None, size)): next_prompts(one, encoded, rounds) for size in sizes
+    }
     settings = CommonSettings(target, tokenizer, drafter, max_tokens)
-    compared = Comparison(settings, plans=plans, has_stock=True)
+    compared = Comparison(settings, plans=plans, stock="batch")
     rows = _measure(work, compared, recording)
-    refuse_texts(sum(row.num_different or 0 for row in rows))
+    refuse_texts(num_different(rows))
 
 
-def _measure(work: Work, compared: Comparison, recording: Recording) -> list[SpeedRow]:
+def _measure(work: Work, compared: Comparison, recording: Recording) -> list[Row]:
     """Measure, print the table, draw the plot, and return the rows over all categories."""
     from mlx_redrafter.bench.plots import count_texts, plot_speed, title
     from mlx_redrafter.bench.speed import measure_speed
-    from mlx_redrafter.bench.speed_page import cells, columns, speed_tables
+    from mlx_redrafter.bench.speed_page import speed_tables
 
     with progress("Batches") as on_progress:
         rows = measure_speed(work, compared, recording, on_progress)
     tables = speed_tables(rows, compared.baseline)
     recording.finish(bool(compared.servers), rows=rows, tables=tables)
     found = [row for row in rows if not row.category]
-    table = Table(*columns(compared.baseline))
-    for row in found:
-        table.add_row(*cells(row))
-    show(table)
+    show(speed_table(found, "all prompts", compared.baseline))
+    if by_category := [row for row in rows if row.category]:
+        show(speed_table(by_category, "by category", compared.baseline))
     result: dict[str, Any] = recording.result
+    if (seconds := result.get("calibration_seconds")) is not None:
+        show(f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes")
     warn(result["disturbances"])
     if recording.path is not None:
         heading = title(result, compared.settings.model, count_texts(result["configuration"]))

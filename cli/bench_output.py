@@ -20,7 +20,6 @@ from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.report import Row
-    from mlx_redrafter.bench.timing import MedianEstimate
 
 # Maximum length of a list of numbers; every number costs at least one measurement.
 MAX_NUMBERS = 1000
@@ -136,30 +135,13 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def speed_table(rows: Sequence[Row], title: str) -> Table:
-    """Make a table of decoding methods, one row each."""
-    columns = (
-        "speedup", "interval", "tokens/s", "tokens/step", "nodes/step", "acceptance by position",
-        "repeated 4-grams", "prompt speedup", "texts", "different",
-    )  # fmt: skip
-    table = Table(Column("method", no_wrap=True), *columns, title=title, title_justify="left")
-    for row in rows:
-        speedup = row.speedup
-        table.add_row(
-            row.arm,
-            _format(speedup),
-            "" if speedup is None else speedup.span(),
-            _format(row.tokens_per_second, 1),
-            "" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}",
-            "" if row.nodes_per_step is None else f"{row.nodes_per_step:.1f}",
-            " ".join(f"{rate:.0%}" for rate in row.acceptance_rate_by_depth),
-            f"{row.repeated:.0%}",
-            _format(row.prompt_speedup),
-            str(row.num_texts),
-            "" if row.num_different is None else str(row.num_different),
-        )
+def speed_table(rows: Sequence[Row], title: str = "", baseline: str = "mlx-lm") -> Table:
+    """Make a table of decoding methods, one row each; see `tabulate`."""
+    from mlx_redrafter.bench.report import tabulate
+
+    columns, *lines = tabulate(rows, baseline)
+    head = (Column(name, no_wrap=name == "method") for name in columns)
+    table = Table(*head, title=title, title_justify="left")
+    for line in lines:
+        table.add_row(*line)
     return table
-
-
-def _format(value: MedianEstimate | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value.median:.{digits}f}"

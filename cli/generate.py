@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from mlx_redrafter.grammar import Grammar
     from mlx_redrafter.proposers.speculate_ahead import Hits
 
-GRAMMAR = "Grammar"
 # Largest file of a grammar, in bytes; `Grammar` accepts fewer characters than that.
 MAX_GRAMMAR_BYTES = 1 << 20
 

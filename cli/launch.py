@@ -47,10 +47,7 @@ class ServerOptions:
     port: Annotated[int, "Port of the server."] = 8080
     api_key: Annotated[
         str | None,
-        typer.Option(
-            help="Key of the server.",
-            envvar="REDRAFTER_API_KEY",
-        ),
+        typer.Option(help="Key of the server.", envvar="REDRAFTER_API_KEY"),
     ] = None
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from mlx_redrafter.cli.advise import advise
 from mlx_redrafter.cli.bench import app as bench
 from mlx_redrafter.cli.chat import chat
 from mlx_redrafter.cli.check import check
-from mlx_redrafter.cli.convert import app as convert
+from mlx_redrafter.cli.convert import convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.launch import launch
 from mlx_redrafter.cli.machines import join_machines, leave_machines
@@ -47,10 +47,10 @@ app.command()(launch)
 app.command()(check)
 app.command()(advise)
 app.command()(train)
+app.command()(convert)
 app.command("list")(list_models)
 app.command()(pull)
 app.command("rm")(remove)
-app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
 
 

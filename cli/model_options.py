@@ -111,7 +111,8 @@ class Pair:
         try:
             if self.model is not None:
                 machines = 1 if group is None else group.size()
-                _check_memory(self.model, drafter, Context(context, kv_bits=kv_bits), machines)
+                form = Context(context, kv_bits=kv_bits)
+                _check_memory(self.model, drafter, form, machines, options.get("adapter_path"))
             model, tokenizer, loaded = load(self.model, drafter, group=group, **options)
         except (CheckpointError, NonFiniteError, ResourceError, UnsupportedTargetError) as error:
             if not self._chooses or drafter in (None, LOOKUP):
@@ -159,7 +160,9 @@ class WritingPair(AdaptedPair):
         return model, tokenizer, drafter if self.drafts else None
 
 
-def _check_memory(model: str, drafter: str | None, context: Context, machines: int) -> None:
+def _check_memory(
+    model: str, drafter: str | None, context: Context, machines: int, adapter: str | None
+) -> None:
     """Refuse a model that is too large, and warn about one that is nearly so."""
     from mlx_redrafter.checkpoint_files import find_checkpoint
     from mlx_redrafter.checkpoints.memory_check import check_memory
@@ -173,7 +176,7 @@ def _check_memory(model: str, drafter: str | None, context: Context, machines: i
     if drafter is not None and drafter not in WORDS:
         recognise(drafter)  # refuses what cannot draft before anything is downloaded
         beside = find_checkpoint(drafter, PATTERNS)
-    warning = check_memory(folder, beside, context, machines)
+    warning = check_memory(folder, beside, context, machines, adapter)
     if warning is not None:
         typer.echo(warning, err=True)
 

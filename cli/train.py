@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -29,48 +28,29 @@ OF_THE_CALL = ("out", "resume", "dry_run")
 # Seconds between lines of progress if stderr is not a terminal.
 LOG_SECONDS = 20.0
 
-text_option = partial(typer.Option, rich_help_panel="Text")
-
 
 @dataclass(frozen=True)
 class RunOptions:
     """Files and models of the command."""
 
-    out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Folder of the drafter and its training run.")
-    ]
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Estimate time, disk and memory of the run, then stop."),
-    ] = False
+    out: Annotated[Path, "Folder of the drafter and its training run."]
+    resume: Annotated[bool, "Continue the run in --out."] = False
+    dry_run: Annotated[bool, "Estimate time, disk and memory of the run, then stop."] = False
     model: NamedModel = None
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
     data: Annotated[
         list[Path] | None,
-        text_option(
-            metavar="FILE",
-            help='Text, or jsonl with "text", "messages" or "prompt". May be repeated.',
-            show_default=False,
-        ),
+        'File of text, or jsonl with "text", "messages" or "prompt". May be repeated.',
     ] = None
     prompts: Annotated[
         list[Path] | None,
-        text_option(
-            metavar="FILE",
-            help="Prompts that the model answers: one a line, or jsonl. May be repeated.",
-            show_default=False,
-        ),
+        "File of prompts that the model answers: one a line, or jsonl. May be repeated.",
     ] = None
     cache: Annotated[
         Path | None,
-        text_option(
-            metavar="FOLDER",
-            help="Folder of the model's outputs on the texts. Runs with the same model, texts and "
-            "text options may share it.",
-            show_default="OUT/cache",
-        ),
+        "Folder of the model's outputs on the texts, by default OUT/cache. Runs with the same "
+        "model, texts and text options may share it.",
     ] = None
 
 

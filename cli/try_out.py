@@ -56,20 +56,24 @@ def try_out(
         Turn,
         drafted_arm,
         stock_arm,
-        take_turn,
     )
+    from mlx_redrafter.bench.timing import rotated
+    from mlx_redrafter.bench.turns import one_by_one
     from mlx_redrafter.engine.prompt_encoding import encode_question
 
     settings = CommonSettings(model, tokenizer, drafter, max_tokens)
     drafted = drafted_arm(settings, None)
-    arms = {DRAFTED: drafted, STOCK: stock_arm(settings)}
+    arms = {DRAFTED: _printing(drafted), STOCK: stock_arm(settings)}
     encoded = EncodedPrompt("", "", encode_question(tokenizer, prompt))
     end = time.perf_counter() + ENOUGH
     rounds: list[dict[str, TimedRun]] = []
     while len(rounds) < ROUNDS and (not rounds or time.perf_counter() < end):
-        arms[DRAFTED] = drafted if rounds else _printing(drafted)
-        runs = take_turn(arms, Turn("", 0, encoded, len(rounds)))
-        rounds.append({one.arm: one for one in runs})
+        turn = Turn("", 0, encoded, len(rounds))
+        found: dict[str, TimedRun] = {}
+        for way in rotated(list(arms), len(rounds)):
+            ((found[way], _),) = one_by_one(way, arms[way])([turn])
+        rounds.append(found)
+        arms[DRAFTED] = drafted
     if not _report([(one[DRAFTED], one[STOCK]) for one in rounds]):
         raise typer.Exit(1)
 

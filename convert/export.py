@@ -27,12 +27,8 @@ def export_drafter(
 ) -> tuple[str, ...]:
     """Write an MLX drafter as the ``config.json`` and ``model.safetensors`` of Apple's code.
 
-    Return notes on the result, for the user.
-
-    Args:
-        path_or_repo: Folder or hub repository of an MLX drafter; quantised weights are dequantised.
-        destination: Folder to write: new, empty, or an earlier conversion, which is replaced.
-        dtype: Dtype of the weights; None keeps the drafter's.
+    Return notes on the result, for the user. Quantised weights are dequantised; without a dtype
+    they keep the drafter's. ``destination`` is as in `convert_drafter`.
     """
     folder = find_checkpoint(path_or_repo, PATTERNS)
     check_destination(destination, folder)

@@ -29,14 +29,9 @@ class ForeignDrafter(ABC):
         noun: Name of the kind, with its article if it has one.
         linked: The same at the start of a card, with a link to the paper if there is one.
         takes: Those of `SPECIAL` that the kind has.
-        source: The checkpoint.
-        options: Options of the conversion.
         kind: Description of the checkpoint.
         name_set: Naming convention of its tensors.
         names: Names of the drafter's tensors there, by the network's.
-        config: Config of the network.
-        notes: Notes for the user.
-        warnings: Warnings for the user.
         target: Name of the target if the checkpoint gives one.
         is_cast: Function that returns whether a floating-point weight gets the dtype of the
             options.

@@ -81,7 +81,7 @@ class _StorageType(NamedTuple):
 
 
 def read_pickle(stream: BinaryIO, name: str) -> object:
-    """Read one pickle and leave the stream at its end.
+    """Read a pickle.
 
     Args:
         stream: Stream of at most `MAX_PICKLE_BYTES` in memory, which bounds time and memory.
@@ -179,12 +179,12 @@ def _make_parameter(tensor: Any, *_: Any) -> PickledTensor:
 
 
 def _make_storage(identity: Any) -> Storage:
-    """Make a storage from its id: ("storage", type, key, device, elements[, view])."""
-    if type(identity) is not tuple or len(identity) not in (5, 6):
+    """Make a storage from its id: ("storage", type, key, device, elements)."""
+    if type(identity) is not tuple or len(identity) != 5:
         raise ValueError("a storage has an unexpected description")
-    tag, kind, key, _, size = identity[:5]
+    tag, kind, key, _, size = identity
     known = type(tag) is str and tag == "storage" and type(kind) is _StorageType
-    if not known or type(key) is not str or identity[5:] not in ((), (None,)):
+    if not known or type(key) is not str:
         raise ValueError("a storage has an unexpected description")
     _check_count(size)
     return Storage(key, kind.dtype, size)

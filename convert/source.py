@@ -17,7 +17,7 @@ from mlx_redrafter.checkpoint_files import (
     read_json,
     shared_name,
 )
-from mlx_redrafter.convert.stored import SafeTensor, StoredTensor, read_safetensors_file
+from mlx_redrafter.convert.stored import StoredTensor, read_safetensors_file
 from mlx_redrafter.convert.torch_file import read_torch_file
 from mlx_redrafter.errors import CheckpointError, explain
 from mlx_redrafter.escaping import join_shortened, quote
@@ -41,8 +41,6 @@ READABLE = ("float32", "float16", "bfloat16")
 READABLE_IDS = ("int32", "int64")
 _HASH_BLOCK = 2**20
 
-Stored = SafeTensor | StoredTensor
-
 
 @dataclass(frozen=True)
 class Source:
@@ -50,17 +48,14 @@ class Source:
 
     Attributes:
         name: Repository id, or the folder's name without its path.
-        folder: Folder of the checkpoint.
         config: Object in ``config.json``; empty if there is no such file.
-        files: Weight files in use.
-        tensors: Tensors by the names in the files.
     """
 
     name: str
     folder: Path
     config: dict[str, Any]
     files: tuple[Path, ...]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -97,7 +92,7 @@ def open_source(path_or_repo: str | Path) -> Source:
     """Open a checkpoint folder or a hub repository and read the headers of its weight files."""
     folder = find_checkpoint(path_or_repo, _PATTERNS)
     files, owners = _find_weight_files(folder)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in files:
         for name, tensor in read_file(path).items():
             if owners is not None and owners.get(name) != path.name:
@@ -143,7 +138,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return {name: str(file) for name, file in owners.items()}
 
 
-def read_file(path: Path) -> Mapping[str, Stored]:
+def read_file(path: Path) -> Mapping[str, StoredTensor]:
     """Read the tensors of a weight file, without their values."""
     try:
         path.open("rb").close()  # its error says more than a library's

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,38 +21,32 @@ _ON_DISK = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int32": "<i4
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor of a weight file, checked by the file's reader to lie inside the file.
 
     Attributes:
-        path: The file.
         dtype: Name of the dtype, such as "float32"; dtypes that no drafter uses cannot be read.
         shape: Size of each axis, none of them negative.
-        strides: Step of each axis, in elements, none of them negative.
-        start: Offset of the first element in the file, in bytes.
+        read: Function that reads the values.
     """
 
-    path: Path
     dtype: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
+    read: Callable[[], mx.array]
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
 
-    def read(self) -> mx.array:
-        raw = np.dtype(_ON_DISK[self.dtype])
-        count = count_spanned(self.shape, self.strides)
-        flat = np.fromfile(self.path, raw, count, offset=self.start)
-        if len(flat) != count:
-            raise CheckpointError(f"{self.path} ends before its tensors do; download it again")
-        steps = [stride * raw.itemsize for stride in self.strides]
-        view = np.lib.stride_tricks.as_strided(flat, self.shape, steps)
-        array = mx.array(np.ascontiguousarray(view))
-        return array.view(mx.bfloat16) if self.dtype == "bfloat16" else array
+def read_strided(
+    path: Path, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], start: int
+) -> mx.array:
+    """Read values of any strides, in elements, from an offset in bytes on."""
+    raw = np.dtype(_ON_DISK[dtype])
+    count = count_spanned(shape, strides)
+    flat = np.fromfile(path, raw, count, offset=start)
+    if len(flat) != count:
+        raise CheckpointError(f"{path} ends before its tensors do; download it again")
+    view = np.lib.stride_tricks.as_strided(flat, shape, [one * raw.itemsize for one in strides])
+    array = mx.array(np.ascontiguousarray(view))
+    return array.view(mx.bfloat16) if dtype == "bfloat16" else array
 
 
 def count_spanned(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -62,21 +56,7 @@ def count_spanned(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-class SafeTensor(NamedTuple):
-    """One tensor of a safetensors file; the attributes are as in `StoredTensor`."""
-
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    def read(self) -> mx.array:
-        tensors: Any = mx.load(str(self.path))  # computes no other tensor
-        array: mx.array = tensors[self.name]
-        return array
-
-
-def read_safetensors_file(path: Path) -> dict[str, SafeTensor]:
+def read_safetensors_file(path: Path) -> dict[str, StoredTensor]:
     """Read the tensors of a safetensors file, without their values.
 
     The library checks that dtypes, shapes and offsets agree, and that the tensors fill the file.
@@ -85,8 +65,10 @@ def read_safetensors_file(path: Path) -> dict[str, SafeTensor]:
         with safe_open(path, framework="numpy") as file:
             found = {name: file.get_slice(name) for name in file.keys()}
             return {
-                name: SafeTensor(
-                    path, name, _NAMES.get(one.get_dtype(), one.get_dtype()), (*one.get_shape(),)
+                name: StoredTensor(
+                    _NAMES.get(one.get_dtype(), one.get_dtype()),
+                    (*one.get_shape(),),
+                    partial(_read_safetensor, path, name),
                 )
                 for name, one in found.items()
             }
@@ -95,3 +77,9 @@ def read_safetensors_file(path: Path) -> dict[str, SafeTensor]:
             f"{path} is truncated or not a safetensors file ({describe_error(error)}); download it "
             "again"
         ) from error
+
+
+def _read_safetensor(path: Path, name: str) -> mx.array:
+    tensors: Any = mx.load(str(path))  # computes no other tensor
+    array: mx.array = tensors[name]
+    return array

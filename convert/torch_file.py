@@ -1,4 +1,4 @@
-"""Weight files of ``torch.save``: the zip format, and the plain pickles from before PyTorch 1.6.
+"""Weight files of ``torch.save``, in the zip format that it writes since PyTorch 1.6 of 2020.
 
 `pickles.py` reads the pickles; this module locates the values. Nothing is unpacked: a stored member
 of an archive is a range of bytes of the archive.
@@ -9,20 +9,18 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import mlx.core as mx
 
 from mlx_redrafter.convert.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
-from mlx_redrafter.convert.stored import StoredTensor
+from mlx_redrafter.convert.stored import StoredTensor, read_strided
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import describe_error, quote
 
 _ZIP_MAGIC = b"PK\x03\x04"
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_LEGACY_PROTOCOL = 1001
 # Keys of the state dict in files of training scripts that save more than the state dict.
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 
@@ -34,7 +32,10 @@ def read_torch_file(path: Path) -> dict[str, StoredTensor]:
     if magic == _ZIP_MAGIC:
         return _read_zip(path)
     if magic[:1] == b"\x80":
-        return _read_legacy(path)
+        raise CheckpointError(
+            f"{path} is a plain pickle, as torch.save wrote before PyTorch 1.6; save it again with "
+            "a newer torch.save"
+        )
     raise CheckpointError(
         f"expected a file written by torch.save, found one that starts with {magic!r}: {path}"
     )
@@ -141,59 +142,6 @@ def _read_member(path: Path, file: BinaryIO, member: _Member | None, default: by
     return file.read(member.size)
 
 
-def _read_legacy(path: Path) -> dict[str, StoredTensor]:
-    """Read a file of five pickles (magic, protocol, system, state dict, storage keys) and storages.
-
-    Each storage is its number of elements, in eight bytes, followed by the values.
-    """
-    with path.open("rb") as file:
-        stream = io.BytesIO(file.read(MAX_PICKLE_BYTES))
-        name = str(path)
-        magic, protocol, system = (read_pickle(stream, name) for _ in range(3))
-        if magic != _LEGACY_MAGIC or protocol != _LEGACY_PROTOCOL:
-            raise CheckpointError(
-                f"expected a file written by torch.save, found another pickle: {path}"
-            )
-        if not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise CheckpointError(f"expected little-endian values in {path}, found others")
-        tensors = _extract_state_dict(read_pickle(stream, name), path)
-        keys = read_pickle(stream, name)
-        members = _list_legacy_members(path, file, stream.tell(), keys, tensors)
-    return {
-        name: _locate_values(path, name, tensor, members.get(tensor.storage.key))
-        for name, tensor in tensors.items()
-    }
-
-
-def _list_legacy_members(
-    path: Path,
-    file: BinaryIO,
-    start: int,
-    keys: object,
-    tensors: Mapping[str, PickledTensor],
-) -> dict[str, _Member]:
-    item_sizes = {one.storage.key: _item_size(one.storage.dtype) for one in tensors.values()}
-    if not isinstance(keys, list) or any(type(key) is not str for key in keys):
-        raise CheckpointError(f"expected a list of storages in {path}, found none")
-    if len(set(keys)) != len(keys) or set(keys) != item_sizes.keys():
-        raise CheckpointError(
-            f"expected the storages of the tensors in {path}, found others; save the state_dict() "
-            "alone"
-        )
-    file_size = path.stat().st_size
-    members: dict[str, _Member] = {}
-    for key in keys:
-        file.seek(start)
-        header = file.read(8)
-        count = int.from_bytes(header, "little")
-        size = count * item_sizes[key]
-        if len(header) != 8 or start + 8 + size > file_size:
-            raise CheckpointError(f"{path} is truncated; download it again")
-        members[key] = _Member(start + 8, size)
-        start += 8 + size
-    return members
-
-
 def _extract_state_dict(value: object, path: Path) -> dict[str, PickledTensor]:
     """Extract the dict of tensors from ``value``, or from one of its entries `_WRAPPERS`."""
     if isinstance(value, dict):
@@ -224,7 +172,8 @@ def _locate_values(
             f"expected {expected} bytes of values for {quote(name)} in {path}, found {found}"
         )
     start = member.start + tensor.offset * item_size
-    return StoredTensor(path, storage.dtype, tensor.shape, tensor.strides, start)
+    read = partial(read_strided, path, storage.dtype, tensor.shape, tensor.strides, start)
+    return StoredTensor(storage.dtype, tensor.shape, read)
 
 
 def _item_size(dtype: str) -> int:

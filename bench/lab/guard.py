@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from mlx_redrafter.bench.lab.arms import run, take_turn, warm_up
 from mlx_redrafter.bench.lab.cases import GuardCase
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import summarise
@@ -22,10 +23,7 @@ from mlx_redrafter.bench.runs import (
     Turn,
     drafted_arm,
     plain_arm,
-    run,
     stock_arm,
-    take_turn,
-    warm_up,
 )
 from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate
 from mlx_redrafter.bench.turns import reference_arm, time_shapes

@@ -14,6 +14,7 @@ from itertools import chain
 
 import mlx.nn as nn
 
+from mlx_redrafter.bench.lab.arms import decode_in_turns, make_turns, part_of
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import (
@@ -27,13 +28,7 @@ from mlx_redrafter.bench.runs import (
     stock_arm,
 )
 from mlx_redrafter.bench.timing import OnProgress
-from mlx_redrafter.bench.turns import (
-    decode_in_turns,
-    make_turns,
-    part_of,
-    reference_arm,
-    time_shapes,
-)
+from mlx_redrafter.bench.turns import reference_arm, time_shapes
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.draft_plan import DraftPlan

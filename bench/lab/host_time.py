@@ -103,7 +103,7 @@ def measure(config: Mapping[str, Any], nodes: int, compiled: bool, repeats: int)
     model = make_model("a random model", config)
     mx.eval(model.parameters())
     target, tree = Target(model), bushy_tree(nodes)
-    target.compiled = CompiledPasses(target._process_trees) if compiled else None
+    target.compiled = CompiledPasses(target._process_trees, target.model) if compiled else None
     cache = filled_cache(target, LENGTH)
     seconds = []
     for _ in range(repeats + WARM_UP + (USES if compiled else 0)):
@@ -147,7 +147,7 @@ def measure_steps(
     drafter = Drafter(DrafterConfig(COMMON["vocab_size"], size, size, 1, rnn=True))
     mx.eval(model.parameters(), drafter.parameters())
     target, prompt = Target(model), list(range(LENGTH))
-    target.compiled = CompiledPasses(target._process_trees) if compiled else None
+    target.compiled = CompiledPasses(target._process_trees, target.model) if compiled else None
     text = SequenceDecoder(
         target,
         target.new_cache(),

@@ -161,7 +161,7 @@ def update_large_buffers(paths: Sequence[Sequence[int]]) -> Finding:
     config = {**COMMON, "model_type": "llama", "num_hidden_layers": 4, "head_dim": 512}
     model = make_model("a random model", config)
     target, tree = Target(model), bushy_tree(8)
-    target.compiled = CompiledPasses(target._process_trees)
+    target.compiled = CompiledPasses(target._process_trees, target.model)
     entry = 2 * 4 * 2 * 512 * mx.float32.size  # keys and values, layers, heads, their size
     with gpu_like(), target.warming_up():
         cache = target.blank_cache(LARGE // entry - BUCKET)

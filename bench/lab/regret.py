@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_redrafter.bench.lab.arms import compared_arms, decode_in_turns, make_turns
 from mlx_redrafter.bench.lab.scenarios import make_scenario
 from mlx_redrafter.bench.lab.simulation import Outcome, play
 from mlx_redrafter.bench.recording import Recording
@@ -23,13 +24,7 @@ from mlx_redrafter.bench.runs import (
     repetition,
 )
 from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate
-from mlx_redrafter.bench.turns import (
-    compared_arms,
-    decode_in_turns,
-    make_turns,
-    reference_arm,
-    time_shapes,
-)
+from mlx_redrafter.bench.turns import reference_arm, time_shapes
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.step_costs import StepCosts

@@ -64,7 +64,7 @@ def read_results(folder: Path) -> Results:
 
 def _speed(results: Results) -> Lines:
     for name, result in _of_kind(results, "compare"):
-        rows = result["found"]["rows"]
+        rows = result.get("rows") or result["found"]["rows"]
         auto = _find(rows, AUTO)
         yield (
             name, _code(result), _temp(result), str(auto["num_texts"]),
@@ -198,7 +198,7 @@ def _batches(results: Results) -> Lines:
         methods: dict[str, dict[int, str]] = {}
         for one in result["rows"]:
             speed = f"{_median(one['tokens_per_second'], '.0f')} ({_median(one['speedup'])})"
-            methods.setdefault(one["method"], {})[one["batch_size"]] = speed
+            methods.setdefault(one.get("arm") or one["method"], {})[one["batch_size"]] = speed
         for method, cells in methods.items():
             columns = (cells.get(size, "") for size in BATCH_SIZES)
             yield name, _code(result), _temp(result), method, *columns, _quiet(result)

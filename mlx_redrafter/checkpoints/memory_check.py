@@ -14,6 +14,7 @@ from mlx_redrafter.checkpoints.memory_estimate import (
     MemoryEstimate,
     cache_bytes,
     estimate_memory,
+    fused_growth,
     weight_bytes,
 )
 from mlx_redrafter.errors import ResourceError
@@ -31,12 +32,17 @@ SHORTEST = 1024
 
 
 def check_memory(
-    folder: Path, drafter: Path | None, context: Context, machines: int = 1
+    folder: Path,
+    drafter: Path | None,
+    context: Context,
+    machines: int = 1,
+    adapter: str | None = None,
 ) -> str | None:
     """Check that decoding fits into memory.
 
-    The target is split over ``machines`` like this one. A drafter that is None has no weights of
-    its own. Return a warning if macOS may have to move other programs' memory aside.
+    The target is split over ``machines`` like this one, which fuse an adapter with it. A drafter
+    that is None has no weights of its own. Return a warning if macOS may have to move other
+    programs' memory aside.
 
     Raises:
         ResourceError: The machine has too little memory.
@@ -45,12 +51,13 @@ def check_memory(
     if total is None:
         return None
     context = context._replace(tokens=min(context.tokens, _context_length(folder)))
-    weights = weight_bytes(folder) // machines + (0 if drafter is None else weight_bytes(drafter))
+    fused = 0 if adapter is None or machines == 1 else fused_growth(folder, Path(adapter))
+    own = (weight_bytes(folder) + fused) // machines
+    weights = own + (0 if drafter is None else weight_bytes(drafter))
     if weights < EASY * total and context.tokens <= EASY_TOKENS:
         return None
     needed = estimate_memory(folder, drafter, context)
-    parts = needed.weights // machines, needed.cache // machines
-    needed = needed._replace(weights=parts[0], cache=parts[1])
+    needed = needed._replace(weights=own, cache=needed.cache // machines)
     if needed.total > total:
         raise ResourceError(
             f"{_describe(needed, context)}, and this machine has {format_bytes(total)}; "

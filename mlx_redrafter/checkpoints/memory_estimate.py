@@ -11,25 +11,25 @@ Axes: n tokens of the context, T tokens of a chunk of the prompt.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_redrafter.checkpoint_files import named_parameters, read_config, weight_files
+from mlx_redrafter.checkpoint_files import named_parameters, read_config, read_shapes, weight_files
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.machines.splitting import ADAPTER_FILES
 from mlx_redrafter.proposers.quantization import check_quantization
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.proposers.redrafter.input_table import MAX_BYTES
 from mlx_redrafter.target.model_loading import make_model
 
-# Number of K/V entries by which mlx-lm enlarges a cache.
-ENTRIES = KVCache.step
 # Maximum number of layers of a rehearsal; kinds of layers repeat sooner in all supported models.
 MAX_LAYERS = 8
 # Rows of the vocabulary in a rehearsal, which computes no logits.
@@ -88,37 +88,6 @@ class Context(NamedTuple):
         return max(1, min(self.chunk, self.tokens - 1))
 
 
-class _LayerCache(NamedTuple):
-    """Size of one layer's cache.
-
-    Attributes:
-        per_token: Bytes of a token's K/V entry; 0 for a recurrent state.
-        values: Number of elements of a token's entry.
-        fixed: Bytes of a recurrent state.
-        window: Maximum number of entries; None if all tokens have one.
-    """
-
-    per_token: int
-    values: int
-    fixed: int
-    window: int | None
-
-    def size(self, context: Context) -> int:
-        """Bytes after the prompt."""
-        entries = math.ceil(context.tokens / ENTRIES) * ENTRIES
-        if self.window is not None:
-            entries = min(context.tokens, self.window + context.last_chunk)
-        return self.fixed + entries * self.per_token
-
-    def quantised_size(self, context: Context) -> int:
-        """Bytes with quantised entries; 0 if they are not quantised, as in a window."""
-        if context.kv_bits is None or self.window is not None or not self.per_token:
-            return 0
-        entries = math.ceil(context.tokens / ENTRIES) * ENTRIES
-        scales = 2 * self.per_token / self.values / context.group_size
-        return round(entries * self.values * (context.kv_bits / 8 + scales))
-
-
 def estimate_memory(folder: Path, drafter: Path | None, context: Context) -> MemoryEstimate:
     """Estimate the peak memory of decoding one sequence.
 
@@ -148,8 +117,18 @@ def cache_bytes(folder: Path, context: Context) -> int:
     The errors are those of `estimate_memory`.
     """
     config = read_config(folder)
-    layers = _layer_caches(make_model(folder.name, config), _dtype(config))
-    return sum(layer.quantised_size(context) or layer.size(context) for layer in layers)
+    model = make_model(folder.name, config)
+    model.set_dtype(_dtype(config))
+    held: list[Any] = []
+    for cache in _fill(model, context.tokens - context.last_chunk, context.last_chunk):
+        if context.kv_bits is not None and isinstance(cache, KVCache):
+            with suppress(ValueError):  # MLX cannot quantise entries of this size
+                cache = cache.to_quantized(context.group_size, context.kv_bits)
+        # The state of a K/V cache leaves out the room for further entries.
+        for part in getattr(cache, "caches", [cache]):
+            held.append((part.keys, part.values) if hasattr(part, "keys") else part.state)
+    leaves: Any = tree_flatten(held)
+    return sum(one.nbytes for _, one in leaves if isinstance(one, mx.array))
 
 
 def weight_bytes(folder: Path) -> int:
@@ -161,13 +140,33 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in weight_files(folder))
 
 
+def fused_growth(folder: Path, adapter: Path) -> int:
+    """Return the bytes by which quantised layers grow when a LoRA adapter is fused with them.
+
+    Raises:
+        CheckpointError: The config of the model or the adapter's weights cannot be read.
+    """
+    config = read_config(folder)
+    quantisation = config.get("quantization")
+    if not isinstance(quantisation, dict):
+        return 0
+    shapes, size = read_shapes(adapter, [adapter / ADAPTER_FILES[1]]), 0
+    for name, shape in shapes.items():
+        other = shapes.get(f"{name.removesuffix('a')}b")
+        if name.endswith("lora_a") and other is not None and len(shape) > 1 and 0 not in shape:
+            rank = shape[-1 if len(shape) == 2 else -2]
+            size += math.prod(shape) * math.prod(other) // (math.prod(shape[:-2]) * rank * rank)
+    # Quantised layers have two 16-bit numbers per group next to the bits of the elements.
+    bits, group_size = _quantisation(quantisation)
+    return round(size * (_dtype(config).size - (bits + 32 / group_size) / 8))
+
+
 def _rehearse(name: str, config: Mapping[str, Any], model: nn.Module, context: Context) -> int:
     """Process the last chunk of a prompt with a few layers of zeros; return its bytes of work."""
     # One more layer, because a prompt's chunk ends with the entries of the last one.
     small = _first_layers(name, config, min(_num_kinds(model) + 1, len(model.layers)))
-    mx.eval(small.parameters())
-    cache = make_prompt_cache(small)
-    _fill(small, cache, context.tokens - context.last_chunk)
+    cache = _fill(small, context.tokens - context.last_chunk)
+    mx.eval(small.parameters(), [layer.state for layer in cache])
     mx.clear_cache()
     mx.reset_peak_memory()
     small(mx.zeros((1, context.last_chunk), mx.int32), cache=cache)
@@ -186,27 +185,6 @@ def _table_bytes(drafter: Path, config: Mapping[str, Any]) -> int:
         return 0
     size = _vocabulary(config) * hidden * _dtype(config).size
     return size if size <= MAX_BYTES else 0
-
-
-def _layer_caches(model: nn.Module, dtype: mx.Dtype) -> list[_LayerCache]:
-    """Measure the cache of every layer by the shapes of a pass over one token."""
-    model.set_dtype(dtype)
-    caches = make_prompt_cache(model)
-    model(mx.array([[0]]), cache=caches)  # never computed
-    found = []
-    for cache in caches:
-        if isinstance(cache, (KVCache, RotatingKVCache)) and cache.keys is not None:
-            arrays: tuple[Any, Any] = cache.keys, cache.values
-            entries = arrays[0].shape[2]
-            per_token = sum(array.nbytes for array in arrays) // entries
-            values = sum(array.size for array in arrays) // entries
-            window = cache.max_size if isinstance(cache, RotatingKVCache) else None
-            found.append(_LayerCache(per_token, values, 0, window))
-        else:
-            state: Any = tree_flatten(cache.state)
-            fixed = sum(array.nbytes for _, array in state if array is not None)
-            found.append(_LayerCache(0, 0, fixed, None))
-    return found
 
 
 def _first_layers(name: str, config: Mapping[str, Any], count: int) -> nn.Module:
@@ -229,9 +207,7 @@ def _first_layers(name: str, config: Mapping[str, Any], count: int) -> nn.Module
     model = make_model(name, changed)
     quantisation = config.get("quantization")
     if isinstance(quantisation, Mapping):
-        group_size: Any = quantisation.get("group_size")
-        bits: Any = quantisation.get("bits")
-        check_quantization(bits, group_size)
+        bits, group_size = _quantisation(quantisation)
         nn.quantize(model, group_size, bits, class_predicate=_is_quantisable(group_size))
     dtype = _dtype(config)
     zeros = tree_map(
@@ -243,6 +219,14 @@ def _first_layers(name: str, config: Mapping[str, Any], count: int) -> nn.Module
     model.update(zeros)
     model.eval()
     return model
+
+
+def _quantisation(values: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the bits per element of a quantised model, and the elements per group."""
+    bits: Any = values.get("bits")
+    group_size: Any = values.get("group_size")
+    check_quantization(bits, group_size)
+    return bits, group_size
 
 
 def _is_quantisable(group_size: int) -> Callable[[str, nn.Module], bool]:
@@ -267,21 +251,31 @@ def _num_kinds(model: Any) -> int:
     return min(max(map(kinds.index, kinds)) + 1, MAX_LAYERS)
 
 
-def _fill(model: nn.Module, caches: Sequence[Any], tokens: int) -> None:
-    """Give caches the entries of earlier tokens; recurrent states stay as at the start."""
-    if tokens == 0:
-        return
-    shapes = make_prompt_cache(model)
-    model(mx.array([[0]]), cache=shapes)  # never computed
-    for cache, known in zip(caches, shapes, strict=True):
-        if isinstance(cache, (KVCache, RotatingKVCache)) and known.keys is not None:
-            held = tokens if isinstance(cache, KVCache) else min(tokens, cache.max_size)
-            keys, values = (
-                mx.zeros((*array.shape[:2], held, array.shape[3]), array.dtype)
-                for array in (known.keys, known.values)
-            )
-            cache.update_and_fetch(keys, values)
-    mx.eval([cache.state for cache in caches if getattr(cache, "keys", None) is not None])
+def _fill(model: nn.Module, before: int, last: int = 0) -> list[Any]:
+    """Make caches with the entries of a prompt and its last chunk, and with states of one token.
+
+    MLX has computed none of them.
+    """
+    known = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=known)
+    empty = make_prompt_cache(model)
+    return [_filled(*layer, before, last) for layer in zip(empty, known, strict=True)]
+
+
+def _filled(cache: Any, known: Any, before: int, last: int) -> Any:
+    """Fill an empty cache with as many entries, of the shape of those that are known."""
+    if isinstance(cache, CacheList):
+        parts = zip(cache.caches, known.caches, strict=True)
+        return CacheList(*(_filled(*part, before, last) for part in parts))
+    if not isinstance(cache, (KVCache, RotatingKVCache)) or known.keys is None:
+        return known
+    for size in filter(None, (min(before, getattr(cache, "max_size", before)), last)):
+        keys, values = (
+            mx.zeros((*array.shape[:2], size, array.shape[3]), array.dtype)
+            for array in (known.keys, known.values)
+        )
+        cache.update_and_fetch(keys, values)
+    return cache
 
 
 def _dtype(config: Mapping[str, Any]) -> mx.Dtype:

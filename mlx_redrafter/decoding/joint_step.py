@@ -19,12 +19,13 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.decoding.protocols import JointPolicy, Outlook, Wish, propose_all
 from mlx_redrafter.decoding.records import PendingPass, Token
+from mlx_redrafter.decoding.sampling import GumbelNoise, noise_for_all
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.target_choice import sample_and_accept_all, sample_roots
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch, tree_size
+from mlx_redrafter.trees.tree_batch import TreeBatch
 
 T = TypeVar("T")
 # Trees that sequences ask the target to process, or roots, shape (1,), with the ends of prompts
@@ -97,16 +98,16 @@ class JointStep:
         groups: defaultdict[Any, list[tuple[SequenceDecoder, Wish]]] = defaultdict(list)
         for sequence, wish in wishes.items():
             if wish is not None:
-                sampler = None if wish.noise is None else sequence.common_sampler
-                key = type(wish.drafting), wish.plan, sampler and sampler.unseeded
+                sampler = sequence.common_sampler
+                key = type(wish.drafting), wish.plan, sampler.kind if sampler else ()
                 groups[key].append((sequence, wish))
         self._has_drafts = bool(groups)
         arrays: list[mx.array] = []
         with mx.stream(generation_stream):
             for group in groups.values():
-                searched = [one._replace(plan=one.plan.searched) for _, one in group]
                 try:
-                    trees = propose_all(searched)
+                    group = _with_noise(group)
+                    trees = propose_all([one._replace(plan=one.plan.searched) for _, one in group])
                 except Exception as error:  # no single sequence has caused it
                     self._errors |= {sequence: error for sequence, _ in group}
                     continue
@@ -186,8 +187,8 @@ class JointStep:
         if is_tree:
             return sample_and_accept_all(samplers, outputs, trees, [one.noise for one in group])
         if trees.size > 1:
-            outputs = outputs.at([tree_size(one) - 1 for one in trees.drafts])
-        return sample_roots(samplers, outputs, [one.cache.length for one in group])
+            outputs = outputs.at([one.size - 1 for one in trees.drafts])
+        return sample_roots(samplers, outputs, [one.cache.length - 1 for one in group])
 
     def _sample_alone(
         self, sequence: SequenceDecoder, drafts: mx.array | TokenTree, outputs: TargetOutputs
@@ -200,10 +201,28 @@ class JointStep:
 _IDLE = mx.array([0], dtype=mx.int32)
 
 
+def _with_noise(
+    group: Sequence[tuple[SequenceDecoder, Wish]],
+) -> Sequence[tuple[SequenceDecoder, Wish]]:
+    """Add the noise of the target's choices to wishes of one plan, unless they are greedy."""
+    samplers = [one.common_sampler for one, _ in group if one.common_sampler is not None]
+    if not samplers or not samplers[0].kind:
+        return group
+    pending, num_levels = [wish.pending for _, wish in group], group[0][1].plan.shape.length
+    further = None
+    if any(one.max_accepted for one in pending):
+        further = mx.concatenate([one.num_accepted for one in pending])
+    positions = [one.length + 1 for one in pending]
+    values = mx.split(noise_for_all(samplers, positions, num_levels, further), len(group))
+    return [
+        (sequence, wish._replace(noise=GumbelNoise(sampler.params, one)))
+        for (sequence, wish), sampler, one in zip(group, samplers, values, strict=True)
+    ]
+
+
 def _sampled_nodes(drafts: mx.array | TokenTree) -> tuple[int, int]:
     """Return the first node after which a token is sampled, and the end of those nodes."""
-    size = tree_size(drafts)
-    return (0 if isinstance(drafts, TokenTree) else size - 1), size
+    return (0 if isinstance(drafts, TokenTree) else drafts.size - 1), drafts.size
 
 
 def _sampled_alike(asked: Asked) -> Iterable[list[SequenceDecoder]]:
@@ -213,6 +232,6 @@ def _sampled_alike(asked: Asked) -> Iterable[list[SequenceDecoder]]:
         sampler, noise = sequence.common_sampler, sequence.noise
         if sampler is not None:
             num_levels = None if noise is None else noise.values.shape[0]
-            key = isinstance(drafts, TokenTree), num_levels, sampler.unseeded
+            key = isinstance(drafts, TokenTree), num_levels, sampler.kind
             groups[key].append(sequence)
     return groups.values()

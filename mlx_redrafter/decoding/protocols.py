@@ -137,7 +137,7 @@ class Wish(NamedTuple):
     drafting: Drafting
     pending: PendingPass
     plan: DraftPlan
-    noise: GumbelNoise | None
+    noise: GumbelNoise | None = None
 
 
 @runtime_checkable

@@ -5,8 +5,9 @@ Axes: N nodes of the tree, L its levels, the root's included, H hidden size, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -47,7 +48,7 @@ class Request:
     on_progress: ProgressCallback = field(default=lambda done, total: None)
     leave_as_stock: bool = False
 
-    def find_end(self, tokens: list[int], num_before: int) -> tuple[str | None, int]:
+    def find_end(self, tokens: Sequence[int], num_before: int) -> tuple[str | None, int]:
         """Return why and after how many of these tokens decoding ends; (None, all) if not."""
         has_limit = self.max_tokens >= 0
         left = self.max_tokens - num_before if has_limit else len(tokens)
@@ -59,8 +60,7 @@ class Request:
         return None, len(tokens)
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One token of the sequence.
 
     Attributes:
@@ -99,6 +99,7 @@ class PendingPass:
         length: Committed tokens before the root of this pass.
         plan: Plan of the drafts; None if nothing was drafted.
         is_shown: Whether the proposer was given it.
+        is_read: Whether the host knows the outcome.
         is_accepted: Whether its outcome is read and committed.
         num_kept: Tokens that belong to the sequence, once the pass is accepted; the sequence may
             end before the others.
@@ -121,12 +122,10 @@ class PendingPass:
     is_accepted: bool = False
     num_kept: int = 0
     finish_reason: str | None = None
-    _known_values: list[int] | None = None
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the host knows the outcome."""
-        return self._known_values is not None
+    is_read: bool = False
+    _bonus: int = NOT_A_NUMBER
+    _rows: Sequence[int] = (0,)
+    _tokens: Sequence[int] = ()
 
     @property
     def num_accepted(self) -> mx.array:
@@ -163,53 +162,47 @@ class PendingPass:
         return self.states if self.path is None else self.states[self.path]
 
     @property
-    def rows(self) -> list[int]:
+    def rows(self) -> Sequence[int]:
         """Node indices of the accepted path; waits for the device."""
-        if self.path is None:
-            return [0]
-        _, num_accepted, *path = self._values
-        return path[: num_accepted + 1]
+        if not self.is_read:
+            self._wait()
+        return self._rows
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> Sequence[int]:
         """Accepted drafts and the bonus token, if there is one; waits for the device.
 
         Raises:
             NonFiniteError: There is no token, as the logits are NaN.
         """
-        if self.path is None:
+        if not self.is_read:
+            self._wait()
+        if not self._tokens:
             self.check_finite()
-            return self._values
-        bonus, _, *path = self._values
-        length = len(path) // 2
-        accepted = path[length + 1 : length + len(self.rows)]
-        if not accepted:
-            self.check_finite()
-        return accepted if bonus < 0 else [*accepted, bonus]
+        return self._tokens
 
     @property
     def kept_tokens(self) -> list[Token]:
         """Tokens that belong to the sequence, once the pass is accepted."""
-        rows, last = self.rows, self.num_kept - 1
+        if self.path is None:  # `squeeze` costs the host less time than an index
+            return [Token(self.tokens[0], False, self.log_probs.squeeze(0), self.finish_reason)]
+        tokens, num_drafts = self.tokens[: self.num_kept], len(self.rows) - 1
         return [
             Token(
                 id=token,
-                is_draft=i < len(rows) - 1,
-                log_probs=self._log_probs_after(rows[i]),
-                finish_reason=self.finish_reason if i == last else None,
+                is_draft=i < num_drafts,
+                log_probs=self.log_probs[row],
+                finish_reason=self.finish_reason if i == len(tokens) - 1 else None,
             )
-            for i, token in enumerate(self.tokens[: self.num_kept])
+            for i, (token, row) in enumerate(zip(tokens, self.rows, strict=False))
         ]
-
-    def _log_probs_after(self, row: int) -> mx.array:
-        """Return the natural log-probabilities after a node, shape (V,)."""
-        # An index costs the host more time than `squeeze`, which does for a single row.
-        return self.log_probs.squeeze(0) if self.path is None else self.log_probs[row]
 
     @property
     def is_finite(self) -> bool:
         """Whether there is a bonus token; waits for the device."""
-        return self._values[0] >= 0
+        if not self.is_read:
+            self._wait()
+        return self._bonus >= 0
 
     def check_finite(self) -> None:
         """Raise an error unless there is a bonus token; waits for the device.
@@ -219,7 +212,7 @@ class PendingPass:
             NonFiniteError: The logits are NaN.
         """
         if not self.is_finite:
-            if self._values[0] == NOT_A_TOKEN:
+            if self._bonus == NOT_A_TOKEN:
                 size = self.log_probs.shape[-1]
                 raise ConfigError(f"sampler must return token ids from 0 to {size - 1}")
             where = "in the text" if self.num_nodes else "after the prompt"
@@ -229,9 +222,15 @@ class PendingPass:
                 "a grammar did, which is too complex or which a sampler has broken"
             )
 
-    @property
-    def _values(self) -> list[int]:
-        # Not a `cached_property`, whose lock costs more than all else that is done with a token.
-        if self._known_values is None:
-            self._known_values = to_ints(self.outcome) if self.read is None else self.read()
-        return self._known_values
+    def _wait(self) -> None:
+        """Read the outcome."""
+        bonus, *others = to_ints(self.outcome) if self.read is None else self.read()
+        if others:
+            num_accepted, *path = others
+            length = len(path) // 2
+            self._rows = path[: num_accepted + 1]
+            self._tokens = path[length + 1 : length + 1 + num_accepted]
+        if bonus >= 0:
+            self._tokens = [*self._tokens, bonus]
+        self._bonus = bonus
+        self.is_read = True

@@ -10,8 +10,8 @@ node's position, never on the tree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -59,7 +59,7 @@ class TokenSampler(Protocol):
     def sample(
         self,
         log_probs: mx.array,
-        depths: mx.array,
+        depths: mx.array | None,
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
@@ -67,7 +67,7 @@ class TokenSampler(Protocol):
 
         Args:
             log_probs: Natural log-probabilities after logits processors, shape (N, V).
-            depths: Depth of each node, int32, shape (N,).
+            depths: Depth of each node, int32, shape (N,); None for roots alone.
             noise: Noise from `noise`.
             num_levels: Bound above all depths, L.
 
@@ -101,9 +101,12 @@ class GumbelNoise:
         self.params = params
         self.values = values
 
-    def sample(self, log_probs: mx.array, depths: mx.array) -> mx.array:
-        """Return the token after each node: log_probs (N, V), depths (N,), to ids (N,)."""
-        rows = self.values if self.values.shape[0] == 1 else self.values[depths]
+    def sample(self, log_probs: mx.array, depths: mx.array | None) -> mx.array:
+        """Return the token after each node: log_probs (N, V), depths (N,), to ids (N,).
+
+        Without depths, each node has the row of its number.
+        """
+        rows = self.values if depths is None else self.values[depths]
         return mx.argmax(self._tempered(log_probs) + rows, axis=-1)
 
     def rank(
@@ -170,9 +173,9 @@ class KeyedSampler:
         self._single: list[mx.array] = []
 
     @cached_property
-    def unseeded(self) -> SamplingParams:
-        """The parameters without the seed; one set of operations samples for all equal ones."""
-        return replace(self.params, seed=0)
+    def kind(self) -> tuple[float, ...]:
+        """What one set of operations samples with: the parameters but the seed, () if greedy."""
+        return astuple(replace(self.params, seed=0)) if self.params.temp else ()
 
     def noise(
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
@@ -224,7 +227,7 @@ class KeyedSampler:
     def sample(
         self,
         log_probs: mx.array,
-        depths: mx.array,
+        depths: mx.array | None,
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
@@ -234,15 +237,40 @@ class KeyedSampler:
         """Do nothing: the noise belongs to positions, not to choices made."""
 
 
+def noise_for_all(
+    samplers: Sequence[KeyedSampler],
+    positions: Sequence[int],
+    num_levels: int = 1,
+    further: mx.array | None = None,
+) -> mx.array:
+    """Draw the noise of several sequences, the same numbers as each one's `KeyedSampler.noise`.
+
+    Args:
+        samplers: One of each sequence.
+        positions: Position of each root, or its minimum.
+        num_levels: Levels of the trees, L.
+        further: Distance of each root from there, int32, shape (G,); None for 0.
+
+    Returns:
+        float32, shape (G L, V), the rows of each sequence in a row.
+    """
+    seeds = mx.array([one.params.seed for one in samplers], dtype=mx.uint32)
+    first = mx.array(list(positions), dtype=mx.int32)
+    roots = first if further is None else first + further
+    following = roots[:, None] + mx.arange(1, num_levels + 1, dtype=mx.int32)
+    return gumbel_noise(seeds[:, None], following, samplers[0].vocab_size)
+
+
 def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> mx.array:
-    """Draw standard Gumbel noise for positions, integer, shape (n,), with one seed or one for each.
+    """Draw standard Gumbel noise for n positions, integer, with one seed or one for each.
 
     Returns:
         float32, shape (n, V). A row depends on (seed, its position) alone.
     """
     width = _noise_width(vocab_size)
     positions = positions.astype(mx.uint32)
-    keys = mx.stack([mx.full(positions.shape, seed, dtype=mx.uint32), positions], axis=1)
+    seeds = mx.full(positions.shape, seed, dtype=mx.uint32)
+    keys = mx.stack([seeds, positions], axis=-1).reshape(-1, 2)
     draw = mx.vmap(lambda key: mx.random.gumbel((width,), key=key))
     return draw(keys)[:, :vocab_size]
 
@@ -282,7 +310,7 @@ class StockSampler:
     def sample(
         self,
         log_probs: mx.array,
-        depths: mx.array,
+        depths: mx.array | None,
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
@@ -295,6 +323,7 @@ class StockSampler:
         keys.append(random_state())
         self._keys = mx.stack(keys)
         for node in range(1, log_probs.shape[0]):
+            assert depths is not None
             key = self._keys[depths[node]]
             chosen.append(self._sample(log_probs[node : node + 1], key))
         self.commit(1)
@@ -318,7 +347,7 @@ class StockSampler:
 def choose(
     sampler: TokenSampler,
     logits: mx.array,
-    depths: mx.array,
+    depths: mx.array | None,
     noise: GumbelNoise | None,
     num_levels: int,
 ) -> tuple[mx.array, mx.array, mx.array]:

@@ -17,6 +17,7 @@ or a lookup waits for the outcome, the device is idle while the host builds the 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
@@ -56,6 +57,8 @@ class SequenceDecoder:
         on_close: Function called with the counts when the sequence ends, for whatever reason.
 
     Attributes:
+        common_sampler: Sampler that a batch may apply to several sequences at once; None to sample
+            this sequence alone.
         stats: Counts of its steps and tokens.
         num_ready: Tokens that can be delivered without another step.
         has_begun: Whether the prompt without its last token is processed.
@@ -79,6 +82,7 @@ class SequenceDecoder:
         self.target = target
         self.cache = cache
         self.sampler = sampler
+        self.common_sampler = sampler if isinstance(sampler, KeyedSampler) else None
         self.request = request
         self.drafting = drafting
         self.policy = policy
@@ -138,7 +142,12 @@ class SequenceDecoder:
         self.look()
         wish = self.wish()
         if wish is not None:
+            first, plan = wish.pending, wish.plan
             with mx.stream(generation_stream):
+                noise = self.sampler.noise(
+                    first.length + 1, plan.shape.length, first.num_accepted, first.max_accepted
+                )
+                wish = wish._replace(noise=noise)
                 tree = wish.drafting.propose(wish.pending, wish.plan.searched, wish.noise)
                 if tree is not None and tree.known is None:
                     reads = self.policy is None or self.policy.reads_drafts
@@ -155,6 +164,8 @@ class SequenceDecoder:
 
     def wish(self) -> Wish | None:
         """Choose, after `look`, the drafts of what may follow the newest pass; None for no drafts.
+
+        The caller adds the noise, for several sequences with the same operations.
 
         Before the first pass, process the prompt without its last token, unless a batch does.
 
@@ -175,10 +186,7 @@ class SequenceDecoder:
                 self._show(pending)
             return None
         pending.is_shown = True
-        accepted = pending.num_accepted, pending.max_accepted
-        with mx.stream(generation_stream):
-            noise = self.sampler.noise(pending.length + 1, plan.shape.length, *accepted)
-        return Wish(self.drafting, pending, plan, noise)
+        return Wish(self.drafting, pending, plan)
 
     def receive(self, wish: Wish, tree: TokenTree | None) -> None:
         """Set the drafts that were dispatched for a wish; None if there are none."""
@@ -369,8 +377,11 @@ class SequenceDecoder:
         for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
             self.num_ready = left
             self.stats.num_tokens += 1
-            with self._clock.absence:
+            start = time.perf_counter()
+            try:
                 yield token
+            finally:
+                self._clock.away += time.perf_counter() - start
 
     def cancel(self) -> None:
         """End the sequence before its next step or chunk of the prompt; from any thread."""
@@ -417,11 +428,6 @@ class SequenceDecoder:
         if not self.request.leave_as_stock:
             return sys.maxsize
         return self._end_of_prompt + self.stats.num_tokens
-
-    @property
-    def common_sampler(self) -> KeyedSampler | None:
-        """Sampler that a batch may apply to several sequences at once; None to sample it alone."""
-        return self.sampler if isinstance(self.sampler, KeyedSampler) else None
 
     @property
     def noise(self) -> GumbelNoise | None:

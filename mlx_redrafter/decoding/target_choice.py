@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,16 +23,13 @@ from mlx_redrafter.decoding.sampling import (
     KeyedSampler,
     TokenSampler,
     choose,
-    gumbel_noise,
     mark_nan,
+    noise_for_all,
 )
 from mlx_redrafter.device_read import to_floats, to_ints, to_rows
 from mlx_redrafter.target.target import TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
-
-# Made once: small models notice every operation between two tokens.
-_DEPTH_OF_ROOT = mx.array([0], dtype=mx.int32)
 
 
 def sample_root(
@@ -41,7 +39,7 @@ def sample_root(
 
     The host looks for NaN itself, which saves the device an operation.
     """
-    log_probs, token, normaliser = choose(sampler, outputs.logits, _DEPTH_OF_ROOT, noise, 1)
+    log_probs, token, normaliser = choose(sampler, outputs.logits, None, noise, 1)
     mx.async_eval(token, normaliser, outputs.hidden_states, log_probs, outputs.states)
 
     def read() -> list[int]:
@@ -72,19 +70,14 @@ def sample_roots(
 
     Args:
         samplers: One per sequence; they differ in their seeds only.
-        outputs: Outputs for all sequences, each array with an axis of G before its others. Only
-            those of the first node are used.
-        positions: Position of the token chosen, for each sequence.
+        outputs: Outputs for all sequences, N = 1, each array with an axis of G before its others.
+        positions: Position of each root.
     """
     first, noise = samplers[0], None
     if first.params.temp:
-        seeds = mx.array([one.params.seed for one in samplers], dtype=mx.uint32)
-        values = gumbel_noise(seeds, mx.array(list(positions)), first.vocab_size)
-        noise = GumbelNoise(first.params, values)
+        noise = GumbelNoise(first.params, noise_for_all(samplers, positions))
     count = len(samplers)
-    log_probs, tokens, normalisers = choose(
-        first, outputs.logits[:, 0], mx.arange(count), noise, count
-    )
+    log_probs, tokens, normalisers = choose(first, outputs.logits.squeeze(1), None, noise, count)
     mx.async_eval(tokens, normalisers, log_probs, outputs.hidden_states, outputs.states)
 
     @cache
@@ -92,12 +85,11 @@ def sample_roots(
         found = zip(to_ints(tokens), to_floats(normalisers), strict=True)
         return [[token if math.isfinite(one) else NOT_A_NUMBER] for token, one in found]
 
-    states = [None] * count if outputs.states is None else outputs.states[:, :1]
     parts = zip(
         mx.split(tokens, count),
-        outputs.hidden_states[:, 0],
+        mx.split(outputs.hidden_states.reshape(-1), count),
         mx.split(log_probs, count),
-        states,
+        _split_states(outputs.states, count),
         strict=True,
     )
     return [
@@ -136,20 +128,25 @@ def sample_and_accept_all(
     mx.async_eval(outcomes, hidden_states, log_probs, outputs.states)
     # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
     read = cache(lambda: to_rows(outcomes))
-    states = [None] * count if outputs.states is None else outputs.states
     parts = zip(
-        outcomes,
-        mx.maximum(bonus, 0),
-        hidden_states[:, 0],
+        *(mx.split(one.reshape(-1), count) for one in (outcomes, mx.maximum(bonus, 0))),
+        mx.split(hidden_states.reshape(-1), count),
         mx.split(log_probs, count),
-        states,
-        paths,
+        _split_states(outputs.states, count),
+        mx.split(paths.reshape(-1), count),
         strict=True,
     )
     return [
         PendingPass(outcome, root, hidden_state, one, state, path, partial(_item, read, number))
         for number, (outcome, root, hidden_state, one, state, path) in enumerate(parts)
     ]
+
+
+def _split_states(states: mx.array | None, count: int) -> list[Any]:
+    """Split states, shape (G, N, S), into those of each sequence, (N, S)."""
+    if states is None:
+        return [None] * count
+    return mx.split(states.reshape(-1, states.shape[-1]), count)
 
 
 def _item(read: Callable[[], list[list[int]]], number: int) -> list[int]:

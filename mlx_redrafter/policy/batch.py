@@ -7,7 +7,9 @@ by the probabilities of all drafts once they are known.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -19,6 +21,9 @@ from mlx_redrafter.policy.plans import SIZES, FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.value import MEMORY
 from mlx_redrafter.trees.tree import TokenTree
+
+# Numbers of nodes whose steps are timed.
+TIMED = (1, *SIZES)
 
 
 def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> StepCosts:
@@ -136,10 +141,10 @@ class BatchPolicy:
         """
         steps, self.steps = self.steps, []
         if steps and self._policy is not None:
-            largest = max(steps, key=lambda step: step.num_nodes)
-            num_tokens = sum(len(step.tokens) for step in steps) / len(steps)
+            largest = max(steps, key=attrgetter("num_nodes"))
+            num_tokens = sum([len(step.tokens) for step in steps]) / len(steps)
             # Texts of a batch may have fewer drafts than the best number, which was timed.
-            size = min(timed for timed in (1, *SIZES) if timed >= largest.num_nodes)
+            size = TIMED[bisect_left(TIMED, largest.num_nodes)]
             self._policy.observe_time(largest._replace(num_nodes=size), num_tokens)
 
     def current(self) -> AdaptivePolicy:
@@ -194,4 +199,5 @@ class MemberPolicy:
         if self._num_chosen:  # the last step of a sequence is observed without having been chosen
             self._num_chosen -= 1
             self._batch.steps.append(step)
-        self._batch.current().observe_tokens(self.pending, step.tokens)
+        if self.pending:
+            self._batch.current().observe_tokens(self.pending, step.tokens)

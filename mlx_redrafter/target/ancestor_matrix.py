@@ -46,7 +46,7 @@ class BranchStates(NamedTuple):
         keys: Shape (B, H, N, K).
         updates: Shape (B, H, N, V).
         log_decays: Natural logarithm of G, the product of the gates of a node and its ancestors,
-            shape (B, H, N, 1).
+            shape (B, H, 1, N).
     """
 
     state: mx.array
@@ -70,14 +70,14 @@ def _array_after(
 ) -> mx.array:
     """Compute `BranchStates.array_after`; nodes and their mask are those of `Paths`."""
     nodes = nodes[:, None, :, None]
-    logs = mx.take_along_axis(log_decays, nodes, axis=2)
-    last = logs[..., -1:, :]
-    weights = _decay(last - logs)
+    logs = mx.take_along_axis(log_decays, nodes.swapaxes(2, 3), axis=3)
+    last = logs[..., -1:]
+    weights = _decays(last - logs)
     if is_node is not None:
         weights = mx.where(is_node[:, None, :, None], weights, 0.0)
     scaled = mx.take_along_axis(updates, nodes, axis=2) * weights
     added = scaled.swapaxes(2, 3) @ mx.take_along_axis(keys, nodes, axis=2)
-    return _decay(last) * state + added
+    return _decays(last) * state + added
 
 
 @mx.compile
@@ -102,7 +102,7 @@ def follow_updates(
     Returns:
         Results of the queries, shape (B, H, N, V), and `BranchStates.log_decays`.
     """
-    log_decays, quotients = _decays(log_gates, ancestors, keys, updates)
+    log_decays, quotients = _log_decays(log_gates, ancestors, keys, updates)
     read = _recall(queries, state, log_decays) + _weigh(queries, keys, quotients) @ _finite(updates)
     return read, log_decays
 
@@ -132,7 +132,7 @@ def follow_delta_rule(
     Returns:
         Results and updates, each of shape (B, H, N, V), and `BranchStates.log_decays`.
     """
-    log_decays, quotients = _decays(log_gates + 0.0 * strengths, ancestors, keys, values)
+    log_decays, quotients = _log_decays(log_gates + 0.0 * strengths, ancestors, keys, values)
     quotients_above = mx.where(above[:, None], quotients, 0.0)
     weights = -_finite(strengths) * _weigh(_finite(keys), keys, quotients_above)
     alone = _finite(strengths * (values - _recall(keys, state, log_decays)))
@@ -143,7 +143,7 @@ def follow_delta_rule(
     return read, updates, log_decays
 
 
-def _decays(
+def _log_decays(
     log_gates: mx.array, ancestors: mx.array, *inputs: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Compute the logarithms of the products of gates, and the quotients of these products.
@@ -154,30 +154,30 @@ def _decays(
         inputs: Arrays whose NaN or infinity spoils descendants, shape (B, H, N, any).
 
     Returns:
-        Logarithms of shape (B, H, N, 1), NaN for spoiled nodes, and quotients of shape
+        Logarithms of shape (B, H, 1, N), NaN for spoiled nodes, and quotients of shape
         (B, H, N, N), 0 for spoiled nodes and for nodes that are not ancestors.
     """
     for x in inputs:
         log_gates = log_gates + 0.0 * x.sum(axis=-1, keepdims=True)
     log_gates = mx.maximum(log_gates, MIN_LOG_GATE)
-    # A sum instead of a matrix product, which some devices round to fewer digits.
     ancestors = ancestors[:, None]
-    log_decays = mx.where(ancestors, log_gates.swapaxes(2, 3), 0.0).sum(axis=-1, keepdims=True)
-    quotients = mx.exp(log_decays - log_decays.swapaxes(2, 3))
+    # A sum instead of a matrix product, which some devices round to fewer digits.
+    log_decays = mx.where(ancestors.swapaxes(2, 3), log_gates, 0.0).sum(axis=2, keepdims=True)
+    quotients = mx.exp(log_decays.swapaxes(2, 3) - log_decays)
     return log_decays, _finite(mx.where(ancestors, quotients, 0.0))
 
 
-def _decay(logs: mx.array) -> mx.array:
-    """Return the exponentials of logarithms, shape (B, H, N, 1).
+def _decays(logs: mx.array) -> mx.array:
+    """Return the exponentials of logarithms of shape (B, H, 1, N), shape (B, H, N, 1).
 
-    Two changes of the shape keep `mx.compile` from computing each again for every number of a row.
+    Transposed afterwards, because `mx.compile` would compute each again for every number of a row.
     """
-    return mx.exp(logs[..., 0])[..., None]
+    return mx.exp(logs).swapaxes(2, 3)
 
 
 def _recall(queries: mx.array, state: mx.array, log_decays: mx.array) -> mx.array:
     """Query the states before the roots after their decay at each node."""
-    return _decay(log_decays) * (queries @ state.swapaxes(2, 3))
+    return _decays(log_decays) * (queries @ state.swapaxes(2, 3))
 
 
 def _weigh(queries: mx.array, keys: mx.array, quotients: mx.array) -> mx.array:

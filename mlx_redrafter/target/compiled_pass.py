@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, cast
 from weakref import WeakMethod
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.errors import first_line
@@ -107,6 +108,7 @@ class CompiledPasses:
 
     Args:
         process: Method that builds a pass.
+        model: The model whose passes it builds.
 
     Attributes:
         passes: The compiled passes, by kind.
@@ -116,10 +118,11 @@ class CompiledPasses:
         is_warming_up: Whether to compile a pass at its first use.
     """
 
-    def __init__(self, process: Process):
+    def __init__(self, process: Process, model: nn.Module):
         self.fault: str | None = None
         self.is_first_use = self.is_warming_up = False
         self._process = WeakMethod(process)  # its owner holds this object, too
+        self._model = model
         self._uses: Counter[tuple[Any, ...]] = Counter()
         self.passes: dict[PassKind, _CompiledPass] = {}
 
@@ -143,10 +146,11 @@ class CompiledPasses:
         if kind not in self.passes and not self._compile(kind, loan):
             return None
         compiled = self.passes[kind]
-        results = compiled(loan.inputs(cache.length_on_device))
-        for part, places in zip(cache.parts, compiled.returned, strict=True):
-            _give_back(part, places, results)
-        return results[: 3 if captured else 2]
+        results = iter(compiled(loan.inputs(cache.length_on_device)))
+        outputs = list(islice(results, 3 if captured else 2))
+        for part, returned in zip(cache.parts, compiled.returned, strict=True):
+            _give_back(part, returned, results)
+        return outputs
 
     def may_follow(
         self, tree: TokenTree, cache: TreeCache, captured: Sequence[int], max_length: int
@@ -175,7 +179,7 @@ class CompiledPasses:
     def _compile(self, kind: PassKind, loan: _Loan) -> bool:
         """Prepare a compiled pass; false if the model has a fault."""
         self.is_first_use = True
-        compiled = _CompiledPass(self._process, kind)
+        compiled = _CompiledPass(self._process, self._model, kind)
         if not self.passes:
             self.fault = compiled.find_fault(loan)
             if self.fault is not None:
@@ -253,14 +257,14 @@ class _CompiledPass:
     """A compiled pass.
 
     Attributes:
-        returned: For each part of a layer, the places of its arrays among the outputs; for a state
-            by class of what gives its arrays after a path; None for a layer that is not used.
+        returned: For each part of a layer, the number of its arrays among the outputs; for a state
+            by class of what gives its arrays after a path.
     """
 
-    def __init__(self, process: WeakMethod[Process], kind: PassKind):
+    def __init__(self, process: WeakMethod[Process], model: nn.Module, kind: PassKind):
         self.returned: list[Any] = []
         self._build = partial(_build_pass, process, kind, self.returned)
-        self._compiled = mx.compile(self._build)
+        self._compiled = mx.compile(partial(with_products, model, self._build))
 
     def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
         outputs: list[mx.array] = self._compiled(inputs)
@@ -279,6 +283,35 @@ class _CompiledPass:
                 if not mx.array_equal(found, wanted, equal_nan=True).item():
                     return "a compiled pass rounds in another way than its operations"
         return None
+
+
+def with_products(
+    model: nn.Module, build: Callable[[list[mx.array]], list[mx.array]], inputs: list[mx.array]
+) -> list[mx.array]:
+    """Build a pass with a `_MatrixProduct` in place of each linear layer of the model."""
+    layers = [one for one in model.modules() if type(one) is nn.Linear]
+    try:
+        for layer in layers:
+            layer.__class__ = _MatrixProduct
+        return build(inputs)
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.Linear
+
+
+class _MatrixProduct(nn.Linear):
+    """A linear layer as one operation.
+
+    mlx's layer transposes its weight, and its product of three axes by two makes MLX reshape inputs
+    and outputs. Here the transposed weight is a constant of three axes.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if x.ndim != 3 or x.shape[0] > 1:
+            return super().__call__(x)
+        matrix = self["weight"].T[None]
+        mx.eval(matrix)  # without a copy
+        return mx.addmm(self["bias"], x, matrix) if "bias" in self else x @ matrix
 
 
 def _build_pass(
@@ -305,25 +338,21 @@ def _build_pass(
     positions = TreePositions((step.length + depths)[None], None)
     # Padding nodes are embedded as token 0.
     found = build(mx.maximum(tokens, 0)[None], positions, layers, kind.captured)
-    outputs, places_of = [one for one in found if one is not None], dict[int, int]()
-
-    def place(array: mx.array) -> int:
-        if id(array) not in places_of:  # layers with a state share some arrays
-            places_of[id(array)] = len(outputs)
-            outputs.append(array)
-        return places_of[id(array)]
-
+    outputs = [one for one in found if one is not None]
     returned.clear()
     records = iter(step.records)
     for part in flat(layers):
-        if isinstance(part, TracedEntries):
-            returned.append(list(map(place, part.outputs())))
-        elif part is None:
-            returned.append(None)
-        else:
+        if isinstance(part, RecurrentCache):
             after = next(records).after
             assert isinstance(after, BranchedState)
-            returned.append([(type(one), list(map(place, one))) for one in after.parts])
+            returned.append([(type(one), len(list(one))) for one in after.parts])
+            outputs += chain.from_iterable(after.parts)
+        elif isinstance(part, TracedEntries):
+            own = part.outputs()
+            returned.append(len(own))
+            outputs += own
+        else:
+            returned.append(0)  # never used
     return outputs
 
 
@@ -403,11 +432,10 @@ def _make_layer(kind: LayerKind, step: TracedPass, lent: Iterator[mx.array]) -> 
     return layer
 
 
-def _give_back(part: LayerCache, places: Any, results: Sequence[mx.array]) -> None:
-    """Give a cache the results at its places of `_CompiledPass.returned`."""
+def _give_back(part: LayerCache, returned: Any, results: Iterator[mx.array]) -> None:
+    """Give a cache the next results, as many as `_CompiledPass.returned` says."""
     if isinstance(part, RecurrentCache):
-        states = [make(*(results[i] for i in own)) for make, own in places]
-        part.branch(BranchedState(states))
-    elif places is not None:
+        part.branch(BranchedState([make(*islice(results, count)) for make, count in returned]))
+    elif returned:
         assert isinstance(part, FullCache)
-        part.take_back(*(results[i] for i in places))
+        part.take_back(*islice(results, returned))

@@ -293,6 +293,8 @@ def capture_input(call: MethodType, *args: Any, **kwargs: Any) -> Any:
 
 def _nodes_as_batch(x: mx.array) -> mx.array:
     """Reshape (B, H, N, D) to (B N, H, 1, D)."""
+    if x.shape[0] == 1:
+        return x.swapaxes(0, 2)
     if x.shape[2] == 1:
         return x
     return x.swapaxes(1, 2).reshape(-1, x.shape[1], 1, x.shape[3])
@@ -300,6 +302,8 @@ def _nodes_as_batch(x: mx.array) -> mx.array:
 
 def _nodes_as_rows(x: mx.array, num_texts: int) -> mx.array:
     """Reshape (B N, H, 1, D) back to (B, H, N, D)."""
+    if num_texts == 1:
+        return x.swapaxes(0, 2)
     if x.shape[0] == num_texts:
         return x
     return x.reshape(num_texts, -1, x.shape[1], x.shape[3]).swapaxes(1, 2)

@@ -138,7 +138,7 @@ class Target:
         self.has_buckets = pays_on_device(self.dtype)
         if self.has_buckets:
             install_in_attention(model, attend_with_additive_mask)
-        self.compiled = CompiledPasses(self._process_trees) if waits_for_host() else None
+        self.compiled = CompiledPasses(self._process_trees, model) if waits_for_host() else None
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:

@@ -38,8 +38,6 @@ class Preparation:
     Attributes:
         request: The request, fitted to the target's context and the length of an earlier drafter.
         student: The drafter; a new one has no weights until `run`.
-        cache: The teacher cache.
-        target_fingerprint: Fingerprint of the target's weights.
         start_fingerprint: Fingerprint of the earlier drafter's weights, None for a new drafter.
     """
 

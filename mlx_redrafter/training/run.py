@@ -41,10 +41,7 @@ def train_drafter(
 ) -> TrainingResult | None:
     """Train a drafter and write it to ``request.out``; return it, or None for a dry run.
 
-    Args:
-        request: The request.
-        reporter: Receiver of progress and messages.
-        on_begin: Called after all checks, before the first file is written.
+    ``on_begin`` is called after all checks, before the first file is written.
 
     Raises:
         RedrafterError: The files, the target, the options, the disk or the memory do not allow the

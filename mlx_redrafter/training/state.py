@@ -25,7 +25,6 @@ class CurvePoint:
     """One measurement of the training curve.
 
     Attributes:
-        step: Number of steps done.
         seconds: Training time so far, in seconds.
         loss: Mean loss since the last measurement, not comparable between recipes, in nats.
         tokens_per_step: Simulated tokens per step on held-out texts, with chains of ``L - 1``
@@ -44,8 +43,6 @@ class TrainingProgress:
 
     Attributes:
         num_evaluations: Number of measurements of the whole run, the first one left out.
-        step: Number of steps done.
-        seconds: Training time so far, in seconds.
         best: Maximum tokens per step measured so far, at ``best_step``.
         since_best: Number of measurements without improvement in the second half of the run.
         loss_sum: Sum of the ``loss_count`` losses since the last measurement, in nats.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -37,14 +37,8 @@ LOGITS_BYTES = 2**27
 OnTokens = Callable[[int], None]
 
 
-class TokenOutputs(NamedTuple):
-    """The target's outputs at n tokens, with the axes and dtypes of `Shard`."""
-
-    hidden: NDArray[np.float16]
-    top_ids: NDArray[np.int32]
-    top_log_probs: NDArray[np.float16]
-    tail: NDArray[np.float32]
-    states: NDArray[np.float16]
+# The target's outputs at tokens, by the names of `Shard`, with its axes and dtypes.
+TokenOutputs = dict[str, NDArray[Any]]
 
 
 def fill_cache(
@@ -92,13 +86,13 @@ def read_sequences(
     """Compute hidden states, inputs of layers and most probable next tokens at every token."""
     total = sum(map(len, sequences))
     k = min(k, target.vocab_size)
-    outputs = TokenOutputs(
-        np.zeros((total, target.hidden_size), np.float16),
-        np.zeros((total, k), np.int32),
-        np.zeros((total, k), np.float16),
-        np.zeros((total,), np.float32),
-        np.zeros((total, len(layers) * target.hidden_size), np.float16),
-    )
+    outputs: TokenOutputs = {
+        "hidden": np.zeros((total, target.hidden_size), np.float16),
+        "top_ids": np.zeros((total, k), np.int32),
+        "top_log_probs": np.zeros((total, k), np.float16),
+        "tail": np.zeros((total,), np.float32),
+        "states": np.zeros((total, len(layers) * target.hidden_size), np.float16),
+    }
     starts = np.cumsum([0, *map(len, sequences)])
     # Batches of similar length: shorter sequences are padded on the right, and no token before the
     # padding attends to it.
@@ -106,17 +100,17 @@ def read_sequences(
     for first in range(0, len(order), BATCH_SEQUENCES):
         rows = order[first : first + BATCH_SEQUENCES]
         _read_batch(target, sequences, starts, rows, layers, outputs)
-    if not np.isfinite(outputs.hidden).all() or not np.isfinite(outputs.tail).all():
+    if not np.isfinite(outputs["hidden"]).all() or not np.isfinite(outputs["tail"]).all():
         raise NonFiniteError(
             "expected finite hidden states and logits within float16 from the target, found NaN, "
             "infinity or larger values; this model cannot be used as a teacher"
         )
-    if not np.isfinite(outputs.states).all():
+    if not np.isfinite(outputs["states"]).all():
         raise NonFiniteError(
             f"expected finite inputs of layers {list(layers)} within float16 from the target, "
             "found NaN, infinity or larger values; train a head that reads its last hidden state"
         )
-    arrays = {name: mx.array(value) for name, value in outputs._asdict().items()}
+    arrays = {name: mx.array(value) for name, value in outputs.items()}
     shard = Shard(**pack_sequences(sequences), **arrays)
     return shard if layers else replace(shard, states=None)
 
@@ -135,17 +129,17 @@ def _read_batch(
         padded[index, : len(sequences[row])] = sequences[row].tokens
     chunk = max(1, min(MAX_CHUNK_TOKENS, LOGITS_BYTES // 4 // target.vocab_size) // len(rows))
     cache = target.new_cache().stock
-    k = outputs.top_ids.shape[1]
+    k = outputs["top_ids"].shape[1]
     for begin in range(0, longest, chunk):
         tokens = mx.array(padded[:, begin : begin + chunk])
         found = summarise(target.compute(tokens, cache, layers), k)
-        size = found.hidden.shape[1]
+        size = found["hidden"].shape[1]
         for index, row in enumerate(rows):
             count = min(size, len(sequences[row]) - begin)
             if count > 0:
                 where = slice(starts[row] + begin, starts[row] + begin + count)
-                for name, values in found._asdict().items():
-                    getattr(outputs, name)[where] = values[index, :count]
+                for name, values in found.items():
+                    outputs[name][where] = values[index, :count]
 
 
 def summarise(outputs: TargetOutputs, k: int) -> TokenOutputs:
@@ -164,12 +158,13 @@ def summarise(outputs: TargetOutputs, k: int) -> TokenOutputs:
     if k == vocab:
         tail = mx.zeros_like(tail)
     tail = tail + 0.0 * log_probs[:, 0]  # NaN stays NaN
-    arrays = (
-        hidden.astype(mx.float16),
-        best.indices.astype(mx.int32).reshape(batch, size, k),
-        mx.maximum(log_probs, IMPOSSIBLE).astype(mx.float16).reshape(batch, size, k),
-        tail.reshape(batch, size),
-        states.astype(mx.float16),
-    )
+    log_probs = mx.maximum(log_probs, IMPOSSIBLE)
+    arrays = {
+        "hidden": hidden.astype(mx.float16),
+        "top_ids": best.indices.astype(mx.int32).reshape(batch, size, k),
+        "top_log_probs": log_probs.astype(mx.float16).reshape(batch, size, k),
+        "tail": tail.reshape(batch, size),
+        "states": states.astype(mx.float16),
+    }
     mx.eval(arrays)
-    return TokenOutputs(*(np.array(array) for array in arrays))
+    return {name: np.array(array) for name, array in arrays.items()}

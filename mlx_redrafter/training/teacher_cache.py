@@ -71,7 +71,6 @@ class TeacherCache:
     """A folder of shards.
 
     Args:
-        folder: Folder of the shards and the manifest.
         identity: Target, texts and options that the cache depends on, as strings and numbers by
             name.
     """

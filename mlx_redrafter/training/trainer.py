@@ -89,12 +89,9 @@ class Optimiser:
 
     def arrays(self) -> Arrays:
         """Return weights, optimiser state and averaged weights by name."""
-        flat = dict(tree_flatten(self.adam.state))
-        return {
-            **{f"weights.{name}": value for name, value in self._trainable_parameters().items()},
-            **{f"optimiser.{name}": value for name, value in flat.items()},
-            **{f"average.{name}": value for name, value in self.average.items()},
-        }
+        weights = self.network.trainable_parameters()
+        state = {"weights": weights, "optimiser": self.adam.state, "average": self.average}
+        return dict(tree_flatten(state))
 
     def restore(self, arrays: Arrays) -> None:
         """Restore the state that `arrays` returned."""
@@ -204,10 +201,7 @@ class Trainer:
         return self.student.with_weights(self.best)
 
     def save(self) -> None:
-        arrays = {
-            **self._optimiser.arrays(),
-            **{f"best.{name}": value for name, value in self.best.items()},
-        }
+        arrays = self._optimiser.arrays() | dict(tree_flatten({"best": self.best}))
         save_state(self.request.state_folder, arrays, self.progress, self.identity)
         self._saved_at = time.monotonic()
 

@@ -23,18 +23,12 @@ class TrainingRequest:
 
     Attributes:
         model: Folder or hub repository of the target.
-        out: Folder of the drafter.
         data: Files of texts, chats or prompts.
-        prompts: Files of prompts.
         cache: Folder of the teacher cache, by default inside ``out``. Runs with the same target,
             files and data options may share a cache.
-        adapter_path: LoRA adapter of the target.
         trust_remote_code: Whether to run code from the target's checkpoint.
-        resume: Whether to continue a run that was begun in ``out``.
         dry_run: Whether to stop before anything is written, once time, disk and memory are known.
-        data_options: Options of the texts.
         network: Shape of a new drafter, or an earlier drafter.
-        training: Options of the optimisation.
     """
 
     model: str

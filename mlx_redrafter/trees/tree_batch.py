@@ -30,8 +30,10 @@ class TreeBatch:
 
     def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):
         self.drafts = drafts
-        self.max_depths = [_max_depth(one) for one in drafts]
-        self.size = max(map(tree_size, drafts)) if size is None else size
+        self.max_depths = [
+            one.max_depth if isinstance(one, TokenTree) else one.size - 1 for one in drafts
+        ]
+        self.size = max([one.size for one in drafts]) if size is None else size
 
     def __len__(self) -> int:
         return len(self.drafts)
@@ -44,13 +46,16 @@ class TreeBatch:
     def has_padding(self) -> bool:
         """Whether some node is padding, or may be."""
         return any(
-            tree_size(one) < self.size or (isinstance(one, TokenTree) and one.num_nodes < one.size)
+            one.size < self.size or (isinstance(one, TokenTree) and one.num_nodes < one.size)
             for one in self.drafts
         )
 
     @cached_property
     def tokens(self) -> mx.array:
         """Token ids, int32, shape (B, N)."""
+        if self.size == 1 and not any(self.max_depths):
+            roots = [one.tokens if isinstance(one, TokenTree) else one for one in self.drafts]
+            return mx.concatenate(roots)[:, None]
         return self._stacked("tokens", NO_TOKEN)
 
     @cached_property
@@ -76,7 +81,7 @@ class TreeBatch:
         for one in self.drafts:
             if isinstance(one, TokenTree) and one.known is None:
                 return to_rows(self.parents)
-            known: Sequence[int] = range(tree_size(one) - 1)
+            known: Sequence[int] = range(one.size - 1)
             if isinstance(one, TokenTree):
                 known = one.known.parents if one.known else []
             read.append([0, *known, *[0] * (self.size - 1 - len(known))])
@@ -99,15 +104,6 @@ class TreeBatch:
             if missing := self.size - parts[-1].shape[0]:
                 parts.append(mx.full((missing,), padding, dtype=mx.int32))
         return mx.concatenate(parts).reshape(len(self), self.size)
-
-
-def tree_size(drafts: mx.array | TokenTree) -> int:
-    """Return the number of nodes of a tree, or of tokens that follow each other."""
-    return drafts.size if isinstance(drafts, TokenTree) else drafts.shape[0]
-
-
-def _max_depth(drafts: mx.array | TokenTree) -> int:
-    return drafts.max_depth if isinstance(drafts, TokenTree) else drafts.shape[0] - 1
 
 
 # Depth and parent of a token alone, made once.

@@ -69,7 +69,7 @@ def test_compare(folders, tmp_path):
     assert "top_n w4 l5 n9" in text
     result = json.loads(out.read_text())
     assert len(result["runs"]) == 6 * 2 * 2
-    assert {row["num_different"] for row in result["found"]["rows"]} == {0}
+    assert {row["num_different"] for row in result["rows"]} == {0}
     assert all(line in text for line in result["disturbances"])
     run("compare", *options, "--repeats", 2, "--stock-draft-model", target, "--resume")
     assert len(json.loads(out.read_text())["runs"]) == 6 * 2 * 2
@@ -82,7 +82,7 @@ def test_compare_at_a_temperature(folders, tmp_path):
     out = tmp_path / "c.json"
     text = run("compare", *options, "--repeats", 1, "--temp", 0.9, "-o", out)
     assert "beam w4 l5" in text
-    rows = {row["arm"]: row for row in json.loads(out.read_text())["found"]["rows"]}
+    rows = {row["arm"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows["auto"]["num_different"] == rows["beam w4 l5"]["num_different"] == 0
 
 

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from mlx_redrafter import load
 from mlx_redrafter.bench.lab import cases
+from mlx_redrafter.bench.lab.arms import run
 from mlx_redrafter.bench.lab.cases import make_cases, ordinary_tokens, random_twin
 from mlx_redrafter.bench.lab.guard import MIN_TOKENS, GuardCase, guard, judge
 from mlx_redrafter.bench.recording import Recording
@@ -23,7 +24,6 @@ from mlx_redrafter.bench.runs import (
     Turn,
     drafted_arm,
     plain_arm,
-    run,
 )
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError

@@ -67,7 +67,9 @@ def test_tables_of_cases_and_of_a_given_one(tmp_path):
 
 def test_comparison_with_and_without(folders, tmp_path, monkeypatch):
     # Times of tiny models are of no use, and take most of the time.
-    monkeypatch.setattr("mlx_redrafter.bench.turns.time_shapes", lambda *_: None)
+    monkeypatch.setattr(
+        "mlx_redrafter.bench.lab.commands.predraft_speed.time_shapes", lambda *_: None
+    )
     target, drafter = folders
     prompts, out = tmp_path / "p.txt", tmp_path / "c.json"
     prompts.write_text("abc abc")
@@ -77,5 +79,5 @@ def test_comparison_with_and_without(folders, tmp_path, monkeypatch):
     result = json.loads(out.read_text())
     fixed = "top_n w4 l5 n9, predrafted"
     assert result["hits"][fixed]["passes"] > 0
-    different = {row["arm"]: row["num_different"] for row in result["found"]["rows"]}
+    different = {row["arm"]: row["num_different"] for row in result["rows"]}
     assert different[fixed] == different["auto, predrafted"] == 0

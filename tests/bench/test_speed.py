@@ -57,7 +57,7 @@ def test_a_process_and_a_server_in_all_settings(
     assert result["runs"] == json.loads(before)["runs"]
     rows = [row for row in result["rows"] if not row["category"]]
     assert len({row["setting"] for row in rows}) == 4
-    assert {row["method"] for row in rows} == {"plain", "auto", "ours (server)"}
+    assert {row["arm"] for row in rows} == {"plain", "auto", "ours (server)"}
     assert [row["num_different"] for row in rows] == [0] * len(rows)
     assert all(row["tokens_per_step"] >= 1 for row in rows)
     assert {one["prompt_tokens"] for one in result["runs"]} == {60}

@@ -34,18 +34,18 @@ def test_every_method_with_several_texts_and_after_a_power_cut(folders, tmp_path
     result = json.loads(out.read_text())
     assert result["kind"] == "throughput"
     assert result["runs"][: len(before)] == before
-    rows = [(row["batch_size"], row["method"]) for row in result["rows"]]
+    rows = [(row["batch_size"], row["arm"]) for row in result["rows"]]
     assert len(set(rows)) == len(rows) == 8
     for row in result["rows"]:
         assert row["num_different"] == 0
         assert row["tokens_per_second"]["median"] > 0
-        if row["method"] == "mlx-lm":
+        if row["arm"] == "mlx-lm":
             assert row["speedup"]["median"] == 1
 
 
 def test_a_table_has_a_column_for_each_number_of_texts():
     row = {
-        "method": "auto",
+        "arm": "auto",
         "batch_size": 2,
         "tokens_per_second": {"median": 100.0},
         "speedup": {"median": 1.25},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -20,7 +19,6 @@ CONFIG = {
     "num_lookback_tokens": -1,
     "rnn": True,
 }
-LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 
 def shapes(config: Mapping[str, object] = CONFIG) -> dict[str, tuple[int, ...]]:
@@ -93,10 +91,9 @@ def numbers(values: tuple[int, ...]) -> bytes:
     return b"(" + b"".join(number(value) for value in values) + b"t"
 
 
-def storage(key: str, size: int, kind: str = "FloatStorage", is_legacy: bool = False) -> bytes:
-    view = b"N" if is_legacy else b""
+def storage(key: str, size: int, kind: str = "FloatStorage") -> bytes:
     identity = text("storage") + f"ctorch\n{kind}\n".encode() + text(key) + text("cpu")
-    return b"(" + identity + number(size) + view + b"tQ"
+    return b"(" + identity + number(size) + b"tQ"
 
 
 def tensor(
@@ -118,11 +115,11 @@ def state_dict(items: Mapping[str, bytes]) -> bytes:
     return b"\x80\x02ccollections\nOrderedDict\n)R(" + body + b"u."
 
 
-def pickled(values: Mapping[str, np.ndarray], is_legacy: bool = False) -> bytes:
+def pickled(values: Mapping[str, np.ndarray]) -> bytes:
     return state_dict(
         {
             name: tensor(
-                storage(str(i), value.size, is_legacy=is_legacy),
+                storage(str(i), value.size),
                 value.shape,
                 contiguous(value.shape),
             )
@@ -142,22 +139,11 @@ def write_zip(
             archive.writestr(f"model/{name}", content)
 
 
-def legacy_bytes(pickle_bytes: bytes, values: Mapping[str, np.ndarray]) -> bytes:
-    """The format from before PyTorch 1.6."""
-    system = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
-    keys = [str(i) for i in range(len(values))]
-    head = [pickle.dumps(part, 2) for part in (LEGACY_MAGIC, 1001, system)]
-    stored = [struct.pack("<q", value.size) + value.tobytes() for value in values.values()]
-    return b"".join([*head, pickle_bytes, pickle.dumps(keys, 2), *stored])
-
-
 def write_checkpoint(folder: Path, file_format: str, config: Mapping[str, object] = CONFIG) -> None:
-    """A whole checkpoint: "safetensors", "zip" or "legacy"."""
+    """A whole checkpoint: "safetensors" or "zip"."""
     write_config(folder, config)
     values = tensors(config)
     if file_format == "safetensors":
         (folder / "model.safetensors").write_bytes(safetensors_bytes(values))
-    elif file_format == "zip":
-        write_zip(folder / "pytorch_model.bin", pickled(values), values)
     else:
-        (folder / "model.pt").write_bytes(legacy_bytes(pickled(values, is_legacy=True), values))
+        write_zip(folder / "pytorch_model.bin", pickled(values), values)

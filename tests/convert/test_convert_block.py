@@ -73,7 +73,7 @@ def test_what_a_block_drafter_cannot_have_is_refused(
     source = published(tmp_path / "source", next(iter(LAYOUTS)))
     with pytest.raises(ConfigError, match="is not for a block drafter"):
         convert_drafter(source, tmp_path / "out", ConversionOptions(rnn_activation="silu"))
-    shown = run(capsys, "convert", "inspect", source)
+    shown = run(capsys, "convert", source)
     assert "mask_token_id" in shown.out
     values = read_config(source)
     broken = {**values, "num_hidden_layers": 7}

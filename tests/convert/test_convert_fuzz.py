@@ -25,7 +25,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.medusa import load as load_medusa
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from tests.convert import handmade
-from tests.convert.handmade import state_dict, text
+from tests.convert.handmade import text
 
 MAX_SECONDS = 3.0
 SMALL = {**handmade.CONFIG, "hidden_size": 2, "exit_dim": 3, "vocab_size": 5, "num_draft_layers": 1}
@@ -33,7 +33,6 @@ CALL = b"cposix\nsystem\n(" + text("touch executed") + b"tR"
 FILES = {
     "safetensors": "model.safetensors",
     "zip": "pytorch_model.bin",
-    "legacy": "model.pt",
     "medusa": "medusa_lm_head.pt",
 }
 MEDUSA = "medusa"
@@ -98,12 +97,6 @@ SEEDS: dict[str, tuple[str, bytes, Callable[[bytes], bytes]]] = {
     "zip, hostile": ("zip", zipped(HOSTILE), unchanged),
     "pickle": ("zip", handmade.pickled(VALUES), zipped),
     "pickle, hostile": ("zip", HOSTILE, zipped),
-    "legacy": (
-        "legacy",
-        handmade.legacy_bytes(handmade.pickled(VALUES, is_legacy=True), VALUES),
-        unchanged,
-    ),
-    "legacy, hostile": ("legacy", handmade.legacy_bytes(state_dict({"x": CALL}), {}), unchanged),
 }
 HEADS_IN_SAFETENSORS = handmade.safetensors_bytes(HEADS)
 MEDUSA_SEEDS: dict[str, tuple[str, bytes, Callable[[bytes], bytes]]] = {

@@ -54,13 +54,14 @@ def refusal(folder: Path) -> str:
 
 
 def refused_pickle(folder: Path, content: bytes) -> str:
-    """The message for a pickle, the same in both of torch's formats."""
+    """The message for a pickle in an archive."""
     handmade.write_zip(folder / "pytorch_model.bin", content, {})
-    in_zip = refusal(folder)
-    (folder / "pytorch_model.bin").unlink()
-    (folder / "model.pt").write_bytes(handmade.legacy_bytes(content, {}))
-    refusal(folder)
-    return in_zip
+    return refusal(folder)
+
+
+def test_a_pickle_without_an_archive(source: Path) -> None:
+    (source / "model.pt").write_bytes(pickle.dumps({"x": 1}, 2))
+    assert "before PyTorch 1.6; save it again" in refusal(source)
 
 
 class Evil:
@@ -266,7 +267,6 @@ def test_truncated_files(source: Path) -> None:
     for file_format, name in (
         ("safetensors", "model.safetensors"),
         ("zip", "pytorch_model.bin"),
-        ("legacy", "model.pt"),
     ):
         handmade.write_checkpoint(source, file_format)
         content = (source / name).read_bytes()

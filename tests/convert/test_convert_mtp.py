@@ -92,7 +92,7 @@ def test_out_of_a_models_own_files(
     assert "probably trained for another model" in conversion.warnings[0]
     kind = "an MTP module of a model of type 'mimo', written by this converter, for 'own'"
     assert inspect_checkpoint(out).kind == kind
-    shown = run(capsys, "convert", "inspect", out).out
+    shown = run(capsys, "convert", out).out
     assert kind in " ".join(shown.split())
     assert "vocab_size: 512" in shown
     assert "--drafter FOLDER" in (out / "README.md").read_text()

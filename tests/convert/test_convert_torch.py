@@ -19,10 +19,10 @@ from mlx_redrafter.convert.conversion import convert_drafter  # noqa: E402
 from mlx_redrafter.convert.conversion_options import ConversionOptions  # noqa: E402
 from mlx_redrafter.draft_plan import DraftShape  # noqa: E402
 from mlx_redrafter.proposers.redrafter import load as load_drafter  # noqa: E402
-from mlx_redrafter.proposers.redrafter.beam import expand  # noqa: E402
 from mlx_redrafter.proposers.redrafter.network import Drafter  # noqa: E402
 from tests.convert import handmade  # noqa: E402
 from tests.convert.published import PublishedDrafter  # noqa: E402
+from tests.helpers.recurrent_search import expand  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tensorrt": {**BASE, "exit_dim": 24},
     "tensorrt-sum": {**BASE, "exit_dim": 32, "rnn": False},
 }
-FORMATS = ("safetensors", "sharded", "zip", "legacy", "zip-sharded", "parameters", "views")
+FORMATS = ("safetensors", "sharded", "zip", "zip-sharded", "parameters", "views")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -79,8 +79,6 @@ def write(folder: Path, state_dict: dict[str, torch.Tensor], file_format: str) -
         (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": owners}))
     elif file_format == "zip":
         torch.save(state_dict, folder / "pytorch_model.bin")
-    elif file_format == "legacy":
-        torch.save(state_dict, folder / "model.pt", _use_new_zipfile_serialization=False)
     elif file_format == "parameters":  # a training checkpoint of nn.Parameters
         parameters = {name: torch.nn.Parameter(value) for name, value in state_dict.items()}
         wrapped = {"state_dict": parameters, "epoch": 3, "lr": 1e-3, "betas": (0.9, 0.95)}
@@ -177,7 +175,7 @@ def check_beams(drafter: Drafter, published: PublishedDrafter) -> None:
         own_root, own_hidden = mx.array([root], dtype=mx.int32), mx.array(hidden.numpy())
         expansion = expand(
             drafter,
-            drafter.input_of(lambda ids: embedding[ids]),
+            lambda ids: embedding[ids],
             own_hidden,
             own_root,
             shape,

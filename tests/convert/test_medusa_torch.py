@@ -110,8 +110,7 @@ def written(folder: Path, layout: str) -> list[torch.Tensor]:
         if "safetensors" in layout:
             save_file(heads.state_dict(), folder / "medusa_lm_head.safetensors")
         else:
-            options = {"_use_new_zipfile_serialization": "legacy" not in layout}
-            torch.save(heads.state_dict(), folder / "medusa_lm_head.pt", **options)
+            torch.save(heads.state_dict(), folder / "medusa_lm_head.pt")
         heads = heads.float()
         found = [head(hidden) for head in heads]
     (folder / "config.json").write_text(json.dumps(config))
@@ -134,7 +133,6 @@ def assert_equal(network: Medusa, expected: list[torch.Tensor]) -> None:
 LAYOUTS = (
     "pt",
     "pt, bfloat16",
-    "pt, legacy",
     "pt, two blocks",
     "pt, no block",
     "safetensors",

@@ -75,9 +75,6 @@ def _options() -> dict[tuple[str, ...], set[str]]:
         words: {"--help", *(option for one in command.params for option in one.opts)}
         for words, command in commands.items()
     }
-    for *outer, inner in filter(None, list(found)):
-        if inner == "run":  # what `convert` does without the name of a further command
-            found[tuple(outer)] |= found[*outer, inner]
     for name in NAMES:
         found["lab", name] = set(re.findall(r"--[a-z-]+", make_parser(name)[1].format_help()))
     return found

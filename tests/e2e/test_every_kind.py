@@ -303,7 +303,7 @@ def test_check_and_compare(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Times of tiny models are of no use, and take most of the time.
-    monkeypatch.setattr("mlx_redrafter.bench.turns.time_shapes", lambda *_: None)
+    monkeypatch.setattr("mlx_redrafter.bench.speed.time_shapes", lambda *_: None)
     pair = ("--model", target, "--drafter", drafter, "--temp", 0.8, "-m", 6)
     result = run(capsys, "check", *pair, "-p", PROMPTS[0], "-p", PROMPTS[1])
     is_block = find_kind(drafter) is block
@@ -315,7 +315,7 @@ def test_check_and_compare(
     options = ("--prompts", tmp_path / "prompts.txt", "--repeats", 1, "-o", out)
     result = run(capsys, "bench", "compare", *pair, *options)
     assert result.code == 0, result.err
-    rows = json.loads(out.read_text())["found"]["rows"]
+    rows = json.loads(out.read_text())["rows"]
     assert {row["num_different"] for row in rows if "auto" in row["arm"]} == {0}
 
 
@@ -331,7 +331,7 @@ def test_a_new_kind_needs_a_folder_and_an_entry(
     plain = run(capsys, "generate", *pair, "--drafter", "none", "--json")
     assert (drafted.code, drafted.err) == (0, "")
     assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
-    inspected = run(capsys, "convert", "inspect", folder)
+    inspected = run(capsys, "convert", folder)
     assert inspected.code == 0
     assert f"{toy.NAME}, which `load` reads as it is" in " ".join(inspected.out.split())
     refused = run(capsys, "convert", folder, tmp_path / "out")

@@ -52,7 +52,6 @@ COMMANDS: dict[str, list[str]] = {
     "check": ["--model", "model", "--drafter", "drafter", "-p", "Hi", "-m", "2"],
     "train": ["--model", "model", "--data", "text.txt", "--out", "new"],
     "convert": ["drafter", "new", "-q", "--q-group-size", "32"],
-    "convert inspect": ["drafter"],
     "bench sweep": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench compare": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],
     "bench speed": ["--model", "model", "--drafter", "drafter", "--prompts", "text.txt"],

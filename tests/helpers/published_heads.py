@@ -83,6 +83,10 @@ SPECULATORS: dict[str, dict[str, Any]] = {
         "speculators_config": {"proposal_methods": [{"speculative_tokens": 1 + NUM_DRAFTS}]},
     },
 }
+SPECULATORS["parallel windows"] = {
+    **SPECULATORS["parallel"],
+    "transformer_layer_config": _layer("qwen3", "sf", _DEFAULT),
+}
 for _config in SPECULATORS.values():
     _config |= {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 

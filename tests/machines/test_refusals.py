@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,3 +153,17 @@ def test_options_for_one_machine_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     mx.eval(model(mx.array([[1, 2]]), cache=filled))
     with pytest.raises(ConfigError, match="which the other machines lack"):
         target.new_cache(filled)
+
+
+def test_a_rank_that_nobody_joins_ends_with_one_line(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([["there:1"], ["here:2"]]))
+    waits = "import time\nfrom mlx_redrafter.cli import machines\nmachines.START_SECONDS = 0.1\n"
+    waits += "with machines._limited():\n    time.sleep(60)\n"
+    variables = {**os.environ, "MLX_RANK": "1", "MLX_HOSTFILE": str(hosts)}
+    ended = subprocess.run(
+        [sys.executable, "-c", waits], env=variables, stderr=subprocess.PIPE, text=True
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("redrafter-mlx: rank 0 (there) did not connect within 0.1 s; ")
+    assert ended.stderr.count("\n") == 1

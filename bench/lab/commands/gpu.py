@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
+from mlx_redrafter.bench.lab.arms import compared_arms, decode_in_turns, make_turns
 from mlx_redrafter.bench.lab.options import (
     add_out,
     add_pair,
@@ -25,7 +26,7 @@ from mlx_redrafter.bench.lab.options import (
 )
 from mlx_redrafter.bench.report import summarise
 from mlx_redrafter.bench.runs import STOCK, Arm, TimedRun, drafted_arm
-from mlx_redrafter.bench.turns import compared_arms, decode_in_turns, make_turns, reference_arm
+from mlx_redrafter.bench.turns import reference_arm
 from mlx_redrafter.cli.bench_output import parse_shapes, parse_temps, progress, show
 from mlx_redrafter.machines.leading import target_of
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from functools import partial
 
+from mlx_redrafter.bench.lab.arms import compared_arms, decode_in_turns, make_turns
 from mlx_redrafter.bench.lab.options import (
     add_out,
     add_pair,
@@ -20,9 +22,9 @@ from mlx_redrafter.bench.lab.options import (
     make_settings,
     read_given_prompts,
 )
-from mlx_redrafter.bench.report import num_different
+from mlx_redrafter.bench.report import num_different, summarise
 from mlx_redrafter.bench.runs import AUTO, drafted_arm
-from mlx_redrafter.bench.turns import arm_name, compare, compared_arms
+from mlx_redrafter.bench.turns import arm_name, reference_arm, time_shapes
 from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, speed_table, warn
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.speculate_ahead import Hits, SpeculateAhead
@@ -56,10 +58,12 @@ def run(arguments: Namespace) -> None:
     shapes = {arm_name(plan): plan.options for plan in PLANS}
     recording = begin_recording("compare", arguments, drafter, encoded, shapes=shapes, **more)
     with progress("Turns") as on_progress:
-        rows, _ = compare(
-            arms, settings, encoded, arguments.repeats, recording, arguments.cool_down, on_progress
-        )
-    recording.finish(found=recording.result["found"], hits=hits)
+        turns = make_turns(encoded, arguments.repeats)
+        longest = max(len(prompt.ids) for prompt in encoded)
+        prepare = partial(time_shapes, settings, longest, recording)
+        decode_in_turns(arms, turns, recording, arguments.cool_down, on_progress, prepare)
+    rows = summarise(recording.runs, reference_arm(settings))
+    recording.finish(rows=rows, hits=hits)
     show(speed_table(rows, "all prompts"))
     for name, count in hits.items():
         show(f"{name}: {count.foreseen} of {count.passes} outcomes were drafted for")

@@ -19,13 +19,12 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
+from mlx_redrafter.proposers.block.levels import search_slots
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.factorised import ranked_slots
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.proposers.yarn import complete_yarn
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.trees.tree import TokenTree
@@ -167,8 +166,7 @@ class ParallelDrafting(KvDrafting[Eagle]):
 
     Source: speculators' ``models/peagle/core.py``. The entry of a depth after the first is that of
     the mask token and of ``mask_hidden``, in place of a draft and of its feature. So the drafts of
-    a depth do not depend on those above. A window counts from the root here, and from each depth
-    in speculators, which differs by the farthest entries alone.
+    a depth do not depend on those above. Its window ends with it.
     """
 
     is_joint = False
@@ -181,7 +179,7 @@ class ParallelDrafting(KvDrafting[Eagle]):
         rank: NoiseRank | None,
     ) -> Expansion:
         scores = self.scores(flights[0], shape.levels)
-        return search_all(ranked_slots(scores[None], rank, self.network.to_token_ids), shape)
+        return search_slots(scores[None], None, shape, rank, self.network.to_token_ids)
 
     def scores(self, flight: PendingPass, count: int) -> mx.array:
         """Compute log-probabilities of the tokens of the first depths, shape (``count``, V)."""
@@ -191,8 +189,9 @@ class ParallelDrafting(KvDrafting[Eagle]):
             hidden = network.mask_hidden[0]
             features = network.fuse(mx.broadcast_to(hidden, (masked, hidden.shape[-1])))
             chain = TokenTree.chain(tokens, masked)
-            level = self.lineage_after(flight).start_at_nodes(chain)
-            outputs.append(self.read_level(features, tokens, *level))
+            mask, positions = self.lineage_after(flight).start_at_nodes(chain)
+            mask = mask._replace(moved=1 + chain.depths[:, None])
+            outputs.append(self.read_level(features, tokens, mask, positions))
         logits = network.logits(mx.concatenate(outputs), self.target)
         return log_probs(logits, network.num_rows)
 

@@ -31,28 +31,31 @@ class DraftMask(NamedTuple):
     """The entries that the beams of a level attend to.
 
     Attributes:
-        committed: Committed entries, the same for all beams, bool, shape (S,).
+        committed: Committed entries, bool, the same for all beams, shape (S,), or for each, (W, S).
         aside: Entries of drafts for each beam, bool, shape (W, F).
+        moved: Number of tokens from the root to the end of each beam's window, integer, shape
+            (W, 1); 0 if windows end at the root.
     """
 
     committed: mx.array
     aside: mx.array
+    moved: mx.array | int = 0
 
     def within(self, window: int | None) -> DraftMask:
-        """Mask all committed entries except the last ``window``, the root's included.
+        """Mask all committed entries except the last ``window`` up to a window's end.
 
         Entries of drafts stay, as in the training of EAGLE heads (speculators' ``eagle3``).
         """
         if window is None:
             return self
         num_rows = self.committed.shape[0]
-        is_near = mx.arange(num_rows) >= mx.sum(self.committed) - window
+        is_near = mx.arange(num_rows) >= mx.sum(self.committed) + self.moved - window
         return self._replace(committed=self.committed & is_near)
 
     @property
     def joined(self) -> mx.array:
         """Both parts side by side, bool, shape (W, S + F)."""
-        shape = (self.aside.shape[0], self.committed.shape[0])
+        shape = (self.aside.shape[0], self.committed.shape[-1])
         return mx.concatenate([mx.broadcast_to(self.committed, shape), self.aside], axis=1)
 
 
@@ -253,8 +256,8 @@ def attend_in_two_parts(
     # The query heads that share a key head are further beams: (1, G, H / G * W, D).
     shared = heads // groups
     queries = (queries * scale).reshape(1, groups, shared * width, -1)
-    before = mx.where(mask.committed, queries @ committed[0].swapaxes(-1, -2), UNSEEN)
-    own = mx.concatenate([mask.aside] * shared)
+    seen, own = (rows if rows.ndim == 1 else mx.concatenate([rows] * shared) for rows in mask[:2])
+    before = mx.where(seen, queries @ committed[0].swapaxes(-1, -2), UNSEEN)
     after = mx.where(own, queries @ aside[0].swapaxes(-1, -2), UNSEEN)
     weights = mx.softmax(mx.concatenate([before, after], axis=-1), axis=-1, precise=True)
     mixed = weights[..., :num_committed] @ committed[1] + weights[..., num_committed:] @ aside[1]

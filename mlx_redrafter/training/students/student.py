@@ -67,13 +67,11 @@ class Student(ABC):
     @property
     def head_rows(self) -> int:
         """Number of tokens that the drafter can propose, V."""
-        rows: int = self.network.config.head_rows
-        return rows
+        return int(self.network.config.head_rows)
 
     @property
     def vocab_size(self) -> int:
-        size: int = self.network.config.vocab_size
-        return size
+        return int(self.network.config.vocab_size)
 
     @property
     def row_ids(self) -> mx.array | None:
@@ -119,8 +117,7 @@ class Student(ABC):
     @property
     def coupling_weight(self) -> float:
         """Weight of the target's Gumbel noise in the ranking of drafts, 0 to 1."""
-        weight: float = self.network.config.coupling_weight
-        return weight
+        return float(self.network.config.coupling_weight)
 
     @abstractmethod
     def levels(self, network: Any, batch: TrainingBatch) -> Iterator[mx.array]:

@@ -9,14 +9,21 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_redrafter import Lookup, load, stream_generate
 from mlx_redrafter.checkpoints import memory_check
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.memory_check import check_memory
-from mlx_redrafter.checkpoints.memory_estimate import TREE_TOKENS, Context, estimate_memory
+from mlx_redrafter.checkpoints.memory_estimate import (
+    TREE_TOKENS,
+    Context,
+    cache_bytes,
+    estimate_memory,
+    fused_growth,
+)
 from mlx_redrafter.errors import ResourceError
 from tests.models.tiny_models import build, tiny_config
 
@@ -106,6 +113,31 @@ def test_the_estimate_is_the_peak_of_the_engine(has_drafter: bool) -> None:
     )
     measured = mx.get_peak_memory() - before
     assert 0.95 <= estimated / measured <= 1.1, (estimated, measured)
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "llama"])
+def test_caches_have_the_size_of_those_of_mlx_lm(tmp_path: Path, model_type: str) -> None:
+    model = _write(tmp_path, model_type, None)
+    caches = make_prompt_cache(model)
+    for size in (256, 256):
+        model(mx.zeros((1, size), mx.int32), cache=caches)
+    parts = [part for one in caches for part in getattr(one, "caches", [one])]
+    states = [(one.keys, one.values) if hasattr(one, "keys") else one.state for one in parts]
+    expected = sum(one.nbytes for _, one in tree_flatten(states) if isinstance(one, mx.array))
+    assert cache_bytes(tmp_path, Context(512, CHUNK)) == expected
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_layers_of_an_adapter_grow_as_they_are_fused(tmp_path: Path, model_type: str) -> None:
+    model = _write(tmp_path, model_type, 4)
+    before = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    linear_to_lora_layers(model, 2, {"rank": 3, "scale": 1.0, "dropout": 0.0})
+    adapter = {name: array for name, array in tree_flatten(model.parameters()) if "lora_" in name}
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), adapter)
+    fused = [(name, one.fuse(True)) for name, one in model.named_modules() if hasattr(one, "fuse")]
+    model.update_modules(tree_unflatten(fused))
+    after = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert 0.9 <= fused_growth(tmp_path, tmp_path) / (after - before) <= 1.1
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would(
