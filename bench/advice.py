@@ -29,7 +29,7 @@ from mlx_redrafter.model_store import is_complete
 from mlx_redrafter.proposers import redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.target_facts import check_sizes
+from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.training.data import CHARS_PER_TOKEN
 
 # Minimum predicted speedup at which training a drafter is advised.
@@ -134,7 +134,8 @@ def _refuse(drafter: str, shape: ModelShape) -> str | None:
     try:
         kind, config = recognise(drafter)
         if kind is redrafter:
-            check_sizes(DrafterConfig.from_dict(config), shape.hidden_size, shape.vocab_size)
+            facts = TargetFacts(None, shape.hidden_size, shape.vocab_size)
+            facts.check(DrafterConfig.from_dict(config))
     except RedrafterError as error:
         return str(error)
     return None

@@ -15,12 +15,16 @@ Axes: T tokens per forward pass, P parameters of the target, L beam length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from mlx_redrafter.bench.chips import Chip
+from mlx_redrafter.bench.chips import BYTES, WIDE_KERNELS, Chip, VerifyCurve, find_curve
+from mlx_redrafter.errors import ConfigError
 
+# Share of the bandwidth that plain decoding reaches; 0.72, 0.85 and 0.67 in Apple's sweeps.
+BANDWIDTH_SHARE = 0.75
 # Minimum number of tokens for which MLX up to 0.30.4 used a general matrix product.
 CLIFF_TOKENS = 16
 # Parameters of Vicuna-7B, the model that the cliff was measured with.
@@ -53,38 +57,81 @@ FITTED = Parameters(base=1.0613, fixed=3.939, draft=1.0632, row=1.1883, cliff=37
 
 
 @dataclass(frozen=True)
-class PredictedStep:
-    """A step to estimate the cost of.
+class Question:
+    """A pair and a chip to predict for.
 
     Attributes:
-        chip: The chip; times were only ever fitted to chips of the M1 and M2 generations.
-        plain: Milliseconds of a plain step of the same model there.
-        num_parameters: Parameters of the target, P.
-        drafter_share: Bytes read per level of drafting, as a share of those of a plain step.
-        tokens: Tokens per forward pass, T.
-        length: Beam length, L.
+        num_parameters: Parameters of the target that a token reads.
+        bits: Bits of the target's weights: 16, 8 or 4.
+        drafter_parameters: Parameters read per level of drafting: all but embeddings.
+        plain: Measured milliseconds of a plain step; None derives them from the bandwidth.
+        verify_estimate: Estimate of verify(T) / verify(1) by T, used if it is lower than the
+            published ratio; None if there is no estimate.
     """
 
     chip: Chip
-    plain: float
     num_parameters: float
-    drafter_share: float
+    bits: int
+    drafter_parameters: float
+    plain: float | None = None
+    verify_estimate: Callable[[float], float | None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in BYTES:
+            raise ConfigError(f"bits must be 16, 8 or 4, got {self.bits}")
+
+    @property
+    def plain_step(self) -> float:
+        """Milliseconds of a plain step, measured or predicted."""
+        if self.plain is not None:
+            return self.plain
+        return (
+            self.num_parameters * BYTES[self.bits] / (BANDWIDTH_SHARE * self.chip.bandwidth * 1e6)
+        )
+
+    @property
+    def drafter_share(self) -> float:
+        """Bytes read per level of drafting, as a share of those of a plain step."""
+        read = self.drafter_parameters * BYTES[16]
+        return read / (self.num_parameters * BYTES[self.bits])
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the fitted cost model covers the chip."""
+        return self.bits == 16 and self.chip.generation < WIDE_KERNELS
+
+    @property
+    def curve(self) -> VerifyCurve | None:
+        """Published curve to use; None if the cost model or the roofline is used."""
+        return None if self.has_model else find_curve(self.chip, self.bits)
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """A step of a pair with T tokens per forward pass and beam length L.
+
+    Times were only ever fitted to chips of the M1 and M2 generations.
+    """
+
+    question: Question
     tokens: float
     length: int
 
     @property
     def arithmetic(self) -> float:
         """Milliseconds of the arithmetic at the chip's peak."""
-        return self.tokens * 2 * self.num_parameters / (self.chip.teraflops * 1e9)
+        question = self.question
+        return self.tokens * 2 * question.num_parameters / (question.chip.teraflops * 1e9)
 
     @property
     def terms(self) -> list[float]:
         """Milliseconds per unit of each parameter."""
-        scale = (self.num_parameters / CLIFF_PARAMETERS) ** (2 / 3)
+        question = self.question
+        scale = (question.num_parameters / CLIFF_PARAMETERS) ** (2 / 3)
         return [
-            self.plain,
+            question.plain_step,
             1.0,
-            (self.length - 1) * self.drafter_share * self.plain,
+            (self.length - 1) * question.drafter_share * question.plain_step,
             self.arithmetic,
             scale if self.tokens >= CLIFF_TOKENS else 0.0,
         ]

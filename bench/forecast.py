@@ -15,10 +15,10 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, WIDE_KERNELS, Chip
+from mlx_redrafter.bench.cost_model import Question
 from mlx_redrafter.bench.model_shape import ModelShape
 from mlx_redrafter.bench.predict import (
     APPLE_ACCEPTANCE,
-    Question,
     assumptions,
     predict,
 )

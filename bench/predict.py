@@ -5,15 +5,18 @@ Axes: W beam width, L beam length, T tokens per forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_redrafter.bench.chips import BYTES, CURVES, WIDE_KERNELS, Chip, VerifyCurve, find_curve
-from mlx_redrafter.bench.cost_model import FITTED, PredictedStep, step_time
+from mlx_redrafter.bench.chips import CURVES
+from mlx_redrafter.bench.cost_model import (
+    BANDWIDTH_SHARE,
+    FITTED,
+    PredictedStep,
+    Question,
+    step_time,
+)
 from mlx_redrafter.errors import ConfigError
-
-# Share of the bandwidth that plain decoding reaches; 0.72, 0.85 and 0.67 in Apple's sweeps.
-BANDWIDTH_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -40,56 +43,6 @@ APPLE_ACCEPTANCE = tuple(
     ShapeAcceptance(width, length, width * length, tokens, f"w{width} l{length}")
     for (width, length), tokens in _APPLE_TOKENS_PER_STEP.items()
 )
-
-
-@dataclass(frozen=True)
-class Question:
-    """A pair and a chip to predict for.
-
-    Attributes:
-        num_parameters: Parameters of the target that a token reads.
-        bits: Bits of the target's weights: 16, 8 or 4.
-        drafter_parameters: Parameters read per level of drafting: all but embeddings.
-        plain: Measured milliseconds of a plain step; None derives them from the bandwidth.
-        verify_estimate: Estimate of verify(T) / verify(1) by T, used if it is lower than the
-            published ratio; None if there is no estimate.
-    """
-
-    chip: Chip
-    num_parameters: float
-    bits: int
-    drafter_parameters: float
-    plain: float | None = None
-    verify_estimate: Callable[[float], float | None] | None = None
-
-    def __post_init__(self) -> None:
-        if self.bits not in BYTES:
-            raise ConfigError(f"bits must be 16, 8 or 4, got {self.bits}")
-
-    @property
-    def plain_step(self) -> float:
-        """Milliseconds of a plain step, measured or predicted."""
-        if self.plain is not None:
-            return self.plain
-        return (
-            self.num_parameters * BYTES[self.bits] / (BANDWIDTH_SHARE * self.chip.bandwidth * 1e6)
-        )
-
-    @property
-    def drafter_share(self) -> float:
-        """Bytes read per level of drafting, as a share of those of a plain step."""
-        read = self.drafter_parameters * BYTES[16]
-        return read / (self.num_parameters * BYTES[self.bits])
-
-    @property
-    def has_model(self) -> bool:
-        """Whether the fitted cost model covers the chip."""
-        return self.bits == 16 and self.chip.generation < WIDE_KERNELS
-
-    @property
-    def curve(self) -> VerifyCurve | None:
-        """Published curve to use; None if the cost model or the roofline is used."""
-        return None if self.has_model else find_curve(self.chip, self.bits)
 
 
 @dataclass(frozen=True)
@@ -164,14 +117,7 @@ def prediction_of(question: Question, acceptance: ShapeAcceptance, step: float) 
 
 def _step_time(question: Question, acceptance: ShapeAcceptance) -> float | None:
     """Predict the milliseconds of a step; None if no curve reaches so many tokens."""
-    step = PredictedStep(
-        question.chip,
-        question.plain_step,
-        question.num_parameters,
-        question.drafter_share,
-        acceptance.tokens,
-        acceptance.length,
-    )
+    step = PredictedStep(question, acceptance.tokens, acceptance.length)
     if question.has_model:
         return step_time(step, FITTED)
     ratio = _roofline(step) if question.curve is None else question.curve.at(acceptance.tokens)
@@ -186,4 +132,4 @@ def _step_time(question: Question, acceptance: ShapeAcceptance) -> float | None:
 
 def _roofline(step: PredictedStep) -> float:
     """Compute verify(T) / verify(1) if weights are read once, during the arithmetic."""
-    return max(1.0, step.arithmetic / step.plain)
+    return max(1.0, step.arithmetic / step.question.plain_step)

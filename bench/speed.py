@@ -138,7 +138,7 @@ def measure_speed(
     longest = max(len(turn.prompt.ids) for turn in turns)
     prepare = partial(time_shapes, compared.settings, longest, recording)
     decode_in_turns(parts, recording, compared.cool_down, on_progress, prepare)
-    rows = []
+    rows: list[Row] = []
     for setting in work:
         group = [run for run in recording.runs if run.group == str(setting)]
         categories = divide(group) if setting.batch_size == 1 else {"": group}

@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_redrafter.bench.chips import Chip
-from mlx_redrafter.bench.cost_model import FITTED, PredictedStep, step_time
+from mlx_redrafter.bench.cost_model import (
+    BANDWIDTH_SHARE,
+    FITTED,
+    PredictedStep,
+    Question,
+    step_time,
+)
 from mlx_redrafter.bench.model_shape import ModelShape
-from mlx_redrafter.bench.predict import BANDWIDTH_SHARE, Question
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import DataOptions, TrainingRequest
@@ -95,5 +100,5 @@ class TrainingCost:
 
 def _pass_seconds(shape: ModelShape, chip: Chip, tokens: int) -> float:
     """Compute the seconds of a forward pass of the target over T tokens."""
-    plain = Question(chip, shape.active, shape.bits, 0.0).plain_step
-    return step_time(PredictedStep(chip, plain, shape.active, 0.0, tokens, 1), FITTED) / 1e3
+    question = Question(chip, shape.active, shape.bits, 0.0)
+    return step_time(PredictedStep(question, tokens, 1), FITTED) / 1e3

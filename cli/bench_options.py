@@ -99,13 +99,8 @@ def begin(
     """Begin or resume the recording of a benchmark, described by its pair, prompts and settings."""
     from mlx_redrafter.bench.prompts import describe_prompts
     from mlx_redrafter.bench.recording import Recording
-
-    described = {**describe_pair(pair, loaded), **describe_prompts(prompts, encoded)}
-    return Recording(out, kind, {**described, **settings}, resume)
-
-
-def describe_pair(pair: Pair, loaded: Any) -> dict[str, Any]:
-    """Describe a pair and its loaded drafter for a result."""
     from mlx_redrafter.bench.result_file import pair_names
 
-    return pair_names(pair.model, pair.drafter_name, loaded)
+    names = pair_names(pair.model, pair.drafter_name, loaded)
+    described = {**names, **describe_prompts(prompts, encoded), **settings}
+    return Recording(out, kind, described, resume)

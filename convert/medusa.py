@@ -58,13 +58,12 @@ class ForeignMedusa(ForeignDrafter):
     def test(self, network: Medusa, target: Target, tokenizer: TokenizerWrapper) -> Reading[Medusa]:
         copied = dequantised(network)
         found = choose_reading({AS_IT_SAYS: copied}, target, tokenizer, _predict)
-        texts = [text.observed() for text in found.texts]
-        accuracies = rank_accuracies(copied, texts)
+        accuracies = rank_accuracies(copied, found.texts)
         tree = self.options.tree or copied.config.tree
         config = replace(copied.config, rank_accuracies=accuracies, tree=tree)
-        network.config = calibrate(copied, texts).applied(config)
+        network.config = calibrate(copied, found.texts).applied(config)
         return found._replace(network=network)
 
 
 def _predict(heads: Medusa, target: Target, text: ReadSequence) -> Prediction:
-    return predict(heads, text.observed())[0]
+    return predict(heads, text)[0]

@@ -138,7 +138,11 @@ def _check_seconds(value: object) -> float:
     return seconds
 
 
-def _path(what: object, modules: Collection[nn.Module]) -> Path:
+def fingerprint(what: object, modules: Collection[nn.Module]) -> str:
+    """Return a digest of ``what`` and all else that times and texts of networks depend on.
+
+    These are the arguments of `load_or_time`, whose docstring lists what counts.
+    """
     tensors = [
         (name, tensor.shape, str(tensor.dtype))
         for module in modules
@@ -146,4 +150,8 @@ def _path(what: object, modules: Collection[nn.Module]) -> Path:
     ]
     device = (str(mx.default_device()), mx.device_info().get("device_name"), platform.processor())
     known = repr((what, tensors, device, version("mlx"), __version__))
-    return cache_folder() / f"{hashlib.sha256(known.encode()).hexdigest()[:32]}.json"
+    return hashlib.sha256(known.encode()).hexdigest()[:32]
+
+
+def _path(what: object, modules: Collection[nn.Module]) -> Path:
+    return cache_folder() / f"{fingerprint(what, modules)}.json"

@@ -52,7 +52,7 @@ def make_server(
     application: Starlette,
     client_timeout: float,
     grace: float,
-    end_texts: Callable[[], None] = lambda: None,
+    end_texts: Callable[[], None],
 ) -> Server:
     """Create a server that runs at given sockets until the process gets a signal.
 
@@ -150,7 +150,6 @@ class Connection(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin, and expect headers."""
         super().connection_made(transport)
         self._set_deadline()
         self.unasked[self] = None
@@ -160,13 +159,11 @@ class Connection(H11Protocol):
             oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
         self._clear_deadline()
         self.unasked.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read on; the headers of another request may begin."""
         if self.conn.their_state is h11.IDLE and self._deadline is None:
             self._set_deadline()
         super().data_received(data)
@@ -176,18 +173,15 @@ class Connection(H11Protocol):
             self.unasked.pop(self, None)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE:
             self.unasked[self] = None
 
     def pause_writing(self) -> None:
-        """Expect the client to read the bytes already sent."""
         super().pause_writing()
         self._set_deadline()
 
     def resume_writing(self) -> None:
-        """Go on writing after the client has read."""
         super().resume_writing()
         self._clear_deadline()
 

@@ -23,6 +23,7 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.measured import fingerprint
 from mlx_redrafter.memory_sizes import read_total_memory
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.server.fields import shortened
@@ -30,7 +31,6 @@ from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.prefix_store import PrefixStore
 from mlx_redrafter.server.prefixes import Prefixes
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +74,8 @@ class LoadedModel:
     @property
     def nbytes(self) -> int:
         """Size of the weights of the target and the drafter, in bytes."""
-        proposer = self.engine.proposer
-        networks = () if proposer is None else proposer.networks
-        modules = (self.engine.target.model, *networks)
-        return sum(one.nbytes for module in modules for one in named_parameters(module).values())
+        weights = map(named_parameters, self.engine.networks)
+        return sum(one.nbytes for module in weights for one in module.values())
 
 
 @dataclass(eq=False)
@@ -276,18 +274,11 @@ def identify(engine: Engine) -> str:
 
     Blocks until MLX has added up the bits of all weights.
     """
-    proposer = engine.proposer
-    networks = () if proposer is None else proposer.networks
-    sums = [
-        (name, tensor.shape, str(tensor.dtype), _sum_of_bits(tensor))
-        for module in (engine.target.model, *networks)
-        for name, tensor in named_parameters(module).items()
-    ]
+    weights = map(named_parameters, engine.networks)
+    sums = [_sum_of_bits(tensor) for module in weights for tensor in module.values()]
     words = sorted(engine.tokenizer.get_vocab().items())
-    known = (type(engine.target.model).__module__, type(proposer).__name__, words)
-    device = (str(mx.default_device()), mx.device_info().get("device_name"))
-    versions = [version(name) for name in ("mlx", "mlx-lm")]
-    return repr((sums, known, device, versions, __version__))
+    kinds = type(engine.target.model).__module__, type(engine.proposer).__name__
+    return fingerprint((sums, kinds, words, version("mlx-lm")), engine.networks)
 
 
 def _sum_of_bits(tensor: mx.array) -> int:

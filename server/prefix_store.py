@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import tempfile
-import threading
 import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
@@ -44,12 +42,6 @@ BLOCK = 1 << 22
 MAX_PENDING = 1 << 30
 
 
-class _Write(NamedTuple):
-    name: str
-    arrays: Arrays
-    metadata: dict[str, str]
-
-
 class PrefixStore:
     """Arrays by name; one thread uses it, next to the thread that writes.
 
@@ -67,9 +59,9 @@ class PrefixStore:
         self.nbytes = 0
         self._paths: dict[str, Path] = {}
         # Arrays that wait to be written. Both threads change these only by single operations.
-        self._pending: dict[str, _Write] = {}
-        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
-        self._writer: threading.Thread | None = None
+        self._pending: dict[str, Arrays] = {}
+        self._writer: ThreadPoolExecutor | None = None
+        self._is_full = False
         if folder is not None and max_bytes and max_disk_bytes:
             self._open(folder)
 
@@ -92,7 +84,7 @@ class PrefixStore:
         found = self._memory.get(name)
         if found is None:
             pending = self._pending.get(name)
-            found = self._read(name) if pending is None else pending.arrays
+            found = self._read(name) if pending is None else pending
             if found is not None:
                 self._keep(name, found)
         return found
@@ -100,11 +92,11 @@ class PrefixStore:
     def put(self, name: str, arrays: Arrays, metadata: dict[str, str]) -> None:
         """Keep arrays, whose computation is finished, and write them to the disk later."""
         self._keep(name, arrays)
-        waiting = sum(_size(one.arrays) for one in list(self._pending.values()))
+        waiting = sum(map(_size, list(self._pending.values())))
         has_room = waiting + _size(arrays) <= MAX_PENDING
         if self._writer is not None and has_room and name not in self._paths:
-            self._pending[name] = _Write(name, arrays, metadata)
-            self._queue.put(self._pending[name])
+            self._pending[name] = arrays
+            self._writer.submit(self._write, name, arrays, metadata)
 
     def touch(self, name: str) -> None:
         """Count arrays as used now."""
@@ -138,8 +130,7 @@ class PrefixStore:
     def close(self) -> None:
         """Write what waits to be written, and end the thread."""
         if self._writer is not None:
-            self._queue.put(None)
-            self._writer.join()
+            self._writer.shutdown()
             self._writer = None
 
     def _keep(self, name: str, arrays: Arrays) -> None:
@@ -166,9 +157,7 @@ class PrefixStore:
             elif path.suffix == SUFFIX:
                 self._paths[path.name.partition(".")[0]] = path
         self._make_room()
-        self._writer = threading.Thread(target=self._write_all, name="redrafter-prompts")
-        self._writer.daemon = True
-        self._writer.start()
+        self._writer = ThreadPoolExecutor(1, "redrafter-prompts", end_streams_with_thread)
 
     def _read(self, name: str) -> Arrays | None:
         path = self._paths.get(name)
@@ -220,35 +209,31 @@ class PrefixStore:
             self._remove(name)
             excess -= size
 
-    def _write_all(self) -> None:
-        """Write files until the end; runs in the thread that writes."""
-        end_streams_with_thread()
-        is_full = False
-        while (one := self._queue.get()) is not None:
-            try:
-                if not is_full:
-                    self._write(one)
-            except (OSError, RuntimeError) as error:
-                is_full = True
-                reason = explain(error) if isinstance(error, OSError) else first_line(error)
-                logger.warning("prompts are not kept on the disk any more: %s", reason)
-            finally:
-                self._pending.pop(one.name, None)
-
-    def _write(self, one: _Write) -> None:
-        assert self._folder is not None
-        handle, name = tempfile.mkstemp(prefix=UNFINISHED, suffix=SUFFIX, dir=self._folder)
-        os.close(handle)
-        unfinished = Path(name)
+    def _write(self, name: str, arrays: Arrays, metadata: dict[str, str]) -> None:
+        """Write a file; runs in the thread that writes."""
         try:
-            mx.save_safetensors(name, one.arrays, one.metadata)
-            path = self._folder / _file_name(one.name, _checksum(unfinished))
+            if not self._is_full:
+                self._write_file(name, arrays, metadata)
+                self._make_room()
+        except (OSError, RuntimeError) as error:
+            self._is_full = True
+            reason = explain(error) if isinstance(error, OSError) else first_line(error)
+            logger.warning("prompts are not kept on the disk any more: %s", reason)
+        finally:
+            self._pending.pop(name, None)
+
+    def _write_file(self, name: str, arrays: Arrays, metadata: dict[str, str]) -> None:
+        assert self._folder is not None
+        handle, unfinished = tempfile.mkstemp(prefix=UNFINISHED, suffix=SUFFIX, dir=self._folder)
+        os.close(handle)
+        try:
+            mx.save_safetensors(unfinished, arrays, metadata)
+            path = self._folder / _file_name(name, _checksum(Path(unfinished)))
             os.replace(unfinished, path)
         except BaseException:
-            unfinished.unlink(missing_ok=True)
+            Path(unfinished).unlink(missing_ok=True)
             raise
-        self._paths[one.name] = path
-        self._make_room()
+        self._paths[name] = path
 
 
 def _file_name(name: str, checksum: int) -> str:

@@ -15,11 +15,10 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
-from operator import eq
 from typing import Any
 
 from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.prefix_store import PrefixStore
@@ -215,7 +214,7 @@ class Prefixes:
             if following is None:
                 return
             own = tokens[position : following.end]
-            count = len(own) if own == following.tokens else _count_equal(own, following.tokens)
+            count = len(own) if own == following.tokens else num_same(own, following.tokens)
             yield following, count
             node, position = following, position + count
 
@@ -331,10 +330,6 @@ def _first_quantised(options: GenerationOptions) -> int:
     """
     how, step = options.quantisation, options.prefill_step_size
     return 0 if how is None else step * max(1, -(-how.start // step))
-
-
-def _count_equal(one: list[int], other: list[int]) -> int:
-    return sum(takewhile(bool, map(eq, one, other)))
 
 
 def _hash(*parts: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # Kind of an error by its HTTP status; clients tell errors apart by it. All others are bad requests.
-_KINDS = {
+KINDS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -34,7 +34,7 @@ class Refusal(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
-        kind = _KINDS.get(self.status, "invalid_request_error")
+        kind = KINDS.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 

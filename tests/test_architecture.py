@@ -161,7 +161,6 @@ WITHOUT_MLX_LM = (
     "proposers/expansion",
     "proposers/search",
     "proposers/lookup/suffix_index",
-    "proposers/redrafter/beam",
     "proposers/redrafter/recurrence",
     "proposers/redrafter/network",
     "proposers/scores",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from mlx_redrafter.bench.cost_model import CLIFF_PARAMETERS
-from mlx_redrafter.bench.predict import Question, ShapeAcceptance, ShapePrediction, prediction_of
+from mlx_redrafter.bench.cost_model import CLIFF_PARAMETERS, Question
+from mlx_redrafter.bench.predict import ShapeAcceptance, ShapePrediction, prediction_of
 from mlx_redrafter.bench.result_file import read_result
 from mlx_redrafter.errors import ConfigError
 

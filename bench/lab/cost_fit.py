@@ -30,7 +30,7 @@ def fit(steps: Sequence[PredictedStep], measured: Sequence[float]) -> Parameters
         steps: The steps.
         measured: Milliseconds of each step.
     """
-    chips = [step.chip.name for step in steps]
+    chips = [step.question.chip.name for step in steps]
     weights = [1 / np.sqrt(chips.count(name)) for name in chips]
     rows = [
         np.array(step.terms) / time * weight

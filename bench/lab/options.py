@@ -15,8 +15,8 @@ from mlx_redrafter.bench.prompts import (
     select_prompts,
 )
 from mlx_redrafter.bench.recording import Recording
+from mlx_redrafter.bench.result_file import pair_names
 from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
-from mlx_redrafter.cli.bench_options import describe_pair as describe
 from mlx_redrafter.cli.bench_output import parse_shapes
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
@@ -94,7 +94,8 @@ def load_recurrent_pair(arguments: Namespace) -> tuple[Any, Any, Drafter]:
 
 def describe_pair(arguments: Namespace, drafter: Any) -> dict[str, Any]:
     """Describe the pair for a result; ``drafter`` is the loaded one."""
-    return describe(Pair(arguments.model, arguments.drafter), drafter)
+    pair = Pair(arguments.model, arguments.drafter)
+    return pair_names(pair.model, pair.drafter_name, drafter)
 
 
 def add_prompts(parser: ArgumentParser) -> None:

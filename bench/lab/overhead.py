@@ -32,9 +32,9 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.proposers.expansion import build_tree
-from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter, RecurrentLevels
+from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -260,9 +260,8 @@ class _OverheadJobs:
         next(self.stock)
 
     def _draft(self) -> TokenTree:
-        expansion = expand(
-            self.drafter, self.project_input, self.hidden, self.root, self.plan.shape
-        )
+        levels = RecurrentLevels(self.drafter, self.project_input, self.hidden[None], self.root)
+        expansion = search_all(levels, self.plan.shape).alone
         return build_tree(expansion, self.root, self.plan)
 
     def _next_step(self) -> None:

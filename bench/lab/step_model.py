@@ -8,21 +8,25 @@ that of this package on another machine, scaled by the number of operations. No 
 A step that verifies drafts takes V + max(D, h): while the device drafts for D, the host needs h to
 read the outcome before and to build the verify. If the host waits for the drafts, it takes V + D +
 h. If the host dispatches the verify before it reads, it takes V + D.
+
+Apple's code (apple/ml-recurrent-drafter bd8586b, recurrent_drafting/mlx) builds a whole step before
+it starts the device, V + D + h, and its attention has another number of K/V entries in each step.
+It verifies whole beams, of which one is accepted. That it drafts as fast is assumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import harmonic_mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
 from mlx_redrafter.bench.lab.regret import begin_policy
 from mlx_redrafter.bench.lab.scenarios import LEVELS, Scenario
-from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
+from mlx_redrafter.bench.lab.simulation import FIXED, SimulatedText, run_fixed, run_policy
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.engine.profiling import DRAFT, PLAIN, READ, SEARCH, VERIFY
 from mlx_redrafter.engine.stored_costs import by_parts
@@ -41,6 +45,10 @@ READ_AND_START = 0.4
 COMPILED = 0.25
 # Milliseconds of the first pass of a shape.
 FIRST_USE = 55.0
+# Apple's host work relative to that build: its slices, gathers and writes of accepted K/V entries.
+APPLES_BUILD = 1.3
+# Milliseconds that 13.4 GB of weights in 4 bits, with scales 4.5, are read earlier at 4.8 TB/s.
+SAVED_IN_4_BITS = 2.0
 # Log-odds of the best draft by temperature, with which a chain of 4 has about its measured tokens
 # per step.
 EASES = {0: 1.4, 1: 0.25}
@@ -50,8 +58,13 @@ TEXTS = 3
 TOKENS = 128
 # Number of such rows.
 ROWS = 6
-# Fixed plans beside the default.
+# Fixed plans beside the default; Apple's code has their beams.
 PLANS = {"chain of 4": DraftPlan.of(1, 5, 5), "tree of 16": DraftPlan.of(4, 5, 16)}
+# Fixed plans of which the best one is known afterwards; None for plain decoding.
+KNOWN = (None, *(plan for plan in FIXED if plan.shape.width in DRAFTING))
+
+# Computes the seconds of a text from one position to another.
+Run = Callable[[SimulatedText, int, int], float]
 
 
 class Ways(NamedTuple):
@@ -61,6 +74,7 @@ class Ways(NamedTuple):
     is_warm: bool = False
     is_compiled: bool = False
     is_ahead: bool = False
+    has_4_bits: bool = False
 
 
 WAYS = {
@@ -69,6 +83,7 @@ WAYS = {
     "warm-up": Ways(True, True),
     "compiled passes": Ways(True, True, True),
     "verify dispatched ahead": Ways(True, True, True, True),
+    "all that in 4 bits": Ways(True, True, True, True, True),
 }
 
 
@@ -97,9 +112,10 @@ class GpuText(Scenario):
 def make_text(machine: str, temp: int, ways: Ways, seed: int) -> GpuText:
     """Make the text of all methods; its steps are timed beforehand as this package times them."""
     plain, verify, slower = MACHINES[machine]
+    saved = SAVED_IN_4_BITS if ways.has_4_bits else 0.0
     costs = StepCosts(
-        plain=plain / 1e3,
-        verify=dict.fromkeys(range(2, 33), verify / 1e3),
+        plain=(plain - saved) / 1e3,
+        verify=dict.fromkeys(range(2, 33), (verify - saved) / 1e3),
         first={width: slower * first / 1e3 for width, (first, _) in DRAFTING.items()},
         level={width: slower * level / 1e3 for width, (_, level) in DRAFTING.items()},
     )
@@ -114,29 +130,85 @@ def make_text(machine: str, temp: int, ways: Ways, seed: int) -> GpuText:
     return replace(text, timed=by_parts(timed, timed, None))
 
 
-def find_speeds(machine: str, temp: int, ways: Ways) -> Iterator[tuple[float, float]]:
-    """Yield each fixed plan's mean speed and its lowest of a text, then the default's."""
-    for plan in (*PLANS.values(), None):
-        speeds = []
-        for seed in range(ROWS):
-            text, policy = SimulatedText(make_text(machine, temp, ways, seed)), None
+def find_speeds(
+    machine: str, temp: int, ways: Ways, runs: Sequence[Run]
+) -> list[tuple[float, float]]:
+    """Compute each method's mean speed relative to plain decoding, and its lowest of a text."""
+    speeds: list[list[float]] = [[] for _ in runs]
+    for seed in range(ROWS):
+        text = SimulatedText(make_text(machine, temp, ways, seed))
+        for run, found in zip(runs, speeds, strict=True):
+            text.scenario.used.clear()  # type: ignore[attr-defined]
             for start in range(0, TEXTS * TOKENS, TOKENS):
                 span = start, start + TOKENS
-                if plan is None:
-                    policy = begin_policy(text.scenario.timed, policy)
-                    seconds = run_policy(text, policy, *span, seed=seed)
-                else:
-                    seconds = run_fixed(text, plan, *span)
-                speeds.append(run_fixed(text, None, *span) / seconds)
-        yield harmonic_mean(speeds), min(speeds)
+                found.append(run_fixed(text, None, *span) / run(text, *span))
+    return [(harmonic_mean(found), min(found)) for found in speeds]
+
+
+def fixed(plan: DraftPlan | None) -> Run:
+    """Decode by a fixed plan, or plainly."""
+    return lambda text, start, stop: run_fixed(text, plan, start, stop)
+
+
+def default() -> Run:
+    """Decode by the default, which learns from the texts before in a row."""
+    policy: Any = None
+
+    def run(text: SimulatedText, start: int, stop: int) -> float:
+        nonlocal policy
+        policy = begin_policy(text.scenario.timed, policy if start else None)
+        return run_policy(text, policy, start, stop, seed=text.scenario.seed)
+
+    return run
+
+
+def apples(plan: DraftPlan, has_graphs: bool) -> Run:
+    """Decode as Apple's code does with the beams of a plan.
+
+    Args:
+        plan: The plan.
+        has_graphs: Whether MLX builds a graph for each number of K/V entries.
+    """
+    shape = plan.shape
+
+    def num_accepted(text: SimulatedText, position: int) -> int:
+        drafts = text.drafts(position, shape.width)
+        ends = [i for i, depth in enumerate(drafts.depths, 1) if depth == shape.levels]
+        nodes = set()
+        for node in ends[: shape.width]:
+            while node:
+                nodes.add(node)
+                node = drafts.parents[node - 1]
+        return sum(drafts.tokens[node - 1] > 0 for node in nodes)
+
+    def run(text: SimulatedText, start: int, stop: int) -> float:
+        costs, position, steps = text.scenario.costs, start, 0
+        while position < stop:
+            position += 1 + num_accepted(text, position)
+            steps += 1
+        host = BUILD * APPLES_BUILD + READ_AND_START + has_graphs * FIRST_USE
+        step = costs.verify[plan.num_nodes] + costs.drafting(shape) + host / 1e3
+        return text.scenario.noise.mean * step * steps * (stop - start) / (position - start)
+
+    return run
 
 
 def make_tables() -> Iterator[Table]:
     """Make a table of speeds for each machine and temperature."""
     for machine in MACHINES:
         for temp in EASES:
-            table = Table("", *PLANS, "default", title=f"{machine}, temperature {temp}")
+            table = Table("", *PLANS, "default", "best", title=f"{machine}, temperature {temp}")
             for name, ways in WAYS.items():
-                found = find_speeds(machine, temp, ways)
-                table.add_row(name, *(f"{mean:.2f} ({least:.2f})" for mean, least in found))
+                runs = [*map(fixed, PLANS.values()), default(), *map(fixed, KNOWN)]
+                chain, tree, own, *others = find_speeds(machine, temp, ways, runs)
+                table.add_row(name, *map(as_text, (chain, tree, own, max(others))))
+            for has_graphs in (True, False):
+                runs = [apples(plan, has_graphs) for plan in PLANS.values()]
+                name = "Apple's code" if has_graphs else "Apple's code without graphs"
+                table.add_row(name, *map(as_text, find_speeds(machine, temp, Ways(), runs)))
             yield table
+
+
+def as_text(found: tuple[float, float]) -> str:
+    """Return a mean speed and a lowest one as text."""
+    return "{:.2f} ({:.2f})".format(*found)

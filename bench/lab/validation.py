@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from mlx_redrafter.bench.chips import CHIPS, Chip
-from mlx_redrafter.bench.cost_model import Parameters, PredictedStep, step_time
+from mlx_redrafter.bench.cost_model import Parameters, PredictedStep, Question, step_time
 from mlx_redrafter.bench.lab.cost_fit import fit
 from mlx_redrafter.errors import CheckpointError
 
@@ -55,14 +55,8 @@ class Measured:
     @property
     def step(self) -> PredictedStep:
         """The step, for the cost model."""
-        return PredictedStep(
-            self.chip,
-            self.plain,
-            TARGET_PARAMETERS,
-            DRAFTER_PARAMETERS / TARGET_PARAMETERS,
-            self.width * self.length,
-            self.length,
-        )
+        question = Question(self.chip, TARGET_PARAMETERS, 16, DRAFTER_PARAMETERS, self.plain)
+        return PredictedStep(question, self.width * self.length, self.length)
 
     @property
     def speedup(self) -> float:

@@ -123,7 +123,7 @@ class DrafterSearch:
         limit = MAX_SHARE * _weight_bytes(folder)
         smaller = [one for one in stored_models() if _weight_bytes(one.folder) <= limit]
         for one in sorted(smaller, key=lambda one: _weight_bytes(one.folder)):
-            if _can_draft(one.folder) and has_same_tokens(one.folder, folder):
+            if _is_model(one.folder, attends_to_all=True) and has_same_tokens(one.folder, folder):
                 reason = "it has the tokens of the model"
                 return FoundDrafter(one.name, str(one.folder), draft_model.NAME, reason)
         return None
@@ -207,22 +207,15 @@ def _of_table(line: PublishedDrafter, path: str) -> FoundDrafter:
     return FoundDrafter(line.drafter, path, METHODS[line.method], reason, line)
 
 
-def _is_model(folder: Path) -> bool:
-    """Return whether a folder holds a language model, and not a drafter."""
-    try:
-        return recognise(folder)[0] is draft_model
-    except RedrafterError:
-        return False
-
-
-def _can_draft(folder: Path) -> bool:
-    """Return whether a folder holds a draft model, whose layers attend to all tokens."""
+def _is_model(folder: Path, attends_to_all: bool = False) -> bool:
+    """Return whether a folder holds a model, not a drafter; one without windows or states."""
     try:
         kind, config = recognise(folder)
-        caches = make_prompt_cache(make_model(folder.name, config)) if kind is draft_model else []
+        must_attend = attends_to_all and kind is draft_model
+        caches = make_prompt_cache(make_model(folder.name, config)) if must_attend else []
     except RedrafterError:
         return False
-    return bool(caches) and all(type(cache) is KVCache for cache in caches)
+    return kind is draft_model and all(type(cache) is KVCache for cache in caches)
 
 
 def _has_module(folder: Path, config: Mapping[str, Any]) -> bool:

@@ -127,7 +127,8 @@ def cache_bytes(folder: Path, context: Context) -> int:
         # The state of a K/V cache leaves out the room for further entries.
         for part in getattr(cache, "caches", [cache]):
             held.append((part.keys, part.values) if hasattr(part, "keys") else part.state)
-    return sum(one.nbytes for _, one in tree_flatten(held) if isinstance(one, mx.array))
+    leaves: Any = tree_flatten(held)
+    return sum(one.nbytes for _, one in leaves if isinstance(one, mx.array))
 
 
 def weight_bytes(folder: Path) -> int:
@@ -152,9 +153,9 @@ def fused_growth(folder: Path, adapter: Path) -> int:
     shapes, size = read_shapes(adapter, [adapter / ADAPTER_FILES[1]]), 0
     for name, shape in shapes.items():
         other = shapes.get(f"{name.removesuffix('a')}b")
-        if name.endswith("lora_a") and other is not None and len(shape) > 1 and math.prod(shape):
-            experts, rank = math.prod(shape[:-2]), shape[-1 if len(shape) == 2 else -2]
-            size += math.prod(shape) * math.prod(other) // (experts * rank**2)
+        if name.endswith("lora_a") and other is not None and len(shape) > 1 and 0 not in shape:
+            rank = shape[-1 if len(shape) == 2 else -2]
+            size += math.prod(shape) * math.prod(other) // (math.prod(shape[:-2]) * rank * rank)
     # Quantised layers have two 16-bit numbers per group next to the bits of the elements.
     bits, group_size = _quantisation(quantisation)
     return round(size * (_dtype(config).size - (bits + 32 / group_size) / 8))

@@ -59,7 +59,6 @@ from mlx_redrafter.thread_streams import end_streams_with_thread
 _claims = CacheLocks()
 
 AnyDrafter = Proposer | Literal["lookup"] | None
-CostFunction = Callable[..., StepCosts]
 
 # Names of the options that a call may give.
 OPTION_NAMES = frozenset(one.name for one in fields(GenerationOptions))
@@ -74,8 +73,6 @@ class Engine:
         drafter: A drafter of this model from `mlx_redrafter.load`, "lookup" for prompt lookup, None
             for plain decoding.
         memory: Learned state of earlier texts; a new one by default.
-        step_costs: Function with the arguments of `stored_costs.step_costs`, which is the default:
-            it returns the costs of steps, measured once per model and machine.
 
     Raises:
         CheckpointError: The drafter was made for another model.
@@ -89,7 +86,6 @@ class Engine:
         tokenizer: Any,
         drafter: AnyDrafter = "lookup",
         memory: LearnedState | None = None,
-        step_costs: CostFunction | None = None,
     ):
         end_streams_with_thread()
         expected = "a model that mlx_redrafter.load or mlx_lm.load has loaded"
@@ -101,8 +97,6 @@ class Engine:
         self.target = target_of(model)
         self.memory = LearnedState() if memory is None else memory
         check_instance("memory", self.memory, LearnedState, "the `memory` of an engine")
-        _check_callable(step_costs=step_costs)
-        self._step_costs = step_costs
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
             self.proposer.check_fit(self.target, self.tokenizer)
@@ -259,9 +253,15 @@ class Engine:
 
     def new_prompt_cache(self) -> list[Any]:
         """Make a ``prompt_cache``: layers of the target, then those of the proposer."""
-        proposer = self.proposer
-        networks = proposer.networks if proposer is not None and proposer.num_layers else ()
-        return [layer for one in (self.target.model, *networks) for layer in make_prompt_cache(one)]
+        has_layers = self.proposer is not None and self.proposer.num_layers
+        networks = self.networks if has_layers else self.networks[:1]
+        return [layer for one in networks for layer in make_prompt_cache(one)]
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The target's model, and the networks of the proposer."""
+        own = () if self.proposer is None else self.proposer.networks
+        return [self.target.model, *own]
 
     def close(self) -> None:
         """Cancel all texts, in all threads; no other text can begin."""
@@ -388,8 +388,7 @@ class Engine:
         quantisation: Quantisation | None = None,
     ) -> StepCosts:
         """Return the costs of steps, in seconds, for a text that begins with ``length`` tokens."""
-        measure = self._step_costs or step_costs
-        return measure(self.target, network, length, self.memory.timed, quantisation)
+        return step_costs(self.target, network, length, self.memory.timed, quantisation)
 
     def _plan(
         self,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import get_ident
-from types import TracebackType
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -101,7 +100,7 @@ class Responder:
         )
 
 
-class ResponseStream(Iterator[GenerationResponse]):
+class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["ResponseStream"]):
     """The responses of one sequence, one per token, for one thread to read.
 
     Without a scheduler the sequence is decoded alone.
@@ -160,15 +159,7 @@ class ResponseStream(Iterator[GenerationResponse]):
         """Whether the text has ended, and nothing writes to its prompt cache any more."""
         return self._sequence.is_closed
 
-    def __enter__(self) -> ResponseStream:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -137,6 +137,7 @@ def _shape(queries: mx.array, keys: Any, values: Any) -> AttentionShape | None:
 
 def _tree(cache: Any, mask: Any) -> TokenTree | None:
     """Return the tree whose mask allows all committed tokens and a node's ancestors, or None."""
-    if type(cache) is not FullCache or cache.step.tree is None or cache.step.has_buckets:
+    step = cache.step if type(cache) is FullCache else None
+    if step is None or step.trees is None or step.has_buckets or mask is not step.layout().mask:
         return None
-    return cache.step.tree if mask is cache.step.layout_from(0).mask else None
+    return cast(TokenTree, step.trees.drafts[0])

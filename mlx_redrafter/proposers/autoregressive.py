@@ -14,8 +14,7 @@ import mlx.core as mx
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.kv_drafting import KvDrafting, read_flights, read_levels
-from mlx_redrafter.proposers.kv_network import KvNetwork
+from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork, read_flights, read_levels
 from mlx_redrafter.proposers.scores import NoiseRank, log_probs
 from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target

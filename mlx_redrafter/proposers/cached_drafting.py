@@ -61,8 +61,17 @@ class CachedDrafting(NetworkDrafting):
         """Count a pass as unread, after which nothing was drafted; the host knows its tokens."""
 
     @abstractmethod
-    def process_unread(self) -> mx.array:
-        """Process what is unread and count its entries; outputs, one row for each."""
+    def process_unread(self, flight: PendingPass | None = None) -> mx.array:
+        """Process what is unread and count its entries; outputs, one row for each.
+
+        Args:
+            flight: A pass whose accepted path follows what is unread, not counted; None for none.
+        """
+
+    def read_flight(self, flight: PendingPass) -> mx.array:
+        """Process everything up to a pass's bonus token; the output after it, one row."""
+        outputs = self.process_unread(flight)
+        return outputs[outputs.shape[0] - 1 - flight.max_accepted + flight.num_accepted]
 
     def begin(self, flight: PendingPass) -> None:
         """Count the pass before, as a tree is drafted after this one."""

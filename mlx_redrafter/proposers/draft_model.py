@@ -66,19 +66,9 @@ class DraftModel:
                 f"{others}; use another draft model or a drafter"
             )
         self.tokenizer = tokenizer
+        self.networks = (self.target.model,)
+        self.num_layers, self.num_rows = self.target.num_layers, self.target.vocab_size
         hook_attention(model)
-
-    @property
-    def networks(self) -> tuple[nn.Module, ...]:
-        return (self.target.model,)
-
-    @property
-    def num_layers(self) -> int:
-        return self.target.num_layers
-
-    @property
-    def num_rows(self) -> int:
-        return self.target.vocab_size
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         """Raise `CheckpointError` unless tokens have the same ids."""
@@ -166,24 +156,19 @@ class ModelDrafting(CachedDrafting):
         self._unread += flight.tokens[num_there:]
         self._ahead = 0
 
-    def process_unread(self, *following: mx.array) -> mx.array:
-        """Process known tokens without an entry, then others; logits after the newest ones."""
+    def process_unread(self, flight: PendingPass | None = None) -> mx.array:
         self.cache.keep(self.length)
         while len(self._unread) > READ_STEP_SIZE:
             self._forward(mx.array(self._unread[:READ_STEP_SIZE], dtype=mx.int32))
             mx.eval([layer.stock.state for layer in self.cache.layers])
             self.length += READ_STEP_SIZE
             del self._unread[:READ_STEP_SIZE]
-        known = mx.array(self._unread, dtype=mx.int32)
+        tokens = mx.array(self._unread, dtype=mx.int32)
         self.length += len(self._unread)
         self._unread = []
-        return self._forward(mx.concatenate([known, *following]))
-
-    def read_flight(self, flight: PendingPass) -> mx.array:
-        """Process all tokens up to a pass's bonus token; logits after it, shape (1, V)."""
-        following = flight.following_tokens
-        logits = self.process_unread(following)
-        return logits[logits.shape[0] - following.shape[0] + flight.num_accepted]
+        if flight is not None:
+            tokens = mx.concatenate([tokens, flight.following_tokens])
+        return self._forward(tokens)
 
     def read_level(self, tokens: mx.array, mask: DraftMask, positions: TreePositions) -> mx.array:
         """Process the newest tokens of the beams, (W,), on entries aside; logits, shape (W, V)."""

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_redrafter.decoding.protocols import Drafting
 from mlx_redrafter.proposers.scores import COUPLING_WEIGHT
-from mlx_redrafter.proposers.target_facts import check_sizes
+from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.target.target import Target
 
 
@@ -58,7 +58,8 @@ class DraftNetwork(nn.Module, ABC):
         return weight
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        check_sizes(self.config, target.hidden_size, target.vocab_size, tokenizer.vocab_size)
+        sizes = target.hidden_size, target.vocab_size, tokenizer.vocab_size
+        TargetFacts(None, *sizes).check(self.config)
 
     @abstractmethod
     def open(

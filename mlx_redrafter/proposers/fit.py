@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from mlx_redrafter.device_read import to_floats, to_ints
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.stored_config import COUPLING_WEIGHT, INVERSE_TEMPERATURE, KEYS
+from mlx_redrafter.proposers.stored_config import COUPLING_WEIGHT, INVERSE_TEMPERATURE
 
 # Inverse temperatures to try: eight per octave, from a quarter to 8.
 SCALES = tuple(2.0 ** (eighths / 8) for eighths in range(-16, 25))
@@ -56,33 +56,9 @@ class Calibration:
     inverse_temperature: float = INVERSE_TEMPERATURE
     coupling_weight: float = COUPLING_WEIGHT
 
-    def to_dict(self) -> dict[str, float]:
-        """Return the scalars under their keys in a ``config.json``."""
-        return {KEYS[name]: value for name, value in asdict(self).items()}
-
     def applied(self, config: C) -> C:
         """Return the config of a drafter of any kind with these scalars."""
-        return replace(  # type: ignore[type-var]
-            config,
-            inverse_temperature=self.inverse_temperature,
-            coupling_weight=self.coupling_weight,
-        )
-
-
-class ObservedSequence(NamedTuple):
-    """A sequence that a target has processed.
-
-    Attributes:
-        tokens: Token ids, integer, shape (n,).
-        hidden_states: The target's last hidden states that predicted them, shape (n, H).
-        top_ids: The target's most probable tokens there, best first, integer, shape (n, k).
-        top_log_probs: Their natural log-probabilities, shape (n, k).
-    """
-
-    tokens: mx.array
-    hidden_states: mx.array
-    top_ids: mx.array
-    top_log_probs: mx.array
+        return replace(config, **asdict(self))  # type: ignore[type-var]
 
 
 class ReadSequence(NamedTuple):
@@ -91,7 +67,8 @@ class ReadSequence(NamedTuple):
     Attributes:
         tokens: Token ids of both, integer, shape (m,).
         num_prompt: Number of tokens of the prompt.
-        states: States of the target that a network reads, at all tokens except the last.
+        states: States of the target that a network reads, at all tokens except the last, shape
+            (m - 1, H); that of a token predicted the next one.
         top_ids: The target's most probable tokens at each generated token, integer, shape (n, k).
         top_log_probs: Their natural log-probabilities, shape (n, k).
     """
@@ -102,19 +79,14 @@ class ReadSequence(NamedTuple):
     top_ids: mx.array
     top_log_probs: mx.array
 
-    def observed(self) -> ObservedSequence:
-        """Return the generated tokens, if the states are the last hidden states."""
-        first = self.num_prompt
-        return ObservedSequence(self.tokens[first:], self.states[first - 1 :], *self[3:])
-
 
 class Prediction(NamedTuple):
     """Drafts of one depth, each after drafts that were right.
 
     Attributes:
         logits: The drafter's, shape (p, V).
-        top_ids: As in `ObservedSequence`, shape (p, k).
-        top_log_probs: As in `ObservedSequence`, shape (p, k).
+        top_ids: As in `ReadSequence`, shape (p, k).
+        top_log_probs: As in `ReadSequence`, shape (p, k).
     """
 
     logits: mx.array
@@ -127,20 +99,13 @@ class Prediction(NamedTuple):
         return self.top_ids[:, 0]
 
 
-def fit(drafter: DraftNetwork, predictions: Iterable[Iterable[Prediction]]) -> Calibration:
-    """Fit the scalars to parts of predictions; waits for the device.
-
-    Parts after `ENOUGH` predictions stay unread.
-    """
-    return fit_depths(drafter, predictions)[0]
-
-
 def fit_depths(
     drafter: DraftNetwork, predictions: Iterable[Iterable[Prediction]]
 ) -> tuple[Calibration, tuple[float, ...]]:
-    """Fit the scalars as `fit` does, and an inverse temperature for each depth.
+    """Fit the scalars to parts of predictions, and an inverse temperature for each depth.
 
-    A part has the predictions of the depths in their order.
+    A part has the predictions of the depths in their order. Parts after `ENOUGH` predictions stay
+    unread. Waits for the device.
     """
     by_depth: list[list[float]] = []
     matches, count = [0] * len(WEIGHTS), 0
@@ -163,13 +128,14 @@ def fit_depths(
     return Calibration(scale, WEIGHTS[matches.index(max(matches))]), tuple(scales)
 
 
-def parts(text: ObservedSequence, least: int = 3) -> Iterator[ObservedSequence]:
-    """Split a sequence into parts of `BATCH` tokens, without those of fewer than ``least``."""
-    length = text.tokens.shape[0]
-    for start in range(0, length, BATCH):
-        part = ObservedSequence(*(array[start : start + BATCH] for array in text))
-        if part.tokens.shape[0] >= least:
-            yield part
+def parts(text: ReadSequence, least: int = 3) -> Iterator[ReadSequence]:
+    """Split the generated tokens into parts of `BATCH`, without those of fewer than ``least``."""
+    tokens, first, states, *tops = text
+    for start in range(0, tops[0].shape[0], BATCH):
+        ids, log_probs = (array[start : start + BATCH] for array in tops)
+        before, stop = first - 1 + start, first - 1 + start + ids.shape[0]
+        if ids.shape[0] >= least:
+            yield ReadSequence(tokens[before : stop + 1], 1, states[before:stop], ids, log_probs)
 
 
 def _nats(drafter: DraftNetwork, prediction: Prediction) -> list[float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree, build_trees
-from mlx_redrafter.proposers.scores import NoiseRank, ranking
+from mlx_redrafter.proposers.scores import NoiseRank
 from mlx_redrafter.trees.tree import TokenTree
 
 
@@ -59,9 +60,28 @@ class NetworkDrafting(ABC):
         """
 
     def rank(self, noise: GumbelNoise | None) -> NoiseRank | None:
-        """Return the function that ranks drafts, given the noise of the target's choices."""
-        network, own_noise = self.network, noise if self.couple_noise else None
-        return ranking(own_noise, network.row_ids, network.coupling_weight)
+        """Return the function that ranks drafts with the noise of the target's choices, if any."""
+        if noise is None or not self.couple_noise:
+            return None
+        network = self.network
+        return partial(noise.rank, token_ids=network.row_ids, weight=network.coupling_weight)
+
+    def rank_all(self, noises: Sequence[GumbelNoise]) -> NoiseRank | None:
+        """Return `rank` for the rows of several sequences, equally many of each and in their order.
+
+        Their noise is of equally many depths, with parameters that differ in the seeds only.
+        """
+        count, values = len(noises), mx.concatenate([one.values for one in noises])
+        rank = self.rank(GumbelNoise(noises[0].params, values))
+        if rank is None:
+            return None
+        starts = mx.arange(count, dtype=mx.int32) * (values.shape[0] // count)
+
+        def rank_rows(log_probs: mx.array, depth: int | mx.array, **options: Any) -> mx.array:
+            depths = mx.repeat(starts, log_probs.shape[0] // count) + depth
+            return rank(log_probs, depths, **options)
+
+        return rank_rows
 
     @property
     def is_joint(self) -> bool:
@@ -87,7 +107,8 @@ class NetworkDrafting(ABC):
         flights, plan = [one.pending for one in wishes], wishes[0].plan
         for drafting, flight in zip(draftings, flights, strict=True):
             drafting.begin(flight)
-        rank = self.rank(joint_noise([one.noise for one in wishes]))
+        noises = [one.noise for one in wishes if one.noise is not None]
+        rank = self.rank_all(noises) if noises else None
         found = self.expand(draftings, flights, plan.shape, rank)
         return list(build_trees(found, [flight.root for flight in flights], plan))
 
@@ -96,33 +117,3 @@ class NetworkDrafting(ABC):
 
     def settle(self, length: int) -> None:  # noqa: B027
         """Leave everything, as there are no caches."""
-
-
-class JointNoise(GumbelNoise):
-    """Noise of R sequences with parameters that differ in their seeds only.
-
-    Args:
-        noises: Noise of each sequence, of equally many depths L.
-    """
-
-    def __init__(self, noises: Sequence[GumbelNoise]):
-        super().__init__(noises[0].params, mx.concatenate([one.values for one in noises]))
-        self._count = len(noises)
-
-    def rank(
-        self,
-        log_probs: mx.array,
-        depth: int | mx.array,
-        token_ids: mx.array | None,
-        weight: float,
-    ) -> mx.array:
-        """Rank the rows of all sequences, in their order and equally many for each."""
-        starts = mx.arange(self._count, dtype=mx.int32) * (self.values.shape[0] // self._count)
-        rows = mx.repeat(starts, log_probs.shape[0] // self._count) + depth
-        return super().rank(log_probs, rows, token_ids, weight)
-
-
-def joint_noise(noises: Sequence[GumbelNoise | None]) -> GumbelNoise | None:
-    """Join the noise of several sequences; None if there is none."""
-    given = [one for one in noises if one is not None]
-    return JointNoise(given) if given else None

@@ -17,10 +17,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Kind(Protocol):
     """A kind of proposer."""
 
-    @property
-    def NAME(self) -> str:
-        """Name of the kind, for messages."""
-        ...
+    # Name of the kind, for messages.
+    NAME: str
 
     def recognise(self, config: Mapping[str, Any], shapes: Shapes) -> bool:
         """Return whether a checkpoint is of this kind.

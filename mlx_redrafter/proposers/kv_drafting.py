@@ -1,4 +1,4 @@
-"""Drafts of one sequence by a network with K/V entries of its own, from states of the target.
+"""Networks with K/V entries of their own that draft from states of the target, and their drafts.
 
 Axes: R sequences, W beams of each, n tokens, L tokens of an accepted path, S width of the target's
 states, H hidden size.
@@ -9,20 +9,72 @@ from the target's states. Those of drafts come from the network's own output and
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
+from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.joint_cache import joint_layers, joint_positions
-from mlx_redrafter.proposers.kv_network import KvNetwork
-from mlx_redrafter.target.caches.draft_cache import DraftMask
+from mlx_redrafter.target.caches.draft_cache import DraftMask, hook_attention
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
+from mlx_redrafter.target.model_parts import hook_positions
 from mlx_redrafter.target.target import Target
+
+
+class KvNetwork(DraftNetwork):
+    """A network that drafts from pairs: a state of the target, and the token that came after it.
+
+    Its layers attend to all pairs before, with mlx-lm's attention and rotary embeddings.
+    """
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """Number of its layers, each with K/V entries."""
+
+    @abstractmethod
+    def captured_layers(self, target: Target) -> Sequence[int]:
+        """Return the layers of the target whose inputs it reads, and `target.FINAL`."""
+
+    @abstractmethod
+    def fuse(self, states: mx.array) -> mx.array:
+        """Compute features from the target's states, shape (n, S) to (n, H)."""
+
+    def embed(self, tokens: mx.array, target: Target) -> mx.array:
+        """Look up the embeddings of tokens, shape (n,) to (n, H): the target's, or its own."""
+        return target.embed(tokens)
+
+    @abstractmethod
+    def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Process pairs after those in its caches; outputs, shape (n, H).
+
+        Args:
+            features: Rows of `fuse`, or of `AutoregressiveNetwork.feed_back`, shape (n, H).
+            embeddings: Rows of `embed`, shape (n, H).
+            caches: A cache for every layer; its ``make_mask`` decides what the pairs see.
+        """
+
+    def check_fit(self, target: Target, tokenizer: Any) -> None:
+        super().check_fit(target, tokenizer)
+        self.hook()
+        target.watch(self.captured_layers(target))
+
+    def hook(self) -> None:
+        """Let the layers work on trees: their attention, and their rotary embeddings."""
+        hook_attention(self)
+        hook_positions(self)
+
+    def make_cache(self) -> list[KVCache]:
+        """Make new caches for its layers; mlx-lm's ``make_prompt_cache`` calls this."""
+        return [KVCache() for _ in range(self.num_layers)]
+
 
 N = TypeVar("N", bound=KvNetwork)
 
@@ -82,18 +134,11 @@ class KvDrafting(CachedDrafting, Generic[N]):
         if self.num_unread >= READ_STEP_SIZE:
             self.read_unread()
 
-    def process_unread(self) -> mx.array:
+    def process_unread(self, flight: PendingPass | None = None) -> mx.array:
         num_unread = self.num_unread
-        outputs = self.process(*self.take_pairs(), self.cache.layers)
+        outputs = self.process(*self.take_pairs(flight), self.cache.layers)
         self.length += num_unread
         return outputs
-
-    def read_flight(self, flight: PendingPass) -> mx.array:
-        """Process all pairs up to the one of a pass's bonus token; its output, shape (1, H)."""
-        num_known = self.num_unread
-        outputs = self.process(*self.take_pairs(flight), self.cache.layers)
-        self.length += num_known
-        return outputs[num_known + flight.num_accepted]
 
     def read_level(
         self, features: mx.array, tokens: mx.array, mask: DraftMask, positions: TreePositions
@@ -104,7 +149,7 @@ class KvDrafting(CachedDrafting, Generic[N]):
             embeddings = self.network.embed(tokens, self.target)
             return self.network(features, embeddings, self.cache.layers)
 
-    def take_pairs(self, flight: PendingPass | None = None) -> tuple[mx.array, mx.array]:
+    def take_pairs(self, flight: PendingPass | None) -> tuple[mx.array, mx.array]:
         """Return the pairs without an entry, which the next pass processes: states and tokens.
 
         Args:

@@ -6,12 +6,9 @@ Axes: W nodes of one depth, V tokens that the network proposes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import mlx.core as mx
-
-from mlx_redrafter.decoding.sampling import GumbelNoise
 
 # Replaces log-probabilities that are NaN or minus infinity, so that order stays defined.
 LEAST_LOG_PROB = -1e30
@@ -32,19 +29,6 @@ class NoiseRank(Protocol):
     ) -> mx.array:
         """Rank tokens; ``token_ids`` are those of the columns if not of all rows of the head."""
         ...
-
-
-def ranking(
-    noise: GumbelNoise | None, row_ids: mx.array | None, weight: float = COUPLING_WEIGHT
-) -> NoiseRank | None:
-    """Return the function that ranks drafts with the target's noise; None without noise.
-
-    Args:
-        noise: Noise of the target's choices; None with greedy decoding, or for uncoupled drafts.
-        row_ids: Token ids of the head's rows; None if row and id are the same.
-        weight: Weight of the noise, 0 to 1.
-    """
-    return None if noise is None else partial(noise.rank, token_ids=row_ids, weight=weight)
 
 
 def log_probs(logits: mx.array, num_rows: int | None = None) -> mx.array:

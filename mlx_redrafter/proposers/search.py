@@ -9,6 +9,8 @@ prefixes, so they are already a tree. `expansion.py` selects the nodes that the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -96,3 +98,30 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
         found.append((tokens, scores, parents))
 
     return Expansion(*(mx.concatenate(list(parts), axis=1) for parts in zip(*found, strict=True)))
+
+
+@dataclass(frozen=True)
+class FactorisedLevels:
+    """A network that scores the tokens of every depth by themselves; a `LevelScorer`.
+
+    Its probabilities depend on the depth alone, and not on the drafts above.
+
+    Attributes:
+        log_probs: Function from a depth, 0 for the children of the root, to natural
+            log-probabilities of the tokens after nodes of it, float32, shape (R, V).
+        num_rows: Number of tokens that the network proposes, V.
+        to_token_ids: Function from indices into V to token ids, int32.
+    """
+
+    log_probs: Callable[[int], mx.array]
+    num_rows: int
+    to_token_ids: Callable[[mx.array], mx.array]
+
+    def first(self) -> mx.array:
+        return self.log_probs(0)
+
+    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        rows = self.log_probs(depth)
+        if rows.shape[0] == 1:
+            return mx.broadcast_to(rows, (tokens.shape[0], self.num_rows))
+        return mx.repeat(rows, tokens.shape[0] // rows.shape[0], axis=0)

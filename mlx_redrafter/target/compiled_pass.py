@@ -33,11 +33,12 @@ from mlx_redrafter.target.caches.full import FullCache, write_all_aside
 from mlx_redrafter.target.caches.layout import Layout
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_cache import ForwardPass, LayerCache, TreeCache, flat
-from mlx_redrafter.target.caches.tree_pass import BranchedState
+from mlx_redrafter.target.caches.tree_cache import LayerCache, TreeCache, flat
+from mlx_redrafter.target.caches.tree_pass import BranchedState, TreePass
 from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.target.hooks import TreePositions, UntraceableError
 from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch
 
 # Uses of one kind of pass before it is compiled, about as many as save the time of compiling.
 USES = 24
@@ -263,7 +264,7 @@ class _CompiledPass:
     def __init__(self, process: WeakMethod[Process], model: nn.Module, kind: PassKind):
         self.returned: list[Any] = []
         self._build = partial(_build_pass, process, kind, self.returned)
-        self._compiled = mx.compile(partial(_with_products, model, self._build))
+        self._compiled = mx.compile(partial(with_products, model, self._build))
 
     def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
         outputs: list[mx.array] = self._compiled(inputs)
@@ -284,7 +285,7 @@ class _CompiledPass:
         return None
 
 
-def _with_products(
+def with_products(
     model: nn.Module, build: Callable[[list[mx.array]], list[mx.array]], inputs: list[mx.array]
 ) -> list[mx.array]:
     """Build a pass with a `_MatrixProduct` in place of each linear layer of the model."""
@@ -355,7 +356,7 @@ def _build_pass(
     return outputs
 
 
-class TracedPass(ForwardPass):
+class TracedPass(TreePass):
     """A forward pass whose length is an array.
 
     Args:
@@ -364,7 +365,7 @@ class TracedPass(ForwardPass):
     """
 
     def __init__(self, places: mx.array, tree: TokenTree):
-        super().__init__(cast(Any, places[0]), tree)
+        super().__init__([cast(Any, places[0])], TreeBatch([tree]))
         self.starts = places[:1][None]
         self._firsts = places[1:]
 
@@ -374,7 +375,7 @@ class TracedPass(ForwardPass):
 
     def layout_of(self, kind: EntriesKind) -> Layout:
         """Return the layout of a buffer, which is made once."""
-        key = kind.num_entries, kind.start, None
+        key = kind.num_entries, kind.start
         if key not in self._layouts:
             assert self.trees is not None
             first = self._firsts[kind.start]

@@ -86,7 +86,7 @@ def read_sequences(
     """Compute hidden states, inputs of layers and most probable next tokens at every token."""
     total = sum(map(len, sequences))
     k = min(k, target.vocab_size)
-    outputs = {
+    outputs: TokenOutputs = {
         "hidden": np.zeros((total, target.hidden_size), np.float16),
         "top_ids": np.zeros((total, k), np.int32),
         "top_log_probs": np.zeros((total, k), np.float16),

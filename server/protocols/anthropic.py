@@ -21,7 +21,7 @@ from mlx_redrafter.server.protocols.openai_chat import read_effort
 from mlx_redrafter.server.protocols.openai_fields import read_format, read_options, read_stops
 from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service, texts
 from mlx_redrafter.server.protocols.writer import BlockWriter, Usage
-from mlx_redrafter.server.refusals import ContextExceeded, Refusal
+from mlx_redrafter.server.refusals import KINDS, ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools, read_tools
 from mlx_redrafter.server.wire import event, respond
@@ -41,15 +41,7 @@ _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_")
 # session, so that no two sessions could share a prompt cache.
 _BILLING = "x-anthropic-billing-header:"
 # Kinds of Anthropic's errors by HTTP status; all others are bad requests.
-_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
+_KINDS = {**KINDS, 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Types and fields of the deltas of a block, by its kind.
 _DELTAS = {

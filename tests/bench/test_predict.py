@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from mlx_redrafter.bench.chips import CHIPS, CURVES, find_chip, find_curve
-from mlx_redrafter.bench.cost_model import FITTED, Parameters, PredictedStep, step_time
+from mlx_redrafter.bench.cost_model import FITTED, Parameters, PredictedStep, Question, step_time
 from mlx_redrafter.bench.lab.chip_prediction import (
     conclude,
     default_drafter_parameters,
@@ -23,7 +23,6 @@ from mlx_redrafter.bench.lab.validation import (
 )
 from mlx_redrafter.bench.predict import (
     APPLE_ACCEPTANCE,
-    Question,
     ShapeAcceptance,
     assumptions,
     predict,
@@ -38,14 +37,16 @@ SIZES = ((1, 2), (2, 3), (3, 5), (4, 4), (4, 5))
 
 def make_steps() -> list[PredictedStep]:
     return [
-        PredictedStep(CHIPS[name], plain, 6.74e9, 0.06, width * length, length)
+        PredictedStep(
+            Question(CHIPS[name], 6.74e9, 16, 0.06 * 6.74e9, plain), width * length, length
+        )
         for name, plain in (("M1 Max", 47.0), ("M2", 158.0), ("M2 Ultra", 25.0))
         for width, length in SIZES
     ]
 
 
 def test_theory_of_one_step():
-    step = PredictedStep(CHIPS["M1 Max"], 47.0, 6.74e9, 0.06, 4, 3)
+    step = PredictedStep(Question(CHIPS["M1 Max"], 6.74e9, 16, 0.06 * 6.74e9, 47.0), 4, 3)
     assert step_time(step, THEORY) == pytest.approx(47 + 2 * 0.06 * 47 + 4 * 2 * 6.74 / 10.4)
 
 
@@ -58,7 +59,7 @@ def test_fit_finds_what_made_the_times():
 
 
 def test_no_parameter_is_negative():
-    found = fit(make_steps(), [0.5 * step.plain for step in make_steps()])
+    found = fit(make_steps(), [0.5 * step.question.plain_step for step in make_steps()])
     assert min(astuple(found)) >= 0
 
 

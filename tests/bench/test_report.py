@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_redrafter.bench.report import summarise
+from mlx_redrafter.bench.report import summarise, tabulate
 from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun, repetition
 
 
@@ -29,6 +29,16 @@ def test_ratios_within_a_turn():
     assert a.nodes_per_step == 4
     assert (a.num_different, b.num_different) == (0, 1)
     assert b.speedup.median == 10
+
+
+def test_a_table_leaves_out_columns_without_values():
+    columns, *lines = tabulate(summarise([make_run(STOCK, 4.0), make_run("a", 2.0, accepted=[2])]))
+    assert not {"setting", "category", "acceptance by position"} & set(columns)
+    cells = [dict(zip(columns, line, strict=True)) for line in lines]
+    assert [(one["method"], one["times mlx-lm"]) for one in cells] == [
+        (STOCK, "1.00"), ("a", "2.00"),
+    ]  # fmt: skip
+    assert [one["nodes/step"] for one in cells] == ["", "3.0"]
 
 
 def test_noise_of_stock_is_not_ours():

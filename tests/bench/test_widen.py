@@ -17,10 +17,10 @@ from mlx_redrafter.checkpoint_files import write_checkpoint
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.checkpoint import save_drafter
-from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import random_drafter, shared_model
+from tests.helpers.recurrent_search import expand
 
 CONFIG = {
     "model_type": "llama",
@@ -146,8 +146,8 @@ def test_drafts_stay(tmp_path, values):
     hidden, root = mx.random.normal((48,)), mx.array([11])
     wide_hidden = mx.pad(hidden, (0, 272))
     shape = DraftShape(3, 4)
-    expected = expand(small, small.input_of(lambda t: table[t]), hidden, root, shape)
-    found = expand(wide, wide.input_of(lambda t: wide_table[t]), wide_hidden, root, shape)
+    expected = expand(small, lambda t: table[t], hidden, root, shape)
+    found = expand(wide, lambda t: wide_table[t], wide_hidden, root, shape)
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.parents.tolist() == expected.parents.tolist()
     assert mx.allclose(found.scores, expected.scores, atol=1e-4)

@@ -25,13 +25,13 @@ from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.checkpoint import save_drafter
-from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.convert import handmade
 from tests.convert.fitted import fit_drafter
 from tests.helpers.models import random_drafter, shared_path
+from tests.helpers.recurrent_search import expand
 
 TEXT = "text/tinystories-train.txt"
 PROMPTS = ("Once upon a time", "The big dog", "Lily wanted to go to the park")
@@ -140,7 +140,6 @@ def test_the_self_test_measures_what_drafting_does(
     conversion = convert(dtype="float32", rnn_activation=activation)
     drafter = load_drafter(tmp_path / "out")
     target, shape = Target(stories.model), DraftShape(1, 2)
-    enter = drafter.input_of(target.embed)
     matches = []
     for prompt in PROMPTS_OF_SELF_TEST:
         cache = target.new_cache()
@@ -148,7 +147,7 @@ def test_the_self_test_measures_what_drafting_does(
         forward = prefill(target, ids, cache, 512)
         for _ in range(TOKENS_PER_PROMPT):
             root = mx.argmax(forward.logits, axis=-1)
-            draft = expand(drafter, enter, forward.hidden_states[0], root, shape).tokens[0]
+            draft = expand(drafter, target.embed, forward.hidden_states[0], root, shape).tokens[0]
             forward = target.advance(root, cache)
             matches.append(draft.item() == mx.argmax(forward.logits).item())
     measured = conversion.provenance["self_test"]

@@ -19,10 +19,10 @@ from mlx_redrafter.convert.conversion import convert_drafter  # noqa: E402
 from mlx_redrafter.convert.conversion_options import ConversionOptions  # noqa: E402
 from mlx_redrafter.draft_plan import DraftShape  # noqa: E402
 from mlx_redrafter.proposers.redrafter import load as load_drafter  # noqa: E402
-from mlx_redrafter.proposers.redrafter.beam import expand  # noqa: E402
 from mlx_redrafter.proposers.redrafter.network import Drafter  # noqa: E402
 from tests.convert import handmade  # noqa: E402
 from tests.convert.published import PublishedDrafter  # noqa: E402
+from tests.helpers.recurrent_search import expand  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -175,7 +175,7 @@ def check_beams(drafter: Drafter, published: PublishedDrafter) -> None:
         own_root, own_hidden = mx.array([root], dtype=mx.int32), mx.array(hidden.numpy())
         expansion = expand(
             drafter,
-            drafter.input_of(lambda ids: embedding[ids]),
+            lambda ids: embedding[ids],
             own_hidden,
             own_root,
             shape,

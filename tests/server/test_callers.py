@@ -162,7 +162,7 @@ def test_errors_of_the_loop_are_logged_seldom(caplog: pytest.LogCaptureFixture) 
 
     from mlx_redrafter.server.listening import make_server
 
-    server = make_server(lambda *_: None, 1, 1)  # type: ignore[arg-type, return-value]
+    server = make_server(lambda *_: None, 1, 1, lambda: None)  # type: ignore[arg-type, return-value]
     loop = asyncio.new_event_loop()
     for _ in range(1000):
         server._report(loop, {"message": "accept failed", "exception": OSError("too many files")})

@@ -13,7 +13,6 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import load_drafter, stream_generate
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
@@ -22,6 +21,7 @@ from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
 from mlx_redrafter.training.teacher import read_sequences
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter, tiny_llama
+from tests.helpers.recurrent_search import expand
 from tests.training.conftest import Run
 
 PROMPTS = ("One day, a little", "Tom had a red ball.", "The cat and the dog", "It was night")
@@ -89,9 +89,11 @@ def test_counts_are_those_of_drafting(length: int) -> None:
     shard = read_sequences(target, [TokenSequence(text, np.arange(60) >= 1)], 4)
     student = RecurrentStudent(drafter, target.embed)
     found = student.count_accepted(shard, np.arange(1, 60), length, 0.0)
-    enter, shape = drafter.input_of(target.embed), DraftPlan.of(1, length).shape
+    shape = DraftPlan.of(1, length).shape
     for root, count in zip(range(1, 60), found, strict=True):
-        drafts = expand(drafter, enter, shard.hidden[root - 1], mx.array(text[root, None]), shape)
+        drafts = expand(
+            drafter, target.embed, shard.hidden[root - 1], mx.array(text[root, None]), shape
+        )
         matches = [a == b for a, b in zip(drafts.tokens.tolist(), text[root + 1 :], strict=False)]
         assert count == [*matches, False].index(False)
     assert found.max() > 0

@@ -206,7 +206,9 @@ def test_lookup_is_the_default(model: nn.Module) -> None:
     assert [r.token for r in responses] == _plain(model, text, 30)
 
 
-def test_step_costs_may_be_given(model: nn.Module) -> None:
+def test_step_costs_decide_what_is_drafted(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where steps with drafts seem to cost nothing, all that can be is drafted."""
     asked = []
 
@@ -214,10 +216,11 @@ def test_step_costs_may_be_given(model: nn.Module) -> None:
         asked.append(network)
         return StepCosts(1.0, {2: 1.0, 4: 1.0}, {1: 0.0}, {1: 0.0})
 
-    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None, step_costs=costs)
+    monkeypatch.setattr("mlx_redrafter.engine.engine.step_costs", costs)
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
     list(engine.stream(PROMPT, max_tokens=5))
     assert asked == []
-    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), step_costs=costs)
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE))
     list(engine.stream(PROMPT, max_tokens=5))
     assert asked == [None], "prompt lookup has no network"
 

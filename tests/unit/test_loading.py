@@ -18,7 +18,8 @@ from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.proposers import redrafter
 from mlx_redrafter.proposers.checkpoint import Checkpoint
-from mlx_redrafter.proposers.redrafter.precision import bits_of, quantised_copy
+from mlx_redrafter.proposers.quantization import quantization_of
+from mlx_redrafter.proposers.redrafter.precision import quantised_copy
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter
 
@@ -36,10 +37,10 @@ def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
     stories: Trained, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redrafter, "tune", lambda drafter, target: quantised_copy(drafter))
-    assert bits_of(load(stories.folder, drafter=drafter_folder, tune=False)[2]) is None
+    assert quantization_of(load(stories.folder, drafter=drafter_folder, tune=False)[2]) is None
     model, tokenizer, drafter = load(stories.folder, drafter=drafter_folder)
     assert isinstance(drafter, Drafter)
-    assert bits_of(drafter) == 8
+    assert (quantization_of(drafter) or {})["bits"] == 8
     plain = generate(model, tokenizer, "Once", drafter=None, max_tokens=40)
     assert generate(model, tokenizer, "Once", drafter=drafter, max_tokens=40) == plain
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
-from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
 from tests.helpers.drafts import scored
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import ancestors, tree_paths
+from tests.helpers.recurrent_search import expand
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=40))
@@ -92,9 +92,7 @@ def test_the_first_nodes_of_a_tree_are_the_smaller_tree(
     embed = mx.array(rng.standard_normal((64, 32)), dtype=mx.float32)
     root = mx.array([5])
     plan = DraftPlan.of(width, length, size)
-    expansion = expand(
-        drafter, drafter.input_of(lambda tokens: embed[tokens]), embed[9], root, plan.shape
-    )
+    expansion = expand(drafter, lambda tokens: embed[tokens], embed[9], root, plan.shape)
     tree = build_tree(expansion, root, plan)
     _assert_same(
         tree.first(smaller), build_tree(expansion, root, DraftPlan.of(width, length, smaller))

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from functools import partial
 
 from mlx_redrafter.bench.chips import find_chip
+from mlx_redrafter.bench.cost_model import Question
 from mlx_redrafter.bench.lab.chip_prediction import (
     conclude,
     default_drafter_parameters,
@@ -13,7 +14,7 @@ from mlx_redrafter.bench.lab.chip_prediction import (
     prediction_table,
 )
 from mlx_redrafter.bench.lab.kernel_model import ASSUMPTION, INPUT, verify_ratio
-from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, Question, assumptions, predict
+from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, assumptions, predict
 from mlx_redrafter.cli.bench_output import parse_count, show
 
 

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from mlx_redrafter.bench.chips import find_chip
+from mlx_redrafter.bench.cost_model import Question
 from mlx_redrafter.bench.lab.chip_prediction import (
     NOTICE,
     conclude,
@@ -15,7 +16,7 @@ from mlx_redrafter.bench.lab.chip_prediction import (
     prediction_table,
     read_acceptances,
 )
-from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, Question, assumptions, predict
+from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, assumptions, predict
 from mlx_redrafter.cli.bench_output import parse_count, show
 from mlx_redrafter.errors import ConfigError
 

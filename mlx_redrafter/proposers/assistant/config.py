@@ -60,7 +60,7 @@ class AssistantConfig:
         is_clustered = values.get("use_ordered_embeddings", False)
         try:
             _check_text(text)
-            config = cls(
+            return cls(
                 hidden_size=values.get("backbone_hidden_size", 0),
                 vocab_size=text["vocab_size"],
                 text=dict(text),
@@ -69,14 +69,12 @@ class AssistantConfig:
                 top_centroids=values.get("centroid_intermediate_top_k", TOP_CENTROIDS),
                 values=values,
             )
-            config._check()
         except ConfigError as error:
             raise CheckpointError(
                 f"the assistant's config.json is out of range: {error}"
             ) from error
-        return config
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         check_int("backbone_hidden_size", self.hidden_size, 1, MAX_DIMENSION)
         if self.num_centroids is None:
             return

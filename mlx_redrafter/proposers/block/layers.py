@@ -133,14 +133,13 @@ class DynamicConvolution(nn.Module):
         return self._convolve(z, dynamic, 1)
 
     def _convolve(self, z: mx.array, dynamic: mx.array, side: int) -> mx.array:
-        rows = z.reshape(*z.shape[:2], self.groups, -1)
-        total = mx.zeros_like(rows)
-        for tap, base in enumerate(self.base_kernel[side]):
-            earlier = rows[:, : max(0, rows.shape[1] - tap)]
-            moved = mx.pad(earlier, [(0, 0), (rows.shape[1] - earlier.shape[1], 0), (0, 0), (0, 0)])
-            kernel = base.reshape(self.groups, -1).astype(z.dtype) + dynamic[:, :, tap]
-            total = total + kernel * moved
-        return total.reshape(z.shape)
+        base, size = self.base_kernel[side].astype(z.dtype), z.shape[1]
+        taps = len(base)
+        rows = mx.pad(z, [(0, 0), (taps - 1, 0), (0, 0)])
+        starts = range(taps - 1, -1, -1)
+        earlier = mx.stack([rows[:, start : start + size] for start in starts], axis=2)
+        kernel = base.reshape(taps, self.groups, -1) + dynamic
+        return mx.sum(kernel * earlier.reshape(*kernel.shape), axis=2).reshape(z.shape)
 
 
 class BlockMlp(nn.Module):

@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.block.links import Link
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.scores import NoiseRank, bounded, log_probs
+from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.trees.topk import top_k
 
 # Largest share of a depth's probability that candidates may have; the rest keeps a logarithm.
@@ -54,7 +56,7 @@ class LinkedLevels:
     ):
         self.link, self.outputs, self.roots = link, outputs, roots
         self.scales, self.rank, self.unary = scales, rank, unary
-        self.confidences = confidences
+        self.confidences = None if rank is not None else confidences
         self._to_token_ids = to_token_ids
         self._state: mx.array | None = None
         self.num_rows = min(num_candidates or unary.shape[-1], unary.shape[-1])
@@ -79,13 +81,13 @@ class LinkedLevels:
             best.append(mx.argmax(logits[-1], axis=-1, keepdims=True))
             tokens.append(self.to_token_ids(best[-1]))
             before.append(tokens[-1].squeeze(-1))
-        scales = None if self.scales is None else self.scales[:, None]
-        previous = mx.stack(before[:-1], axis=1)
-        found = self._log_probs(
-            mx.stack(logits, axis=1), scales, self._rest, self.outputs, previous
-        )
-        scores = mx.take_along_axis(found, mx.stack(best, axis=1), axis=-1).squeeze(-1)
-        total = mx.cumsum(bounded(scores), axis=-1)
+        if self.confidences is not None:
+            scores = self.confidences(self.outputs, mx.stack(before[:-1], axis=1))
+        else:
+            joined = _scaled(mx.stack(logits, axis=1), self.scales)
+            scores = mx.take_along_axis(joined, mx.stack(best, axis=1), axis=-1)
+            scores = scores - _normaliser(joined, self._rest)
+        total = mx.cumsum(bounded(scores.squeeze(-1)), axis=-1)
         parents = mx.broadcast_to(mx.arange(-1, depths - 1, dtype=mx.int32), total.shape)
         return Expansion(mx.concatenate(tokens, axis=-1), total, parents)
 
@@ -109,29 +111,28 @@ class LinkedLevels:
     def _choose_candidates(self) -> None:
         """Choose the K best tokens of each depth by their logits and noise before the link."""
         roots, depths, size = self.unary.shape
-        scaled = self.unary if self.scales is None else self.unary * self.scales[:, None]
         order = self.unary.reshape(-1, size)
         if self.rank is not None:
             places = mx.tile(mx.arange(depths, dtype=mx.int32), roots)
             order = self.rank(log_probs(order), places)
         chosen = top_k(order, self.num_rows).indices.astype(mx.int32).reshape(roots, depths, -1)
-        total = mx.logsumexp(scaled, axis=-1, keepdims=True)
+        total = mx.logsumexp(_scaled(self.unary, self.scales), axis=-1, keepdims=True)
         self.unary = mx.take_along_axis(self.unary, chosen, axis=-1)
-        scaled = mx.take_along_axis(scaled, chosen, axis=-1)
+        scaled = _scaled(self.unary, self.scales)
         share = mx.exp(mx.logsumexp(scaled, axis=-1, keepdims=True) - total)
         self._rest = total + mx.log1p(-mx.minimum(share, MAX_SHARE))
         self._candidates = chosen
 
     def _score(self, previous: mx.array, depth: int) -> mx.array:
         """Compute log-probabilities of tokens of a depth after others, (W, V) or (W, K), ranked."""
+        logits = self._logits(previous, depth)
+        if self.scales is not None:
+            logits = logits * self.scales[depth]
         rest = None if self._rest is None else self._of_depth(self._rest, depth, previous)
-        found = self._log_probs(
-            self._logits(previous, depth),
-            None if self.scales is None else self.scales[depth],
-            rest,
-            self._of_depth(self.outputs, depth, previous),
-            previous,
-        )
+        found = logits - _normaliser(logits, rest)
+        if self.confidences is not None:
+            best = self.confidences(self._of_depth(self.outputs, depth, previous), previous)
+            return _trusted(found, best)
         if self.rank is None:
             return found
         if self._candidates is None:
@@ -158,33 +159,41 @@ class LinkedLevels:
         feature, self._state = self.link.feature(previous, outputs, self._state)
         return unary + self.link.scores(feature, rows).astype(mx.float32)
 
-    def _log_probs(
-        self,
-        logits: mx.array,
-        scale: mx.array | None,
-        rest: mx.array | None,
-        outputs: mx.array,
-        previous: mx.array,
-    ) -> mx.array:
-        """Compute log-probabilities of logits, (..., K), those of the confidence if given."""
-        if scale is not None:
-            logits = logits * scale
-        normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
-        if rest is not None:
-            normaliser = mx.logaddexp(normaliser, rest)
-        found = logits - normaliser
-        if self.confidences is None or self.rank is not None:
-            return found
-        return self._trusted(found, previous, outputs)
 
-    def _trusted(self, found: mx.array, previous: mx.array, outputs: mx.array) -> mx.array:
-        """Give the best token the estimated probability, and scale those of the others to fit."""
-        assert self.confidences is not None
-        best = self.confidences(outputs, previous)
-        own = mx.max(found, axis=-1, keepdims=True)
-        others = found + _log1m(best) - _log1m(own)
-        # The order of the tokens stays, also if the estimate is low.
-        return mx.where(found == own, best, mx.minimum(others, best + found - own))
+def search_slots(
+    logits: mx.array,
+    scales: mx.array | None,
+    shape: DraftShape,
+    rank: NoiseRank | None,
+    to_token_ids: Callable[[mx.array], mx.array],
+) -> Expansion:
+    """Search logits of independent depths, float32, shape (R, D, V); the rest as `LinkedLevels`.
+
+    The best nodes of a depth are among its best tokens, which are chosen for all depths at once.
+    """
+    roots = mx.zeros(logits.shape[:1], dtype=mx.int32)
+    count = shape.level_nodes
+    levels = LinkedLevels(None, logits, logits, roots, scales, rank, count, to_token_ids)
+    return search_all(levels, shape)
+
+
+def _scaled(logits: mx.array, scales: mx.array | None) -> mx.array:
+    """Multiply logits of all depths, (R, D, K), by the factors of the depths."""
+    return logits if scales is None else logits * scales[:, None]
+
+
+def _normaliser(logits: mx.array, rest: mx.array | None) -> mx.array:
+    """Compute the logarithm of the summed exponentials of logits, (..., K), and of the others."""
+    total = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return total if rest is None else mx.logaddexp(total, rest)
+
+
+def _trusted(found: mx.array, best: mx.array) -> mx.array:
+    """Give the best token the estimated probability, and scale those of the others to fit."""
+    own = mx.max(found, axis=-1, keepdims=True)
+    others = found + _log1m(best) - _log1m(own)
+    # The order of the tokens stays, also if the estimate is low.
+    return mx.where(found == own, best, mx.minimum(others, best + found - own))
 
 
 def _log1m(log_prob: mx.array) -> mx.array:

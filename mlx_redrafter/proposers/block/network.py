@@ -31,7 +31,7 @@ from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings, new_rope
-from mlx_redrafter.proposers.block.levels import LinkedLevels
+from mlx_redrafter.proposers.block.levels import LinkedLevels, search_slots
 from mlx_redrafter.proposers.block.links import Link, new_link
 from mlx_redrafter.proposers.block.surroundings import (
     DecodingSurroundings,
@@ -39,8 +39,7 @@ from mlx_redrafter.proposers.block.surroundings import (
     write,
 )
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.kv_drafting import KvDrafting
-from mlx_redrafter.proposers.kv_network import KvNetwork
+from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork
 from mlx_redrafter.proposers.scores import NoiseRank
 from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
@@ -252,18 +251,21 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
         network, target, levels = self.network, self.target, shape.levels
         outputs = read_blocks(draftings, flights, levels)
         unary = network.logits(outputs.reshape(-1, outputs.shape[-1]), target)
+        unary, scales = unary.reshape(len(outputs), levels, -1), network.scales(levels, rank)
+        is_chain = shape.width == 1 and rank is None
+        if network.link is None and not is_chain and not network.trusts_confidence:
+            return search_slots(unary, scales, shape, rank, network.to_token_ids)
         linked = LinkedLevels(
             network.link,
             outputs,
-            unary.reshape(len(outputs), levels, -1),
+            unary,
             mx.concatenate([flight.root for flight in flights]),
-            network.scales(levels, rank),
+            scales,
             rank,
             network.config.num_candidates,
             network.to_token_ids,
             network.confidences if network.trusts_confidence else None,
         )
-        is_chain = shape.width == 1 and rank is None
         return linked.chain() if is_chain else search_all(linked, shape)
 
     def surround(self, flight: PendingPass) -> Surrounding:

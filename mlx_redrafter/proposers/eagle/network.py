@@ -19,13 +19,12 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
+from mlx_redrafter.proposers.block.levels import search_slots
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.factorised import ranked_slots
 from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.proposers.yarn import complete_yarn
 from mlx_redrafter.target.target import FINAL, Target
 from mlx_redrafter.trees.tree import TokenTree
@@ -180,7 +179,7 @@ class ParallelDrafting(KvDrafting[Eagle]):
         rank: NoiseRank | None,
     ) -> Expansion:
         scores = self.scores(flights[0], shape.levels)
-        return search_all(ranked_slots(scores[None], rank, self.network.to_token_ids), shape)
+        return search_slots(scores[None], None, shape, rank, self.network.to_token_ids)
 
     def scores(self, flight: PendingPass, count: int) -> mx.array:
         """Compute log-probabilities of the tokens of the first depths, shape (``count``, V)."""

@@ -100,6 +100,7 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     heads = layer.get("num_attention_heads")
     given = layer.get("num_key_value_heads")
     rows = shapes.get("token_ids")
+    found = {**_nested(values), **values}
     return EagleConfig.from_dict(
         {
             **config,
@@ -114,8 +115,7 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
             "own_embedding": _has_embedding(values),
             **_mask(values),
             **_windows(layer),
-            **_variants(_nested(values)),
-            **_variants(values),
+            **{key: found[key] for key in VARIANTS if key in found},
         }
     )
 
@@ -167,10 +167,6 @@ def _captured(values: Mapping[str, Any]) -> Any:
     return given
 
 
-def _variants(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: values[key] for key in VARIANTS if key in values}
-
-
 def _has_embedding(values: Mapping[str, Any]) -> bool:
     return values.get("embed_requires_grad", values.get("own_embedding")) is True
 
@@ -179,20 +175,15 @@ def _mask(values: Mapping[str, Any]) -> dict[str, Any]:
     """Read the fields of a P-EAGLE head; none for others."""
     if values.get("speculators_model_type") != "peagle":
         return {}
+    if values.get("mask_token_id") is None:
+        raise CheckpointError(
+            "expected mask_token_id in the config.json of this P-EAGLE head, found none; download "
+            "it again"
+        )
     found = speculative_tokens(values)
     depths = found if type(found) is int and found > 0 else DEPTHS
-    return {
-        "mask_token_id": _required(values, "mask_token_id"),
-        "max_length": min(1 + depths, MAX_BEAM_LENGTH),
-    }
-
-
-def _required(values: Mapping[str, Any], key: str) -> Any:
-    if values.get(key) is None:
-        raise CheckpointError(
-            f"expected {key} in the config.json of this P-EAGLE head, found none; download it again"
-        )
-    return values[key]
+    max_length = min(1 + depths, MAX_BEAM_LENGTH)
+    return {"mask_token_id": values["mask_token_id"], "max_length": max_length}
 
 
 def _windows(layer: Mapping[str, Any]) -> dict[str, Any]:

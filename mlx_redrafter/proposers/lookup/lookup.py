@@ -114,8 +114,8 @@ class LookupDrafting:
         self._newest = prompt[-1]
         # Continuation of the present match, once it is known.
         self._following: list[Continuation] | None = None
-        # Tokens of the target that are not read yet.
-        self._unread: list[int] = []
+        # The newest pass, until the next call reads its tokens: the host has waited for it by then.
+        self._flight: PendingPass | None = None
         self._rates = rates
 
     @property
@@ -153,8 +153,9 @@ class LookupDrafting:
         return self.build_tree(flight.tokens[-1], plan)
 
     def skip(self, flight: PendingPass) -> None:
-        """Keep the tokens; the next outlook or proposal reads them."""
-        self._unread += flight.tokens
+        """Keep the pass for the next call; the host does not wait for it."""
+        self._read()
+        self._flight = flight
 
     def settle(self, length: int) -> None:
         """Leave everything, as there are no caches."""
@@ -187,9 +188,9 @@ class LookupDrafting:
         return None if len(tokens) == 1 else TokenTree.of(tokens, parents, scores[1:])
 
     def _read(self) -> None:
-        """Append tokens of the target, and count the continuations that were right."""
-        unread, self._unread = self._unread, []
-        for token in unread:
+        """Append the tokens of the newest pass, and count the continuations that were right."""
+        flight, self._flight = self._flight, None
+        for token in flight.tokens if flight else ():
             following = self._foreseen()
             if following:
                 self._rates.learn(self.index.match.length, following[0].token == token)

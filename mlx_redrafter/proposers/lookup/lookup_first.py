@@ -38,48 +38,33 @@ class LookupFirstDrafting:
         self.lookup = lookup
         self.network = network
         self.reader = network.reader
-        # A pass that the lookup has not read yet, as the host had not.
-        self._unseen: PendingPass | None = None
 
     def outlook(self) -> Sequence[float]:
-        if self._unseen is not None:
-            self._show_lookup()
         return self.lookup.outlook()
 
     def propose(
         self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
     ) -> TokenTree | None:
         if plan.from_text:
-            self._show_lookup()
             tree = self.lookup.propose(flight, plan, noise)
             self.network.skip(flight)
             return tree
-        self.note(flight)
+        self.lookup.skip(flight)
         return self.network.propose(flight, plan, noise)
 
     def propose_all(self, wishes: Sequence[Wish]) -> list[TokenTree | None]:
         if wishes[0].plan.from_text:
             return [one.drafting.propose(one.pending, one.plan, one.noise) for one in wishes]
-        draftings: list[Any] = [one.drafting for one in wishes]
-        for one, drafting in zip(wishes, draftings, strict=True):
-            drafting.note(one.pending)
-        pairs = zip(wishes, draftings, strict=True)
-        return propose_all([one._replace(drafting=drafting.network) for one, drafting in pairs])
-
-    def note(self, flight: PendingPass) -> None:
-        """Note a pass, after which the network drafts, for the next lookup."""
-        self._show_lookup()
-        self._unseen = flight
+        for_networks = []
+        for one in wishes:
+            drafting: Any = one.drafting
+            drafting.lookup.skip(one.pending)
+            for_networks.append(one._replace(drafting=drafting.network))
+        return propose_all(for_networks)
 
     def skip(self, flight: PendingPass) -> None:
-        self._show_lookup()
         self.lookup.skip(flight)
         self.network.skip(flight)
 
     def settle(self, length: int) -> None:
         self.network.settle(length)
-
-    def _show_lookup(self) -> None:
-        unseen, self._unseen = self._unseen, None
-        if unseen is not None:
-            self.lookup.skip(unseen)

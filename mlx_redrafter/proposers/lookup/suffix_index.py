@@ -7,7 +7,6 @@ SuffixDecoding (arXiv 2411.04975) drafts from such counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from mlx_redrafter.trees.tree import NO_TOKEN
@@ -45,7 +44,7 @@ class SuffixIndex:
         match: Longest suffix of the sequence that occurs earlier; of length 0 if there is none.
     """
 
-    def __init__(self, tokens: Iterable[int] = ()):
+    def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]  # state of the longest suffix that occurs elsewhere as well
         self._length = [0]  # length of the longest string of a state
@@ -54,11 +53,6 @@ class SuffixIndex:
         self._last = 0
         self._size = 0
         self.match = Match(0, 0)
-        for token in tokens:
-            self.add(token)
-
-    def __len__(self) -> int:
-        return self._size
 
     def add(self, token: int) -> None:
         match = self._extend_match(token)

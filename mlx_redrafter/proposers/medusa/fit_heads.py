@@ -10,23 +10,17 @@ from collections.abc import Iterable
 import mlx.core as mx
 
 from mlx_redrafter.device_read import to_ints
-from mlx_redrafter.proposers.fit import (
-    Calibration,
-    ObservedSequence,
-    Prediction,
-    fit,
-    parts,
-)
+from mlx_redrafter.proposers.fit import Calibration, Prediction, ReadSequence, fit_depths, parts
 from mlx_redrafter.proposers.medusa.config import MAX_RANKS
 from mlx_redrafter.proposers.medusa.network import Medusa
 
 
-def predict(network: Medusa, text: ObservedSequence) -> list[Prediction]:
-    """Predict with each head and each token of a sequence as the root, up to its end."""
-    length = text.tokens.shape[0]
+def predict(network: Medusa, text: ReadSequence) -> list[Prediction]:
+    """Predict with each head and each generated token as the root, up to the end."""
+    hidden, length = text.states[text.num_prompt - 1 :], text.top_ids.shape[0]
     return [
         Prediction(
-            network.logits(text.hidden_states[: length - ahead], head),
+            network.logits(hidden[: length - ahead], head),
             text.top_ids[ahead:],
             text.top_log_probs[ahead:],
         )
@@ -35,14 +29,14 @@ def predict(network: Medusa, text: ObservedSequence) -> list[Prediction]:
     ]
 
 
-def calibrate(network: Medusa, texts: Iterable[ObservedSequence]) -> Calibration:
+def calibrate(network: Medusa, texts: Iterable[ReadSequence]) -> Calibration:
     """Fit the scalars, the same for all heads, to sequences; waits for the device."""
     found = (predict(network, part) for text in texts for part in parts(text, 2))
-    return fit(network, found)
+    return fit_depths(network, found)[0]
 
 
 def rank_accuracies(
-    network: Medusa, texts: Iterable[ObservedSequence]
+    network: Medusa, texts: Iterable[ReadSequence]
 ) -> tuple[tuple[float, ...], ...]:
     """Estimate the chances that the target's token is the r-th most probable one of each head.
 

@@ -18,11 +18,10 @@ from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.factorised import FactorisedLevels
 from mlx_redrafter.proposers.joint import NetworkDrafting
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.scores import NoiseRank, bounded, log_probs
-from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.search import FactorisedLevels, search_all
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.topk import top_k
 

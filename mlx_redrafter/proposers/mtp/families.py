@@ -28,6 +28,7 @@ import mlx.nn as nn
 
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.target_facts import text_values
 from mlx_redrafter.target.model_parts import MLX_LM_MODELS
 
 # Ending of the model type of a folder with a module alone; its tensors have no prefix.
@@ -187,12 +188,6 @@ def is_mtp(config: Mapping[str, Any], shapes: Shapes) -> bool:
     prefixes = (*OWN_PREFIXES, prefix_of(config)) if known else OWN_PREFIXES
     of_module = [name.startswith(prefixes) for name in shapes]
     return bool(of_module) and all(of_module)
-
-
-def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model in a ``config.json``."""
-    nested = values.get("text_config")
-    return nested if isinstance(nested, Mapping) else values
 
 
 def model_of_layers(values: Mapping[str, Any]) -> nn.Module:

@@ -21,8 +21,8 @@ from mlx_redrafter.proposers.mtp.families import (
     model_type_of,
     names_of,
     published_name,
-    text_values,
 )
+from mlx_redrafter.proposers.target_facts import text_values
 from mlx_redrafter.target.target import FINAL, Target
 
 # Keys of a model's config.json that a folder with its module alone does not need.

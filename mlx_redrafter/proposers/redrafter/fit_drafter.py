@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mlx_redrafter.proposers.fit import Calibration, ObservedSequence, Prediction, fit, parts
+from mlx_redrafter.proposers.fit import Calibration, Prediction, ReadSequence, fit_depths, parts
 from mlx_redrafter.proposers.redrafter.recurrence import Embed, RecurrentNetwork
 
 
 def predict(
-    drafter: RecurrentNetwork, embed: Embed, text: ObservedSequence
+    drafter: RecurrentNetwork, embed: Embed, text: ReadSequence
 ) -> tuple[Prediction, Prediction]:
-    """Predict first and second drafts with each token of a sequence, of at least three, as root."""
-    entered = drafter.project_input(embed(text.tokens))
-    hidden_states = text.hidden_states.astype(drafter.dtype)
+    """Predict first and second drafts with each generated token, of at least three, as root."""
+    first = text.num_prompt
+    entered = drafter.project_input(embed(text.tokens[first:]))
+    hidden_states = text.states[first - 1 :].astype(drafter.dtype)
     ids, log_probs = text.top_ids, text.top_log_probs
     state = drafter.start(entered[:-1])
     firsts = Prediction(drafter.logits(hidden_states[:-1], state), ids[1:], log_probs[1:])
@@ -23,7 +24,8 @@ def predict(
 
 
 def calibrate(
-    drafter: RecurrentNetwork, embed: Embed, texts: Iterable[ObservedSequence]
+    drafter: RecurrentNetwork, embed: Embed, texts: Iterable[ReadSequence]
 ) -> Calibration:
-    """Fit the scalars to as many sequences as `fit` needs; waits for the device."""
-    return fit(drafter, (predict(drafter, embed, part) for text in texts for part in parts(text)))
+    """Fit the scalars to as many sequences as `fit_depths` needs; waits for the device."""
+    found = (predict(drafter, embed, part) for text in texts for part in parts(text))
+    return fit_depths(drafter, found)[0]

@@ -23,7 +23,10 @@ def input_lookup(drafter: RecurrentNetwork, target: Target) -> Embed:
     The drafter keeps the table for the next sequence, as long as the weights behind it stay in the
     same memory. Making the table waits for the device.
     """
-    compute = drafter.input_of(target.embed)
+
+    def compute(ids: mx.array) -> mx.array:
+        return drafter.project_input(target.embed(ids))
+
     num_bytes = target.vocab_size * target.hidden_size * drafter.dtype.size
     if not drafter.config.rnn or num_bytes > MAX_BYTES:
         return compute

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 
 import mlx.core as mx
@@ -18,9 +18,9 @@ from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.measured import load_or_time
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
-from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.input_table import input_lookup
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter, RecurrentLevels
+from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ ENOUGH = 2.0
 
 # Seconds of a search by drafter, "given" or "quantised".
 Pair = Mapping[str, float]
-TimePairs = Callable[[Drafter, Drafter, Target], Sequence[Pair]]
 
 
 def time_pairs(given: Drafter, quantised: Drafter, target: Target) -> Sequence[Pair]:
@@ -60,9 +59,9 @@ def time_pairs(given: Drafter, quantised: Drafter, target: Target) -> Sequence[P
 
     def seconds(name: str) -> float:
         drafter = drafters[name]
-        hidden = mx.zeros((drafter.config.hidden_size,), dtype=drafter.dtype)
+        hidden = mx.zeros((1, drafter.config.hidden_size), dtype=drafter.dtype)
         start = time.perf_counter()
-        mx.eval(expand(drafter, inputs[name], hidden, root, SHAPE))
+        mx.eval(search_all(RecurrentLevels(drafter, inputs[name], hidden, root), SHAPE))
         return time.perf_counter() - start
 
     order = list(drafters)
@@ -76,9 +75,7 @@ def time_pairs(given: Drafter, quantised: Drafter, target: Target) -> Sequence[P
     return pairs
 
 
-def choose_precision(
-    drafter: Drafter, target: Target, time_pairs: TimePairs = time_pairs
-) -> Drafter:
+def choose_precision(drafter: Drafter, target: Target) -> Drafter:
     """Return the drafter, or a copy with quantised weights if that drafts faster here.
 
     The first run on a machine times both. If the copy may be faster, the next run times them again,
@@ -86,7 +83,8 @@ def choose_precision(
     small, or has no layer whose width is a multiple of a group.
     """
     num_bytes = sum(array.nbytes for array in named_parameters(drafter).values())
-    if bits_of(drafter) is not None or num_bytes < MIN_BYTES or drafter.num_rows < SHAPE.width:
+    is_small = num_bytes < MIN_BYTES or drafter.num_rows < SHAPE.width
+    if is_small or quantization_of(drafter) is not None:
         return drafter
     try:
         quantised = quantised_copy(drafter)
@@ -109,12 +107,6 @@ def choose_precision(
 def _share_faster(pairs: Sequence[Pair]) -> float:
     """Return the share of pairs in which the quantised drafter is faster by GAIN."""
     return mean(pair["given"] > GAIN * pair["quantised"] for pair in pairs)
-
-
-def bits_of(drafter: Drafter) -> int | None:
-    """Return the bits of quantised weights; None if there are none."""
-    quantization = quantization_of(drafter)
-    return None if quantization is None else quantization["bits"]
 
 
 def quantised_copy(drafter: Drafter) -> Drafter:

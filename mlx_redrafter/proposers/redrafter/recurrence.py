@@ -82,10 +82,6 @@ class RecurrentNetwork(DraftNetwork):
         embedding = embedding.astype(self.dtype)
         return self.rnn_w(embedding) if self.config.rnn else embedding
 
-    def input_of(self, embed: Embed) -> Embed:
-        """Return `project_input` by token id, given the target's input embedding."""
-        return lambda ids: self.project_input(embed(ids))
-
     def start(self, projected: mx.array) -> mx.array:
         """Compute the state after the root from its input term, shape (1, H) to (1, H)."""
         if self.config.rnn and self.config.rnn_first_step_bias:

@@ -18,13 +18,11 @@ from mlx_lm.models.base import create_attention_mask
 
 from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
+from mlx_redrafter.proposers.block.levels import search_slots
 from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.factorised import ranked_slots
-from mlx_redrafter.proposers.kv_drafting import KvDrafting, read_flights
-from mlx_redrafter.proposers.kv_network import KvNetwork
+from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork, read_flights
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
-from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.scores import NoiseRank
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.target.target import Target
 
@@ -140,5 +138,5 @@ class SpecFormerDrafting(KvDrafting[SpecFormer]):
         network, levels = self.network, shape.levels
         slots = network.slots(read_flights(draftings, flights), levels)
         logits = network.logits(slots.reshape(-1, slots.shape[-1]), self.target)
-        found = log_probs(logits, network.num_rows).reshape(len(draftings), levels, -1)
-        return search_all(ranked_slots(found, rank, network.to_token_ids), shape)
+        unary = logits[:, : network.num_rows].astype(mx.float32).reshape(len(draftings), levels, -1)
+        return search_slots(unary, None, shape, rank, network.to_token_ids)

@@ -5,16 +5,12 @@ Axes: N nodes of a tree, R roots, W beam width, H hidden size, V tokens that the
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import mlx.core as mx
 
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.proposers.draft_model import DraftLevels, ModelDrafting
-from mlx_redrafter.proposers.redrafter.beam import RecurrentLevels, score_scale
-from mlx_redrafter.proposers.redrafter.network import RecurrentDrafting
+from mlx_redrafter.proposers.redrafter.network import RecurrentDrafting, RecurrentLevels
 from mlx_redrafter.proposers.scores import log_probs
-from mlx_redrafter.proposers.search import LevelScorer
 from mlx_redrafter.target.caches.draft_cache import DraftLineage
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -22,61 +18,44 @@ from mlx_redrafter.trees.tree import TokenTree
 Branching = RecurrentDrafting | ModelDrafting
 
 
-class Branches(LevelScorer, Protocol):
-    """A network along a tree: after all its nodes, then after tokens below some of them."""
-
-    def after_nodes(self) -> mx.array:
-        """Return natural log-probabilities of tokens after every node, float32, shape (N, V)."""
-        ...
-
-    def begin(self, nodes: mx.array, tokens: mx.array) -> None:
-        """Make roots of the `LevelScorer` of tokens after some nodes, both int32, shape (R,)."""
-        ...
-
-
 def branches_of(
     drafting: Branching, tree: TokenTree, origin: mx.array, noise: GumbelNoise | None
-) -> Branches:
+) -> RecurrentBranches | ModelBranches:
     """Take a network along a tree; this changes nothing of its other drafts.
 
+    The result scores tokens after all nodes, and then, as a `LevelScorer`, below some of them.
     ``origin``, shape (H,), is the state that predicted the root; a draft model needs none.
     """
     if isinstance(drafting, ModelDrafting):
         return ModelBranches(drafting, tree)
-    scale = score_scale(drafting.network, drafting.rank(noise))
-    levels = RecurrentLevels(
-        drafting.network, drafting.project_input, origin[None], tree.tokens[:1], scale
-    )
-    return RecurrentBranches(levels, tree)
+    return RecurrentBranches(drafting, tree, origin, drafting.rank(noise) is not None)
 
 
-class RecurrentBranches:
+class RecurrentBranches(RecurrentLevels):
     """A recurrent drafter along a tree, from the state that predicted the tree's root."""
 
-    def __init__(self, levels: RecurrentLevels, tree: TokenTree):
-        self.levels = levels
+    def __init__(
+        self, drafting: RecurrentDrafting, tree: TokenTree, origin: mx.array, with_noise: bool
+    ):
+        network, root = drafting.network, tree.tokens[:1]
+        super().__init__(network, drafting.project_input, origin[None], root, with_noise)
         self.tree = tree
-        self.num_rows = levels.num_rows
-        self.to_token_ids = levels.to_token_ids
-        self.following = levels.following
 
     def after_nodes(self) -> mx.array:
-        levels, tree = self.levels, self.tree
-        inputs = levels.project_input(mx.maximum(tree.tokens, 0))  # padding has no token
-        first = levels.drafter.start(inputs)
-        state = first
-        for _ in range(tree.max_depth):  # right for nodes of depth d from round d on
-            advanced = levels.drafter.advance(state[tree.parents], inputs)
-            state = mx.where(tree.depths[:, None] > 0, advanced, first)
-        levels.state = state
-        return levels.log_probs()
+        """Return natural log-probabilities of tokens after every node, float32, shape (N, V)."""
+        inputs = self.project_input(mx.maximum(self.tree.tokens, 0))  # padding has no token
+        first = self.state = self.drafter.start(inputs)
+        for _ in range(self.tree.max_depth):  # right for nodes of depth d from round d on
+            advanced = self.drafter.advance(self.state[self.tree.parents], inputs)
+            self.state = mx.where(self.tree.depths[:, None] > 0, advanced, first)
+        return self.log_probs()
 
     def begin(self, nodes: mx.array, tokens: mx.array) -> None:
-        levels = self.levels
-        levels.state = levels.drafter.advance(levels.state[nodes], levels.project_input(tokens))
+        """Make roots of the `LevelScorer` of tokens after some nodes, both int32, shape (R,)."""
+        self.state = self.drafter.advance(self.state[nodes], self.project_input(tokens))
 
     def first(self) -> mx.array:
-        return self.levels.log_probs()
+        return self.log_probs()
 
 
 class ModelBranches(DraftLevels):

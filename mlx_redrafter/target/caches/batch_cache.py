@@ -19,12 +19,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.target.caches.batch_layers import BATCH_LAYERS, BatchLayer, whole
-from mlx_redrafter.target.caches.batch_pass import BatchPass
 from mlx_redrafter.target.caches.cache_kinds import CompositeCache, describe
+from mlx_redrafter.target.caches.places import Move
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache, flat
-from mlx_redrafter.target.caches.tree_pass import History, Move, NewRows
-from mlx_redrafter.target.few_shapes import bucket
+from mlx_redrafter.target.caches.tree_pass import History, NewRows, TreePass, Visit
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
@@ -44,7 +43,6 @@ class Slot:
         length: Number of committed tokens; 0 if the slot is idle.
         floor: Its sequence's `Floor`.
         end: Position behind its last entry, of a tree or committed.
-        move: The accepted nodes of the newest tree that are not in place.
     """
 
     batch: BatchCache
@@ -53,7 +51,6 @@ class Slot:
     length: int = 0
     floor: Floor = int  # returns 0
     end: int = 0
-    move: Move = ((), 0)
 
     def commit(self, path: Sequence[int]) -> None:
         self.batch.commit(self.number, path)
@@ -79,7 +76,7 @@ class BatchCache:
         self.slots: list[Slot] = []
         # Size of the largest trees so far.
         self._max_nodes = 1
-        self._step: BatchPass | None = None
+        self._step: TreePass | None = None
         # The caches of a single sequence by kind and size.
         self._kinds: list[str] = []
         self._parts: list[BatchLayer | RecurrentCache] = []
@@ -100,32 +97,25 @@ class BatchCache:
         """Whether a slot can hold a sequence as it is, with layers like those of the others."""
         return own.may_move and (self._is_idle or self._kinds == _kinds(own))
 
-    def expect(self, trees: TreeBatch) -> BatchPass:
+    def expect(self, trees: TreeBatch) -> TreePass:
         """Make the next forward pass one over these trees, one per slot."""
-        slots, taken = self.slots, self._new_rows()
-        num_rows = max(one.length for one in slots) + trees.size
-        if self._has_buckets:
-            num_rows = bucket(num_rows)
-        self._reserve(num_rows, trees.size)
-        step = self._step = BatchPass(
-            [one.length for one in slots],
-            trees,
-            self._history,
-            num_rows,
-            [one.move for one in slots],
-            taken,
-        )
+        slots = self.slots
+        lengths = [one.length for one in slots]
+        taken, before = self._new_rows(), self._moves()
+        step = TreePass(lengths, trees, self._history, self._has_buckets, taken, before)
+        self._reserve(step.num_rows(), trees.size)
+        self._step = step
         self._history.enter(step, [one.floor() for one in slots])
         for part in self._parts:
             part.expect(step)
         for one in slots:
-            one.end, one.move = one.length + trees.size, ((), 0)
+            one.end = one.length + trees.size
         return step
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
         """Keep the nodes of ``path``, indices from the root on, of the tree just verified."""
         visit, one = self._history.visits[slot][-1], self.slots[slot]
-        one.move = visit.step.keep(path, visit.row)
+        visit.step.keep(path, visit.row)
         one.length += len(path)
 
     def insert(self, slot: int, own: TreeCache, floor: Floor) -> None:
@@ -205,10 +195,7 @@ class BatchCache:
         step = self._step
         if step is None or not step.records:
             return False
-        rows: list[int | None] = []
-        for visits in self._history.visits:
-            is_in = bool(visits) and visits[-1].step is step and bool(step.paths[visits[-1].row])
-            rows.append(visits[-1].row if is_in else None)
+        rows = [one.row if one and step.paths[one.row] else None for one in self._newest()]
         if not any(row is not None for row in rows):
             return False
         num_rows = len(step.paths)
@@ -220,15 +207,22 @@ class BatchCache:
         is_new = [row is not None for row in rows]
         return NewRows(mx.array([row or 0 for row in rows]), mx.array(is_new))
 
+    def _newest(self) -> list[Visit | None]:
+        """Return the part of each slot in the newest pass; None if its sequence has come since."""
+        newest = [visits[-1] if visits else None for visits in self._history.visits]
+        return [one if one and one.step is self._step else None for one in newest]
+
+    def _moves(self) -> list[Move]:
+        """Return the accepted nodes of each slot that are not in place."""
+        return [one.step.moves[one.row] if one else ((), 0) for one in self._newest()]
+
     def _write_aside(self) -> None:
         """Write all accepted entries that are not in place."""
-        moves = [one.move for one in self.slots]
+        moves = self._moves()
         if any(nodes for nodes, _ in moves):
             for part in self._parts:
                 if isinstance(part, BatchLayer):
                     part.write_aside(moves)
-            for one in self.slots:
-                one.move = (), 0
 
 
 def _layer(own: Any) -> Any:

@@ -11,12 +11,12 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
-from mlx_redrafter.target.caches.batch_pass import BatchPass, Places
 from mlx_redrafter.target.caches.chunked import ChunkCache
 from mlx_redrafter.target.caches.full import Entries, FullCache, arrays_of, pair_of
+from mlx_redrafter.target.caches.places import Move, Places
 from mlx_redrafter.target.caches.quantised import QuantisedCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_pass import Move
+from mlx_redrafter.target.caches.tree_pass import TreePass
 
 # Number of entries by which buffers grow, as in mlx-lm.
 GROWTH = 256
@@ -43,21 +43,21 @@ class BatchLayer:
         self._buffers: list[mx.array] = []
         # The same of the newest trees, shape (B, H, N, D).
         self._fresh: list[mx.array] = []
-        self._step: BatchPass
+        self._step: TreePass
 
     @property
     def offset(self) -> int:
         """Length of the longest sequence. Rotary embeddings use `TreePositions` instead."""
-        return self._step.longest
+        return self._step.length
 
-    def expect(self, step: BatchPass) -> None:
+    def expect(self, step: TreePass) -> None:
         """Prepare for the next forward pass."""
         self._step = step
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        window, layout = self._reach or window_size, self._step.layout_in(self._capacity)
+        window, layout = self._reach or window_size, self._step.layout(0, self._capacity)
         return layout.mask if window is None else layout.window_mask(window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
@@ -70,7 +70,7 @@ class BatchLayer:
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return all entries that the pass attends to, for layers that share them."""
-        num_rows = self._step.num_rows_in(self._capacity)
+        num_rows = min(self._step.num_rows(), self._capacity)
         return pair_of([buffer[..., :num_rows, :] for buffer in self._buffers])
 
     def insert(self, slot: int, num_slots: int, entries: Entries, length: int) -> None:
@@ -172,7 +172,7 @@ class BatchChunkLayer(BatchLayer):
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
         assert self._reach is not None
-        return self._step.layout_in(self._capacity).chunk_mask(self._reach)
+        return self._step.layout(0, self._capacity).chunk_mask(self._reach)
 
 
 class BatchQuantisedLayer(BatchLayer):

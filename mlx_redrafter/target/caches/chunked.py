@@ -44,4 +44,4 @@ class ChunkCache(FullCache):
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """Return the mask of a tree; for committed tokens, models make their own."""
-        return self.step.layout_from(self.start_position).chunk_mask(self.stock.chunk_size)
+        return self.step.layout(self.start_position).chunk_mask(self.stock.chunk_size)

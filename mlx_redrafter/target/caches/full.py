@@ -7,8 +7,8 @@ tree stay in arrays of their own, and the next forward pass writes those of the 
 together with its own, with one update per buffer. If the path begins with the first nodes of the
 tree, in order, the buffer already holds their entries in place.
 
-Invariant: The buffer holds the first ``stock.offset`` tokens, and if `_fresh` is set, those before
-``aside_start`` of its pass. `_fresh` holds the entries of the others, of the nodes ``aside``.
+Invariant: The buffer holds the first ``stock.offset`` tokens, and the part in place of the path of
+the pass of `_fresh`, which holds the entries of the rest of that path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
     create_attention_mask,
 )
 
-from mlx_redrafter.target.caches.tree_cache import ForwardPass
+from mlx_redrafter.target.caches.tree_pass import TreePass
 from mlx_redrafter.target.few_shapes import bucket
 
 
@@ -48,7 +48,7 @@ class Fresh(NamedTuple):
 
     keys: mx.array
     values: mx.array
-    step: ForwardPass
+    step: TreePass
 
 
 class FullCache:
@@ -62,7 +62,7 @@ class FullCache:
 
     def _begin(self) -> None:
         """Follow the cache of the entries, which holds all committed ones."""
-        self.step = ForwardPass(self._rows.offset)
+        self.step = TreePass([self._rows.offset])
         # Entries of the newest tree, until the buffer holds the accepted ones.
         self._fresh: Fresh | None = None
         # Number of entries with which the buffer ended with a bucket.
@@ -79,7 +79,7 @@ class FullCache:
         """Number of committed tokens before the forward pass."""
         return self.step.length
 
-    def expect(self, step: ForwardPass) -> None:
+    def expect(self, step: TreePass) -> None:
         self.step = step
 
     def settle(self, length: int) -> None:
@@ -112,9 +112,9 @@ class FullCache:
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        if self.step.tree is None:
+        if self.step.trees is None:
             return create_attention_mask(num_tokens, self.step.length, return_array, window_size)
-        layout = self.step.layout_from(self.start)
+        layout = self.step.layout(self.start)
         return layout.mask if window_size is None else layout.window_mask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -122,7 +122,7 @@ class FullCache:
         aside = self._aside()
         new = _joined([*aside, (keys, values)]) if aside else (keys, values)
         everything: tuple[mx.array, mx.array] = self._rows.update_and_fetch(*new)
-        if self.step.tree is None:
+        if self.step.trees is None:
             self._fresh = None
             return everything
         self._fresh = Fresh(keys, values, self.step)
@@ -133,7 +133,7 @@ class FullCache:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return what the last `update_and_fetch` returned, for layers that share the entries."""
         num_nodes = 0
-        if self.step.tree is not None and self._fresh is not None:
+        if self.step.trees is not None and self._fresh is not None:
             num_nodes = self._fresh.keys.shape[2]
         self._rows.offset += num_nodes
         entries = self._attended()
@@ -173,7 +173,7 @@ class FullCache:
     def _attended(self) -> tuple[mx.array, mx.array]:
         """Return the entries, and in a pass with buckets what stands behind them in the buffer."""
         stock = self._rows
-        if self.step.tree is None or not self.step.has_buckets:
+        if self.step.trees is None or not self.step.has_buckets:
             return stock.keys_and_values()
         count = bucket(stock.offset - self.start)
         self._grow(count)
@@ -186,8 +186,9 @@ class FullCache:
         if self._fresh is None:
             return []
         keys, values, step = self._fresh
-        self._rows.offset = step.aside_start
-        return [(keys[..., run, :], values[..., run, :]) for run in step.aside]
+        nodes, self._rows.offset = step.moves[0]
+        runs = consecutive_runs(nodes)
+        return [(keys[..., run, :], values[..., run, :]) for run in runs]
 
 
 def _joined(parts: Sequence[tuple[mx.array, mx.array]]) -> list[mx.array]:
@@ -232,22 +233,21 @@ def write_all_aside(caches: Sequence[FullCache], path: mx.array | None = None) -
         if one._fresh is None:
             continue
         keys, values, step = one._fresh
-        if path is None and not step.aside:
+        nodes, start = step.moves[0]
+        if path is not None:
+            start = step.length
+            one._grow(start + path.shape[0] - one.start)
+        elif not nodes:
             continue
         fresh += keys, values
         lacking.append(one)
-        if path is None:
-            nodes = [node for run in step.aside for node in range(run.start, run.stop)]
-            rows.append(step.aside_start - one.start)
-        else:
-            one._grow(step.length + path.shape[0] - one.start)
-            rows.append(step.length - one.start)
+        rows.append(start - one.start)
     if not lacking:
         return
     starts = list(dict.fromkeys(rows))  # few, because equal windows begin with the same token
     indices = [starts.index(row) for row in rows]
     buffers = [part for one in lacking for part in (one._rows.keys, one._rows.values)]
-    lacked = mx.array(nodes) if path is None else path
+    lacked = mx.array(list(nodes)) if path is None else path
     written = iter(_write_nodes(lacked, mx.array(starts), indices, buffers, fresh))
     for one in lacking:
         one._rows.keys, one._rows.values = next(written), next(written)
@@ -279,3 +279,14 @@ def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], 
         assert cache.keys is not None
         assert cache.values is not None
         cache.keys, cache.values = tree_map(lengthen, (cache.keys, cache.values))
+
+
+def consecutive_runs(numbers: Sequence[int]) -> list[slice]:
+    """Group numbers into slices of consecutive ones."""
+    found: list[slice] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = slice(found[-1].start, number + 1)
+        else:
+            found.append(slice(number, number + 1))
+    return found

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_redrafter.target.caches.tree_cache import ForwardPass, flat
+from mlx_redrafter.target.caches.tree_cache import flat
 from mlx_redrafter.target.caches.tree_pass import (
     NewRows,
     State,
@@ -29,7 +29,7 @@ class RecurrentCache:
 
     def __init__(self, stock: ArraysCache):
         self.stock = stock
-        self.step: TreePass = ForwardPass(0)
+        self.step = TreePass([0])
         # Index of this layer's record in a pass.
         self._number = 0
 
@@ -65,7 +65,7 @@ class RecurrentCache:
         state = self.step.history.state(self._number, length)
         if state is not None:
             self._store(state)
-        self.step = ForwardPass(length)
+        self.step = TreePass([length])
 
     def release(self) -> State:
         """Give away the state after the accepted path."""

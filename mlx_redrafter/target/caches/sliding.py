@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.target.caches.full import Entries, FullCache
-from mlx_redrafter.target.caches.tree_cache import ForwardPass
+from mlx_redrafter.target.caches.tree_pass import TreePass
 
 
 class SlidingCache(FullCache):
@@ -27,14 +27,14 @@ class SlidingCache(FullCache):
     def _is_ordered(self) -> bool:
         return self._rows is not self.stock
 
-    def expect(self, step: ForwardPass) -> None:
+    def expect(self, step: TreePass) -> None:
         # Before any layer runs, because mlx-lm's models ask one layer for the mask of all.
-        if not self._is_ordered and step.tree is not None:
+        if not self._is_ordered and step.trees is not None:
             self._rows = _in_order(self.stock)
             self.stock.keys = self.stock.values = None
             self._begin()
         if self._is_ordered:
-            self._make_room(step.length + (1 if step.tree is None else step.tree.size))
+            self._make_room(step.length + (1 if step.trees is None else step.trees.size))
         super().expect(step)
 
     def settle(self, length: int) -> None:
@@ -66,9 +66,9 @@ class SlidingCache(FullCache):
     ) -> mx.array | str | None:
         if not self._is_ordered:
             return self.stock.make_mask(num_tokens, window_size, return_array)
-        if self.step.tree is None:
+        if self.step.trees is None:
             return None
-        return self.step.layout_from(self._first).window_mask(self.stock.max_size)
+        return self.step.layout(self._first).window_mask(self.stock.max_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write entries as `FullCache.update_and_fetch` does; return those in some window."""
@@ -91,7 +91,7 @@ class SlidingCache(FullCache):
         With buckets the whole buffer, so that its part has the same shape in every step. Otherwise
         the window of the next token.
         """
-        if self.step.tree is not None and self.step.has_buckets:
+        if self.step.trees is not None and self.step.has_buckets:
             return self.start
         return max(0, self.step.length + 1 - self.stock.max_size)
 

@@ -8,54 +8,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_redrafter.target.caches.layout import Layout
-from mlx_redrafter.target.caches.tree_pass import History, Move, TreePass, UnreadPath, Visit
-from mlx_redrafter.target.few_shapes import bucket
+from mlx_redrafter.target.caches.tree_pass import History, TreePass, UnreadPath, Visit
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
-
-
-class ForwardPass(TreePass):
-    """A forward pass of one sequence, with masks that all layers share.
-
-    Attributes:
-        length: Number of committed tokens before the pass.
-        tree: The tree that the target verifies; None for a pass over committed tokens.
-        has_buckets: Whether a tree attends to whole buckets of K/V entries, as in `few_shapes`.
-        aside: Accepted nodes whose K/V entries are not in place.
-        aside_start: Position of the first of them, behind those that are in place.
-    """
-
-    def __init__(
-        self,
-        length: int,
-        tree: TokenTree | None = None,
-        has_buckets: bool = False,
-        history: History | None = None,
-        taken: bool = False,
-    ):
-        trees = None if tree is None else TreeBatch([tree])
-        super().__init__([length], trees, history or History(1), taken)
-        self.length = length
-        self.tree = tree
-        self.has_buckets = has_buckets
-        self.aside: list[slice] = []
-        self.aside_start = length
-
-    def place(self, length: int) -> None:
-        """Set the number of committed tokens, of which the pass knew a bound."""
-        self.length = self.lengths[0] = self.aside_start = length
-
-    def keep(self, path: Sequence[int], row: int = 0) -> Move:
-        move = super().keep(path, row)
-        self.aside, self.aside_start = consecutive_runs(move[0]), move[1]
-        return move
-
-    def layout_from(self, first: int) -> Layout:
-        """Return the layout of buffers whose first entry is that of position ``first``."""
-        assert self.tree is not None
-        num_rows = self.length + self.tree.size - first
-        return self.layout(bucket(num_rows) if self.has_buckets else num_rows, first)
 
 
 class LayerCache(Protocol):
@@ -67,7 +22,7 @@ class LayerCache(Protocol):
 
     stock: Any
 
-    def expect(self, step: ForwardPass) -> None:
+    def expect(self, step: TreePass) -> None:
         """Take over the accepted path of the pass before, and prepare for the next pass."""
         ...
 
@@ -103,7 +58,7 @@ class TreeCache:
         self.has_buckets = has_buckets
         self.history = History(1)
         self.unread: UnreadPath | None = None
-        self._step = self._followed = ForwardPass(length)
+        self._step = self._followed = TreePass([length])
         # Number of committed tokens before the newest pass that is committed.
         self._floor = length
 
@@ -135,11 +90,12 @@ class TreeCache:
         """Whether chunks of any size leave the same entries."""
         return True
 
-    def expect(self, tree: TokenTree | None) -> ForwardPass:
+    def expect(self, tree: TokenTree | None) -> TreePass:
         """Make the next forward pass one over a tree, or over committed tokens."""
         bound = self.length + (0 if self.unread is None else self.unread.max_length)
         has_path = len(self._step.paths[0]) > 0
-        self._step = ForwardPass(bound, tree, self.has_buckets, self.history, has_path)
+        trees = None if tree is None else TreeBatch([tree])
+        self._step = TreePass([bound], trees, self.history, self.has_buckets, has_path)
         self.history.enter(self._step, [self._floor])
         self._floor = self.length
         for part in self.parts:
@@ -155,8 +111,10 @@ class TreeCache:
             path: Node indices from the root on, junk after the accepted ones, int32, shape (L,).
             num_accepted: Number of accepted drafts, int32, shape (1,).
         """
-        tree, self._followed = self._step.tree, self._step
-        assert tree is not None
+        self._followed = self._step
+        assert self._step.trees is not None
+        (tree,) = self._step.trees.drafts
+        assert isinstance(tree, TokenTree)
         self.unread = UnreadPath(path, num_accepted, tree.size, tree.is_chain)
         self._followed.accepted = self.unread
         self._followed.keep(self.unread.paths[0])  # `write_all_aside` writes what is not in place
@@ -191,7 +149,7 @@ class TreeCache:
             part.settle(length)
         self.length = self._floor = length
         self.history.visits = [[]]
-        self._step = ForwardPass(length)
+        self._step = TreePass([length])
 
     def release(self) -> tuple[list[Any], list[Visit]]:
         """Give away what each part holds, and the newest passes; the newest one is committed."""
@@ -201,7 +159,7 @@ class TreeCache:
     def hold(self, entries: Sequence[Any], visits: list[Visit], length: int) -> None:
         """Take what `release` gives, of ``length`` tokens."""
         self.length, self.history.visits = length, [visits]
-        self._step = ForwardPass(length, history=self.history)
+        self._step = TreePass([length], history=self.history)
         for part, own in zip(self.parts, entries, strict=True):
             part.hold(own, length)
             part.expect(self._step)
@@ -210,14 +168,3 @@ class TreeCache:
 def flat(layers: Sequence[Any]) -> list[Any]:
     """List the caches of layers, with the parts of a composite one in its place."""
     return [part for layer in layers for part in getattr(layer, "parts", [layer])]
-
-
-def consecutive_runs(numbers: Sequence[int]) -> list[slice]:
-    """Group numbers into slices of consecutive ones."""
-    found: list[slice] = []
-    for number in numbers:
-        if found and found[-1].stop == number:
-            found[-1] = slice(found[-1].start, number + 1)
-        else:
-            found.append(slice(number, number + 1))
-    return found

@@ -17,13 +17,13 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 
 from mlx_redrafter.target.caches.layout import Layout
+from mlx_redrafter.target.caches.places import Move, Places
+from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.target.hooks import TreePositions
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 # Arrays of a layer's state, each with B rows; all None before the first token.
 State = list[mx.array | None]
-# Accepted nodes of a tree whose K/V entries are not in place, and the position of the first.
-Move = tuple[Sequence[int], int]
 
 
 class Paths:
@@ -144,37 +144,77 @@ class TreePass:
 
     Attributes:
         lengths: Number of committed tokens of each sequence before the pass.
+        length: The largest of them.
         trees: The trees that the target verifies; None for a pass over committed tokens.
         history: Passes before this one, and this one.
+        has_buckets: Whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
         taken: Rows of the states after the pass before this one that the sequences take over; True
             if each takes over its own, False if none does.
+        before: Moves after the pass before this one, for several sequences.
         paths: The accepted path of each tree, empty until its sequence commits it.
+        moves: The part of each path that is not in place.
         records: States of the layers that have one, in the order of the layers.
     """
 
     def __init__(
         self,
         lengths: Sequence[int],
-        trees: TreeBatch | None,
-        history: History,
+        trees: TreeBatch | None = None,
+        history: History | None = None,
+        has_buckets: bool = False,
         taken: NewRows | bool = False,
+        before: Sequence[Move] = (),
     ):
         self.lengths = list(lengths)
+        self.length = max(self.lengths)
         self.trees = trees
-        self.history = history
+        self.history = history or History(len(self.lengths))
+        self.has_buckets = has_buckets
         self.taken = taken
+        self.before = before
+        self.moves: list[Move] = [((), length) for length in self.lengths]
         self.paths: list[Sequence[int]] = [()] * len(self.lengths)
         self.records: list[StateRecord] = []
         self._window_rows: dict[int, mx.array] = {}
-        self._layouts: dict[tuple[int, int, int | None], Layout] = {}
+        self._layouts: dict[tuple[int, int | None], Layout] = {}
+        self._places: dict[int, Places] = {}
 
-    def layout(self, num_rows: int, first: int = 0, capacity: int | None = None) -> Layout:
-        """Return the layout with these arguments, which is made once."""
-        key = num_rows, first, capacity
+    def place(self, length: int) -> None:
+        """Set the number of committed tokens, of which the pass of one sequence knew a bound."""
+        self.length = self.lengths[0] = length
+        self.moves[0] = (), length
+
+    def num_rows(self, first: int = 0) -> int:
+        """Return the number of entries that trees attend to, from position ``first`` on."""
+        assert self.trees is not None
+        num_rows = self.length + self.trees.size - first
+        return bucket(num_rows) if self.has_buckets else num_rows
+
+    def layout(self, first: int = 0, capacity: int | None = None) -> Layout:
+        """Return the layout of buffers, which is made once.
+
+        Args:
+            first: Position of the first entry.
+            capacity: Size of the buffers if they are rings.
+        """
+        key = first, capacity
         if key not in self._layouts:
             assert self.trees is not None
-            self._layouts[key] = Layout(self.trees, self.starts, *key)
+            num_rows, has_room = self.num_rows(first), True
+            if capacity is not None:
+                num_rows = min(num_rows, capacity)
+                has_room = self.length + self.trees.size <= capacity
+            self._layouts[key] = Layout(
+                self.trees, self.starts, num_rows, first, None if has_room else capacity
+            )
         return self._layouts[key]
+
+    def places(self, capacity: int) -> Places:
+        """Return the places of new entries, and of those that the pass before has not put there."""
+        if capacity not in self._places:
+            assert self.trees is not None
+            self._places[capacity] = Places.of(self.before, self.lengths, self.trees.size, capacity)
+        return self._places[capacity]
 
     @cached_property
     def starts(self) -> mx.array:
@@ -196,11 +236,11 @@ class TreePass:
         ends = zip(self.lengths, self.trees.max_depths, strict=True)
         return TreePositions(nodes, [range(n, n + depth + 1) for n, depth in ends])
 
-    def keep(self, path: Sequence[int], row: int = 0) -> Move:
-        """Note the accepted path of a sequence; return the part of it that is not in place."""
+    def keep(self, path: Sequence[int], row: int = 0) -> None:
+        """Note the accepted path of a sequence."""
         self.paths[row] = path
         in_place = next((i for i, node in enumerate(path) if node != i), len(path))
-        return path[in_place:], self.lengths[row] + in_place
+        self.moves[row] = path[in_place:], self.lengths[row] + in_place
 
     @cached_property
     def accepted(self) -> Paths:

@@ -42,6 +42,6 @@ class MedusaStudent(Student):
     def calibrate(self, texts: Sequence[Shard]) -> None:
         """Fit the scalars, and the acceptance rates by rank that choose the static tree."""
         network = self.network
-        found = [text.observed() for shard in texts for text in iterate_texts(shard)]
+        found = [text for shard in texts for text in iterate_texts(shard)]
         config = calibrate(network, found).applied(network.config)
         network.config = replace(config, rank_accuracies=rank_accuracies(network, found))

@@ -77,7 +77,7 @@ class RecurrentStudent(Student):
 
     def calibrate(self, texts: Sequence[Shard]) -> None:
         network = self.network
-        found = (text.observed() for shard in texts for text in iterate_texts(shard))
+        found = (text for shard in texts for text in iterate_texts(shard))
         network.config = calibrate(network, self.embed, found).applied(network.config)
 
 

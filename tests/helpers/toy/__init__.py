@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.kind import Shapes
-from mlx_redrafter.proposers.scores import log_probs, ranking
+from mlx_redrafter.proposers.scores import log_probs
 from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.proposers.stored_config import StoredConfig
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
@@ -77,7 +78,9 @@ class ToyDrafting:
         """Return None, as a network always has something to propose."""
 
     def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        rank = ranking(noise if self.couple_noise else None, self.network.row_ids)
+        rank = None
+        if noise is not None and self.couple_noise:
+            rank = partial(noise.rank, token_ids=None, weight=1.0)
         levels = ToyLevels(self.network, flight.root)
         return build_tree(search_all(levels, plan.shape, rank).alone, flight.root, plan)
 

@@ -10,7 +10,6 @@ import pytest
 
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
-from mlx_redrafter.proposers.redrafter.beam import expand
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.models import random_drafter
@@ -22,6 +21,7 @@ from tests.helpers.oracles import (
     paths_of,
     tree_paths,
 )
+from tests.helpers.recurrent_search import expand
 
 VOCAB_SIZE, HIDDEN_SIZE = 70, 16
 ROOT = 11
@@ -40,7 +40,7 @@ def _expand(drafter: Drafter, shape: DraftShape, seed: int) -> tuple[Expansion, 
     embedding, hidden = _context(seed, drafter.config.vocab_size)
     expansion = expand(
         drafter,
-        drafter.input_of(lambda ids: embedding[ids]),
+        lambda ids: embedding[ids],
         hidden,
         mx.array([ROOT]),
         shape,
@@ -66,8 +66,8 @@ def _scored_paths(expansion: Expansion) -> dict[tuple[int, ...], float]:
 def _tree(drafter: Drafter, plan: DraftPlan, seed: int) -> TokenTree:
     embedding, hidden = _context(seed, drafter.config.vocab_size)
     root = mx.array([ROOT])
-    project_input = drafter.input_of(lambda ids: embedding[ids])
-    return build_tree(expand(drafter, project_input, hidden, root, plan.shape), root, plan)
+    expansion = expand(drafter, lambda ids: embedding[ids], hidden, root, plan.shape)
+    return build_tree(expansion, root, plan)
 
 
 @pytest.mark.parametrize(("width", "length"), WIDTHS_AND_LENGTHS)
@@ -127,7 +127,7 @@ def test_merging_saves_nodes_where_beams_share_prefixes() -> None:
     embedding, _ = _context(0)
     shape = DraftShape(4, 4, "beam")
     root = mx.array([ROOT])
-    expansion = expand(drafter, drafter.input_of(lambda ids: embedding[ids]), hidden, root, shape)
+    expansion = expand(drafter, lambda ids: embedding[ids], hidden, root, shape)
     tree = merge_beams(expansion, root, shape)
     beams = [(3, 3, 3), (3, 3, 5), (3, 5, 3), (5, 3, 3)]
     prefixes = {(ROOT, *beam[:length]) for beam in beams for length in range(4)}
@@ -149,7 +149,7 @@ def test_drafts_that_are_no_numbers_still_make_a_tree(
     embedding, hidden = _context(0)
     expansion = expand(
         drafter,
-        drafter.input_of(lambda ids: embedding[ids]),
+        lambda ids: embedding[ids],
         hidden,
         mx.array([ROOT]),
         plan.shape,

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.fit import SCALES, Calibration, ObservedSequence
-from mlx_redrafter.proposers.redrafter.beam import expand
+from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
 from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import random_drafter
+from tests.helpers.recurrent_search import expand
 
 VOCAB_SIZE, HIDDEN_SIZE = 30, 8
 
@@ -20,7 +20,7 @@ def _embed(tokens: mx.array) -> mx.array:
     return mx.random.normal((VOCAB_SIZE, HIDDEN_SIZE), key=mx.random.key(5))[tokens]
 
 
-def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> ObservedSequence:
+def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> ReadSequence:
     """A text whose target samples the drafter's own first drafts, sharpened.
 
     ``top_ids`` are in no order but the first, which is drawn: a greedy target that nobody can
@@ -30,27 +30,25 @@ def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> Obs
     tokens = mx.random.randint(0, VOCAB_SIZE, (length,), key=keys[0])
     hidden_states = mx.random.normal((length, HIDDEN_SIZE), key=keys[1])
     nothing = mx.zeros((length, 1), dtype=mx.int32)
-    logits = (
-        sharpness
-        * predict(drafter, _embed, ObservedSequence(tokens, hidden_states, nothing, nothing))[
-            0
-        ].logits
-    )
+    text = ReadSequence(_after_prompt(tokens), 1, hidden_states, nothing, nothing)
+    logits = sharpness * predict(drafter, _embed, text)[0].logits
     first = mx.random.categorical(logits, key=keys[2])[:, None]
     rows = mx.broadcast_to(mx.arange(logits.shape[1]), logits.shape)
     rows = mx.where(rows == first, rows[:, :1], mx.where(rows == 0, first, rows))
     log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     log_probs = mx.take_along_axis(log_probs, rows, axis=-1)
     ids = drafter.to_token_ids(rows)
-    return ObservedSequence(
-        tokens,
-        hidden_states,
-        mx.concatenate([ids[:1], ids]),
-        mx.concatenate([log_probs[:1], log_probs]),
+    return text._replace(
+        top_ids=mx.concatenate([ids[:1], ids]),
+        top_log_probs=mx.concatenate([log_probs[:1], log_probs]),
     )
 
 
-def _nats(drafter: Drafter, text: ObservedSequence, scale: float) -> float:
+def _after_prompt(tokens: mx.array) -> mx.array:
+    return mx.concatenate([mx.zeros((1,), dtype=tokens.dtype), tokens])
+
+
+def _nats(drafter: Drafter, text: ReadSequence, scale: float) -> float:
     total = 0.0
     for prediction in predict(drafter, _embed, text):
         rows = np.array(prediction.logits, dtype=np.float64) * scale
@@ -98,9 +96,8 @@ def test_a_drafter_that_is_too_flat_gets_less_of_the_noise() -> None:
 def test_without_texts_nothing_is_fitted() -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     nothing = mx.zeros((2, 1), dtype=mx.int32)
-    short = ObservedSequence(
-        mx.zeros((2,), dtype=mx.int32), mx.zeros((2, HIDDEN_SIZE)), nothing, nothing
-    )
+    tokens, hidden = mx.zeros((3,), dtype=mx.int32), mx.zeros((2, HIDDEN_SIZE))
+    short = ReadSequence(tokens, 1, hidden, nothing, nothing)
     assert calibrate(drafter, _embed, [short]) == Calibration(1.0, 0.5)
 
 
@@ -109,14 +106,14 @@ def test_scale_ranks_drafts_of_greedy_targets_only() -> None:
     plain = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     hidden, root = mx.random.normal((HIDDEN_SIZE,), key=mx.random.key(1)), mx.array([4])
     shape = DraftShape(2, 3)
-    found = expand(scaled, scaled.input_of(_embed), hidden, root, shape)
+    found = expand(scaled, _embed, hidden, root, shape)
     state = plain.start(plain.project_input(_embed(root)))
     expected = 3 * plain.logits(hidden, state)
     expected = expected - mx.logsumexp(expected)
     best = mx.sort(expected.flatten())[::-1][:2]
     np.testing.assert_allclose(np.array(found.scores[:2]), np.array(best), rtol=1e-4)
     noisy = [
-        expand(drafter, drafter.input_of(_embed), hidden, root, shape, lambda x, depth: x)
+        expand(drafter, _embed, hidden, root, shape, lambda x, depth: x)
         for drafter in (scaled, plain)
     ]
     np.testing.assert_array_equal(np.array(noisy[0].scores), np.array(noisy[1].scores))

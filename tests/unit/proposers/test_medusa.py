@@ -23,7 +23,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.checkpoint import save_drafter
-from mlx_redrafter.proposers.fit import ObservedSequence
+from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.proposers.medusa import load as load_medusa
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.fit_heads import calibrate, rank_accuracies
@@ -132,7 +132,7 @@ def test_heads_of_few_tokens() -> None:
         assert set(to_ints(tree.tokens)[1:]) == {60, 2, 33}
 
 
-def right_text(network: Medusa, shift: Sequence[int]) -> ObservedSequence:
+def right_text(network: Medusa, shift: Sequence[int]) -> ReadSequence:
     """A text whose tokens are of some rank for each head, shape (n,)."""
     hidden = mx.random.normal((40, 32), key=mx.random.key(2))
     chosen = np.zeros(40, dtype=np.int32)
@@ -141,7 +141,7 @@ def right_text(network: Medusa, shift: Sequence[int]) -> ObservedSequence:
         chosen[i] = order[shift[i % len(shift)]]
     others = (chosen[:, None] + np.arange(8)) % VOCAB_SIZE
     log_probs = mx.broadcast_to(-mx.arange(8.0), (40, 8))
-    return ObservedSequence(mx.array(chosen), hidden, mx.array(others), log_probs)
+    return ReadSequence(mx.array([0, *chosen.tolist()]), 1, hidden, mx.array(others), log_probs)
 
 
 def test_accuracies_of_ranks_are_counted() -> None:

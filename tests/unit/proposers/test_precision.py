@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,15 +10,14 @@ import pytest
 
 from mlx_redrafter.engine.generation import stream_generate
 from mlx_redrafter.measured import cache_folder
-from mlx_redrafter.proposers.quantization import quantize_drafter
+from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.proposers.redrafter import precision
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.precision import (
     GAIN,
     MIN_PAIRS,
     PAIRS,
-    TimePairs,
-    bits_of,
+    Pair,
     choose_precision,
     quantised_copy,
     time_pairs,
@@ -49,10 +48,16 @@ def target() -> Target:
     return Target(tiny_llama(vocab_size=VOCAB_SIZE))
 
 
-def _timer(*moments: list[float]) -> TimePairs:
+def _timer(*moments: list[float]) -> Callable[..., list[Pair]]:
     """A timer that finds these ratios, one list per run, and fails in further runs."""
     left: Iterator[list[float]] = iter(moments)
     return lambda *_: [{"given": ratio, "quantised": 1.0} for ratio in next(left)]
+
+
+def _choose(drafter: Drafter, target: Target, timer: Callable[..., list[Pair]]) -> Drafter:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "time_pairs", timer)
+        return choose_precision(drafter, target)
 
 
 def test_a_copy_in_8_bits_says_nearly_the_same_and_leaves_the_drafter_alone(
@@ -61,8 +66,8 @@ def test_a_copy_in_8_bits_says_nearly_the_same_and_leaves_the_drafter_alone(
     hidden, state = mx.random.normal((2, HIDDEN_SIZE), key=mx.random.key(1))
     before = drafter.log_probs(hidden, state[None])
     copy = quantised_copy(drafter)
-    assert bits_of(copy) == 8
-    assert bits_of(drafter) is None
+    assert _bits_of(copy) == 8
+    assert _bits_of(drafter) is None
     after = copy.log_probs(hidden, state[None])
     assert mx.abs(after - before).max().item() < 0.2
     assert not mx.array_equal(after, before)
@@ -90,18 +95,18 @@ def test_8_bits_are_used_if_they_are_faster_in_both_of_two_runs(
 ) -> None:
     timer = _timer(*moments)
     for expected in (*bits, bits[-1]):
-        found = choose_precision(drafter, target, timer)
-        assert bits_of(found) == expected
+        found = _choose(drafter, target, timer)
+        assert _bits_of(found) == expected
         assert (found is drafter) == (expected is None)
 
 
 def test_a_damaged_file_is_measured_again(drafter: Drafter, target: Target) -> None:
-    assert choose_precision(drafter, target, _timer(SLOWER)) is drafter
+    assert _choose(drafter, target, _timer(SLOWER)) is drafter
     (path,) = cache_folder().glob("*.json")
     one = '{"rounds": [{"given": 1, "quantised": -1}], "runs": 2, "doubted": false}'
     for text in ("", "[]", '{"rounds": []}', one, one.replace("-1", "1").replace("2", "3")):
         path.write_text(text)
-        assert bits_of(choose_precision(drafter, target, _timer(FASTER))) == 8
+        assert _bits_of(_choose(drafter, target, _timer(FASTER))) == 8
 
 
 def test_both_are_timed(drafter: Drafter, target: Target) -> None:
@@ -114,17 +119,17 @@ def test_a_drafter_that_is_quantised_narrow_or_small_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
 ) -> None:
     narrow = random_drafter(VOCAB_SIZE, 24)
-    assert choose_precision(narrow, target, _timer()) is narrow
+    assert _choose(narrow, target, _timer()) is narrow
     monkeypatch.setattr(precision, "MIN_BYTES", 2**23)
-    assert choose_precision(drafter, target, _timer()) is drafter
+    assert _choose(drafter, target, _timer()) is drafter
     monkeypatch.setattr(precision, "MIN_BYTES", 0)
     quantize_drafter(drafter, 4, 32)
-    assert choose_precision(drafter, target, _timer()) is drafter
+    assert _choose(drafter, target, _timer()) is drafter
 
 
 def test_the_text_is_the_same(drafter: Drafter, target: Target) -> None:
-    found = choose_precision(drafter, target, _timer(FASTER))
-    assert bits_of(found) == 8
+    found = _choose(drafter, target, _timer(FASTER))
+    assert _bits_of(found) == 8
     prompt, tokenizer = [1, 2, 3], wrapped_tokenizer(VOCAB_SIZE)
     stock = stock_tokens(target.model, prompt, 60)
     for width in (1, 4):
@@ -132,3 +137,8 @@ def test_the_text_is_the_same(drafter: Drafter, target: Target) -> None:
             target.model, tokenizer, prompt, max_tokens=60, drafter=found, beam_width=width
         )
         assert_same_tokens(stock, [response.token for response in responses], width)
+
+
+def _bits_of(drafter: Drafter) -> int | None:
+    found = quantization_of(drafter)
+    return None if found is None else found["bits"]

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import ref
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -19,7 +20,7 @@ from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
-from mlx_redrafter.target.compiled_pass import CompiledPasses
+from mlx_redrafter.target.compiled_pass import CompiledPasses, with_products
 from mlx_redrafter.target.hooks import install_in_attention
 from mlx_redrafter.target.target import Target
 from tests.helpers.few_shapes import compile_passes
@@ -60,6 +61,18 @@ def test_bits_are_those_of_the_operations(monkeypatch: pytest.MonkeyPatch, model
     target.compiled = CompiledPasses(target._process_trees, target.model)
     for found, expected in zip(compiled, verify_growing(target, 12), strict=True):
         assert mx.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_with_weights_have_the_bits_of_layers(dtype: mx.Dtype, has_bias: bool) -> None:
+    layer = nn.Linear(48, 40, bias=has_bias)
+    layer.set_dtype(dtype)
+    for shape in ((1, 9, 48), (2, 3, 48), (9, 48)):
+        x = mx.random.normal(shape, key=mx.random.key(0)).astype(dtype)
+        found = with_products(nn.Sequential(layer), lambda inputs: [layer(*inputs)], [x])
+        assert mx.array_equal(*found, layer(x))
+    assert type(layer) is nn.Linear
 
 
 def test_one_trace_serves_all_lengths_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,9 @@ from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.target import few_shapes
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_cache import ForwardPass, TreeCache
+from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.caches.tree_pass import TreePass
+from mlx_redrafter.trees.tree_batch import TreeBatch
 from tests.helpers.drafts import make_tree
 
 BLOCK = 16
@@ -191,8 +193,8 @@ def test_a_ring_without_trees_is_left_alone() -> None:
 
 def test_a_layer_that_was_not_used_stays_empty() -> None:
     layer = SlidingCache(RotatingKVCache(5))
-    for tree in (None, make_tree([1, 2], [0, 0], 1)):
-        layer.expect(ForwardPass(3, tree))
+    for trees in (None, TreeBatch([make_tree([1, 2], [0, 0], 1)])):
+        layer.expect(TreePass([3], trees))
         layer.settle(4)
         assert layer.stock.keys is None
         assert layer.stock.offset == 0

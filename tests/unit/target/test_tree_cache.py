@@ -23,7 +23,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.target.caches.tree_cache import TreeCache, consecutive_runs
+from mlx_redrafter.target.caches.full import consecutive_runs
+from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import grow, make_tree
 from tests.helpers.models import tiny_llama, tiny_qwen3
@@ -216,17 +217,18 @@ def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
     _decode_tree(target, cache, tree, parents, [0, 1, 2])
     assert _places(cache) == [(6, [])] * 3
     _decode_tree(target, cache, tree, parents, [0, 3])
-    assert _places(cache) == [(7, [slice(3, 4)])] * 3
+    assert _places(cache) == [(7, [3])] * 3
     _decode_tree(target, cache, tree, parents, [0, 1])
     assert _places(cache) == [(10, [])] * 3
     cache.settle(cache.length)
     assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6, 4, 7, 4, 5]))
 
 
-def _places(cache: TreeCache) -> list[tuple[int, list[slice]]]:
+def _places(cache: TreeCache) -> list[tuple[int, list[int]]]:
     """Of each layer, how many committed rows are in place, and the nodes of the others."""
     layers: list[Any] = cache.layers
-    return [(layer.step.aside_start, layer.step.aside) for layer in layers]
+    moves = [layer.step.moves[0] for layer in layers]
+    return [(start, list(nodes)) for nodes, start in moves]
 
 
 @given(st.lists(st.integers(0, 9)))

@@ -1,7 +1,6 @@
-"""A forward pass over the trees of several sequences in one buffer per layer.
+"""Places of the K/V entries of several sequences in one buffer per layer.
 
-Axes: B slots, N nodes of each slot's tree, K accepted entries that are not in place, S entries that
-a layer attends to.
+Axes: B slots, N nodes of each slot's tree, K accepted entries that are not in place.
 
 A buffer is a ring: the entry of position p has the place p modulo the capacity. A layer that
 attends to all tokens has room for the longest sequence, so that its entries stay in order. Layers
@@ -15,9 +14,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.target.caches.layout import Layout
-from mlx_redrafter.target.caches.tree_pass import History, Move, NewRows, TreePass
-from mlx_redrafter.trees.tree_batch import TreeBatch
+# Accepted nodes of a tree whose K/V entries are not in place, and the position of the first.
+Move = tuple[Sequence[int], int]
 
 
 class Places(NamedTuple):
@@ -51,44 +49,3 @@ class Places(NamedTuple):
         shape = len(rows), 1, -1, 1
         moved_nodes = mx.array(nodes, dtype=mx.int32).reshape(shape) if width else None
         return cls(moved_nodes, mx.array(rows, dtype=mx.int32).reshape(shape))
-
-
-class BatchPass(TreePass):
-    """A forward pass over several trees.
-
-    Attributes:
-        trees: The tree of each slot.
-        longest: Number of committed tokens of the longest sequence.
-    """
-
-    trees: TreeBatch
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        trees: TreeBatch,
-        history: History,
-        num_rows: int,
-        moves: Sequence[Move],
-        taken: NewRows | bool,
-    ):
-        super().__init__(lengths, trees, history, taken)
-        self.longest = max(self.lengths)
-        self._num_rows = num_rows
-        self._moves = moves
-        self._places: dict[int, Places] = {}
-
-    def places(self, capacity: int) -> Places:
-        """Return the places of new entries in buffers of this size."""
-        if capacity not in self._places:
-            self._places[capacity] = Places.of(self._moves, self.lengths, self.trees.size, capacity)
-        return self._places[capacity]
-
-    def layout_in(self, capacity: int) -> Layout:
-        """Return the layout of buffers of this size."""
-        is_whole = self.longest + self.trees.size <= capacity
-        return self.layout(self.num_rows_in(capacity), 0, None if is_whole else capacity)
-
-    def num_rows_in(self, capacity: int) -> int:
-        """Return the number of entries that the pass attends to in buffers of this size."""
-        return min(self._num_rows, capacity)
