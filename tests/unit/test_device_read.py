@@ -40,12 +40,12 @@ LOOP = [
     "proposers/expansion",
     "proposers/lookup/lookup",
     "proposers/lookup/lookup_first",
-    "proposers/redrafter/beam",
     "proposers/redrafter/network",
     "proposers/redrafter/recurrence",
     "proposers/search",
     "proposers/lookup/suffix_index",
-    "target/caches/batch_pass",
+    "target/caches/layout",
+    "target/caches/places",
     "target/caches/full",
     "target/caches/draft_cache",
     "target/caches/tree_cache",
@@ -236,6 +236,7 @@ ALLOWED = {
         "mx.eval([layer.stock.state for layer in self.cache.layers])",
     ],
     "target/compiled_pass": [
+        "mx.eval(matrix)",  # while a pass is traced
         "mx.array_equal(found, wanted, equal_nan=True).item()",  # once per model
     ],
     "target/hooks": ["int(layer.floor_scale)"],  # a number of the config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +28,7 @@ class WrongAt(SequenceDecoder):
         index = self.position - self.stats.num_tokens
         if self.drafting is not None and 0 <= index < len(tokens):
             wrong = (tokens[index].id + 1) % VOCAB_SIZE
-            tokens[index] = replace(tokens[index], id=wrong)
+            tokens[index] = tokens[index]._replace(id=wrong)
         return tokens
 
 
