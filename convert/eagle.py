@@ -16,6 +16,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
+from mlx_redrafter.checkpoints.identity import targets_in_config
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
@@ -28,7 +29,6 @@ from mlx_redrafter.proposers.eagle.published import (
     eagle_config,
     own_names,
     rope_of,
-    target_of,
 )
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.proposers.speculators import resolve_offsets
@@ -58,7 +58,7 @@ class ForeignEagle(ForeignDrafter):
             layout = "with speculators' names"
         else:
             layout = "with SafeAILab's names"
-        target = target_of(source.config)
+        target = next(iter(targets_in_config(source.config)), None)
         self.kind = f"{self.config.name} head, {layout}"
         self.kind += f", for {quote(target)}" if target else ""
 

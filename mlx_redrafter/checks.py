@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_redrafter.errors import ConfigError
@@ -54,6 +54,11 @@ def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < vocab_size:
             raise ConfigError(f"{name} must be from 0 to {vocab_size - 1}, got {token}")
+
+
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """Return an object of a JSON file, or an empty one in place of another value."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def is_number(value: object) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.cards import Card, read_card
+from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.model_store import repository_of
 from mlx_redrafter.proposers.target_facts import TargetFacts
 
@@ -78,9 +79,9 @@ class Identity(NamedTuple):
         if named and not self.is_named(*named):
             return f"it was made for {named[0]}"
         target = TargetFacts.of("", self.config)
-        layers = _mapping(self.config.get("text_config")) or self.config
-        sizes = _mapping(config.get("transformer_layer_config")) or config
-        nested = _mapping(config.get("dflash_config"))
+        layers = as_mapping(self.config.get("text_config")) or self.config
+        sizes = as_mapping(config.get("transformer_layer_config")) or config
+        nested = as_mapping(config.get("dflash_config"))
         hidden, vocab = sizes.get("hidden_size"), sizes.get("vocab_size")
         if _differ(hidden, target.hidden_size):
             return f"its hidden_size {hidden} is not the model's {target.hidden_size}"
@@ -110,17 +111,13 @@ def plain_name(name: str) -> str:
 
 def targets_in_config(config: Mapping[str, Any]) -> list[str]:
     """Return the models that a drafter's config names as its target."""
-    verifier = _mapping(_mapping(config.get("speculators_config")).get("verifier"))
+    verifier = as_mapping(as_mapping(config.get("speculators_config")).get("verifier"))
     named = (
         verifier.get("name_or_path"),
-        _mapping(config.get("target")).get("name"),
+        as_mapping(config.get("target")).get("name"),
         config.get("base_model_name_or_path"),
     )
     return [name for name in named if isinstance(name, str) and name]
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _differ(one: object, other: object) -> bool:

@@ -104,12 +104,12 @@ class JointStep:
         self._has_drafts = bool(groups)
         arrays: list[mx.array] = []
         with mx.stream(generation_stream):
-            for group in groups.values():
+            for members in groups.values():
                 try:
-                    group = _with_noise(group)
+                    group = _with_noise(members)
                     trees = propose_all([one._replace(plan=one.plan.searched) for _, one in group])
                 except Exception as error:  # no single sequence has caused it
-                    self._errors |= {sequence: error for sequence, _ in group}
+                    self._errors |= {sequence: error for sequence, _ in members}
                     continue
                 for (sequence, wish), tree in zip(group, trees, strict=True):
                     sequence.receive(wish, tree)

@@ -125,7 +125,7 @@ class PendingPass:
     is_read: bool = False
     _bonus: int = NOT_A_NUMBER
     _rows: Sequence[int] = (0,)
-    _tokens: Sequence[int] = ()
+    _tokens: list[int] = field(default_factory=list)
 
     @property
     def num_accepted(self) -> mx.array:
@@ -169,7 +169,7 @@ class PendingPass:
         return self._rows
 
     @property
-    def tokens(self) -> Sequence[int]:
+    def tokens(self) -> list[int]:
         """Accepted drafts and the bonus token, if there is one; waits for the device.
 
         Raises:
@@ -231,6 +231,6 @@ class PendingPass:
             self._rows = path[: num_accepted + 1]
             self._tokens = path[length + 1 : length + 1 + num_accepted]
         if bonus >= 0:
-            self._tokens = [*self._tokens, bonus]
+            self._tokens.append(bonus)
         self._bonus = bonus
         self.is_read = True

@@ -174,7 +174,7 @@ class KeyedSampler:
 
     @cached_property
     def kind(self) -> tuple[float, ...]:
-        """What one set of operations samples with: the parameters but the seed, () if greedy."""
+        """Parameters except the seed, () if greedy; equal ones share the operations."""
         return astuple(replace(self.params, seed=0)) if self.params.temp else ()
 
     def noise(

@@ -146,7 +146,7 @@ def _split_states(states: mx.array | None, count: int) -> list[Any]:
     """Split states, shape (G, N, S), into those of each sequence, (N, S)."""
     if states is None:
         return [None] * count
-    return mx.split(states.reshape(-1, states.shape[-1]), count)
+    return list(mx.split(states.reshape(-1, states.shape[-1]), count))
 
 
 def _item(read: Callable[[], list[list[int]]], number: int) -> list[int]:

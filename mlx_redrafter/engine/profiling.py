@@ -193,7 +193,7 @@ class _Contrary(KeyedSampler):
     def sample(
         self,
         log_probs: mx.array,
-        depths: mx.array,
+        depths: mx.array | None,
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:

@@ -127,7 +127,7 @@ class KvDrafting(CachedDrafting, Generic[N]):
         self.read_unread()
 
     def note(self, flight: PendingPass) -> None:
-        tokens = flight.tokens
+        tokens = list(flight.tokens)
         states = flight.path_states[: len(tokens)]
         mx.async_eval(states)  # these are kept, and those of the other nodes freed
         self._unread.append((states, mx.array(tokens, dtype=mx.int32)))

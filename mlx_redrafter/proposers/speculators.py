@@ -7,6 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_redrafter.checks import as_mapping
+
 # Name of the offsets from rows of the head to token ids.
 OFFSETS = "d2t"
 # Largest int32, which is the token id of no model.
@@ -28,7 +30,6 @@ def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> N
 
 def speculative_tokens(values: Mapping[str, Any]) -> Any:
     """Return the number of drafts of the first method in a config; None if it has none."""
-    inner = values.get("speculators_config")
-    methods = inner.get("proposal_methods") if isinstance(inner, Mapping) else None
+    methods = as_mapping(values.get("speculators_config")).get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else None
-    return first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    return as_mapping(first).get("speculative_tokens")

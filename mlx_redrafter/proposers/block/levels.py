@@ -162,18 +162,13 @@ class LinkedLevels:
 
 def search_slots(
     logits: mx.array,
-    scales: mx.array | None,
     shape: DraftShape,
     rank: NoiseRank | None,
     to_token_ids: Callable[[mx.array], mx.array],
 ) -> Expansion:
-    """Search logits of independent depths, float32, shape (R, D, V); the rest as `LinkedLevels`.
-
-    The best nodes of a depth are among its best tokens, which are chosen for all depths at once.
-    """
-    roots = mx.zeros(logits.shape[:1], dtype=mx.int32)
-    count = shape.level_nodes
-    levels = LinkedLevels(None, logits, logits, roots, scales, rank, count, to_token_ids)
+    """Search logits of independent depths, float32, shape (R, D, V), by their best tokens."""
+    roots, count = mx.zeros(logits.shape[:1], dtype=mx.int32), shape.level_nodes
+    levels = LinkedLevels(None, logits, logits, roots, None, rank, count, to_token_ids)
     return search_all(levels, shape)
 
 

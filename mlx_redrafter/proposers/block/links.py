@@ -114,8 +114,6 @@ class MarkovHead(Link):
 
 def _scores(feature: mx.array, weight: mx.array) -> mx.array:
     """Multiply features, (W, r), with rows of a table, (1, K, r) or (W, K, r), to (W, K)."""
-    if weight.shape[0] == 1:
-        return feature @ weight.squeeze(0).T
     return (weight @ feature[..., None]).squeeze(-1)
 
 

@@ -7,10 +7,8 @@ from typing import Any
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import MAX_LAYERS
 from mlx_redrafter.proposers.block.values import LIKE_ZLAB, PublishedValues
+from mlx_redrafter.proposers.eagle.config import ATTENTION_TYPES
 from mlx_redrafter.proposers.speculators import speculative_tokens
-
-# Whether a kind of layer has a window.
-KINDS = {"full_attention": False, "sliding_attention": True}
 
 
 def first_slot_of(config: PublishedValues) -> int:
@@ -39,16 +37,13 @@ def masks_of(config: PublishedValues) -> dict[str, Any]:
     kinds = config.find("layer_types")
     if kinds is None:
         kinds = ["sliding_attention" if config.flag("use_swa") else "full_attention"] * count
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != count
-        or not all(isinstance(kind, str) and kind in KINDS for kind in kinds)
-    ):
+    is_list = isinstance(kinds, list) and len(kinds) == count
+    if not is_list or not all(kind in ATTENTION_TYPES for kind in kinds):
         raise CheckpointError(
-            f"expected layer_types of {count} layers, each one of {', '.join(KINDS)}, found "
-            f"{kinds!r}"
+            f"expected layer_types of {count} layers, each one of {', '.join(ATTENTION_TYPES)}, "
+            f"found {kinds!r}"
         )
-    sliding = [KINDS[kind] for kind in kinds]
+    sliding = [kind == "sliding_attention" for kind in kinds]
     window = config.find("swa_window_size") if config.flag("use_swa") else None
     window = config.find("sliding_window") if window is None else window
     if config.flag("use_sliding_window") is False:  # as in transformers' Qwen3Config

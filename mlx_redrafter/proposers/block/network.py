@@ -31,7 +31,7 @@ from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings, new_rope
-from mlx_redrafter.proposers.block.levels import LinkedLevels, search_slots
+from mlx_redrafter.proposers.block.levels import LinkedLevels
 from mlx_redrafter.proposers.block.links import Link, new_link
 from mlx_redrafter.proposers.block.surroundings import (
     DecodingSurroundings,
@@ -251,18 +251,18 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
         network, target, levels = self.network, self.target, shape.levels
         outputs = read_blocks(draftings, flights, levels)
         unary = network.logits(outputs.reshape(-1, outputs.shape[-1]), target)
-        unary, scales = unary.reshape(len(outputs), levels, -1), network.scales(levels, rank)
         is_chain = shape.width == 1 and rank is None
-        if network.link is None and not is_chain and not network.trusts_confidence:
-            return search_slots(unary, scales, shape, rank, network.to_token_ids)
+        count = network.config.num_candidates
+        if network.link is None and not is_chain:
+            count = shape.level_nodes  # a depth has the same best tokens after every draft
         linked = LinkedLevels(
             network.link,
             outputs,
-            unary,
+            unary.reshape(len(outputs), levels, -1),
             mx.concatenate([flight.root for flight in flights]),
-            scales,
+            network.scales(levels, rank),
             rank,
-            network.config.num_candidates,
+            count,
             network.to_token_ids,
             network.confidences if network.trusts_confidence else None,
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any, NamedTuple
 
-from mlx_redrafter.checks import check_int, is_number
+from mlx_redrafter.checks import as_mapping, check_int, is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # End of the model type of Meta's drafters.
@@ -33,8 +33,7 @@ class PublishedValues(NamedTuple):
     def of(cls, values: Mapping[str, Any]) -> PublishedValues:
         nested: dict[str, Any] = {}
         for key in ("dflash_config", "dspark_config"):
-            found = values.get(key)
-            nested |= found if isinstance(found, Mapping) else {}
+            nested |= as_mapping(values.get(key))
         layer = values.get("transformer_layer_config")
         return cls(values, nested, layer if isinstance(layer, Mapping) else values)
 

@@ -179,7 +179,7 @@ class ParallelDrafting(KvDrafting[Eagle]):
         rank: NoiseRank | None,
     ) -> Expansion:
         scores = self.scores(flights[0], shape.levels)
-        return search_slots(scores[None], None, shape, rank, self.network.to_token_ids)
+        return search_slots(scores[None], shape, rank, self.network.to_token_ids)
 
     def scores(self, flight: PendingPass, count: int) -> mx.array:
         """Compute log-probabilities of the tokens of the first depths, shape (``count``, V)."""

@@ -19,6 +19,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.checkpoint import collect_sources
@@ -52,6 +53,8 @@ VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 SPECULATORS = ("eagle3", "peagle")
 # Depths of a P-EAGLE head whose config does not say: those it is trained on by default.
 DEPTHS = 8
+# Key of the object of NVIDIA's and SpecForge's configs that describes the head.
+NESTED = "eagle_config"
 # Key of the captured layers.
 CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
@@ -100,7 +103,7 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     heads = layer.get("num_attention_heads")
     given = layer.get("num_key_value_heads")
     rows = shapes.get("token_ids")
-    found = {**_nested(values), **values}
+    found = {**as_mapping(values.get(NESTED)), **values}
     return EagleConfig.from_dict(
         {
             **config,
@@ -120,21 +123,9 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     )
 
 
-def target_of(values: Mapping[str, Any]) -> str | None:
-    """Return the name of the model that a published config was trained for, if it has one."""
-    for path in (("speculators_config", "verifier", "name_or_path"), ("base_model_name_or_path",)):
-        found: Any = values
-        for key in path:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if isinstance(found, str):
-            return found
-    return None
-
-
 def rope_of(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Read base and scaling of the rotary embedding, which newer configs have in one object."""
-    joined = layer.get("rope_parameters")
-    joined = joined if isinstance(joined, Mapping) else {}
+    joined = as_mapping(layer.get("rope_parameters"))
     scaling = layer.get("rope_scaling")
     if scaling is None and joined.get("rope_type", "default") != "default":
         scaling = joined
@@ -150,18 +141,12 @@ def _own_name(name: str) -> str | None:
     return "token_ids" if own == OFFSETS else own
 
 
-def _nested(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the object of NVIDIA's and SpecForge's configs that describes the head."""
-    nested = values.get("eagle_config")
-    return nested if isinstance(nested, Mapping) else {}
-
-
 def _captured(values: Mapping[str, Any]) -> Any:
     """Return the layers whose inputs the head reads, as the file has them if they are damaged."""
     given = values.get(CAPTURED)
     if given is not None:
         return given
-    given = _nested(values).get(CAPTURED)
+    given = as_mapping(values.get(NESTED)).get(CAPTURED)
     if isinstance(given, list) and given[:1] == [1] and all(type(one) is int for one in given):
         return [one + 1 for one in given]
     return given
@@ -198,7 +183,7 @@ def _check_variant(
     values: Mapping[str, Any], layer: Mapping[str, Any], names: Container[str]
 ) -> None:
     found = None
-    use_aux = _nested(values).get("use_aux_hidden_state", True)
+    use_aux = as_mapping(values.get(NESTED)).get("use_aux_hidden_state", True)
     if "layers.0.hidden_norm.weight" in names and ("fc.weight" in names) is not bool(use_aux):
         found = f"use_aux_hidden_state {use_aux!r}, " + (
             "but the tensor fc.weight" if "fc.weight" in names else "but no tensor fc.weight"

@@ -19,6 +19,7 @@ from mlx_redrafter.checkpoint_files import (
     read_shapes,
     weight_files,
 )
+from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS, check_shapes
@@ -88,9 +89,8 @@ def indexed_files(folder: Path, prefix: str) -> list[str] | None:
     path = folder / INDEX
     if not path.exists():
         return None
-    named = read_json(path).get("weight_map")
-    found = named.items() if isinstance(named, Mapping) else ()
-    return sorted({file for name, file in map(_checked, found) if name.startswith(prefix)})
+    named = map(_checked, as_mapping(read_json(path).get("weight_map")).items())
+    return sorted({file for name, file in named if name.startswith(prefix)})
 
 
 def _checked(entry: tuple[str, Any]) -> tuple[str, str]:

@@ -139,4 +139,4 @@ class SpecFormerDrafting(KvDrafting[SpecFormer]):
         slots = network.slots(read_flights(draftings, flights), levels)
         logits = network.logits(slots.reshape(-1, slots.shape[-1]), self.target)
         unary = logits[:, : network.num_rows].astype(mx.float32).reshape(len(draftings), levels, -1)
-        return search_slots(unary, None, shape, rank, network.to_token_ids)
+        return search_slots(unary, shape, rank, network.to_token_ids)

@@ -193,7 +193,7 @@ class FullCache:
 
 def _joined(parts: Sequence[tuple[mx.array, mx.array]]) -> list[mx.array]:
     """Join keys and values of consecutive tokens."""
-    return [mx.concatenate(arrays, axis=2) for arrays in zip(*parts, strict=True)]
+    return [mx.concatenate(list(arrays), axis=2) for arrays in zip(*parts, strict=True)]
 
 
 def arrays_of(keys: Any, values: Any) -> list[mx.array]:

@@ -23,6 +23,8 @@ class Layout:
         first: Position of the first entry, an int or an int32 array of shape ().
         capacity: Size of buffers in which new entries have overwritten old ones: the entry of
             position p has the place p modulo the capacity. None if all entries are in order.
+        num_before: Number of entries before the root, if it is one for all sequences and the host
+            knows it: then the mask takes fewer operations.
     """
 
     def __init__(
@@ -32,12 +34,14 @@ class Layout:
         num_rows: int,
         first: int | mx.array = 0,
         capacity: int | None = None,
+        num_before: int | None = None,
     ):
         self._trees = trees
         self._starts = starts
         self._num_rows = num_rows
         self._first = first
         self._capacity = capacity
+        self._num_before = num_before
         self._masks: dict[tuple[str, int], mx.array] = {}
 
     @cached_property
@@ -90,7 +94,13 @@ class Layout:
     @cached_property
     def _is_seen(self) -> mx.array:
         """Whether an entry is committed, or of a node's ancestor or the node, (B, N, S)."""
-        behind, num_nodes = self._behind, self._trees.size
+        num_nodes = self._trees.size
+        if self._num_before is not None:
+            missing = self._num_rows - self._num_before - num_nodes
+            is_there = mx.ones((1, num_nodes, self._num_before), mx.bool_)
+            parts = [is_there, self._trees.ancestors, mx.zeros((1, num_nodes, missing), mx.bool_)]
+            return mx.concatenate(parts if missing else parts[:2], axis=2)
+        behind = self._behind
         is_there = behind < 1 if num_nodes == 1 else behind < 0
         if self._capacity is not None:  # a ring that has come round for some sequences only
             is_there = is_there & (behind >= -self._starts)

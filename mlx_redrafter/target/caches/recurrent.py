@@ -70,7 +70,7 @@ class RecurrentCache:
     def release(self) -> State:
         """Give away the state after the accepted path."""
         self._take_over(len(self.step.paths[0]) > 0)
-        state = list(self.stock.cache)
+        state: State = list(self.stock.cache)
         self._store([None] * len(state))
         return state
 

@@ -195,17 +195,20 @@ class TreePass:
 
         Args:
             first: Position of the first entry.
-            capacity: Size of the buffers if they are rings.
+            capacity: Size of the buffers of several sequences, which are rings; None for one.
         """
         key = first, capacity
         if key not in self._layouts:
             assert self.trees is not None
-            num_rows, has_room = self.num_rows(first), True
-            if capacity is not None:
+            num_rows, num_before = self.num_rows(first), None
+            if capacity is None:
+                num_before = self.length - first
+            else:
                 num_rows = min(num_rows, capacity)
-                has_room = self.length + self.trees.size <= capacity
+                if self.length + self.trees.size <= capacity:
+                    capacity = None
             self._layouts[key] = Layout(
-                self.trees, self.starts, num_rows, first, None if has_room else capacity
+                self.trees, self.starts, num_rows, first, capacity, num_before
             )
         return self._layouts[key]
 
@@ -219,7 +222,7 @@ class TreePass:
     @cached_property
     def starts(self) -> mx.array:
         """Position of each root, int32, shape (B, 1)."""
-        return mx.array(self.lengths, dtype=mx.int32)[:, None]
+        return mx.array([[length] for length in self.lengths], dtype=mx.int32)
 
     @property
     def tokens(self) -> mx.array:
