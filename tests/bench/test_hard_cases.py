@@ -60,7 +60,7 @@ def test_expectations_hold_on_a_drafter_that_knows_three_of_four_tokens() -> Non
 
 
 def test_every_way_to_run_a_step_on_a_gpu_makes_it_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain by each way, then the default with all of them, which no text slows down."""
+    """Compare a chain by each way; no text slows the default with all of them down."""
     monkeypatch.setattr(step_model, "ROWS", 1)
     chain = step_model.fixed(step_model.PLANS["chain of 4"])
     known = [step_model.Ways(*[True] * count) for count in range(5)]
@@ -74,7 +74,7 @@ def test_every_way_to_run_a_step_on_a_gpu_makes_it_faster(monkeypatch: pytest.Mo
 
 
 def test_apples_code_has_the_chain_of_ours_and_pays_for_every_length() -> None:
-    """A chain is one beam, so both accept as many of its drafts; their steps differ by the host."""
+    """Compare chains: a chain is one beam, so both accept the same drafts of it."""
     plan, ways = step_model.PLANS["chain of 4"], step_model.Ways(True, True, True, True)
     text = step_model.SimulatedText(step_model.make_text("26 November", 0, ways, seed=0))
     ours = step_model.fixed(plan)(text, 0, 100)
