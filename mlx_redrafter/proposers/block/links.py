@@ -8,47 +8,14 @@ Axes: W beams, H hidden size, r rank, V rows of the head, K candidates.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.linked_levels import Link
 
 
-class Link(nn.Module):
-    """A link with two tables of rank r."""
-
-    @abstractmethod
-    def feature(
-        self, previous: mx.array, hidden: mx.array, state: mx.array | None
-    ) -> tuple[mx.array, mx.array | None]:
-        """Compute features of beams and their next states.
-
-        Args:
-            previous: Newest tokens of the beams, int32, shape (W,).
-            hidden: The block's output at the depth, shape (1, H), or one row per beam, (W, H).
-            state: States of the beams, shape (W, r); None at the first depth.
-
-        Returns:
-            Features, shape (W, r), and states of that shape, or None for a link without.
-        """
-
-    @abstractmethod
-    def scores(self, feature: mx.array, rows: mx.array | None) -> mx.array:
-        """Compute what is added to logits of all rows of the head, or of some.
-
-        Args:
-            feature: Shape (W, r).
-            rows: Rows of the head, integer, for all beams, shape (1, K), or for each, (W, K); None
-                for all rows.
-
-        Returns:
-            Shape (W, V) or (W, K).
-        """
-
-
-class Selector(Link):
+class Selector(nn.Module):
     """The candidate selector of DFlash 2: ``feature = predecessor[p] * hidden_projection(h)``."""
 
     def __init__(self, config: BlockConfig):
@@ -67,7 +34,7 @@ class Selector(Link):
         return feature @ table.T if rows is None else _scores(feature, table[rows])
 
 
-class MarkovHead(Link):
+class MarkovHead(nn.Module):
     """The Markov head of DSpark.
 
     With ``e = w1[p]``, the feature is ``e``, ``sigmoid(gate_proj([h, e])) * e``, or the output of a

@@ -31,8 +31,7 @@ from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings, new_rope
-from mlx_redrafter.proposers.block.levels import LinkedLevels
-from mlx_redrafter.proposers.block.links import Link, new_link
+from mlx_redrafter.proposers.block.links import new_link
 from mlx_redrafter.proposers.block.surroundings import (
     DecodingSurroundings,
     Surrounding,
@@ -40,6 +39,7 @@ from mlx_redrafter.proposers.block.surroundings import (
 )
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork
+from mlx_redrafter.proposers.linked_levels import LinkedLevels
 from mlx_redrafter.proposers.scores import NoiseRank
 from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target

@@ -1,4 +1,4 @@
-"""Levels of a block, whose probabilities depend on the depth and, by a link, on the draft before.
+"""Levels whose probabilities depend on the depth and, by a link, on the draft before.
 
 Axes: R roots, W beams of all of them, D depths, V rows of the head, K candidates of a depth, H
 hidden size.
@@ -7,11 +7,11 @@ hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import mlx.core as mx
 
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.block.links import Link
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.scores import NoiseRank, bounded, log_probs
 from mlx_redrafter.proposers.search import search_all
@@ -19,6 +19,38 @@ from mlx_redrafter.trees.topk import top_k
 
 # Largest share of a depth's probability that candidates may have; the rest keeps a logarithm.
 MAX_SHARE = 1 - 1e-6
+
+
+class Link(Protocol):
+    """Scores of a token that depend on the draft before it, by two tables of rank r."""
+
+    def feature(
+        self, previous: mx.array, hidden: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        """Compute features of beams and their next states.
+
+        Args:
+            previous: Newest tokens of the beams, int32, shape (W,).
+            hidden: The block's output at the depth, shape (1, H), or one row per beam, (W, H).
+            state: States of the beams, shape (W, r); None at the first depth.
+
+        Returns:
+            Features, shape (W, r), and states of that shape, or None for a link without.
+        """
+        ...
+
+    def scores(self, feature: mx.array, rows: mx.array | None) -> mx.array:
+        """Compute what is added to logits of all rows of the head, or of some.
+
+        Args:
+            feature: Shape (W, r).
+            rows: Rows of the head, integer, for all beams, shape (1, K), or for each, (W, K); None
+                for all rows.
+
+        Returns:
+            Shape (W, V) or (W, K).
+        """
+        ...
 
 
 class LinkedLevels:
