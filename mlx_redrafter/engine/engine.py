@@ -98,8 +98,6 @@ class Engine:
         self.memory = LearnedState() if memory is None else memory
         check_instance("memory", self.memory, LearnedState, "the `memory` of an engine")
         self.memory.passes = self.target.share_passes(self.memory.passes)
-        _check_callable(step_costs=step_costs)
-        self._step_costs = step_costs
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
             self.proposer.check_fit(self.target, self.tokenizer)
