@@ -16,6 +16,9 @@ COLUMNS = (
     "different",
 )  # fmt: skip
 
+# Number of positions whose acceptance rate a table has room for; files have all.
+SHOWN_POSITIONS = 5
+
 
 @dataclass(frozen=True)
 class Row:
@@ -142,7 +145,7 @@ def _cells(row: Row) -> list[str]:
         "" if row.speedup is None else row.speedup.span(),
         "" if row.tokens_per_step is None else f"{row.tokens_per_step:.2f}",
         "" if row.nodes_per_step is None else f"{row.nodes_per_step:.1f}",
-        " ".join(f"{rate:.0%}" for rate in row.acceptance_rate_by_depth),
+        " ".join(f"{rate:.0%}" for rate in row.acceptance_rate_by_depth[:SHOWN_POSITIONS]),
         f"{row.repeated:.0%}",
         _format(row.prompt_speedup),
         str(row.num_texts),

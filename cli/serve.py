@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -170,11 +171,20 @@ def serve(
                 f"serve needs {name}: pip install '.[server]' in the repository, or "
                 "'mlx-redrafter[server]' from a package index"
             )
-    from mlx_redrafter.server.application import make_application
-    from mlx_redrafter.server.callers import Callers
-    from mlx_redrafter.server.listening import listen, make_server
+    from mlx_redrafter.server.listening import listen
 
-    listener = listen(address.host, address.port)
+    with listen(address.host, address.port) as listener:
+        _run(listener, models, address, defaults, limits)
+
+
+def _run(
+    listener: socket.socket,
+    models: ServedModels,
+    address: AddressOptions,
+    defaults: GenerationOptions,
+    limits: Limits,
+) -> None:
+    """Load the models and answer requests until the process gets a signal."""
     pairs = models.pairs()
     served = _name_models(pairs, address.model_name)
     is_split = launched_group() is not None
@@ -182,6 +192,9 @@ def serve(
         limits = _for_machines(served, limits)
 
     from mlx_redrafter.measured import cache_folder
+    from mlx_redrafter.server.application import make_application
+    from mlx_redrafter.server.callers import Callers
+    from mlx_redrafter.server.listening import make_server
     from mlx_redrafter.server.models import Models
     from mlx_redrafter.server.protocols.service import Service
     from mlx_redrafter.server.worker import Worker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ class BrokenText(SequenceDecoder):
     def step(self) -> list[Token]:
         tokens = super().step()
         if self.drafting is not None and self.stats.num_tokens > 5:
-            tokens[-1] = replace(tokens[-1], id=(tokens[-1].id + 1) % 512)
+            tokens[-1] = tokens[-1]._replace(id=(tokens[-1].id + 1) % 512)
         return tokens
 
 

@@ -134,14 +134,14 @@ class LookupDrafting:
         """Return probabilities of the most frequent continuation after the token in flight."""
         self._read()
         found: list[float] = []
-        probability, following = 1.0, self._foreseen()
+        probability, following, index = 1.0, self._foreseen(), self.index
         while following and len(found) < OUTLOOK:
             best = following[0]
             probability *= best.share * self._rates.rate(max(best.match.length - 1, LEAST_MATCH))
             if probability < LEAST_PROBABILITY:
                 break
             found.append(probability)
-            following = self.index.continuations(best.match, 1)
+            following = index.continuations(best.match, 1)
         return found[1:]  # the first is not a draft but the token in flight
 
     def propose(

@@ -83,6 +83,10 @@ class SuffixIndex:
         A match at the end of the sequence has no continuation; then shorter suffixes replace it.
         """
         state, length = match
+        if state and len(self._next[state]) == 1:  # most matches have one continuation
+            ((token, below),) = self._next[state].items()
+            if token != NO_TOKEN:
+                return [Continuation(token, 1.0, Match(below, length + 1))]
         while True:
             following = [item for item in self._next[state].items() if item[0] != NO_TOKEN]
             if following or state == 0:
