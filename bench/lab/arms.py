@@ -19,11 +19,10 @@ from mlx_redrafter.bench.runs import (
     Turn,
     drafted_arm,
     plain_arm,
-    run_together,
     stock_arm,
 )
 from mlx_redrafter.bench.timing import OnProgress, rotated
-from mlx_redrafter.bench.turns import WARM_UP_PROMPT, WARM_UP_TOKENS, arm_name
+from mlx_redrafter.bench.turns import WARM_UP_PROMPT, WARM_UP_TOKENS, arm_name, one_by_one
 from mlx_redrafter.draft_plan import DraftPlan
 
 
@@ -46,8 +45,8 @@ def make_turns(
 
 def run(name: str, arm: Arm, turn: Turn) -> TimedRun:
     """Decode one text and time it."""
-    stream = ((0, response) for response in arm(turn.prompt.ids))
-    return run_together(name, stream, [turn])[0][0]
+    ((found, _),) = one_by_one(name, arm)([turn])
+    return found
 
 
 def take_turn(arms: Mapping[str, Arm], turn: Turn, cool_down: float = 0.0) -> list[TimedRun]:
