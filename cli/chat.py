@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from mlx_redrafter.cli.prompt_options import (
 )
 from mlx_redrafter.cli.text_options import AnswerOptions, generation_options
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.interrupts import handling
 
 if TYPE_CHECKING:
     from mlx_redrafter.engine.conversation import Conversation
@@ -106,7 +108,7 @@ def _answer(
     with (
         live_text(shows_drafts) as write,
         prefill_progress() as on_progress,
-        nullcontext() if launched_group() is not None else suppress(KeyboardInterrupt),
+        nullcontext() if launched_group() is not None else _stopping(),
     ):
         for last in conversation.ask(message, prompt_progress_callback=on_progress, **options):
             write(last)
@@ -114,3 +116,10 @@ def _answer(
     if verbose and last is not None:
         rate = "" if last.tokens_per_step is None else f"{last.tokens_per_step:.2f} tokens/step, "
         typer.echo(f"{rate}{last.generation_tps:.1f} tokens/s", err=True)
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Let Ctrl-C stop the answer, not the program."""
+    with handling(), suppress(KeyboardInterrupt):
+        yield

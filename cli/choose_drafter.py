@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from mlx_redrafter.cli.models import confirm
 from mlx_redrafter.errors import RedrafterError
 
 if TYPE_CHECKING:
@@ -73,6 +74,6 @@ def _agrees(found: FoundDrafter, repository: Repository, yes: bool) -> bool:
         typer.echo(f"downloading {text}", err=True)
         return True
     if sys.stdin.isatty() and sys.stderr.isatty():
-        return typer.confirm(f"Download {text}?", err=True)
+        return confirm(f"Download {text}?")
     typer.echo(f"--yes would download {text}", err=True)
     return False

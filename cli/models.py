@@ -153,4 +153,12 @@ def agrees(question: str, yes: bool) -> bool:
         return True
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ConfigError(f"{question} There is no terminal to ask at: add --yes")
-    return typer.confirm(question, err=True)
+    return confirm(question)
+
+
+def confirm(question: str) -> bool:
+    """Ask at the terminal; Ctrl-C is none of the answers."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        raise KeyboardInterrupt from None

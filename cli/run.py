@@ -72,6 +72,7 @@ def find_model(name: str, yes: bool) -> str:
         )
     licence = repository.licence or "not stated"
     if not agrees(f"Download {full} ({format_bytes(size)}, licence {licence})?", yes):
+        typer.echo("not downloaded", err=True)
         raise typer.Exit(1)
     download(repository, DEFAULT_ALLOW_PATTERNS)
     return full

@@ -25,6 +25,7 @@ from mlx_redrafter.cli.text_options import (
 )
 from mlx_redrafter.errors import ConfigError, how_to_install
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.interrupts import handling
 from mlx_redrafter.server.limits import Limits
 
 if TYPE_CHECKING:
@@ -221,7 +222,8 @@ def _run(
     host = f"[{address.host}]" if ":" in address.host else address.host
     names = ", ".join(model.name for model in served)
     typer.echo(f"serving {names} at http://{host}:{listener.getsockname()[1]}", err=True)
-    server.run([listener])
+    with handling(2):  # the server answers its clients first
+        server.run([listener])
 
 
 def _for_machines(served: list[Model], limits: Limits) -> Limits:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
@@ -17,6 +15,7 @@ from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemote
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.interrupts import keeping
 from mlx_redrafter.training_options import DataOptions, NetworkOptions, TrainingOptions
 
 if TYPE_CHECKING:
@@ -76,15 +75,12 @@ def train(
         given = _restore(context, given, path)
     request = _make_request(given)
 
-    try:
-        with ConsoleReporter() as reporter:
-            result = train_drafter(request, reporter, lambda: save_json(path, _to_record(given)))
-    except KeyboardInterrupt:
-        if path.exists():
-            typer.echo(
-                f"stopped; continue with: redrafter-mlx train --out {run.out} --resume", err=True
-            )
-        raise
+    resume = f"stopped; continue with: redrafter-mlx train --out {run.out} --resume"
+    with (
+        keeping(lambda: resume if path.exists() else "stopped; nothing was begun"),
+        ConsoleReporter() as reporter,
+    ):
+        result = train_drafter(request, reporter, lambda: save_json(path, _to_record(given)))
     if result is not None:
         _print_result(result, request)
 
@@ -153,7 +149,7 @@ def _print_result(result: TrainingResult, request: TrainingRequest) -> None:
 
 
 class ConsoleReporter:
-    """A reporter on stderr. Ctrl-C stops the run at its next report, a second one at once."""
+    """A reporter on stderr."""
 
     def __init__(self) -> None:
         from mlx_redrafter.cli.progress import progress_bar
@@ -161,20 +157,15 @@ class ConsoleReporter:
         self.bar = progress_bar("{task.description}")
         self.tasks: dict[str, Any] = {}
         self.logged_at = time.monotonic()
-        self.is_interrupted = False
 
     def __enter__(self) -> Self:
-        self.handler = signal.signal(signal.SIGINT, self._interrupt)
         self.bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
-        signal.signal(signal.SIGINT, self.handler)
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
-        if self.is_interrupted:
-            raise KeyboardInterrupt
         if self.bar.disable:
             self._log(stage, done, total)
         if stage not in self.tasks:
@@ -190,9 +181,3 @@ class ConsoleReporter:
             return
         self.logged_at = time.monotonic()
         self.say(f"{stage}: {done:,}" + ("" if total is None else f" of {total:,}"))
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.is_interrupted:
-            raise KeyboardInterrupt
-        self.is_interrupted = True
-        typer.echo("stopping after this step; Ctrl-C again stops at once", err=True)

@@ -21,6 +21,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
 from mlx_redrafter.errors import CheckpointError, ResourceError, first_line
+from mlx_redrafter.interrupts import keeping
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import CONFIG, WEIGHTS, stored_models
 
@@ -155,7 +156,8 @@ def download(repository: Repository, patterns: Sequence[str] | None) -> Path:
     try:
         allowed = None if patterns is None else list(patterns)
         bars = _NoBars if needed < MIN_SHOWN else tqdm
-        return Path(snapshot_download(repository.name, allow_patterns=allowed, tqdm_class=bars))
+        with keeping(lambda: "stopped; the same command continues the download"):
+            return Path(snapshot_download(repository.name, allow_patterns=allowed, tqdm_class=bars))
     except GatedRepoError as error:
         raise CheckpointError(
             f"the owner of {repository.name} gives it to known users only: accept the terms at "
