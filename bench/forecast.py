@@ -70,7 +70,7 @@ def predict_forecast(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Forec
         best.speedup,
         cost.predict(shape, chip),
         ["PREDICTION, not a measurement.", *assumptions(question)],
-        is_narrow=chip.generation < WIDE_KERNELS and shape.bits != UNQUANTISED,
+        is_narrow=chip.generation < WIDE_KERNELS and shape.bits < UNQUANTISED,
     )
 
 

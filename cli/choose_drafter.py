@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mlx_redrafter.cli.models import confirm
+from mlx_redrafter.cli.names import confirm
 from mlx_redrafter.errors import RedrafterError
 
 if TYPE_CHECKING:

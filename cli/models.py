@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
+from mlx_redrafter.cli.names import agrees, complete_name
+from mlx_redrafter.errors import CheckpointError, RedrafterError
 
 if TYPE_CHECKING:
     from mlx_redrafter.model_store import StoredModel
-
-# Owner of the repositories that a name without an owner stands for, if it is not on this machine.
-DEFAULT_OWNER = "mlx-community"
 
 Name = Annotated[
     str,
@@ -133,32 +130,3 @@ def _drafter_of(name: str) -> str | None:
     if not published:
         return None
     return f"{published[0].drafter} ({METHODS[published[0].method]}, to download)"
-
-
-def complete_name(name: str) -> str:
-    """Complete a repository's name by models on this machine, or else by the default owner."""
-    from mlx_redrafter.model_store import find_stored, repository_of
-
-    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"expected a repository like org/name, got {name!r}")
-    if "/" in name:
-        return name
-    stored = find_stored(name, None)
-    return f"{DEFAULT_OWNER}/{name}" if stored is None else repository_of(stored)
-
-
-def agrees(question: str, yes: bool) -> bool:
-    """Ask the user; without a terminal ``--yes`` must have answered."""
-    if yes:
-        return True
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError(f"{question} There is no terminal to ask at: add --yes")
-    return confirm(question)
-
-
-def confirm(question: str) -> bool:
-    """Ask at the terminal; Ctrl-C is none of the answers."""
-    try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:
-        raise KeyboardInterrupt from None

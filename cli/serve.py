@@ -184,6 +184,8 @@ def _run(
 ) -> None:
     """Load the models and answer requests until the process gets a signal."""
     pairs = models.pairs()
+    for pair in pairs:
+        _ = pair.place  # asks before a download
     served = _name_models(pairs, address.model_name)
     is_split = launched_group() is not None
     if is_split:

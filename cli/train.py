@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
+from mlx_redrafter.cli.names import find_model
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from mlx_redrafter.training import TrainingRequest, TrainingResult
 
 # Options of one call, which the record of a run leaves out.
-OF_THE_CALL = ("out", "resume", "dry_run", "overwrite")
+OF_THE_CALL = ("out", "resume", "dry_run", "overwrite", "yes")
 # Seconds between lines of progress if stderr is not a terminal.
 LOG_SECONDS = 20.0
 
@@ -35,6 +36,7 @@ class RunOptions:
     resume: Annotated[bool, "Continue the run in --out."] = False
     dry_run: Annotated[bool, "Estimate time, disk and memory of the run, then stop."] = False
     overwrite: Overwrite = False
+    yes: Annotated[bool, "Download the model without a question."] = False
     model: NamedModel = None
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
@@ -74,6 +76,8 @@ def train(
     if run.resume and path.exists():
         given = _restore(context, given, path)
     request = _make_request(given)
+    request.check_output()
+    request = replace(request, model=find_model(request.model, run.yes))
 
     resume = f"stopped; continue with: redrafter-mlx train --out {run.out} --resume"
     with (
@@ -124,6 +128,7 @@ def _make_request(values: Mapping[str, Any]) -> TrainingRequest:
             f"{begun}expected a target, found none; give --model FOLDER or --model ORG/NAME"
         )
     run = {field.name: values[field.name] for field in fields(RunOptions)}
+    del run["yes"]
     run |= {name: [Path(path) for path in run[name] or ()] for name in ("data", "prompts")}
     run["cache"] = None if run["cache"] is None else Path(run["cache"])
     return TrainingRequest(
