@@ -31,7 +31,7 @@ from mlx_redrafter.cli.bench_output import (
     progress,
     refuse_texts,
     show,
-    speed_table,
+    show_speeds,
     warn,
 )
 from mlx_redrafter.cli.machines import launched_group
@@ -265,7 +265,7 @@ def sweep(
         )  # fmt: skip
     for temp in grid.temps:
         rows = [point.row for point in points if point.temp == temp]
-        show(speed_table(rows, f"temperature {temp:g}"))
+        show_speeds(rows, f"temperature {temp:g}")
     heading = title(recording.result, target, count_texts(recording.result["configuration"]))
     draw(lambda: plot_sweep(out, points, heading))
     warn(recording.result["disturbances"])
@@ -339,9 +339,9 @@ def _measure(work: Work, compared: Comparison, recording: Recording) -> list[Row
     tables = speed_tables(rows, compared.baseline)
     recording.finish(bool(compared.servers), rows=rows, tables=tables)
     found = [row for row in rows if not row.category]
-    show(speed_table(found, "all prompts", compared.baseline))
+    show_speeds(found, "all prompts", compared.baseline)
     if by_category := [row for row in rows if row.category]:
-        show(speed_table(by_category, "by category", compared.baseline))
+        show_speeds(by_category, "by category", compared.baseline)
     result: dict[str, Any] = recording.result
     if (seconds := result.get("calibration_seconds")) is not None:
         show(f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes")

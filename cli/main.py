@@ -24,7 +24,8 @@ from mlx_redrafter.cli.convert import convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.launch import launch
 from mlx_redrafter.cli.machines import RANK, join_machines, leave_machines
-from mlx_redrafter.cli.models import list_models, pull, remove
+from mlx_redrafter.cli.models import list_models, pull, remove, show_model
+from mlx_redrafter.cli.notes import set_quiet
 from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
@@ -50,6 +51,7 @@ app.command()(advise)
 app.command()(train)
 app.command()(convert)
 app.command("list")(list_models)
+app.command("show")(show_model)
 app.command()(pull)
 app.command("rm")(remove)
 app.add_typer(bench, name="bench")
@@ -137,7 +139,11 @@ def _version(
     debug: bool = typer.Option(
         False, "--debug", help="Show the traceback of an error: redrafter-mlx --debug COMMAND."
     ),
+    quiet: bool = typer.Option(
+        False, "--quiet", help="Print no notes and no statistics: redrafter-mlx --quiet COMMAND."
+    ),
 ) -> None:
+    set_quiet(quiet)
     if version:
         typer.echo(__version__)
         raise typer.Exit

@@ -11,6 +11,7 @@ import typer
 from mlx_redrafter.cli.choose_drafter import AUTO, LOOKUP, choose_drafter
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.names import find_model
+from mlx_redrafter.cli.notes import note
 from mlx_redrafter.cli.text_options import MODEL
 from mlx_redrafter.errors import (
     CheckpointError,
@@ -123,7 +124,7 @@ class Pair:
         except (CheckpointError, NonFiniteError, ResourceError, UnsupportedTargetError) as error:
             if not self._chooses or drafter in (None, LOOKUP):
                 raise
-            typer.echo(f"drafter: prompt lookup; {error}", err=True)
+            note(f"drafter: prompt lookup; {error}")
             return self._load(LOOKUP, context, kv_bits, **options)
         if self.model is None:
             _say_bundled(model)
@@ -183,7 +184,7 @@ def _check_memory(
         recognise(drafter)  # refuses what cannot draft before anything is downloaded
         beside = find_checkpoint(drafter, PATTERNS)
         if beside.samefile(folder):
-            typer.echo("the drafter is the model itself: its drafts cost what they save", err=True)
+            note("the drafter is the model itself: its drafts cost what they save")
     warning = check_memory(folder, beside, context, machines, adapter)
     if warning is not None:
         typer.echo(warning, err=True)
@@ -193,8 +194,7 @@ def _say_bundled(model: nn.Module) -> None:
     from mlx_redrafter.checkpoint_files import named_parameters
 
     size = sum(tensor.size for tensor in named_parameters(model).values())
-    typer.echo(
+    note(
         f"no --model given: using the bundled demonstration model ({size / 1e6:.1f}M parameters, "
-        "trained on public-domain books); for your own, give --model FOLDER or --model ORG/NAME",
-        err=True,
+        "trained on public-domain books); for your own, give --model FOLDER or --model ORG/NAME"
     )

@@ -17,7 +17,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, R
 # Owner of the repositories that a name without an owner stands for, if it is not on this machine.
 DEFAULT_OWNER = "mlx-community"
 # Addresses of the hub, whose rest is a repository.
-HUB = re.compile(r"(?:https?://)?(?:www\\.)?(?:huggingface\\.co|hf\\.co)/([^/]+/[^/]+).*")
+HUB = re.compile(r"(?:https?://)?(?:www[.])?(?:huggingface[.]co|hf[.]co)/([^/]+/[^/]+).*")
 
 
 def complete_name(name: str) -> str:
@@ -69,17 +69,16 @@ def find_model(name: str, yes: bool) -> str:
 def refuse_drafter(name: str, folder: Path) -> None:
     """Raise `CheckpointError` if a folder that is to be a model holds a drafter."""
     from mlx_redrafter.checkpoints.recognition import recognise
-    from mlx_redrafter.proposers import draft_model
+    from mlx_redrafter.proposers import draft_model, redrafter
+    from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 
     try:
-        kind, _ = recognise(folder)
+        kind, config = recognise(folder)
     except RedrafterError:
         return  # what loads the model says why it cannot
-    if kind is not draft_model:
-        raise CheckpointError(
-            f"{name} is a drafter ({kind.NAME}), no model; give it with --drafter, next to its "
-            "--model"
-        )
+    is_unknown = kind is redrafter and config.get("model_type") != MODEL_TYPE
+    if kind is not draft_model and not is_unknown:
+        raise CheckpointError(f"{name} is a drafter; give it with --drafter, next to its --model")
 
 
 def _download(full: str, yes: bool) -> None:

@@ -272,5 +272,5 @@ def _load(pair: WritingPair) -> Engine:
     from mlx_redrafter.engine.engine import Engine
 
     engine = Engine(*pair.load_writer())
-    engine.generate([0], max_tokens=1)  # steps are timed before the first client waits
+    engine.generate([0], max_tokens=2)  # steps are timed before the first client waits
     return engine
