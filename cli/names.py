@@ -29,11 +29,11 @@ def complete_name(name: str) -> str:
     if ":" in name and "://" not in name:
         joined = name.replace(":", "-")
         raise ConfigError(
-            f"expected a repository like org/name, got {name!r}: names have no tags here; sizes "
+            f"expected a repository like org/name, got {name!r}; names have no tags here; sizes "
             f"and bits are parts of the name, as in {joined}-4bit"
         )
     if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"expected a folder that exists or a repository, got {name!r}")
+        raise ConfigError(f"expected a repository like org/name, got {name!r}")
     if "/" in name:
         return name
     stored = find_stored(name, None)
@@ -53,8 +53,13 @@ def find_model(name: str, yes: bool) -> str:
 
     from mlx_redrafter.model_store import find_stored
 
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if name and Path(name).expanduser().exists():
         folder = Path(name).expanduser()
+    elif is_path and HUB.fullmatch(name) is None:
+        raise CheckpointError(
+            f"no such folder: {name}; give a folder or a repository like org/name"
+        )
     else:
         full = complete_name(name)
         stored = find_stored(full, DEFAULT_ALLOW_PATTERNS)
