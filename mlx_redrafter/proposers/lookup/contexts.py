@@ -20,7 +20,7 @@ LONGEST = 3
 # Number of newest occurrences of a context that are known, and of matches that are followed.
 OCCURRENCES = 4
 # Number of contexts of which the newest are known: that many, or up to twice as many.
-MAX_CONTEXTS = 1 << 17
+MAX_CONTEXTS = 1 << 16
 # Token ids, plus 1, fit in so many bits.
 BITS = 21
 

@@ -145,7 +145,8 @@ class DraftTree:
         self, tokens: Sequence[int], log_probs: Sequence[float], depth: int
     ) -> tuple[Sequence[int], Sequence[float]]:
         """Return candidates and logarithms of their shares with the target's noise, best first."""
-        assert self._params is not None and self._noise is not None
+        assert self._params is not None
+        assert self._noise is not None
         temp, allowed = max(self._params.temp, MIN_FACTOR), _num_allowed(log_probs, self._params)
         noise = entries(self._noise, depth, tokens[:allowed])
         scores = [

