@@ -9,13 +9,13 @@ const CHAT = "redrafter-chat-";
 const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
 // Pauses between two drawings and two savings of an answer in progress, in ms.
 const DRAW_PAUSE = 40, SAVE_PAUSE = 1000;
-// A text with a longer line is shown without Markdown, whose parsing takes too long for it.
-const LONGEST_LINE = 20000;
+// Longest paragraph whose words have Markdown, in characters: the time for it may grow with the square.
+const LONGEST_PARAGRAPH = 3000;
 // Tokens of the context that are left for an answer, unless they are more than a quarter of it.
 const ROOM = 1024;
 // Tokens per character, until an answer has shown how many there are.
 const USUAL_DENSITY = 1 / 3;
-let models = [], running = null, chat = newChat(), isMarking = false;
+let models = [], running = null, chat = newChat(), isMarking = false, isLeaving = false;
 // Chats that were deleted while this window was open, by id.
 const deleted = new Map();
 // Question that was refused for want of a key.
@@ -118,14 +118,18 @@ function load(id) {
   return {id: one.id, changed: one.changed, leaf: moved.at(-1).id, turns: moved};
 }
 
-// Add the turns that another window has stored. Of a turn in both, the longer one is newer.
+// Add what another window has stored; return whether that lacks something of this one. An answer in both has the newer text of the window that writes it.
 function merge(own) {
-  const known = new Map(own.turns.map(turn => [turn.id, turn]));
-  for (const turn of load(own.id)?.turns ?? []) {
-    const mine = known.get(turn.id);
-    if (!mine) own.turns.push(turn);
-    else if (!mine.end && (turn.end || turn.content.length > mine.content.length)) Object.assign(mine, turn);
+  const stored = new Map(load(own.id)?.turns.map(turn => [turn.id, turn]));
+  let lacks = false;
+  for (const mine of own.turns) {
+    const other = stored.get(mine.id);
+    stored.delete(mine.id);
+    if (!other || (mine.end && !other.end)) lacks = true;
+    else if (!mine.end && (other.end || other.content.length > mine.content.length)) Object.assign(mine, other);
   }
+  own.turns.push(...stored.values());
+  return lacks;
 }
 
 function save(own = chat) {
@@ -194,18 +198,28 @@ marked.use({
   },
 });
 
+// Dozens of quotes or lists in each other, for which the parser's stack and time do not suffice.
+const TOO_DEEP = /^[ \t]*((>|[+*-][ \t]|\d+[.)][ \t])[ \t]*){50}|^[ \t]{60,}([+*-]|\d+[.)])[ \t]/m;
+
+class Lexer extends marked.Lexer {
+  inlineTokens(source, tokens = []) {
+    if (source.length <= LONGEST_PARAGRAPH) return super.inlineTokens(source, tokens);
+    tokens.push({type: "text", raw: source, text: source});
+    return tokens;
+  }
+}
+
 const CLEAN = {
   ALLOWED_TAGS: ["a", "blockquote", "br", "code", "del", "em", "h3", "h4", "h5", "h6", "hr", "input", "li", "ol", "p", "pre", "strong", "table", "tbody",
     "td", "th", "thead", "tr", "ul"],
   ALLOWED_ATTR: ["align", "checked", "class", "disabled", "href", "start", "title", "type"],
-  ALLOWED_URI_REGEXP: /^(https?|mailto):/i,
   RETURN_DOM_FRAGMENT: true,
 };
 
 // Parse a text into blocks. Headings continue those of the page without a gap, and images become links.
 function parse(text) {
-  if (text.split("\n").some(line => line.length > LONGEST_LINE)) return [{type: "plain", raw: text}];
-  const tokens = marked.lexer(text);
+  if (TOO_DEEP.test(text)) return [{type: "plain", raw: text}];
+  const tokens = new Lexer(marked.defaults).lex(text);
   let depth = 2;
   marked.walkTokens(tokens, token => {
     if (token.type === "heading") token.depth = depth = Math.min(token.depth + 2, depth + 1, 6);
@@ -501,7 +515,7 @@ async function learnModels() {
 function showModel() {
   const one = model(), context = one.context_length?.toLocaleString("en");
   const drafter = {lookup: "none; drafts come from repetitions in the text", none: "none"}[one.drafter] ?? one.drafter;
-  find("model").textContent = one.id;
+  find("model").textContent = one.id.split("/").at(-1);
   find("start").querySelector("h2").textContent = `Chat with ${one.id}`;
   const facts = {Context: context && `${context} tokens`, Drafter: drafter, Note: one.has_chat === false
     && "This model has no chat template: it continues each message alone."};
@@ -612,6 +626,7 @@ async function respond(question) {
   const drawing = paced(() => own === chat && running === mine && following(() => { drawAnswer(turn, element); markDrafts(); }), DRAW_PAUSE);
   const saving = paced(() => save(own), SAVE_PAUSE);
   saving.now();
+  listChats();
   mine.save = saving.now;
   let failure = null, start = null;
   try {
@@ -627,6 +642,7 @@ async function respond(question) {
   } catch (error) {
     failure = error;
   }
+  if (isLeaving) return;
   turn.end = failure ? {AbortError: "stopped"}[failure.name] ?? {lost: "lost"}[failure.kind] ?? "failed" : turn.end ?? "stop";
   if (turn.end === "length" && !(turn.tokens >= turn.most && turn.most > 0)) turn.context = turn.total;
   if (running === mine) running = null;
@@ -646,7 +662,7 @@ function fail(error, question) {
     return;
   }
   models = [];  // another server may answer the next time
-  tell(error.message, error.kind);
+  tell(error.message, error.kind, button("Try again", () => respond(question)));
   if (error.kind === "key") askKey(question);
   if (!error.kind) throw error;
 }
@@ -698,15 +714,20 @@ find("options").addEventListener("close", async () => {
 find("models").addEventListener("change", showModel);
 for (const id of ["system", ...SAMPLING]) find(id).addEventListener("input", saveSettings);
 for (const id of ["key", "text"]) find(id).addEventListener("input", () => save());
-addEventListener("pagehide", () => running?.save());
+addEventListener("pagehide", () => {  // the browser breaks off the answer after this
+  running?.save();
+  isLeaving = true;
+});
+addEventListener("pageshow", event => event.persisted && location.reload());
 addEventListener("storage", event => {  // of another window
   if (event.newValue) deleted.delete(event.key.slice(CHAT.length));
   if (event.key === CHAT + chat.id && event.newValue === null && chat.turns.length) {
     deleted.set(chat.id, chat);
     open(newChat());
     tell("This chat was deleted in another window.");
-  } else if (event.key === CHAT + chat.id && !running && !document.querySelector("article form")) {
-    merge(chat);
+  } else if (event.key === CHAT + chat.id) {
+    if (merge(chat) && !running) save();  // two windows have stored at the same time
+    if (running || document.querySelector("article form")) return;
     chat.leaf = newest(chat, chat.leaf);
     draw();
   } else if (event.key?.startsWith(CHAT)) {
