@@ -19,6 +19,7 @@ from starlette.routing import Route
 from mlx_redrafter.server.callers import Gate
 from mlx_redrafter.server.fields import shortened
 from mlx_redrafter.server.protocols import PROTOCOLS
+from mlx_redrafter.server.protocols.openai_fields import describe
 from mlx_redrafter.server.protocols.service import Endpoint, ErrorFormat, Service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST
@@ -118,12 +119,13 @@ async def _metrics(service: Service, request: Request) -> Response:
 
 
 async def _list_models(service: Service, request: Request) -> Response:
-    models = [model.describe() for model in service.models]
+    models = [describe(model, service.defaults) for model in service.models]
     return respond({"object": "list", "data": models})
 
 
 async def _describe_model(service: Service, request: Request) -> Response:
-    return respond(service.models.find(request.path_params["name"]).describe())
+    model = service.models.find(request.path_params["name"])
+    return respond(describe(model, service.defaults))
 
 
 def _refuse(refusal: Refusal, to_error: ErrorFormat = Refusal.to_json) -> Response:
