@@ -1,4 +1,4 @@
-"""What a policy chooses for one step."""
+"""Choices of a policy for single steps."""
 
 from __future__ import annotations
 
