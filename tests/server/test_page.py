@@ -365,7 +365,8 @@ def test_two_windows_of_one_chat(open_page: Open, page: Any, script: Scripted) -
 def test_a_chat_of_an_earlier_page(page: Any, script: Scripted) -> None:
     page.evaluate(
         "localStorage.setItem('redrafter-chat-17-x', JSON.stringify("
-        "{id: '17-x', changed: 5, turns: [{role: 'user', content: 'OLD'}, {role: 'assistant', content: 'a bcd e', reasoning: 'r', "
+        "{id: '17-x', changed: 5, turns: [{role: 'user', content: 'OLD'}, "
+        "{role: 'assistant', content: 'a bcd e', reasoning: 'r', "
         "parts: [['a ', ''], ['bc', 'draft'], ['d', 'draft'], [' e', '']], end: 'length'}]}));"
         "localStorage.setItem('redrafter-settings', JSON.stringify("
         "{system: 'BE KIND', temperature: '0.7', most: '2048'}))"
