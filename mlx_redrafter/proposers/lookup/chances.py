@@ -31,7 +31,7 @@ class Child(NamedTuple):
     Attributes:
         chance: Probability that it does, given that the node is right.
         token: Token id.
-        feature: What its chance depends on, from `feature_of`.
+        feature: Number of `feature_of`, on which its chance depends.
     """
 
     chance: float

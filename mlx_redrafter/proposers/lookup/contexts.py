@@ -1,4 +1,4 @@
-"""What came after contexts of one to three tokens: tokens, and what the target found probable.
+"""Table of contexts of one to three tokens: the tokens after them, and those that were probable.
 
 Token Recycling (arXiv 2408.08696) keeps the most probable tokens after the last token; here they
 are kept after the last three, two and one. SuffixDecoding (arXiv 2411.04975) drafts from counts in
@@ -27,7 +27,7 @@ BITS = 21
 # K token ids, and their log-probabilities.
 _ROW = Struct(f"{NUM_BEST}i{NUM_BEST}f")
 _MASK = (1 << BITS) - 1
-# What is known of a context: its newest row of `_ROW` or None, and positions of tokens after it.
+# Newest row of `_ROW` after a context, or None, and positions of tokens after it.
 Entry = tuple[Any, ...]
 _NOTHING: Entry = (None,)
 

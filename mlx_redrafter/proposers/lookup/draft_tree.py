@@ -42,7 +42,7 @@ class DraftTree:
         self._noise = None if noise is None else as_rows(noise.values)
         self._tokens, self._parents, self._scores = [contexts.tokens[-1]], [0], [0.0]
         self._places, self._depths = [contexts.end], [0]
-        # Children of each node, the most probable first; None before they are asked for.
+        # Children of each node, the most probable first; None until they are needed.
         self._children: list[list[Child] | None] = [None]
 
     def grow(self, plan: DraftPlan) -> TokenTree | None:
