@@ -53,15 +53,20 @@ class LoadedModel:
 
     Args:
         options: Options of texts for requests that leave them out.
+        max_context: Maximum number of tokens of a prompt and its text, if the model allows as many.
 
     Attributes:
+        context: Maximum number of tokens of a prompt and its text.
         prefixes: Prompt caches of earlier texts.
         num_tokens: Tokens generated after the first ones.
         num_steps: Forward passes that generated them.
     """
 
-    def __init__(self, engine: Engine, options: GenerationOptions, store: PrefixStore):
+    def __init__(
+        self, engine: Engine, options: GenerationOptions, store: PrefixStore, max_context: int
+    ):
         self.engine = engine
+        self.context = min(max_context, engine.target.context_length or max_context)
         identity = identify(engine) if store.is_on_disk else ""
         self.prefixes = Prefixes(engine, store, options, identity or str(next(_numbers)))
         self.num_tokens = self.num_steps = 0
@@ -111,7 +116,8 @@ class Model:
             "owned_by": "mlx_redrafter",
             "state": "not_loaded" if found is None else "loaded",
             "has_chat": None if found is None else found.engine.tokenizer.has_chat_template,
-            "context_length": None if found is None else found.engine.target.context_length,
+            "has_tools": None if found is None else found.engine.tokenizer.has_tool_calling,
+            "context_length": None if found is None else found.context,
             "drafter": None if found is None else self._find_drafter(found.engine.proposer),
             "tokens_per_step": found.num_tokens / steps if found is not None and steps else None,
         }
@@ -239,7 +245,9 @@ class Models:
             RedrafterError: It cannot be loaded.
         """
         start = time.monotonic()
-        model.loaded = LoadedModel(model.load(), self._options, self.store)
+        model.loaded = LoadedModel(
+            model.load(), self._options, self.store, self._limits.max_context
+        )
         logger.info("loaded %s in %.1f s", model.name, time.monotonic() - start)
 
     async def _load(self, model: Model) -> None:

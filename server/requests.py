@@ -84,19 +84,16 @@ class CompletionRequest(TextRequest):
     echoes: bool = False
 
 
-def fit(
-    request: TextRequest, engine: Engine, max_context: int
-) -> tuple[TextRequest, list[list[int]]]:
+def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest, list[list[int]]]:
     """Check a request against the model, and end its texts where the context ends.
 
-    ``max_context`` is the maximum number of tokens of a prompt and its text. Return the request
+    ``context`` is the maximum number of tokens of a prompt and its text. Return the request
     with ``max_tokens`` and ``top_k`` within the model's sizes, and the token ids of its prompts.
 
     Raises:
         Refusal: The model has no chat template, tools or grammars, or not enough context.
     """
     target = engine.target
-    context = min(max_context, target.context_length or max_context)
     prompts, param = _encode(request, engine, context)
     longest = max(map(len, prompts))
     if longest >= context:

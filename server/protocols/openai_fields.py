@@ -10,6 +10,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.fields import Fields, shortened
+from mlx_redrafter.server.models import Model
 from mlx_redrafter.server.protocols.writer import Usage
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS
@@ -97,6 +98,17 @@ def read_options(
         option, _, rest = str(error).partition(" ")
         name = length_names[0] if option == "max_tokens" else _OPTIONS.get(option, option)
         raise Refusal(f"{name} {shortened(rest)}", name) from error
+
+
+def describe(model: Model, defaults: GenerationOptions) -> dict[str, Any]:
+    """Return a model's entry in the list of models, with the options that requests may leave out.
+
+    Options without a value are left out.
+    """
+    options = {name: getattr(defaults, option) for option, name in _OPTIONS.items()}
+    options["max_tokens"] = defaults.max_tokens
+    given = {name: one for name, one in options.items() if one is not None}
+    return {**model.describe(), "defaults": given}
 
 
 def read_stops(fields: Fields, name: str) -> tuple[str, ...]:

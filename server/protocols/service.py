@@ -92,9 +92,7 @@ class Service:
         """Load the model of a request; return the request within its sizes, and the prompts."""
         model, loaded = await self.models.open(request.model)
         async with self._encoding[client.state.is_large]:
-            fitted, prompts = await asyncio.to_thread(
-                fit, request, loaded.engine, self.limits.max_context
-            )
+            fitted, prompts = await asyncio.to_thread(fit, request, loaded.engine, loaded.context)
         return model, loaded, fitted, prompts
 
     async def _receive(self, request: Request) -> bytes:

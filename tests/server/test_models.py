@@ -12,6 +12,7 @@ import pytest
 
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 from tests.helpers.models import random_drafter, tiny_llama
 from tests.server.serving import DEFAULTS, Served, make_engine, serving
@@ -126,3 +127,18 @@ def test_folders_and_names(tmp_path: Path) -> None:
         _name_models(ServedModels([str(tmp_path / "one"), str(tmp_path)]).pairs(), None)
     with pytest.raises(ConfigError, match="single model"):
         _name_models(pairs, "name")
+
+
+def test_an_entry_names_the_defaults_and_the_context() -> None:
+    """Clients that show them, such as the chat page, need not know the command line."""
+    defaults = GenerationOptions(max_tokens=7, temp=0.5, top_k=3)
+    with serving(make_engine(), Limits(max_context=100), defaults) as served:
+        served.send(PATH, BODY)
+        (entry,) = served.send("/v1/models")[1]["data"]
+        assert entry["defaults"] == {"temperature": 0.5, "top_k": 3, "max_tokens": 7}
+        assert (entry["context_length"], entry["has_chat"], entry["has_tools"]) == (
+            100,
+            True,
+            False,
+        )
+        assert served.send("/v1/models/tiny")[1] == entry
