@@ -164,6 +164,41 @@ BAD_REQUESTS: dict[str, Case] = {
 }
 
 
+def test_an_integer_with_many_digits() -> None:
+    with pytest.raises(Refusal, match="has 5000 digits") as caught:
+        parse_json(b'{"seed": ' + b"1" * 5000 + b"}")
+    assert "sys." not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "keys"),
+    [
+        ("/v1/nothing", {}, ["error"]),
+        ("/v1/messages/batches", {}, ["type", "error"]),
+        ("/v1/models/x", {"anthropic-version": "2023-06-01"}, ["type", "error"]),
+        ("/api/embed", {}, ["error"]),
+        ("/api/chat", {}, ["error"]),
+    ],
+)
+def test_errors_have_the_shape_of_the_paths_protocol(
+    strict: Served, path: str, headers: dict[str, str], keys: list[str]
+) -> None:
+    """Wrong paths, methods and origins are found before any protocol reads the request."""
+    for more in {}, {"Origin": "http://foreign.example"}:
+        status, reply = strict.send(path, **headers, **more)
+        assert status == (403 if more else 405 if path == "/api/chat" else 404)
+        assert list(reply) == keys
+        assert isinstance(reply["error"], str if path.startswith("/api/") else dict)
+
+
+def test_a_large_body_is_refused_before_it_is_sent(strict: Served) -> None:
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=10) as connection:
+        head = f"POST {PATH} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"
+        lines = *head, "Content-Length: 30000000", "Expect: 100-continue", "", ""
+        connection.sendall("\r\n".join(lines).encode())
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
 @pytest.fixture(scope="module")
 def strict() -> Any:
     limits = Limits(max_running=1, max_waiting=1, max_body_bytes=100_000, client_timeout=0.5)

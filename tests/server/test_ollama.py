@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.calling import calling_engine
-from tests.server.serving import KEY, Served, serving
+from tests.server.serving import KEY, UNLIMITED, Served, serving
 
 pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "Weather?"}]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(calling_engine()) as one:
+    with serving(calling_engine(), defaults=UNLIMITED) as one:
         yield one
 
 
@@ -75,7 +75,10 @@ def test_models_are_listed(client: Any, served: Served) -> None:
 
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "field": ("colour is not supported", {"colour": "red"}),
-    "option": ("options.mirostat is not supported", {"options": {"mirostat": 2}}),
+    "option": ("options.colour is not supported", {"options": {"colour": "red"}}),
+    "length": ("options.num_predict must be", {"options": {"num_predict": "long"}}),
+    "penalty": ("options.repeat_penalty must be", {"options": {"repeat_penalty": 11}}),
+    "top": ("top_logprobs needs logprobs", {"top_logprobs": 3}),
     "image": (
         "messages[0].images must be",
         {"messages": [{"role": "user", "content": "", "images": ["aGk="]}]},
