@@ -244,7 +244,7 @@ def test_a_slow_body(strict: Served) -> None:
         assert "too long" in json.loads(response.read())["error"]["message"]
 
 
-def _begin(served: Served, **fields: Any) -> http.client.HTTPConnection:
+def begin_text(served: Served, **fields: Any) -> Any:
     """A long text that is asked for and not read."""
     body = {**TEXT, "max_tokens": 480, "stream": True, **fields}
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
@@ -262,9 +262,9 @@ def _wait_for(served: Served, **gauges: int) -> None:
 
 def test_a_full_queue_and_clients_that_vanish(strict: Served) -> None:
     cancelled = strict.worker.counters.texts["cancelled"]
-    with closing(_begin(strict)):
+    with closing(begin_text(strict)):
         _wait_for(strict, running_requests=1)
-        with closing(_begin(strict, stream=False)):
+        with closing(begin_text(strict, stream=False)):
             _wait_for(strict, waiting_requests=1)
             status, reply = strict.send(PATH, TEXT)
             assert (status, reply["error"]["code"]) == (429, "queue_full")
@@ -286,7 +286,7 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
         time.sleep(0.1)
 
     monkeypatch.setattr(SequenceDecoder, "process_chunk", slowly)
-    with closing(_begin(strict, prompt="VWXYZ" * 96, stream=False)):
+    with closing(begin_text(strict, prompt="VWXYZ" * 96, stream=False)):
         while not chunks:
             time.sleep(0.01)
     strict.wait_until_idle()
@@ -305,7 +305,7 @@ def test_a_request_that_fails_in_the_worker(
         return stream(prompt, **options)
 
     monkeypatch.setattr(served.engine, "stream", fail)
-    with closing(_begin(served, max_tokens=200)) as other:
+    with closing(begin_text(served, max_tokens=200)) as other:
         status, reply = served.send(PATH, {**TEXT, "seed": 13})
         assert (status, reply["error"]["type"]) == (500, "server_error")
         assert "secret" not in reply["error"]["message"]

@@ -153,7 +153,7 @@ def test_a_signal_while_the_model_is_loaded(number: signal.Signals) -> None:
         try:
             assert server.stderr.readline() == "loading\n"
             server.send_signal(number)
-            assert server.wait(5) == 0
+            assert server.wait(30) == 0
         finally:
             server.kill()
         assert server.stderr.read() == ""
