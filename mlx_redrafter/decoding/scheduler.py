@@ -25,7 +25,7 @@ from mlx_redrafter.decoding.joint_step import JointStep, Progress
 from mlx_redrafter.decoding.protocols import JointPolicy, OwnPolicies
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sequence import SequenceDecoder
-from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.errors import ConfigError, NonFiniteError
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.target import Target
 
@@ -149,7 +149,12 @@ class Scheduler:
     @property
     def _active(self) -> list[SequenceDecoder]:
         """Sequences that wait for a step."""
-        return [one for one in self._begun if not (one in self._ready or one.is_finished)]
+        return [one for one in self._resting if not (one.is_finished or one.is_cancelled)]
+
+    @property
+    def _resting(self) -> list[SequenceDecoder]:
+        """Sequences that have begun and have no result that waits to be taken."""
+        return [one for one in self._begun if one not in self._ready]
 
     def _process_chunk(self) -> list[Progress]:
         """Process a chunk of prompts, unless others wait; return sequences that have ended.
@@ -199,6 +204,9 @@ class Scheduler:
 
     def _step_begun(self) -> list[Progress]:
         """Run the next step of all sequences that have begun but those with a result."""
+        # A cancelled one has left the batch, and must not move in again while its reader takes the
+        # tokens that it has: its own caches lack the entries of its pass in flight.
+        ended = [Progress(one, []) for one in self._resting if one.is_cancelled]
         active = self._active
         if len(self._begun) == 1 == len(active):
             (one,) = active
@@ -208,7 +216,7 @@ class Scheduler:
         # A sequence that brings tokens waits until they are taken.
         if not any(one.sequence in self._slots for one in results):
             results += self._step_batch([one for one in active if one in self._slots])
-        return results
+        return ended + results
 
     def _move_in(self, sequence: SequenceDecoder) -> list[Token]:
         """Move a sequence into the batch, and return the tokens of its pass in flight.
@@ -253,7 +261,8 @@ class Scheduler:
         for sequence, progress in self._ready.items():
             # The next pass overwrites the K/V entries of the tree in flight of one that rests.
             if sequence in self._slots:
-                with suppress(NonFiniteError):  # its own next step raises it again
+                # Without a token to go on with, its own next step raises the error again.
+                with suppress(NonFiniteError, ConfigError):
                     progress.tokens.extend(sequence.finish_pass())
         results = JointStep(self.target, self._cache, self._slots, self.policy).run(active)
         for sequence, _, reason in results:

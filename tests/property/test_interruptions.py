@@ -1,0 +1,266 @@
+"""A text that is cancelled or fails at any point ends alone; its cache holds what it yielded."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_redrafter import Engine, device_read
+from mlx_redrafter.engine.responses import ResponseStream
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.target import Target
+from tests.helpers.few_shapes import compile_passes
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
+
+VOCAB_SIZE, NUM_TOKENS = 64, 9
+PROMPTS = [[5, 17, 3, 60, 9, 11], [8, 2, 8, 2, 8], [33, 1, 7]]
+# Drafters by name, and the shapes of their drafts.
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (None, {}),
+    "lookup": ("lookup", {}),
+    "chains": (random_drafter(VOCAB_SIZE, 32), {"beam_width": 1, "beam_length": 4}),
+    "trees": (random_drafter(VOCAB_SIZE, 32), {"beam_width": 2, "beam_length": 3}),
+    "adaptive": (random_drafter(VOCAB_SIZE, 32), {}),
+}
+MODEL = tiny_llama(seed=5, vocab_size=VOCAB_SIZE)
+
+
+def _engine(drafter: Any) -> Engine:
+    return Engine(MODEL, wrapped_tokenizer(VOCAB_SIZE), drafter)
+
+
+EXPECTED = [[r.token for r in _engine(None).stream(one, max_tokens=NUM_TOKENS)] for one in PROMPTS]
+
+
+def at_event(patch: pytest.MonkeyPatch, number: int, do: Callable[[], object]) -> None:
+    """Do something when the host builds a pass or reads an array for the n-th time."""
+    count = 0
+
+    def happen() -> None:
+        nonlocal count
+        count += 1
+        if count == number:
+            do()
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any) -> Any:
+            happen()
+            return original(*args)
+
+        patch.setattr(owner, name, watched)
+
+    for name in ("advance", "verify", "verify_batch", "process_chunk", "compute"):
+        watch(Target, name)
+    watch(device_read, "waiting")
+
+
+def cancel_elsewhere(stream: ResponseStream) -> None:
+    thread = threading.Thread(target=stream.cancel)
+    thread.start()
+    thread.join()
+
+
+def read_at_random(
+    streams: Sequence[ResponseStream], seed: int
+) -> tuple[list[list[int]], list[Any]]:
+    """Tokens and errors of streams that one thread reads in any order; some rest for long."""
+    rng = random.Random(seed)
+    found: list[list[int]] = [[] for _ in streams]
+    errors: list[Any] = [None for _ in streams]
+    live = list(range(len(streams)))
+    while live:
+        number = rng.choice(live)
+        for _ in range(rng.randrange(1, 5)):
+            try:
+                found[number].append(next(streams[number]).token)
+            except StopIteration:
+                live.remove(number)
+                break
+            except Exception as error:
+                errors[number] = error
+                live.remove(number)
+                break
+    return found, errors
+
+
+def assert_holds(cache: list[Any], prompt: list[int], tokens: list[int]) -> None:
+    """The cache has the prompt and the tokens, or a beginning of the prompt before any token."""
+    length = cache[0].offset
+    assert length == len(prompt) + len(tokens) if tokens else length <= len(prompt)
+    if length:
+        assert_same_rows(cache, prefilled(MODEL, (prompt + tokens)[:length]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared"])
+def test_cancelled_by_another_thread_at_any_point(
+    monkeypatch: pytest.MonkeyPatch, kind: str, is_shared: bool
+) -> None:
+    drafter, shape = KINDS[kind]
+    options = {**shape, "max_tokens": NUM_TOKENS, "prefill_step_size": 3}
+    num_cut = 0
+    for number in range(2 + list(KINDS).index(kind) % 3, 34, 3):
+        engine = _engine(drafter)
+        shared, caches = engine.share() if is_shared else None, []
+        streams = []
+        for prompt in PROMPTS:
+            caches.append(engine.new_prompt_cache())
+            streams.append(engine.stream(prompt, prompt_cache=caches[-1], shared=shared, **options))
+        with monkeypatch.context() as patch:
+            at_event(patch, number, lambda: cancel_elsewhere(streams[1]))  # noqa: B023
+            found, errors = read_at_random(streams, number)
+        assert errors == [None] * 3
+        assert (found[0], found[2]) == (EXPECTED[0], EXPECTED[2])
+        assert found[1] == EXPECTED[1][: len(found[1])]
+        num_cut += found[1] != EXPECTED[1]
+        for one in zip(caches, PROMPTS, found, strict=True):
+            assert_holds(*one)
+    assert num_cut > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_on_one_cache_go_on_where_a_reader_left(kind: str) -> None:
+    """Alone and with others, closed or cancelled after any number of tokens."""
+    drafter, shape = KINDS[kind]
+    plain, turn = _engine(None), [12, 40]
+    for count in range(1, NUM_TOKENS + 1):
+        engine = _engine(drafter)
+        cache, shared = engine.new_prompt_cache(), engine.share() if count % 2 else None
+        others = [engine.stream(one, shared=shared, max_tokens=30, **shape) for one in PROMPTS[1:]]
+        first = engine.stream(
+            PROMPTS[0], prompt_cache=cache, max_tokens=NUM_TOKENS, shared=shared, **shape
+        )
+        found = [next(first).token]
+        while len(found) < count:
+            for other in others:
+                next(other)
+            found.append(next(first).token)
+        if count % 3:
+            first.close()
+        else:
+            cancel_elsewhere(first)
+            found += [r.token for r in first]
+        assert found == EXPECTED[0][: len(found)]
+        assert_holds(cache, PROMPTS[0], found)
+        again = engine.stream(turn, prompt_cache=cache, shared=shared, max_tokens=5, **shape)
+        whole = plain.stream([*PROMPTS[0], *found, *turn], max_tokens=5)
+        assert [r.token for r in again] == [r.token for r in whole]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    drafter, shape = KINDS[kind]
+    engine, num_failed = _engine(drafter), 0
+    for number in range(1, 30, 3):
+        cache = engine.new_prompt_cache()
+        stream = engine.stream(PROMPTS[0], prompt_cache=cache, max_tokens=NUM_TOKENS, **shape)
+
+        def fail() -> None:
+            raise OSError("unplugged")
+
+        found = []
+        with monkeypatch.context() as patch, suppress(OSError):
+            at_event(patch, number, fail)
+            for response in stream:
+                found.append(response.token)
+        num_failed += len(found) < NUM_TOKENS
+        assert found == EXPECTED[0][: len(found)]
+        length = cache[0].offset
+        assert length <= len(PROMPTS[0]) + len(found)
+        if length:
+            assert_same_rows(cache, prefilled(MODEL, (PROMPTS[0] + found)[:length]))
+        again = engine.stream(PROMPTS[1], max_tokens=NUM_TOKENS, **shape)
+        assert [r.token for r in again] == EXPECTED[1]
+    assert num_failed > 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"), [("plain", "no token"), ("chains", "no token"), ("chains", "raises")]
+)
+def test_a_sampler_that_fails_while_its_text_rests_ends_no_other(kind: str, fault: str) -> None:
+    drafter, shape = KINDS[kind]
+    for number in range(2, 17, 2):
+        calls = 0
+
+        def sampler(log_probs: mx.array) -> mx.array:
+            nonlocal calls
+            calls += 1
+            if calls != number:  # noqa: B023
+                return mx.argmax(log_probs, axis=-1)
+            if fault == "raises":
+                raise OSError("unplugged")
+            return mx.array([VOCAB_SIZE])
+
+        engine = _engine(drafter)
+        options = {"max_tokens": NUM_TOKENS, "shared": engine.share(), **shape}
+        streams = [engine.stream(one, **options) for one in (PROMPTS[0], PROMPTS[2])]
+        streams.append(engine.stream(PROMPTS[1], sampler=sampler, **options))
+        found, errors = read_at_random(streams, number)
+        assert errors[:2] == [None, None]
+        assert found[:2] == [EXPECTED[0], EXPECTED[2]]
+        assert found[2] == EXPECTED[1][: len(found[2])]
+        if len(found[2]) < NUM_TOKENS:
+            assert isinstance(errors[2], OSError if fault == "raises" else ConfigError)
+
+
+def test_no_pass_follows_an_unread_path_of_quantised_entries_or_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With compiled passes in use for a text with K/V entries of its own."""
+    compile_passes(monkeypatch, uses=1)
+    followed = []
+    follow = TreeCache.follow
+
+    def counted(cache: TreeCache, *args: mx.array) -> None:
+        followed.append(type(cache))
+        follow(cache, *args)
+
+    monkeypatch.setattr(TreeCache, "follow", counted)
+    model = tiny_llama(seed=5, vocab_size=VOCAB_SIZE, head_size=32)
+    drafter, shape = KINDS["trees"]
+    engine, plain = (Engine(model, wrapped_tokenizer(VOCAB_SIZE), one) for one in (drafter, None))
+    quantised = {"kv_bits": 8, "kv_group_size": 32, "max_tokens": NUM_TOKENS}
+    for start in (0, 8):
+        options = {**quantised, "quantized_kv_start": start}
+        expected = [[r.token for r in plain.stream(one, **options)] for one in PROMPTS]
+        assert [
+            [r.token for r in engine.stream(p, **options, **shape)] for p in PROMPTS
+        ] == expected
+        found: list[list[int]] = [[] for _ in PROMPTS]
+        for number, response in engine.stream_batch(PROMPTS, **options, **shape):
+            found[number].append(response.token)
+        assert found == expected
+    assert followed == []
+    list(engine.stream(PROMPTS[0], max_tokens=NUM_TOKENS, **shape))
+    assert set(followed) == {TreeCache}
+
+
+def test_threads_look_ahead_with_the_same_compiled_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_passes(monkeypatch, uses=1)
+    first = _engine(KINDS["trees"][0])
+    second = Engine(MODEL, wrapped_tokenizer(VOCAB_SIZE), KINDS["trees"][0], first.memory)
+    options = {"max_tokens": 16, "temp": 1.0, "seed": 3}
+    shapes = [KINDS["trees"][1], KINDS["chains"][1]]
+    expected = [[r.token for r in _engine(None).stream(one, **options)] for one in PROMPTS]
+
+    def work(number: int) -> Iterator[list[int]]:
+        engine = (first, second)[number % 2]
+        for prompt in PROMPTS:
+            stream = engine.stream(prompt, **options, **shapes[number // 2 % 2])
+            yield [r.token for r in stream]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda number: list(work(number)), range(4))) == [expected] * 4
