@@ -103,7 +103,7 @@ def read_options(
 def format_options(options: GenerationOptions) -> dict[str, Any]:
     """Return the options of texts that have a value, by their names in requests."""
     found = {name: getattr(options, option) for option, name in OPTIONS.items()}
-    found["max_tokens"] = options.max_tokens
+    found["max_tokens"] = options.max_tokens if options.max_tokens > 0 else None
     return {name: value for name, value in found.items() if value is not None}
 
 
