@@ -27,10 +27,18 @@ FOLDERS = {
     "bench": "mlx_redrafter/bench",
     "server": "mlx_redrafter/server",
 }
+PAGE = (
+    "page.html",
+    "page.js",
+    "marked.umd.js",
+    "purify.min.js",
+    "marked.LICENSE",
+    "purify.LICENSE",
+)
 PAIR = ROOT / "mlx_redrafter" / "pair"
 OTHERS = {
     "mlx_redrafter/py.typed",
-    "mlx_redrafter/server/page.html",
+    *(f"mlx_redrafter/server/page/{name}" for name in PAGE),
     "mlx_redrafter/checkpoints/drafters.tsv",
 }
 LARGEST_PAIR = 25 * 10**6
@@ -101,9 +109,10 @@ def test_the_pair_is_small(wheel: zipfile.ZipFile) -> None:
     assert found <= LARGEST_PAIR
 
 
-def test_the_licence_is_in_it(wheel: zipfile.ZipFile) -> None:
-    name = f"mlx_redrafter-{__version__}.dist-info/licenses/LICENSE"
-    assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
+def test_the_licences_are_in_it(wheel: zipfile.ZipFile) -> None:
+    for name in ("LICENSE", "server/page/marked.LICENSE", "server/page/purify.LICENSE"):
+        found = wheel.read(f"mlx_redrafter-{__version__}.dist-info/licenses/{name}")
+        assert found == (ROOT / name).read_bytes()
 
 
 def test_metadata(wheel: zipfile.ZipFile) -> None:

@@ -25,12 +25,12 @@ class LongPromptError(ConfigError):
     """A text has more tokens than allowed.
 
     Attributes:
-        num_tokens: Number of its tokens that were counted.
+        num_tokens: Number of its tokens, counted in pieces.
     """
 
     def __init__(self, num_tokens: int, limit: int):
         super().__init__(
-            f"the prompt has more than {num_tokens} tokens, at most {limit} are allowed; shorten it"
+            f"the prompt has {num_tokens} tokens, at most {limit} are allowed; shorten it"
         )
         self.num_tokens = num_tokens
 
@@ -150,15 +150,14 @@ def _encode(
 
 
 def _check_length(tokenizer: TokenizerWrapper, text: str, limit: int) -> None:
-    """Encode a long text in pieces until it is clear that it has too many tokens.
+    """Encode a long text in pieces, which takes little memory, to see if it has too many tokens.
 
     A cut can only change the tokens around it; twice the limit is beyond all doubt.
     """
-    count = 0
-    for start in range(0, len(text), PIECE):
-        count += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False))
-        if count > 2 * limit:
-            raise LongPromptError(count // 2, limit)
+    pieces = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+    count = sum(len(tokenizer.encode(one, add_special_tokens=False)) for one in pieces)
+    if count > 2 * limit:
+        raise LongPromptError(count, limit)
 
 
 def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:

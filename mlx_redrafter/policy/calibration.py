@@ -7,22 +7,21 @@ and it is right. So the probabilities of siblings add up to at most 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.plans import SIZES, Floats
-from mlx_redrafter.trees.tree import Drafts, TokenTree
+from mlx_redrafter.policy.plans import Floats, checked
+from mlx_redrafter.trees.tree import Drafts
 
 # Number of newest observations that the regression is fitted to.
 WINDOW = 256
-# Mean and standard deviation of the weights before any observation, see `Acceptance`: the
+# Number of observations that those of an earlier process count as.
+STORED = 64
+# Mean and standard deviation of the weights before any observation, see `Calibration`: the
 # proposer's probabilities are taken as right until some 20 observations contradict them.
 PRIOR = ((0.0, 1.5), (1.0, 0.7), (0.0, 0.5))
-
-# Maximum number of drafts per tree that the host scores: as many as a step verifies.
-MAX_DRAFTS = SIZES[-1] - 1
 
 _MEAN, _DEVIATION = np.array(PRIOR * 2).T
 _PRECISION = np.diag(_DEVIATION**-2)
@@ -35,7 +34,7 @@ _SMALLEST = 1e-9  # bound of a probability, which bounds log-odds by 21
 Features = tuple[bool, float, float]
 
 
-class Acceptance:
+class Calibration:
     """Probability that a draft is right if its parent is and its better siblings are wrong.
 
     Logistic regression on (1, log-odds, place) over the newest observations. First children and
@@ -47,6 +46,8 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.weights: Floats = _MEAN
+        # Weights before any observation, and the inverse of their covariance.
+        self._mean, self._precision = _MEAN, _PRECISION
         self._rows: Floats = np.zeros((WINDOW, 7))
         # Number of observations so far, and at the last fit.
         self._count = self._fitted = 0
@@ -91,11 +92,35 @@ class Acceptance:
             return
         self._fitted = self._count
         inputs, right = self._rows[:known, :-1], self._rows[:known, -1]
-        inverse = np.linalg.inv(inputs.T @ inputs / 4 + _PRECISION)
+        inverse = np.linalg.inv(inputs.T @ inputs / 4 + self._precision)
         for _ in range(5):  # two follow log-odds of 14 too slowly
             p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
-            slope = inputs.T @ (right - p) - _PRECISION @ (self.weights - _MEAN)
+            slope = inputs.T @ (right - p) - self._precision @ (self.weights - self._mean)
             self.weights = self.weights + inverse @ slope
+
+    def stored(self) -> dict[str, Any]:
+        """Return the weights, and how sure they are, for a file."""
+        known = min(self._count, WINDOW)
+        inputs = self._rows[:known, :-1]
+        p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
+        evidence = self._precision - _PRECISION + inputs.T @ (inputs * (p * (1 - p))[:, None])
+        faded = evidence * min(0.5, STORED / max(1, known))
+        return {"weights": self.weights.tolist(), "evidence": faded.tolist()}
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any]) -> Calibration:
+        """Begin with the numbers of a file.
+
+        Raises:
+            ValueError: They are damaged.
+        """
+        found = cls()
+        found.weights = found._mean = checked(stored["weights"], _MEAN.shape, -100.0, 100.0)
+        evidence = checked(stored["evidence"], _PRECISION.shape, -1e6, 1e6)
+        if np.linalg.eigvalsh((evidence + evidence.T) / 2).min() < -1e-6:
+            raise ValueError("negative evidence")
+        found._precision = _PRECISION + (evidence + evidence.T) / 2
+        return found
 
 
 def features_of(drafts: Drafts) -> list[Features]:
@@ -112,57 +137,3 @@ def features_of(drafts: Drafts) -> list[Features]:
         left[parent] -= q
         rank[parent] += 1
     return found
-
-
-class ScoredDrafts:
-    """The best drafts of one step, and the tokens that follow them.
-
-    Args:
-        plan: Plan of the drafts.
-        tree: The drafts; the host reads them on first use, which may wait for the device.
-
-    Attributes:
-        plan: Plan of the drafts.
-        node: Node that the sequence has reached; None once it has left the tree.
-        following: Tokens of the sequence after that node that `follow` has yet to compare.
-        is_early: Whether the next step to be observed comes before these drafts.
-        probabilities: The newest result of `score`; empty before.
-    """
-
-    def __init__(self, plan: DraftPlan, tree: TokenTree):
-        self.plan = plan
-        self.node: int | None = 0
-        self.following: list[int] = []
-        self.is_early = False
-        self.probabilities: list[float] = []
-        self._tree = tree
-
-    def score(self, acceptance: Acceptance) -> list[float]:
-        """Estimate each draft's probability of being accepted."""
-        if not self.probabilities:
-            self.drafts = self._tree.read().first(MAX_DRAFTS)
-            self._features = features_of(self.drafts)
-        self.probabilities = acceptance.probabilities(self._features, self.drafts.parents)
-        return self.probabilities
-
-    def follow(self, acceptance: Acceptance) -> None:
-        """Compare the next tokens with the drafts, and learn from every sibling up to the right."""
-        found: list[tuple[int, bool]] = []
-        drafts, tokens, self.following = self.drafts, self.following, []
-        for token in tokens:
-            node, self.node = self.node, None
-            for draft, parent in enumerate(drafts.parents):
-                if parent == node:
-                    is_right = drafts.tokens[draft] == token
-                    found.append((draft, is_right))
-                    if is_right:
-                        self.node = draft + 1
-                        break
-            if self.node is None:
-                break
-        acceptance.learn(self._features, found)
-
-
-def most_probable(probabilities: Sequence[float]) -> list[int]:
-    """Sort the indices of drafts, the most probable first and among equals their parents."""
-    return sorted(range(len(probabilities)), key=lambda draft: -probabilities[draft])
