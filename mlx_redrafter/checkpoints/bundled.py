@@ -10,6 +10,7 @@ from typing import Literal
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.model_store import find_stored
 
 FOLDER = Path(__file__).resolve().parent.parent / "pair"
 
@@ -23,3 +24,11 @@ def find_bundled(part: Literal["target", "drafter"]) -> Path:
             "name a model and a drafter of your own"
         )
     return folder
+
+
+def local_folder(model: str | None) -> Path | None:
+    """Return the folder of a model if it is on this machine, that of the bundled one for None."""
+    if model is None:
+        return find_bundled("target")
+    folder = Path(model).expanduser()
+    return folder if folder.is_dir() else find_stored(model, None)
