@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
@@ -18,6 +18,7 @@ from mlx_redrafter.training.preparation import Preparation
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Trainer, choose_batches
 from mlx_redrafter.training.training_report import write_training_card
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
@@ -68,18 +69,26 @@ def train_drafter(
         if options.minutes is not None:
             total_steps = timetable.count_steps(options.minutes, time.monotonic() - begun)
     order = BatchOrder(cache, "train", choose_batches(student, request), student.rows)
-    held_out = [
+    shards = (
         cache.load("held-out", n, student.layers) for n in range(cache.num_shards("held-out"))
-    ]
-    trainer = Trainer(student, order, held_out, request, identity, total_steps)
+    )
+    held_out = [text for shard in shards for text in shard.texts()]
+
+    def watched() -> Iterator[Shard]:
+        """Iterate over the held-out texts, with a report before each."""
+        for number, text in enumerate(held_out):
+            reporter.progress("evaluation", number, len(held_out))
+            yield text
+
+    trainer = Trainer(student, order, watched, request, identity, total_steps)
     if trainer.progress.step:
         reporter.say(f"resuming at step {trainer.progress.step:,}")
     best = trainer.run(
         on_step=lambda progress: _report_step(progress, reporter),
         on_best=lambda student: _save(student, request, fingerprint),
     )
-    best.calibrate(held_out)
-    measured = simulate(best, held_out, request.network.length, request.data_options.temp)
+    best.calibrate(watched())
+    measured = simulate(best, watched(), request.network.length, request.data_options.temp)
     _save(best, request, fingerprint)
     write_training_card(request, fingerprint, corpus, best, trainer.progress, measured)
     return TrainingResult(best, measured)
