@@ -217,8 +217,9 @@ def _run(
         from mlx_redrafter.machines.line import before_end
 
         before_end.append(worker.abandon)
-    folder = cache_folder() / "prompts"
-    known = Models(served, defaults, limits, worker.is_busy, address.strict_names, folder)
+    folder = cache_folder()
+    prompts = folder and folder / "prompts"
+    known = Models(served, defaults, limits, worker.is_busy, address.strict_names, prompts)
     if len(served) == 1:
         known.load(served[0])
     application = make_application(Service(known, worker, defaults, limits, callers))

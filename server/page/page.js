@@ -309,7 +309,7 @@ function open(other) {
   draw();
   setRunning(false);
   find("log").scrollTop = find("log").scrollHeight;
-  if (isNarrow()) showSide(false);
+  if (narrow.matches) showSide(false);
   find("text").focus();
   saveTab();
 }
@@ -434,7 +434,7 @@ function sendOnEnter(box, form) {
   });
 }
 
-const isNarrow = () => matchMedia("(max-width: 47rem)").matches;
+const narrow = matchMedia("(max-width: 47rem)");
 
 function showSide(isShown) {
   find("side").hidden = !isShown;
@@ -705,6 +705,7 @@ find("ask").addEventListener("submit", event => {
 });
 sendOnEnter(find("text"), find("ask"));
 addEventListener("keydown", event => event.key === "Escape" && !find("options").open && running?.abort());
+narrow.addEventListener("change", () => showSide(!narrow.matches));
 find("new").addEventListener("click", () => open(newChat()));
 find("menu").addEventListener("click", () => showSide(find("side").hidden));
 find("markdown").addEventListener("click", exportMarkdown);
@@ -754,6 +755,6 @@ async function reload(question) {
   }
 }
 
-showSide(!isNarrow());
+showSide(!narrow.matches);
 restore();
 reload();
