@@ -52,7 +52,9 @@ class DataOptions:
     """
 
     tokens: Annotated[
-        int | None, "Maximum number of tokens to train on; by default those of all texts."
+        int | None,
+        "Number of tokens to train on, or somewhat more; by default those of all texts, or "
+        "1000000 if the model writes them.",
     ] = None
     sequence_length: int = 512
     self_generated: Annotated[
@@ -104,8 +106,9 @@ class NetworkOptions:
     length: Annotated[int, "Number of tokens per beam to train for, root included."] = 5
     draft_vocab: Annotated[
         int | None,
-        "Number of tokens that the drafter can propose, the most frequent ones of the texts; fewer "
-        "speed up the drafting for a large vocabulary. By default all.",
+        "Number of tokens that the drafter can propose, the special and the most frequent ones of "
+        "the texts; fewer train and draft faster. By default an eighth of the model's, at least "
+        "8192; all if they are fewer than 16384.",
     ] = None
 
     def __post_init__(self) -> None:

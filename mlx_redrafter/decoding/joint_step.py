@@ -184,11 +184,14 @@ class JointStep:
         is_tree = isinstance(trees.drafts[slots[0]], TokenTree)
         if slots != list(range(self.cache.num_slots)):
             outputs, trees = outputs.of(mx.array(slots)), trees.of(slots)
+        num_best = max([one.num_best for one in group])
         if is_tree:
-            return sample_and_accept_all(samplers, outputs, trees, [one.noise for one in group])
+            noises = [one.noise for one in group]
+            return sample_and_accept_all(samplers, outputs, trees, noises, num_best)
         if trees.size > 1:
             outputs = outputs.at([one.size - 1 for one in trees.drafts])
-        return sample_roots(samplers, outputs, [one.cache.length - 1 for one in group])
+        positions = [one.cache.length - 1 for one in group]
+        return sample_roots(samplers, outputs, positions, num_best)
 
     def _sample_alone(
         self, sequence: SequenceDecoder, drafts: mx.array | TokenTree, outputs: TargetOutputs

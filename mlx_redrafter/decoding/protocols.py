@@ -124,6 +124,16 @@ class Drafting(Protocol):
         ...
 
 
+@runtime_checkable
+class Recycling(Protocol):
+    """Drafts that learn what the target finds probable after every node that it verifies."""
+
+    @property
+    def num_best(self) -> int:
+        """Number of tokens after each node that `PendingPass.best` has; 0 for none."""
+        ...
+
+
 class Wish(NamedTuple):
     """Drafts that a sequence wants after a pass.
 

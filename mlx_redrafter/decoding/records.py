@@ -85,8 +85,8 @@ class PendingPass:
 
     Attributes:
         outcome: Bonus token, `NOT_A_NUMBER` or `NOT_A_TOKEN`, and for a tree, number of accepted
-            drafts, node indices and tokens of the path, int32, shape (1,) or (2 + 2 L,). For one
-            token, never `NOT_A_NUMBER`.
+            drafts, node indices and tokens of the path, int32, shape (1,) or (2 + 2 L + Z,). For
+            one token, never `NOT_A_NUMBER`. The last Z numbers are those of ``best``.
         root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
         hidden_state: Target state that predicted it, shape (H,).
         log_probs: Natural log-probabilities after the nodes, shape (N, V).
@@ -100,6 +100,8 @@ class PendingPass:
         plan: Plan of the drafts; None if nothing was drafted.
         is_shown: Whether the proposer was given it.
         is_read: Whether the host knows the outcome.
+        best: Once the outcome is read, `best_rows` of the logits, of Z numbers; empty unless the
+            drafting asks for them.
         is_accepted: Whether its outcome is read and committed.
         num_kept: Tokens that belong to the sequence, once the pass is accepted; the sequence may
             end before the others.
@@ -123,6 +125,7 @@ class PendingPass:
     num_kept: int = 0
     finish_reason: str | None = None
     is_read: bool = False
+    best: list[int] = field(default_factory=list)
     _bonus: int = NOT_A_NUMBER
     _rows: Sequence[int] = (0,)
     _tokens: list[int] = field(default_factory=list)
@@ -143,7 +146,10 @@ class PendingPass:
 
         For a pass over one token, which accepts nothing, shape (1,) of junk.
         """
-        return self.outcome if self.path is None else self.outcome[2 + self.path.shape[0] :]
+        if self.path is None:
+            return self.outcome
+        length = self.path.shape[0]
+        return self.outcome[2 + length : 2 + 2 * length]
 
     @property
     def following_tokens(self) -> mx.array:
@@ -224,12 +230,14 @@ class PendingPass:
 
     def _wait(self) -> None:
         """Read the outcome."""
-        bonus, *others = to_ints(self.outcome) if self.read is None else self.read()
-        if others:
-            num_accepted, *path = others
-            length = len(path) // 2
-            self._rows = path[: num_accepted + 1]
-            self._tokens = path[length + 1 : length + 1 + num_accepted]
+        values = to_ints(self.outcome) if self.read is None else self.read()
+        bonus, end = values[0], 1
+        if self.path is not None:
+            length, num_accepted = self.path.shape[0], values[1]
+            self._rows = values[2 : 3 + num_accepted]
+            self._tokens = values[3 + length : 3 + length + num_accepted]
+            end = 2 + 2 * length
+        self.best = values[end:]
         if bonus >= 0:
             self._tokens.append(bonus)
         self._bonus = bonus

@@ -29,6 +29,7 @@ from mlx_redrafter.decoding.protocols import (
     Drafting,
     DraftPolicy,
     Offer,
+    Recycling,
     Step,
     Wish,
 )
@@ -287,10 +288,10 @@ class SequenceDecoder:
         """Do what `sample` does, with logits that are processed already."""
         with mx.stream(generation_stream):
             if isinstance(drafts, TokenTree):
-                return sample_and_accept(self.sampler, outputs, drafts, self.noise)
+                return sample_and_accept(self.sampler, outputs, drafts, self.noise, self.num_best)
             # The token just processed, the last of the committed ones, is the root of this choice.
             noise = self.sampler.noise(self.cache.length - 1, 1)
-            return sample_root(self.sampler, outputs, noise)
+            return sample_root(self.sampler, outputs, noise, self.num_best)
 
     def process(self, drafts: mx.array | TokenTree, logits: mx.array) -> mx.array:
         """Apply the logits processors, if any, to the logits after a root or a tree, (N, V)."""
@@ -406,6 +407,11 @@ class SequenceDecoder:
         """Layers of the target whose states the drafting reads."""
         reader = None if self.drafting is None else self.drafting.reader
         return () if reader is None else reader.layers
+
+    @property
+    def num_best(self) -> int:
+        """Number of most probable tokens after each node that the drafting asks for."""
+        return self.drafting.num_best if isinstance(self.drafting, Recycling) else 0
 
     @property
     def shares_prefill(self) -> bool:

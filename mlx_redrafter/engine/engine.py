@@ -359,11 +359,13 @@ class Engine:
         def conclude(stats: DecodingStats) -> None:
             if not isinstance(policy, AdaptivePolicy):
                 return
-            experience = policy.conclude()
+            state = policy.conclude()
             stats.shapes = policy.shapes()
             if couple and policy.is_used:
-                memory.experience = experience
-            if experience.ratios.are_low:
+                memory.policy = state
+            if couple:
+                memory.keep()
+            if state.ratios.are_low:
                 doubt_times(self.target, self._network, memory.timed)
 
         return conclude
@@ -373,11 +375,13 @@ class Engine:
         if proposer is not None:
             # Acceptance of uncoupled drafts is not that of coupled ones.
             memory = self.memory if options.couple else LearnedState()
+            if options.couple:
+                memory.recall(self.networks)
             scheduler.policy = BatchPolicy(
                 lambda: self._costs(self._network),
                 lambda: scheduler.num_slots,
                 memory.batches,
-                lambda: memory.experience,
+                lambda: memory.policy,
                 proposer.max_length,
                 isinstance(proposer, DraftNetwork),
             )
@@ -413,7 +417,9 @@ class Engine:
         if network is not None:
             proposer = LookupFirst(self.memory.lookup.after(history), network)
         # Acceptance of uncoupled drafts is not that of coupled ones.
-        before = self.memory.experience if options.couple else None
+        if options.couple:
+            self.memory.recall(self.networks)
+        before = self.memory.policy if options.couple else None
         return proposer, AdaptivePolicy(costs, before, max_length=proposer.max_length)
 
 

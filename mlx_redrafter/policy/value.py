@@ -5,12 +5,13 @@ Axes: W widths, L lengths, S sizes, n drafts of a tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from mlx_redrafter.policy.acceptance import ScoredDrafts, most_probable
-from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, Floats
+from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, Floats, checked
+from mlx_redrafter.policy.scored_drafts import ScoredDrafts, most_probable
 from mlx_redrafter.policy.step_times import CurrentCosts
 
 # Window of the running means, in trees: twice as many follow a changing text too slowly.
@@ -25,6 +26,8 @@ SMALL = 0.05
 DOUBT = 0.2
 
 _NW, _NL, _NC = FITS.shape
+# Bounds of stored numbers, as in `ExpectedDrafts.chosen`.
+_BOUNDS = np.array([[[-1.0]], [[0.01]]]), np.array([[[1.0 * COUNTS[-1]]], [[1e3]]])
 _ROWS = np.ogrid[:_NW, :_NL]
 # Drafts that a chain of each length verifies, shape (L, 1 + S).
 _IN_CHAIN = np.minimum(np.array(LENGTHS)[:, None] - 1, COUNTS)
@@ -36,7 +39,6 @@ class ExpectedDrafts:
     Each tree shows that for the plans within its shape; ratios to the means extrapolate to others.
 
     Attributes:
-        window: Number of trees that the means are over.
         mean: Accepted drafts by plan and size, in the proposer's order, shape (W, L, 1 + S).
         chosen: If the policy verifies as many as pay: accepted drafts, and the cost of the step as
             a multiple of that of verifying one draft, shape (2, W, L).
@@ -46,12 +48,38 @@ class ExpectedDrafts:
         chain = PRIOR_CHAIN * (1 - PRIOR_CHAIN**_IN_CHAIN) / (1 - PRIOR_CHAIN)
         self.mean: Floats = np.array([chain, *[PRIOR_TREE * chain] * (_NW - 1)])
         self.chosen: Floats = np.stack([np.full((_NW, _NL), -1.0), np.ones((_NW, _NL))])
-        self.window = MEMORY
-        self._count = 0
+        # Number of trees that the means are over, and of those seen, at most as many.
+        self._window, self._count = MEMORY, 0
+
+    def average_over(self, num_trees: int) -> None:
+        """Let the means be over that many trees, such as MEMORY of each sequence of a batch."""
+        self._window = num_trees
 
     def fade(self) -> None:
         """Let the means count as half of a full window."""
-        self._count = min(self._count, self.window // 2)
+        self._count = min(self._count, self._window // 2)
+
+    def stored(self) -> dict[str, Any]:
+        """Return the means, for a file."""
+        return {
+            "mean": self.mean.clip(0.0, LENGTHS[-1]).round(4).tolist(),
+            "chosen": np.clip(self.chosen, *_BOUNDS).round(4).tolist(),
+            "count": self._count,
+        }
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any]) -> ExpectedDrafts:
+        """Begin with the numbers of a file, which count as half of a full window at most.
+
+        Raises:
+            ValueError: They are damaged.
+        """
+        found = cls()
+        found.mean = checked(stored["mean"], found.mean.shape, 0.0, LENGTHS[-1])
+        found.chosen = checked(stored["chosen"], found.chosen.shape, *_BOUNDS)
+        found._count = int(checked(stored["count"], (), 0, 1e6))
+        found.fade()
+        return found
 
     def learn(self, scored: ScoredDrafts, costs: CurrentCosts, rate: float) -> None:
         """Learn from the drafts of one tree.
@@ -62,7 +90,7 @@ class ExpectedDrafts:
             rate: Tokens per second that the time of a draft yields otherwise.
         """
         mean, drafts = self._extrapolate(_within(scored), PLACES[scored.plan.shape])
-        self._count = min(self._count + 1, self.window)
+        self._count = min(self._count + 1, self._window)
         self.mean = self.mean + (mean - self.mean) / self._count
         best = *_ROWS, (drafts - rate * costs.waiting).argmax(-1)
         newest = np.array([drafts[best], costs.waiting[best] / costs.waiting[..., 1]])

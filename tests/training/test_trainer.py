@@ -75,11 +75,11 @@ class TrainingSetup:
         stretch = 16 if student.reads_context else 1
         batch_options = BatchOptions(4, options.batch_tokens, options.seed, stretch, student.layers)
         order = BatchOrder(self.cache, "train", batch_options)
-        held_out = [self.cache.load("held-out", 0, student.layers)]
+        held_out = self.cache.load("held-out", 0, student.layers)
         request = TrainingRequest(
             "m", folder, data=[folder], resume=True, training=replace(options, recipe=recipe)
         )
-        return Trainer(student, order, held_out, request, identity, total_steps)
+        return Trainer(student, order, held_out.texts, request, identity, total_steps)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_a_run_with_other_options_is_refused(setup: TrainingSetup, tmp_path: Pat
     del metadata["format"]
     old = tmp_path / "old"
     save_arrays(old / STATE_FOLDER / STATE_FILE, arrays, metadata)
-    with pytest.raises(CheckpointError, match=r"expected a training state of format 4, found .* 1"):
+    with pytest.raises(CheckpointError, match=r"expected a training state of format 5, found .* 1"):
         setup.trainer(old)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CheckpointError, match=r"cannot read .*delete it"):
