@@ -17,7 +17,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.decoding.accept import accept
-from mlx_redrafter.decoding.records import NOT_A_NUMBER, PendingPass
+from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.records import NOT_A_NUMBER
 from mlx_redrafter.decoding.sampling import (
     GumbelNoise,
     KeyedSampler,
@@ -32,9 +33,7 @@ from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 
-def sample_root(
-    sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None
-) -> PendingPass:
+def sample_root(sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None) -> Pass:
     """Sample after a root, N = 1, and dispatch that.
 
     The host looks for NaN itself, which saves the device an operation.
@@ -46,12 +45,12 @@ def sample_root(
         return to_ints(token) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
 
     hidden_state = outputs.hidden_states.squeeze(0)
-    return PendingPass(token, token, hidden_state, log_probs, outputs.states, read=read)
+    return Pass(token, token, hidden_state, log_probs, outputs.states, read=read)
 
 
 def sample_and_accept(
     sampler: TokenSampler, outputs: TargetOutputs, tree: TokenTree, noise: GumbelNoise | None
-) -> PendingPass:
+) -> Pass:
     """Sample after every node of a tree, accept what agrees, and dispatch that."""
     num_levels = tree.max_depth + 1
     log_probs, tokens, normalisers = choose(sampler, outputs.logits, tree.depths, noise, num_levels)
@@ -60,12 +59,12 @@ def sample_and_accept(
     outcome = mx.concatenate([bonus, num_accepted, path, path_tokens])
     mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
     root = mx.maximum(bonus, 0)
-    return PendingPass(outcome, root, hidden_state, log_probs, outputs.states, path)
+    return Pass(outcome, root, hidden_state, log_probs, outputs.states, path)
 
 
 def sample_roots(
     samplers: Sequence[KeyedSampler], outputs: TargetOutputs, positions: Sequence[int]
-) -> list[PendingPass]:
+) -> list[Pass]:
     """Sample after the roots of several sequences, and dispatch that.
 
     Args:
@@ -93,7 +92,7 @@ def sample_roots(
         strict=True,
     )
     return [
-        PendingPass(root, root, hidden_state, one, state, read=partial(_item, read, number))
+        Pass(root, root, hidden_state, one, state, read=partial(_item, read, number))
         for number, (root, hidden_state, one, state) in enumerate(parts)
     ]
 
@@ -103,7 +102,7 @@ def sample_and_accept_all(
     outputs: TargetOutputs,
     trees: TreeBatch,
     noises: Sequence[GumbelNoise | None],
-) -> list[PendingPass]:
+) -> list[Pass]:
     """Sample after every node of several trees, accept what agrees, and dispatch that.
 
     Args:
@@ -137,7 +136,7 @@ def sample_and_accept_all(
         strict=True,
     )
     return [
-        PendingPass(outcome, root, hidden_state, one, state, path, partial(_item, read, number))
+        Pass(outcome, root, hidden_state, one, state, path, partial(_item, read, number))
         for number, (outcome, root, hidden_state, one, state, path) in enumerate(parts)
     ]
 

@@ -372,9 +372,9 @@ class Engine:
         if proposer is not None:
             # Acceptance of uncoupled drafts is not that of coupled ones.
             memory = self.memory if options.couple else LearnedState()
-            scheduler.policy = BatchPolicy(
+            scheduler.batch.policy = BatchPolicy(
                 lambda: self._costs(self._network),
-                lambda: scheduler.num_slots,
+                lambda: scheduler.batch.cache.num_slots,
                 memory.batches,
                 lambda: memory.experience,
                 proposer.max_length,

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.lookup.suffix_index import Continuation, Match, SuffixIndex
@@ -115,7 +115,7 @@ class LookupDrafting:
         # Continuation of the present match, once it is known.
         self._following: list[Continuation] | None = None
         # The newest pass, until the next call reads its tokens: the host has waited for it by then.
-        self._flight: PendingPass | None = None
+        self._flight: Pass | None = None
         self._rates = rates
 
     @property
@@ -144,15 +144,13 @@ class LookupDrafting:
             following = index.continuations(best.match, 1)
         return found[1:]  # the first is not a draft but the token in flight
 
-    def propose(
-        self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
-    ) -> TokenTree | None:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         """Propose after a pass, which the host waits for."""
         self.skip(flight)
         self._read()
         return self.build_tree(flight.tokens[-1], plan)
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         """Keep the pass for the next call; the host does not wait for it."""
         self._read()
         self._flight = flight
