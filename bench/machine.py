@@ -53,8 +53,14 @@ def processor_name() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit that this package runs from, "+changes" if edited; None if unknown."""
-    folder = str(Path(__file__).resolve().parent)
+    """Return the commit of the checkout that this code is in, "+changes" if edited; else None.
+
+    An installed package has none, even if a repository of the user's surrounds it.
+    """
+    root = Path(__file__).resolve().parent.parent
+    folder = str(root)
+    if not (root / "mlx_redrafter").is_dir() or not (root / ".git").exists():
+        return None
     head = _output("git", "-C", folder, "rev-parse", "HEAD")
     if not head:
         return None

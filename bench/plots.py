@@ -14,9 +14,9 @@ from mlx_redrafter.bench.report import Row
 from mlx_redrafter.bench.runs import PLAIN, STOCK
 from mlx_redrafter.bench.sweep import Point
 from mlx_redrafter.checkpoint_files import write_atomically
-from mlx_redrafter.errors import RedrafterError
+from mlx_redrafter.errors import RedrafterError, how_to_install
 
-NO_MATPLOTLIB = "no plots without matplotlib; install mlx-redrafter[plot]"
+NO_MATPLOTLIB = f"no plots without matplotlib; {how_to_install('plot')}"
 # Width and height of a plot, in inches.
 SIZE = (7.5, 5.0)
 # Label of speeds.

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
 from mlx_redrafter.bench.result_file import new_result, read_result, write_result
 from mlx_redrafter.bench.runs import TimedRun
-from mlx_redrafter.checkpoint_files import naming
+from mlx_redrafter.destinations import check_writable
 from mlx_redrafter.errors import ConfigError
 
 # Parts of a result that must be equal for a benchmark to be resumed.
@@ -27,14 +26,19 @@ class Recording:
     """
 
     def __init__(
-        self, path: Path | None, kind: str, configuration: Mapping[str, Any], resume: bool = False
+        self,
+        path: Path | None,
+        kind: str,
+        configuration: Mapping[str, Any],
+        resume: bool = False,
+        overwrite: bool = False,
     ):
         """Start a recording, or resume the one in the file.
 
         ``configuration`` consists of JSON values. Without a path no file is written.
 
         Raises:
-            ConfigError: The file exists and ``resume`` is false, or its settings are different.
+            ConfigError: The file exists, or the settings of the one to resume are different.
             OSError: Its folder takes no file.
         """
         self.path = path
@@ -44,12 +48,12 @@ class Recording:
         self._sitting = {key: self.result[key] for key in ("measured_at", "machine", "commit")}
         self.result["sittings"] = [self._sitting]
         if path is not None and path.exists():
-            if not resume:
+            if resume:
+                self._continue(path, kind)
+            elif not overwrite:
                 raise ConfigError(f"{path} exists; resume it with --resume, or choose another file")
-            self._continue(path, kind)
-        if path is not None and path.parent.is_dir():
-            with naming(path), TemporaryFile(dir=path.parent):
-                pass  # a folder that takes no file is told before the runs
+        if path is not None:
+            check_writable(path)  # before the runs
         self._done = {run.turn for run in self.runs}
 
     def has(self, turn: tuple[str, int, str, int]) -> bool:

@@ -64,6 +64,11 @@ def page(result: Mapping[str, Any]) -> str:
     return found
 
 
+def is_page(path: Path) -> bool:
+    """Return whether a file is a page that `page` has made."""
+    return path.is_file() and EXPLANATION in path.read_text(encoding="utf-8", errors="replace")
+
+
 def _idleness(disturbances: Sequence[str], servers: Sequence[str]) -> str:
     return "; ".join(disturbances) or ("unknown, as servers worked beside" if servers else "yes")
 

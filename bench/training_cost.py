@@ -8,7 +8,7 @@ Axes: T tokens per forward pass, S = L - 1 unroll steps, B positions per optimis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_redrafter.bench.chips import Chip
@@ -24,6 +24,7 @@ from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import DataOptions, TrainingRequest
 from mlx_redrafter.training.duration import Pace, Timetable, Workload
+from mlx_redrafter.training.initial import choose_slice
 from mlx_redrafter.training.resources import (
     COPIES_IN_MEMORY,
     COPIES_OF_LOGITS,
@@ -33,6 +34,7 @@ from mlx_redrafter.training.resources import (
     estimate,
 )
 from mlx_redrafter.training.self_generated import BATCH_SIZE
+from mlx_redrafter.training.students.student import ANCHOR_SHARE
 from mlx_redrafter.training.students.student_kinds import choose_drafter_config
 from mlx_redrafter.training.teacher import BATCH_SEQUENCES, LOGITS_BYTES, MAX_CHUNK_TOKENS
 
@@ -64,7 +66,9 @@ class TrainingCost:
         )
         generated = round(options.self_generated * tokens)
         work = Workload.of(request, tokens - generated, generated, PROMPT_TOKENS, options.held_out)
-        config = choose_drafter_config(shape.hidden_size, shape.vocab_size, request.network)
+        network = choose_slice(request.network, shape.vocab_size, 0)
+        request = replace(request, network=network)
+        config = choose_drafter_config(shape.hidden_size, shape.vocab_size, network)
         num_weights = count_weights(Drafter(config))
         needed = estimate(work, shape.target_size, num_weights)
         return cls(work, needed, request, config, num_weights)
@@ -92,7 +96,7 @@ class TrainingCost:
             generating=_pass_seconds(shape, chip, BATCH_SIZE) / BATCH_SIZE,
             reading=_pass_seconds(shape, chip, at_once * BATCH_SEQUENCES)
             / (at_once * BATCH_SEQUENCES),
-            step=positions * drafting(STEP) + optimiser,
+            step=ANCHOR_SHARE * positions * drafting(STEP) + optimiser,
             measuring=measuring,
             calibration=CALIBRATION_MEASUREMENTS * measuring,
         )

@@ -11,6 +11,7 @@ import typer
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import (
     Out,
+    Output,
     PromptFile,
     Prompts,
     Resume,
@@ -34,7 +35,7 @@ from mlx_redrafter.cli.bench_output import (
 )
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.cli.text_options import Temp
+from mlx_redrafter.cli.text_options import Overwrite, Temp
 from mlx_redrafter.cli.typer_app import Application
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
@@ -71,6 +72,7 @@ def speed(
     api_key: Annotated[str | None, "Key for the servers, if they need one."] = None,
     out: Out = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Compare drafted decoding with plain decoding and with other servers, on published prompts.
 
@@ -87,13 +89,16 @@ def speed(
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
     from mlx_redrafter.checkpoint_files import write_text
 
+    output = Output(out, resume, overwrite)
+    beside = [] if out is None else [out.with_suffix(end) for end in (".md", ".png")]
+    output.check("speed", [pair.model, pair.drafter, prompts.prompts], beside)
     servers = [find_server(one, api_key) for one in server or ()]
     if len({one.name for one in servers}) < len(servers):
         raise ConfigError("expected a different name for every --server; rename one")
     target, tokenizer, drafter = pair.load()
     encoded = {length: prompts.encode(tokenizer, length) for length in lengths}
     recording = begin(
-        "speed", out, resume, pair, drafter, prompts.prompts, encoded[lengths[0]],
+        "speed", output, pair, drafter, prompts.prompts, encoded[lengths[0]],
         temps=list(chosen),
         contexts=lengths,
         batch_sizes=list(sizes),
@@ -118,15 +123,18 @@ def speed(
 def share(
     result: Annotated[Path, typer.Argument(help="JSON file of `bench speed`.")],
     out: Annotated[Path, "Markdown file to write, for a pull request.", "-o"],
+    overwrite: Overwrite = False,
 ) -> None:
     """Write a page to publish: machine, versions, conditions and tables of a result.
 
     The page has no path, no address and no text of a prompt or an answer.
     """
     from mlx_redrafter.bench.result_file import read_result
-    from mlx_redrafter.bench.speed_page import page
+    from mlx_redrafter.bench.speed_page import is_page, page
     from mlx_redrafter.checkpoint_files import write_text
+    from mlx_redrafter.destinations import check_destination
 
+    check_destination(out, [result], is_page(out), overwrite, is_folder=False)
     text = page(read_result(result, "speed"))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, text)
@@ -149,6 +157,7 @@ def compare(
     temp: Temp = 0.0,
     out: Out = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Compare stock mlx-lm, plain decoding, fixed draft shapes and the default.
 
@@ -159,6 +168,9 @@ def compare(
     plans = parse_shapes(shapes)
     if stock_draft_model is not None and launched_group() is not None:
         raise ConfigError("stock_draft_model is not supported on several machines; leave it out")
+    output = Output(out, resume, overwrite)
+    beside = [] if out is None else [out.with_suffix(".png")]
+    output.check("compare", [pair.model, pair.drafter, stock_draft_model, prompts.prompts], beside)
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.result_file import checkpoint_name
@@ -170,7 +182,7 @@ def compare(
     plans = [plan.within(drafter.max_length) for plan in plans]
     encoded = prompts.encode(tokenizer)
     recording = begin(
-        "compare", out, resume, pair, drafter, prompts.prompts, encoded,
+        "compare", output, pair, drafter, prompts.prompts, encoded,
         stock_draft_model=stock_draft_model and checkpoint_name(stock_draft_model),
         shapes={arm_name(plan): plan.options for plan in plans},
         temp=temp,
@@ -221,12 +233,16 @@ def sweep(
     shapes: GridOptions,
     rounds: ShortRounds,
     resume: Resume = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Measure a grid of fixed draft shapes, and draw maps of the speed.
 
     Speeds are relative to stock mlx-lm. The exit code is 1 if a text differs from the target's own.
     """
     grid = shapes.read()
+    output = Output(out / "sweep.json", resume, overwrite)
+    maps = sorted(out.glob("speedup-*.png"))
+    output.check("sweep", [pair.model, pair.drafter, prompts.prompts], maps)
     from mlx_redrafter.bench.plots import count_texts, plot_sweep, title
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.runs import CommonSettings
@@ -235,7 +251,7 @@ def sweep(
     target, tokenizer, drafter = pair.load()
     encoded = prompts.encode(tokenizer)
     recording = begin(
-        "sweep", out / "sweep.json", resume, pair, drafter, prompts.prompts, encoded,
+        "sweep", output, pair, drafter, prompts.prompts, encoded,
         grid={name: list(values) for name, values in asdict(grid).items()},
         **asdict(rounds),
     )  # fmt: skip
@@ -268,6 +284,7 @@ def throughput(
     temp: Temp = 0.0,
     out: Out = None,
     resume: Resume = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Compare batch generation by mlx-lm, plain decoding, the default and fixed draft shapes.
 
@@ -277,6 +294,9 @@ def throughput(
     sizes, plans = parse_ints(batch_sizes), parse_shapes(shapes)
     for name, value in (("max_tokens", max_tokens), ("rounds", rounds)):
         check_int(name, value, 1)
+    output = Output(out, resume, overwrite)
+    beside = [] if out is None else [out.with_suffix(".png")]
+    output.check("throughput", [pair.model, pair.drafter, prompts], beside)
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.runs import CommonSettings
@@ -284,7 +304,7 @@ def throughput(
 
     encoded = Prompts(prompts).encode(tokenizer)
     recording = begin(
-        "throughput", out, resume, pair, drafter, prompts, encoded,
+        "throughput", output, pair, drafter, prompts, encoded,
         max_tokens=max_tokens,
         repeats=rounds,
         temp=temp,

@@ -86,10 +86,46 @@ class ShortRounds(Rounds):
     repeats: Repeats = 2
 
 
+@dataclass(frozen=True)
+class Output:
+    """The result file of a benchmark: a new one, or the one to continue."""
+
+    path: Path | None
+    resume: bool = False
+    overwrite: bool = False
+
+    def check(
+        self, kind: str, inputs: Sequence[str | Path | None], beside: Sequence[Path] = ()
+    ) -> None:
+        """Check before any work that the result and the files ``beside`` it may be written.
+
+        Raises:
+            CheckpointError: The result to continue is damaged, or one of another benchmark.
+            ConfigError: One of them is a file of others or of an earlier run.
+            OSError: One of them cannot be written.
+        """
+        from mlx_redrafter.bench.result_file import read_result
+        from mlx_redrafter.destinations import check_destination
+
+        if self.path is None:
+            return
+        if self.path in beside:
+            raise ConfigError(f"expected a JSON file, found {self.path}; give a name in .json")
+        continues = self.resume and self.path.exists()
+        if continues:
+            read_result(self.path, kind)
+        elif self.path.is_file() and not self.overwrite:
+            raise ConfigError(
+                f"{self.path} exists; resume it with --resume, choose another file, or add "
+                "--overwrite"
+            )
+        for one in (self.path, *beside):
+            check_destination(one, inputs, continues, self.overwrite, is_folder=False)
+
+
 def begin(
     kind: str,
-    out: Path | None,
-    resume: bool,
+    output: Output,
     pair: Pair,
     loaded: Any,
     prompts: Path,
@@ -103,4 +139,4 @@ def begin(
 
     names = pair_names(pair.model, pair.drafter_name, loaded)
     described = {**names, **describe_prompts(prompts, encoded), **settings}
-    return Recording(out, kind, described, resume)
+    return Recording(output.path, kind, described, output.resume, output.overwrite)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.convert.conversion_options import ConversionOptions, Dtype
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def convert(
         "Layout to write: mlx, this package's, or pytorch, that of Apple's code, for a drafter in "
         "the mlx layout.",
     ] = "mlx",
+    overwrite: Overwrite = False,
     upload_repo: Annotated[str | None, "Also upload the result to this hub repository."] = None,
 ) -> None:
     """Convert a published drafter: recurrent or block, an EAGLE or Medusa head, an MTP module.
@@ -36,28 +38,30 @@ def convert(
     `redrafter-mlx convert SRC` describes a checkpoint without reading its weights.
     """
     if destination is None:
-        if (options, to, upload_repo) != (ConversionOptions(), "mlx", None):
+        if (options, to, overwrite, upload_repo) != (ConversionOptions(), "mlx", False, None):
             raise typer.BadParameter("options need a folder to write; add DST")
         _inspect(source)
         return
     from mlx_redrafter.convert.conversion import convert_drafter
 
     if to == "mlx":
-        _report(convert_drafter(source, destination, options), destination, options)
+        _report(convert_drafter(source, destination, options, overwrite), destination, options)
     elif options == ConversionOptions(options.dtype):
-        _export(source, destination, options.dtype)
+        _export(source, destination, options.dtype, overwrite)
     else:
-        raise typer.BadParameter("--to pytorch takes no option but --dtype and --upload-repo")
+        raise typer.BadParameter(
+            "--to pytorch takes no option but --dtype, --overwrite and --upload-repo"
+        )
     if upload_repo is not None:
         from mlx_redrafter.convert.publication import upload_folder
 
         typer.echo(f"uploaded to {upload_folder(destination, upload_repo)}")
 
 
-def _export(source: str, destination: Path, dtype: Dtype | None) -> None:
+def _export(source: str, destination: Path, dtype: Dtype | None, overwrite: bool) -> None:
     from mlx_redrafter.convert.export import export_drafter
 
-    notes = export_drafter(source, destination, dtype)
+    notes = export_drafter(source, destination, dtype, overwrite)
     typer.echo(f"wrote {destination} in the layout of Apple's PyTorch code")
     for note in notes:
         typer.echo(f"note: {note}", err=True)

@@ -23,7 +23,7 @@ from mlx_redrafter.cli.text_options import (
     DraftSizeOptions,
     library_option,
 )
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, how_to_install
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 
@@ -167,10 +167,7 @@ def serve(
     defaults = GenerationOptions(**vars(text), **vars(drafting))  # checked before loading
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"serve needs {name}: pip install '.[server]' in the repository, or "
-                "'mlx-redrafter[server]' from a package index"
-            )
+            raise ConfigError(f"serve needs {name}: {how_to_install('server')}")
     from mlx_redrafter.server.listening import listen
 
     with listen(address.host, address.port) as listener:

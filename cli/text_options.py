@@ -53,6 +53,9 @@ def _size_option(name: str, more: str = "") -> Any:
 MaxTokens = Annotated[int, library_option("max_tokens", "-m")]
 Temp = Annotated[float, library_option("temp", rich_help_panel=SAMPLE)]
 Seed = Annotated[int, library_option("seed", rich_help_panel=SAMPLE)]
+Overwrite = Annotated[
+    bool, "Allow other files where this writes, but never the model, the drafter or the data."
+]
 IgnoreChatTemplate = Annotated[bool, "Use the prompt without the chat template."]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
+from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.training_options import DataOptions, NetworkOptions, TrainingOptions
@@ -21,10 +22,8 @@ from mlx_redrafter.training_options import DataOptions, NetworkOptions, Training
 if TYPE_CHECKING:
     from mlx_redrafter.training import TrainingRequest, TrainingResult
 
-# File in the drafter's folder with the options that the run began with.
-RUN_FILE = "run.json"
-# Options of one call, which `RUN_FILE` leaves out.
-OF_THE_CALL = ("out", "resume", "dry_run")
+# Options of one call, which the record of a run leaves out.
+OF_THE_CALL = ("out", "resume", "dry_run", "overwrite")
 # Seconds between lines of progress if stderr is not a terminal.
 LOG_SECONDS = 20.0
 
@@ -36,6 +35,7 @@ class RunOptions:
     out: Annotated[Path, "Folder of the drafter and its training run."]
     resume: Annotated[bool, "Continue the run in --out."] = False
     dry_run: Annotated[bool, "Estimate time, disk and memory of the run, then stop."] = False
+    overwrite: Overwrite = False
     model: NamedModel = None
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
@@ -67,17 +67,14 @@ def train(
     """
     groups = (run, text, drafter, training)
     given = {name: value for group in groups for name, value in vars(group).items()}
+    from mlx_redrafter.training import train_drafter
+    from mlx_redrafter.training.files import save_json
+    from mlx_redrafter.training.training_request import RUN_FILE
+
     path = run.out / RUN_FILE
     if run.resume and path.exists():
         given = _restore(context, given, path)
-    elif path.exists():
-        raise ConfigError(
-            f"a run was begun in {run.out}; continue it with --resume, or choose another --out"
-        )
     request = _make_request(given)
-
-    from mlx_redrafter.training import train_drafter
-    from mlx_redrafter.training.files import save_json
 
     try:
         with ConsoleReporter() as reporter:
@@ -126,7 +123,10 @@ def _make_request(values: Mapping[str, Any]) -> TrainingRequest:
     from mlx_redrafter.training import TrainingRequest
 
     if values["model"] is None:
-        raise ConfigError("expected a target, found none; give --model FOLDER or --model ORG/NAME")
+        begun = f"no run was begun in {values['out']}; " if values["resume"] else ""
+        raise ConfigError(
+            f"{begun}expected a target, found none; give --model FOLDER or --model ORG/NAME"
+        )
     run = {field.name: values[field.name] for field in fields(RunOptions)}
     run |= {name: [Path(path) for path in run[name] or ()] for name in ("data", "prompts")}
     run["cache"] = None if run["cache"] is None else Path(run["cache"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.output import Conversion, finish, write_conversion
-from mlx_redrafter.convert.publication import check_destination
+from mlx_redrafter.convert.publication import check_output
 from mlx_redrafter.convert.recognition import recognise
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.quantization import check_quantization
@@ -18,6 +18,7 @@ def convert_drafter(
     path_or_repo: str | Path,
     destination: Path,
     options: ConversionOptions | None = None,
+    overwrite: bool = False,
 ) -> Conversion:
     """Convert a drafter of any kind; ``destination`` appears whole or not at all.
 
@@ -25,17 +26,18 @@ def convert_drafter(
         path_or_repo: Folder or hub repository of the drafter.
         destination: Folder to write: new, empty, or an earlier conversion, which is replaced.
         options: Options of the conversion; by default float16, without a self-test.
+        overwrite: Whether ``destination`` may hold other files.
 
     Raises:
-        CheckpointError: The source cannot be used or does not fit the target, or ``destination``
-            must not be overwritten.
-        ConfigError: The options contradict the drafter.
+        CheckpointError: The source cannot be used or does not fit the target.
+        ConfigError: The options contradict the drafter, or ``destination`` holds other files.
         NonFiniteError: Weights are not finite, or too large for the dtype.
     """
     options = options or ConversionOptions()
     check_quantization(options.q_bits, options.q_group_size)
+    inputs = [path_or_repo, options.target, *(options.vocab_text or ())]
+    check_output(destination, *inputs, overwrite=overwrite)
     source, kind = recognise(path_or_repo)
-    check_destination(destination, source.folder)
     if isinstance(kind, str):
         raise CheckpointError(
             "expected a recurrent or block drafter, an EAGLE head, Medusa heads or an MTP module, "

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, shared_name, write_checkpoint
-from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_destination, publish
+from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_output, publish
 from mlx_redrafter.convert.recurrent import APPLE_TOP_K
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.checkpoint import PATTERNS
@@ -23,15 +23,18 @@ KEPT_KEYS = ("draft_top_k", "score_scale", "noise_share")
 
 
 def export_drafter(
-    path_or_repo: str | Path, destination: Path, dtype: str | None = None
+    path_or_repo: str | Path,
+    destination: Path,
+    dtype: str | None = None,
+    overwrite: bool = False,
 ) -> tuple[str, ...]:
     """Write an MLX drafter as the ``config.json`` and ``model.safetensors`` of Apple's code.
 
     Return notes on the result, for the user. Quantised weights are dequantised; without a dtype
-    they keep the drafter's. ``destination`` is as in `convert_drafter`.
+    they keep the drafter's. ``destination`` and ``overwrite`` are as in `convert_drafter`.
     """
+    check_output(destination, path_or_repo, overwrite=overwrite)
     folder = find_checkpoint(path_or_repo, PATTERNS)
-    check_destination(destination, folder)
     drafter = load_drafter(folder)
     _check_expressible(drafter.config)
     target_dtype: mx.Dtype = drafter.dtype if dtype is None else getattr(mx, dtype)

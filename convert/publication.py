@@ -14,6 +14,7 @@ from huggingface_hub import HfApi
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, naming, read_config
 from mlx_redrafter.checkpoints.cards import CARD_FILE
+from mlx_redrafter.destinations import check_destination
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import describe_error, quote
 
@@ -33,29 +34,27 @@ def describe_origin(noun: str, name_set: str, config: Mapping[str, Any]) -> str:
     return f"{noun}{layout}" + (f", for {quote(target)}" if isinstance(target, str) else "")
 
 
-def check_destination(destination: Path, source: Path) -> None:
-    """Raise `CheckpointError` unless an output may be written to ``destination``.
+def check_output(destination: Path, *inputs: str | Path | None, overwrite: bool = False) -> None:
+    """Raise `ConfigError` unless an output may be written to ``destination``.
 
-    The destination may be absent, empty, or hold nothing but an earlier output.
+    It may be absent, empty, or hold nothing but an earlier output, never an input; ``overwrite``
+    allows other files beside the output.
     """
-    if destination.resolve() == source.resolve():
-        raise CheckpointError(f"expected a new folder to write to, found the source: {destination}")
-    if not destination.exists():
-        return
-    if not destination.is_dir():
-        raise CheckpointError(f"expected a folder to write to, found a file: {destination}")
-    present = {path.name for path in destination.iterdir()}
-    config = read_config(destination) if CONFIG_FILE in present else {}
-    if present and not (present <= _OUTPUT_FILES and PROVENANCE_KEY in config):
-        raise CheckpointError(
-            f"expected a new or an empty folder to write to, found files that no conversion wrote "
-            f"in {destination}"
-        )
+    is_own = _holds_output_alone(destination) and PROVENANCE_KEY in read_config(destination)
+    check_destination(destination, inputs, is_own, overwrite)
+
+
+def _holds_output_alone(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return CONFIG_FILE in names and names <= _OUTPUT_FILES
 
 
 @contextmanager
 def publish(destination: Path) -> Iterator[Path]:
-    """Yield a new folder to fill, which replaces ``destination`` unless filling it fails."""
+    """Yield a new folder to fill, which replaces ``destination`` unless filling it fails.
+
+    Files of others in ``destination`` stay there.
+    """
     destination = destination.resolve()
     with naming(destination):
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -85,6 +84,10 @@ def upload_folder(folder: Path, repo: str) -> str:
 def _move(staging: Path, destination: Path) -> None:
     if not destination.exists():
         os.rename(staging, destination)
+        return
+    if any(destination.iterdir()) and not _holds_output_alone(destination):
+        for path in staging.iterdir():
+            os.replace(path, destination / path.name)
         return
     earlier = _make_beside(destination)
     os.rename(destination, earlier)  # onto an empty folder

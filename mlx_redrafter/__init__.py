@@ -19,18 +19,22 @@ Rooms by floor: a module imports from its own room and from the floors below it,
 
 Floor 1 consists of single files, which count as one room, the ground.
 
-    1  backend  checkpoint_files  checks  device_read  draft_plan  errors  escaping
-    1  generation_options  grammar  hub  late_grammar  measured  memory_sizes
+    1  backend  checkpoint_files  checks  destinations  device_read  draft_plan  errors
+    1  escaping  generation_options  grammar  hub  late_grammar  measured  memory_sizes
     1  model_store  thread_streams  training_options  version
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_redrafter.backend import prepare
 from mlx_redrafter.version import __version__
 
 prepare()
+# In a checkout some rooms are folders beside this one, as `setup.py` says.
+if not (Path(__file__).parent / "cli").is_dir():
+    __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
     from mlx_redrafter.checkpoints.loading import load, load_drafter

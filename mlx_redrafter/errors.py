@@ -26,6 +26,14 @@ def explain(error: OSError) -> str:
     return "; ".join(filter(None, [error.strerror, advice]))
 
 
+def how_to_install(extra: str) -> str:
+    """Give the commands that install an extra of this package."""
+    return (
+        f"pip install '.[{extra}]' in the repository, or 'mlx-redrafter[{extra}]' from a package "
+        "index"
+    )
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, or its type if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, how_to_install
 from mlx_redrafter.escaping import describe_error
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _guidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ConfigError("grammar needs llguidance: install mlx-redrafter[grammar]") from error
+        raise ConfigError(f"grammar needs llguidance: {how_to_install('grammar')}") from error
     return llguidance
 
 

@@ -104,8 +104,9 @@ class NetworkOptions:
     length: Annotated[int, "Number of tokens per beam to train for, root included."] = 5
     draft_vocab: Annotated[
         int | None,
-        "Number of tokens that the drafter can propose, the most frequent ones of the texts; fewer "
-        "speed up the drafting for a large vocabulary. By default all.",
+        "Number of tokens that the drafter can propose, the special and the most frequent ones of "
+        "the texts; fewer train and draft faster. By default an eighth of the model's, at least "
+        "8192; all if they are fewer than 16384.",
     ] = None
 
     def __post_init__(self) -> None:

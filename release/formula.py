@@ -43,7 +43,7 @@ class MlxRedrafter < Formula
   homepage "https://pypi.org/project/{name}/"
   url "{url}"
   sha256 "{sha256}"
-  license "Apache-2.0"
+  license all_of: ["Apache-2.0", "MIT", "BSD-3-Clause"]
 
 {depends}
 

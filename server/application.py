@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib.resources import files
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_redrafter.server.callers import Gate
+from mlx_redrafter.server.chat_page import FILES, send_file
 from mlx_redrafter.server.fields import shortened
 from mlx_redrafter.server.protocols import PROTOCOLS
 from mlx_redrafter.server.protocols.openai_fields import describe
@@ -25,17 +25,11 @@ from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST
 from mlx_redrafter.server.wire import respond
 
-# Content security policy of the page: it contains all its code, and connects to this server only.
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-
 
 def make_application(service: Service) -> Starlette:
     """Create the ASGI application, which starts and stops the worker."""
     routes = [
-        Route("/", _page),
+        *(Route(path, partial(send_file, name)) for path, name in FILES.items()),
         Route("/health", partial(_health, service)),
         *_both(service, "/metrics", _metrics),
         *_both(service, "/v1/models", _list_models),
@@ -99,11 +93,6 @@ def _both(
 
     paths = dict.fromkeys((path, path.removeprefix("/v1")))
     return [Route(one, answer, methods=[method]) for one in paths]
-
-
-async def _page(request: Request) -> Response:
-    page = files("mlx_redrafter.server").joinpath("page.html").read_bytes()
-    return Response(page, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
 
 
 async def _health(service: Service, request: Request) -> Response:

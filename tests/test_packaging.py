@@ -1,10 +1,16 @@
-"""The wheel holds the five folders' sources, the pair, page, licence and typing marker only."""
+"""The wheel holds the five folders' sources, the pair, page, licence and typing marker only.
+
+The source archive is whole, and the page of the package index has no dead link.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,34 +27,50 @@ FOLDERS = {
     "bench": "mlx_redrafter/bench",
     "server": "mlx_redrafter/server",
 }
+PAGE = (
+    "page.html",
+    "page.js",
+    "marked.umd.js",
+    "purify.min.js",
+    "marked.LICENSE",
+    "purify.LICENSE",
+)
 PAIR = ROOT / "mlx_redrafter" / "pair"
 OTHERS = {
     "mlx_redrafter/py.typed",
-    "mlx_redrafter/server/page.html",
+    *(f"mlx_redrafter/server/page/{name}" for name in PAGE),
     "mlx_redrafter/checkpoints/drafters.tsv",
 }
 LARGEST_PAIR = 25 * 10**6
 NOT_SHIPPED = {"bench/lab", "bench/pair", "bench/results"}
-COPIED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", *FOLDERS)
+# Repository that the links on the package index lead to.
+REPOSITORY = "https://example.org/owner/name"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-    """The wheel, built from a copy so that the checkout stays clean."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of source archive and wheel, built from a copy: the checkout stays clean."""
     pytest.importorskip("build", reason="the wheel is built with the package build")
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    source.mkdir()
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, source, ignore=ignored, symlinks=True)
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(source)]
+    built = subprocess.run(
+        command,
+        env={**os.environ, "REPOSITORY_URL": REPOSITORY},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert built.returncode == 0, built.stderr[-2000:]
-    (path,) = folder.glob("*.whl")
+    assert "absent from" not in built.stdout + built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
+    (path,) = built.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
         yield archive
 
@@ -87,9 +109,10 @@ def test_the_pair_is_small(wheel: zipfile.ZipFile) -> None:
     assert found <= LARGEST_PAIR
 
 
-def test_the_licence_is_in_it(wheel: zipfile.ZipFile) -> None:
-    name = f"mlx_redrafter-{__version__}.dist-info/licenses/LICENSE"
-    assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
+def test_the_licences_are_in_it(wheel: zipfile.ZipFile) -> None:
+    for name in ("LICENSE", "server/page/marked.LICENSE", "server/page/purify.LICENSE"):
+        found = wheel.read(f"mlx_redrafter-{__version__}.dist-info/licenses/{name}")
+        assert found == (ROOT / name).read_bytes()
 
 
 def test_metadata(wheel: zipfile.ZipFile) -> None:
@@ -97,6 +120,9 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert f"\nVersion: {__version__}\n" in metadata
     assert "\nRequires-Python: >=3.11\n" in metadata
+    assert "\nAuthor: " in metadata
+    for name in ("Repository", "Documentation", "Changelog", "Issues"):
+        assert f"\nProject-URL: {name}, {REPOSITORY}/" in metadata
     required = [
         line.removeprefix("Requires-Dist: ")
         for line in metadata.splitlines()
@@ -107,3 +133,45 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     assert [line for line in required if line.startswith("mlx[")] == ["mlx[cpu]>=0.32.4"]
     entry_points = wheel.read(f"{info}/entry_points.txt").decode()
     assert "redrafter-mlx = mlx_redrafter.cli.main:run" in entry_points
+
+
+def test_links_of_the_index_page_are_absolute(wheel: zipfile.ZipFile) -> None:
+    page = wheel.read(f"mlx_redrafter-{__version__}.dist-info/METADATA").decode()
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) > 20
+    assert [link for link in links if "://" not in link] == []
+    prefix = f"{REPOSITORY}/blob/v{__version__}/"
+    own = [link.removeprefix(prefix) for link in links if link.startswith(prefix)]
+    assert [link for link in own if not (ROOT / link.partition("#")[0]).exists()] == []
+    assert f"]({REPOSITORY}/raw/v{__version__}/docs/step.svg)" in page
+
+
+def test_the_source_archive_holds_what_the_tests_import(built: Path) -> None:
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("bench", "cli", "convert", "docs", "mlx_redrafter", "release", "server"):
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
+        assert files <= names, folder
+    tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
+    assert tests | {"CHANGELOG.md", "CONTRIBUTING.md", "uv.lock", ".ci/tests"} <= names
+    assert not any(name.endswith(".pyc") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("module", "argument"),
+    [("mlx_redrafter", "--version"), ("mlx_redrafter.bench.lab", "--help")],
+)
+def test_a_checkout_runs_without_an_editable_install(module: str, argument: str) -> None:
+    """As after README's install, whose package the folder here hides."""
+    code = (
+        "import runpy, sys\n"
+        "sys.meta_path = [one for one in sys.meta_path if 'editable' not in repr(one).lower()]\n"
+        f"sys.argv = ['program', {argument!r}]\n"
+        f"runpy.run_module({module!r}, run_name='__main__')"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout

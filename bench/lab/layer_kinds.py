@@ -25,7 +25,7 @@ from mlx_redrafter.checkpoint_files import (
     read_tensors,
     write_checkpoint,
 )
-from mlx_redrafter.convert.publication import check_destination, publish
+from mlx_redrafter.convert.publication import check_output, publish
 from mlx_redrafter.target.model_loading import make_model
 
 # Tokens of a window: fewer than a prompt of these measurements and its text have.
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("destination", type=Path)
     given = parser.parse_args()
-    check_destination(given.destination, given.source)
+    check_output(given.destination, given.source)
     config, tensors = read_config(given.source), read_tensors(given.source)
     if given.kind == "windows":
         config = with_windows(config)

@@ -156,5 +156,5 @@ def simulate_regret(
 
 def begin_policy(costs: StepCosts, before: Any) -> AdaptivePolicy:
     """Begin a sequence with the default policy; each time that it learns costs the host as much."""
-    experience = None if before is None else before.experience
-    return AdaptivePolicy(costs, experience, count(0, LEARNING_SECONDS).__next__)
+    state = None if before is None else before.state
+    return AdaptivePolicy(costs, state, count(0, LEARNING_SECONDS).__next__)

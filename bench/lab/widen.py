@@ -34,7 +34,7 @@ from mlx_redrafter.checkpoint_files import (
     read_tensors,
     write_checkpoint,
 )
-from mlx_redrafter.convert.publication import check_destination, publish
+from mlx_redrafter.convert.publication import check_output, publish
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.proposers.quantization import quantization_of
@@ -74,12 +74,12 @@ def widen_target(
         The shape of the copy.
 
     Raises:
-        CheckpointError: The model is not a plain Llama, its files are damaged, or there is
+        CheckpointError: The model is not a plain Llama, or its files are damaged.
+        ConfigError: The model does not fit into ``num_parameters`` and ``num_layers``, or there is
             something in ``destination``.
-        ConfigError: The model does not fit into ``num_parameters`` and ``num_layers``.
     """
     folder, destination = find_checkpoint(source), Path(destination)
-    check_destination(destination, folder)
+    check_output(destination, folder)
     config = read_config(folder)
     old = LlamaShape.from_config(config)
     keep_heads = bool(config.get("rope_scaling"))
@@ -140,11 +140,11 @@ def widen_drafter(
         The copy's config.
 
     Raises:
-        CheckpointError: There is something in ``destination``.
-        ConfigError: The drafter is quantised, or wider than the target or ``exit_dim``.
+        ConfigError: There is something in ``destination``, or the drafter is quantised, or wider
+            than the target or ``exit_dim``.
     """
     folder, destination = find_checkpoint(source), Path(destination)
-    check_destination(destination, folder)
+    check_output(destination, folder)
     drafter = load_drafter(folder)
     widened = widened_drafter(drafter, hidden_size, exit_dim, seed)
     with publish(destination) as staging:

@@ -26,7 +26,7 @@ from mlx_redrafter.checkpoint_files import (
     read_config,
     write_checkpoint,
 )
-from mlx_redrafter.convert.publication import check_destination, publish
+from mlx_redrafter.convert.publication import check_output, publish
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.block.config import BlockConfig
@@ -66,13 +66,13 @@ def widen_head(kind: str, source: str | Path, destination: Path, hidden_size: in
         hidden_size: Hidden size of the widened target.
 
     Raises:
-        CheckpointError: There is something in ``destination``.
-        ConfigError: The head is quantised, or its attention heads do not fit into the hidden size.
+        ConfigError: There is something in ``destination``, the head is quantised, or its attention
+            heads do not fit into the hidden size.
     """
     if kind not in KINDS:
         raise ConfigError(f"a {kind} cannot be widened; use a head that reads the target's states")
     folder = find_checkpoint(source)
-    check_destination(destination, folder)
+    check_output(destination, folder)
     network, save = KINDS[kind](folder, hidden_size)
     mx.eval(network.parameters())
     with publish(destination) as staging:

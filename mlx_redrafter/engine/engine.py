@@ -358,11 +358,11 @@ class Engine:
         def conclude(stats: DecodingStats) -> None:
             if not isinstance(policy, AdaptivePolicy):
                 return
-            experience = policy.conclude()
+            state = policy.conclude()
             stats.shapes = policy.shapes()
             if couple and policy.is_used:
-                memory.experience = experience
-            if experience.ratios.are_low:
+                memory.policy = state
+            if state.ratios.are_low:
                 doubt_times(self.target, self._network, memory.timed)
 
         return conclude
@@ -376,7 +376,7 @@ class Engine:
                 lambda: self._costs(self._network),
                 lambda: scheduler.batch.cache.num_slots,
                 memory.batches,
-                lambda: memory.experience,
+                lambda: memory.policy,
                 proposer.max_length,
                 isinstance(proposer, DraftNetwork),
             )
@@ -412,7 +412,7 @@ class Engine:
         if network is not None:
             proposer = LookupFirst(self.memory.lookup.after(history), network)
         # Acceptance of uncoupled drafts is not that of coupled ones.
-        before = self.memory.experience if options.couple else None
+        before = self.memory.policy if options.couple else None
         return proposer, AdaptivePolicy(costs, before, max_length=proposer.max_length)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mlx_redrafter.engine.stored_costs import Known
-from mlx_redrafter.policy.adaptive import Experience
+from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.target.compiled_pass import CompiledPasses
 
@@ -16,7 +16,7 @@ class LearnedState:
 
     Attributes:
         lookup: Prompt lookup, whose acceptance rates all texts share.
-        experience: Estimates of the last text with an adaptive policy; the next one begins with
+        policy: Estimates of the last text with an adaptive policy; the next one begins with
             them.
         batches: The same for batches, by number of slots.
         timed: Step times measured so far, or read from the file of an earlier run.
@@ -24,7 +24,7 @@ class LearnedState:
     """
 
     lookup: Lookup = field(default_factory=Lookup)
-    experience: Experience | None = None
-    batches: dict[int, Experience] = field(default_factory=dict)
+    policy: PolicyState | None = None
+    batches: dict[int, PolicyState] = field(default_factory=dict)
     timed: Known = field(default_factory=dict)
     passes: CompiledPasses | None = None

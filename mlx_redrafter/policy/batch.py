@@ -1,8 +1,8 @@
 """Draft size of a batch: one decision in every step, for all of its sequences.
 
 A forward pass has one size for all sequences, and its cost grows with the rows of all of them, so
-more sequences draft fewer tokens each. One `AdaptivePolicy` decides by means over all drafts, and
-by the probabilities of all drafts once they are known.
+more sequences draft fewer tokens each. One `Planner` decides by means over all drafts, and by the
+probabilities of all drafts once they are known.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import numpy as np
 
 from mlx_redrafter.decoding.protocols import DraftPolicy, Offer, Outlook, Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.acceptance import ScoredDrafts
-from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
+from mlx_redrafter.policy.planner import Planner
 from mlx_redrafter.policy.plans import SIZES, FixedPolicy
+from mlx_redrafter.policy.scored_drafts import ScoredDrafts
+from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.value import MEMORY
 from mlx_redrafter.trees.tree import TokenTree
@@ -75,24 +77,23 @@ class BatchPolicy:
     Args:
         costs: Function that returns the costs of one sequence's steps; called if they are needed.
         num_slots: Function that returns the number of slots of the batch.
-        batches: Experience by number of slots, which this policy keeps up to date.
-        before: Function that returns the experience of a sequence before, for new numbers of slots.
-        max_length: As in `AdaptivePolicy`.
+        batches: Estimates by number of slots, which this policy keeps up to date.
+        before: Function that returns the estimates of a sequence before, for new numbers of slots.
+        max_length: As in `Planner`.
         is_joint: As in `batch_costs`.
 
     Attributes:
         plan: Plan of the step that is being decided.
         count: Number of all sequences of that step.
         kept: Selected drafts of its members.
-        steps: Steps of the members that the host has read since the last decision.
     """
 
     def __init__(
         self,
         costs: Callable[[], StepCosts],
         num_slots: Callable[[], int],
-        batches: MutableMapping[int, Experience],
-        before: Callable[[], Experience | None] = lambda: None,
+        batches: MutableMapping[int, PolicyState],
+        before: Callable[[], PolicyState | None] = lambda: None,
         max_length: int | None = None,
         is_joint: bool = False,
     ):
@@ -102,13 +103,14 @@ class BatchPolicy:
         self._batches = batches
         self._before = before
         self._max_length = max_length
-        self._policy: AdaptivePolicy | None = None
+        self._planner: Planner | None = None
         # Number of slots that it decides for.
         self._size = 0
+        # Steps of the members that the host has read since the last decision.
+        self._steps: list[Step] = []
         self.plan: DraftPlan | None = None
         self.count = 1
         self.kept: dict[MemberPolicy, TokenTree] = {}
-        self.steps: list[Step] = []
 
     def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
         """Replace a policy that rests on the step times of a lone sequence."""
@@ -123,59 +125,67 @@ class BatchPolicy:
         self._learn_time()
         if members:
             self.count = count
-            self.plan = self.current().choose_for([one for one in members if one], count)
+            self.plan = self.current().choose([one for one in members if one], count).plan
 
     def weigh(self, offers: Sequence[Offer]) -> None:
         """Select the drafts of all members to verify."""
         found = {one: tree for one, _, tree in offers if isinstance(one, MemberPolicy)}
         self._learn_time()
         if found:
-            drafts = [(member.pending, tree) for member, tree in found.items()]
-            kept = self.current().keep_all(drafts, self.count)
+            drafts = [(member.drafts, tree) for member, tree in found.items()]
+            kept = self.current().select(drafts, self.count)
             self.kept = dict(zip(found, kept, strict=True))
+
+    def observe(self, step: Step) -> None:
+        """Note a step of a member that was chosen for it."""
+        self._steps.append(step)
+
+    def current(self) -> Planner:
+        """Return the planner for the present number of slots."""
+        size = max(1, self._num_slots())
+        if self._planner is None or self._size != size:
+            self._planner, self._size, self._steps = self._begin(size), size, []
+        return self._planner
+
+    def _begin(self, size: int) -> Planner:
+        """Begin to plan for a number of slots with what is known of it, or of another one."""
+        if self._planner is not None:
+            self._planner.learn()
+        begin = self._batches.get(size)
+        if begin is None:
+            before = self._before() if self._planner is None else self._planner.state
+            begin = before and before.without_times()
+        state = self._batches[size] = PolicyState() if begin is None else begin.for_next()
+        state.drafts.average_over(MEMORY * size)
+        costs = batch_costs(self._costs(), size, self._is_joint)
+        return Planner(costs, state, max_length=self._max_length)
 
     def _learn_time(self) -> None:
         """Learn from the cost of a step, once the host has read the tokens of its sequences.
 
         A sequence whose drafts are good or bad must not stand for all of them.
         """
-        steps, self.steps = self.steps, []
-        if steps and self._policy is not None:
+        steps, self._steps = self._steps, []
+        if steps and self._planner is not None:
             largest = max(steps, key=attrgetter("num_nodes"))
             num_tokens = sum([len(step.tokens) for step in steps]) / len(steps)
             # Texts of a batch may have fewer drafts than the best number, which was timed.
             size = TIMED[bisect_left(TIMED, largest.num_nodes)]
-            self._policy.observe_time(largest._replace(num_nodes=size), num_tokens)
-
-    def current(self) -> AdaptivePolicy:
-        """Return the policy for the present number of slots."""
-        size = max(1, self._num_slots())
-        if self._policy is None or self._size != size:
-            before = self._before() if self._policy is None else self._policy.conclude()
-            begin = self._batches.get(size)
-            if begin is None and before is not None:
-                begin = before.without_times()
-            costs = batch_costs(self._costs(), size, self._is_joint)
-            self._size = size
-            self.steps = []
-            self._policy = AdaptivePolicy(costs, begin, max_length=self._max_length)
-            experience = self._batches[size] = self._policy.experience
-            experience.drafts.window = MEMORY * size
-        return self._policy
+            self._planner.observe_time(largest._replace(num_nodes=size), num_tokens)
 
 
 class MemberPolicy:
     """A `DraftPolicy` of one sequence, which does what is decided for all.
 
     Attributes:
-        pending: Its drafts that the policy still learns from.
+        drafts: Its drafts that are still learned from.
     """
 
     reads_drafts = True
 
     def __init__(self, batch: BatchPolicy):
         self._batch = batch
-        self.pending: list[ScoredDrafts] = []
+        self.drafts: list[ScoredDrafts] = []
         # Number of decisions whose steps have not been observed.
         self._num_chosen = 0
 
@@ -189,7 +199,7 @@ class MemberPolicy:
         batch = self._batch
         if self in batch.kept:
             return batch.kept[self]
-        (kept,) = batch.current().keep_all([(self.pending, tree)], batch.count)  # of a probe
+        (kept,) = batch.current().select([(self.drafts, tree)], batch.count)  # of a probe
         return kept
 
     def keep_early(self, plan: DraftPlan, tree: TokenTree) -> None:
@@ -198,6 +208,6 @@ class MemberPolicy:
     def observe(self, step: Step) -> None:
         if self._num_chosen:  # the last step of a sequence is observed without having been chosen
             self._num_chosen -= 1
-            self._batch.steps.append(step)
-        if self.pending:
-            self._batch.current().observe_tokens(self.pending, step.tokens)
+            self._batch.observe(step)
+        if self.drafts:
+            self._batch.current().learner.observe_tokens(self.drafts, step.tokens)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mlx_redrafter.policy.acceptance import ScoredDrafts, most_probable
 from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, Floats
+from mlx_redrafter.policy.scored_drafts import ScoredDrafts, most_probable
 from mlx_redrafter.policy.step_times import CurrentCosts
 
 # Window of the running means, in trees: twice as many follow a changing text too slowly.
@@ -36,7 +36,6 @@ class ExpectedDrafts:
     Each tree shows that for the plans within its shape; ratios to the means extrapolate to others.
 
     Attributes:
-        window: Number of trees that the means are over.
         mean: Accepted drafts by plan and size, in the proposer's order, shape (W, L, 1 + S).
         chosen: If the policy verifies as many as pay: accepted drafts, and the cost of the step as
             a multiple of that of verifying one draft, shape (2, W, L).
@@ -46,12 +45,16 @@ class ExpectedDrafts:
         chain = PRIOR_CHAIN * (1 - PRIOR_CHAIN**_IN_CHAIN) / (1 - PRIOR_CHAIN)
         self.mean: Floats = np.array([chain, *[PRIOR_TREE * chain] * (_NW - 1)])
         self.chosen: Floats = np.stack([np.full((_NW, _NL), -1.0), np.ones((_NW, _NL))])
-        self.window = MEMORY
-        self._count = 0
+        # Number of trees that the means are over, and of those seen, at most as many.
+        self._window, self._count = MEMORY, 0
+
+    def average_over(self, num_trees: int) -> None:
+        """Let the means be over that many trees, such as MEMORY of each sequence of a batch."""
+        self._window = num_trees
 
     def fade(self) -> None:
         """Let the means count as half of a full window."""
-        self._count = min(self._count, self.window // 2)
+        self._count = min(self._count, self._window // 2)
 
     def learn(self, scored: ScoredDrafts, costs: CurrentCosts, rate: float) -> None:
         """Learn from the drafts of one tree.
@@ -62,7 +65,7 @@ class ExpectedDrafts:
             rate: Tokens per second that the time of a draft yields otherwise.
         """
         mean, drafts = self._extrapolate(_within(scored), PLACES[scored.plan.shape])
-        self._count = min(self._count + 1, self.window)
+        self._count = min(self._count + 1, self._window)
         self.mean = self.mean + (mean - self.mean) / self._count
         best = *_ROWS, (drafts - rate * costs.waiting).argmax(-1)
         newest = np.array([drafts[best], costs.waiting[best] / costs.waiting[..., 1]])

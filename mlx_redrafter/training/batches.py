@@ -38,7 +38,7 @@ class BatchOptions(NamedTuple):
         seed: Random seed for the order.
         stretch: Number of consecutive positions of an example.
         layers: Layers of the target whose inputs the drafter reads, () for its last hidden states.
-        anchors: Number of positions of an example that draft, drawn in every step; None for all.
+        share: Share of the positions that draft, drawn in every step.
     """
 
     beam_length: int
@@ -46,11 +46,26 @@ class BatchOptions(NamedTuple):
     seed: int
     stretch: int = 1
     layers: Sequence[int] = ()
-    anchors: int | None = None
+    share: float = 1.0
 
     @property
     def batch_examples(self) -> int:
         return max(1, self.batch_tokens // self.stretch)
+
+    @property
+    def anchors(self) -> int:
+        """Number of positions of an example that draft."""
+        return max(1, round(self.share * self.stretch))
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of a batch of single positions, of which an epoch uses one."""
+        return round(1 / self.share) if self.stretch == 1 else 1
+
+    @property
+    def batch_size(self) -> int:
+        """Number of positions of a batch that the drafter reads."""
+        return -(-self.batch_examples // self.num_parts) * self.stretch
 
 
 class HeadRows:
@@ -124,14 +139,15 @@ class BatchOrder:
         """Collect the batch of a step; the first step is 0."""
         epoch, number, first = self._place(step)
         group = self._load(number)
-        rng = np.random.default_rng([self.options.seed, epoch, number])
+        options = self.options
+        turn, part = divmod(epoch, options.num_parts)
+        rng = np.random.default_rng([options.seed, turn, number])
         order = rng.permutation(group.examples)
-        options, size = self.options, self.options.batch_examples
-        chosen = order[first : first + size]
+        chosen = order[first : first + options.batch_examples][part :: options.num_parts]
         positions = (chosen[:, None] + np.arange(options.stretch)).flatten()
         anchors = self._draw_anchors(group, chosen, np.random.default_rng([options.seed, step, 1]))
-        size *= options.stretch
-        return gather(group, positions, size, options.beam_length, self.rows, anchors)
+        size, length = options.batch_size, options.beam_length
+        return gather(group, positions, size, length, self.rows, anchors)
 
     def _draw_anchors(
         self, group: ShardGroup, chosen: NDArray[np.int64], rng: np.random.Generator
@@ -142,7 +158,7 @@ class BatchOrder:
             Ascending indices in each example of a batch, int64, shape (examples, anchors).
         """
         options = self.options
-        order = rng.random((options.batch_examples, options.stretch))
+        order = rng.random((options.batch_size // options.stretch, options.stretch))
         positions = chosen[:, None] + np.arange(options.stretch)
         last = len(group.steps) - 1
         counts = group.steps[np.minimum(positions, last)].any(axis=-1) & (positions <= last)
@@ -258,6 +274,7 @@ def gather(
     sequences = np.searchsorted(np.array(shard.starts), padded, side="right")
     sequences = np.where(is_there, sequences, 0).astype(np.int32)
     here = mx.array(padded.astype(np.int32))
+    following = shard.tokens[mx.minimum(here + 1, last)]
     begins = np.arange(0, size, size // len(anchors))[:, None]
     drafting = (begins + anchors).flatten()
     padded, is_there = padded[drafting], is_there[drafting]
@@ -272,6 +289,7 @@ def gather(
     return TrainingBatch(
         states=(shard.hidden if shard.states is None else shard.states)[here],
         sequences=mx.array(sequences),
+        following=following,
         anchors=mx.array(anchors.flatten().astype(np.int32)),
         tokens=tokens,
         labels=rows.look_up(tokens[:, 1:]),

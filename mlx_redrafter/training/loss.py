@@ -81,6 +81,7 @@ class TrainingBatch(NamedTuple):
         states: Last hidden states of the target, shape (N, H), or the inputs of the C layers that
             the drafter reads, shape (N, C * H).
         sequences: Number of the sequence of each position, int32, shape (N,).
+        following: Token after each position, int32, shape (N,).
         anchors: Indices of the positions that draft in the positions of their example, int32,
             shape (B,).
         tokens: Root and drafts, int32, shape (B, S + 1).
@@ -95,6 +96,7 @@ class TrainingBatch(NamedTuple):
 
     states: mx.array
     sequences: mx.array
+    following: mx.array
     anchors: mx.array
     tokens: mx.array
     labels: mx.array

@@ -14,7 +14,12 @@ from mlx_redrafter.training.corpus import Corpus, as_prompt_source, build_corpus
 from mlx_redrafter.training.data import Encoder, read_items
 from mlx_redrafter.training.duration import Timetable, Workload
 from mlx_redrafter.training.fingerprinting import fingerprint_weights
-from mlx_redrafter.training.initial import compute_head_matrix, select_frequent_tokens
+from mlx_redrafter.training.initial import (
+    choose_slice,
+    compute_head_matrix,
+    find_special_tokens,
+    select_frequent_tokens,
+)
 from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.resources import (
     TargetSize,
@@ -56,8 +61,11 @@ class Preparation:
         self._sources = divide(data, prompts, options)
         self._encoder = Encoder(self._tokenizer, options.sequence_length, target.vocab_size)
         self.start_fingerprint: str | None = None
+        self._special = find_special_tokens(self._tokenizer, target.vocab_size)
         if request.network.start_from is None:
-            self.student = new_student(target, request.network)
+            network = choose_slice(request.network, target.vocab_size, len(self._special))
+            self.request = replace(request, network=network)
+            self.student = new_student(target, network)
         else:
             self.student = load_student(
                 request.network.start_from, request.network.head, target, self._tokenizer
@@ -158,7 +166,7 @@ class Preparation:
         student, target, token_ids = self.student, self._target, None
         if student.row_ids is not None:
             token_ids = select_frequent_tokens(
-                corpus.train, self._tokenizer.eos_token_ids, student.head_rows, target.vocab_size
+                corpus.train, self._special, student.head_rows, target.vocab_size
             )
         student.initialise(compute_head_matrix(target), self.request.training.seed, token_ids)
 

@@ -108,10 +108,10 @@ def _generate(
 def _time_step(request: TrainingRequest, student: Student, shard: Shard) -> float:
     """Time optimiser steps on a batch of the run's size; the drafter's weights change."""
     options = choose_batches(student, request)
-    length, stretch, examples = options.beam_length, options.stretch, options.batch_examples
-    size, count = examples * stretch, shard.tokens.shape[0]
+    length, stretch = options.beam_length, options.stretch
+    size, count = options.batch_size, shard.tokens.shape[0]
     group = ShardGroup(shard, np.arange(count), np.ones((count, length - 1), np.bool_))
-    anchors = np.tile(np.arange(options.anchors or stretch), (examples, 1))
+    anchors = np.tile(np.arange(options.anchors), (size // stretch, 1))
     optimiser = Optimiser(student, stretch, request.training, total_steps=1000)
 
     def step() -> None:

@@ -48,6 +48,7 @@ def train_drafter(
             run; checked before any long computation, as far as possible.
     """
     begun = time.monotonic()
+    request.check_output()
     preparation = Preparation(request, reporter)
     timetable = preparation.plan()
     if request.dry_run:

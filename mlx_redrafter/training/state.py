@@ -17,7 +17,7 @@ from mlx_redrafter.training.files import Arrays, find_difference, load_arrays, s
 
 STATE_FILE = "state.safetensors"
 # Version of the state's arrays, progress and options; a state of another version is an error.
-FORMAT = "4"
+FORMAT = "5"
 
 
 @dataclass

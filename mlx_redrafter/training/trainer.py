@@ -252,14 +252,13 @@ class Trainer:
 def choose_batches(student: Student, request: TrainingRequest) -> BatchOptions:
     """Choose the batches of a drafter, with examples so long that the logits fit."""
     training, length, share = request.training, request.network.length, student.anchor_share
-    stretch, anchors = 1, None
+    stretch = 1
     if student.reads_context:
         most = LOGITS_BYTES / (4 * student.head_rows * (length - 1) * share)
         longest = min(request.data_options.sequence_length, training.batch_tokens, int(most))
         stretch = max(2 * length, longest)
-        anchors = round(share * stretch) if share < 1 else None
     tokens, seed = training.batch_tokens, training.seed
-    return BatchOptions(length, tokens, seed, stretch, student.layers, anchors)
+    return BatchOptions(length, tokens, seed, stretch, student.layers, share)
 
 
 def compiling_pays() -> bool:

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from mlx_redrafter.destinations import check_destination
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.training.state import has_state
+from mlx_redrafter.training.teacher_cache import MANIFEST
 from mlx_redrafter.training_options import DataOptions, NetworkOptions, TrainingOptions
 
+# File in the drafter's folder with the options that a run of the command line began with.
+RUN_FILE = "run.json"
 # Folder of the training state, inside the drafter's folder.
 STATE_FOLDER = "state"
 # Folder of the teacher cache, inside the drafter's folder unless the request names another.
@@ -28,6 +32,7 @@ class TrainingRequest:
             files and data options may share a cache.
         trust_remote_code: Whether to run code from the target's checkpoint.
         dry_run: Whether to stop before anything is written, once time, disk and memory are known.
+        overwrite: Whether ``out`` and ``cache`` may hold files that no training wrote.
         network: Shape of a new drafter, or an earlier drafter.
     """
 
@@ -40,6 +45,7 @@ class TrainingRequest:
     trust_remote_code: bool = False
     resume: bool = False
     dry_run: bool = False
+    overwrite: bool = False
     data_options: DataOptions = field(default_factory=DataOptions)
     network: NetworkOptions = field(default_factory=NetworkOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
@@ -47,10 +53,24 @@ class TrainingRequest:
     def __post_init__(self) -> None:
         if not self.data and not self.prompts:
             raise ConfigError("expected files, found nothing to train on; give --data or --prompts")
-        if has_state(self.state_folder) and not self.resume:
+
+    def check_output(self) -> None:
+        """Raise `ConfigError` if the run would write over an input, another run or other files."""
+        if self.is_begun and not self.resume:
             raise ConfigError(
                 f"a run was begun in {self.out}; continue it with --resume, or choose another --out"
             )
+        inputs = [self.model, self.adapter_path, self.network.start_from, *self.data, *self.prompts]
+        has_cache = (self.cache_folder / MANIFEST).exists()
+        check_destination(self.out, inputs, self.is_begun, self.overwrite)
+        check_destination(self.cache_folder, inputs, has_cache, self.overwrite)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether an earlier call has begun a run in ``out``."""
+        return has_state(self.state_folder) or any(
+            (self.out / name).exists() for name in (RUN_FILE, f"{CACHE_FOLDER}/{MANIFEST}")
+        )
 
     @property
     def state_folder(self) -> Path:

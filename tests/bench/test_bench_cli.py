@@ -128,7 +128,7 @@ def test_sweep_without_matplotlib(folders, tmp_path, monkeypatch):
     options = ("--model", folders[0], "--drafter", folders[1], "--prompts", prompts, "-m", 3)
     out = tmp_path / "sweep"
     text = run("sweep", *options, "-o", out, "--widths", 1, "--lengths", 2, "--repeats", 1)
-    assert "install mlx-redrafter[plot]" in text
+    assert "pip install '.[plot]'" in text
     assert (out / "sweep.json").exists()
 
 

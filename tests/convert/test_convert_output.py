@@ -130,16 +130,16 @@ def test_files_of_others_are_not_replaced(source: Path, present: str) -> None:
     out = source.parent / "out"
     out.mkdir()
     (out / present).write_text("{}")
-    with pytest.raises(CheckpointError, match="files that no conversion wrote"):
+    with pytest.raises(ConfigError, match="which this command did not write"):
         convert_drafter(source, out)
     assert files(out) == [present]
 
 
 def test_the_source_is_not_replaced(source: Path) -> None:
     before = contents(source)
-    with pytest.raises(CheckpointError, match="found the source"):
+    with pytest.raises(ConfigError, match="found what this call reads"):
         convert_drafter(source, source.parent / "x" / ".." / "source")
-    with pytest.raises(CheckpointError, match="found a file"):
+    with pytest.raises(ConfigError, match="found a file"):
         convert_drafter(source, source / "config.json")
     assert contents(source) == before
 

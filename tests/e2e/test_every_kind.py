@@ -140,10 +140,10 @@ def test_threads_share_an_engine_which_learns(engines: tuple[Engine, Engine]) ->
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda i: work(drafted, i), range(3)))
     assert found == [work(plain, i) for i in range(3)]
-    first = drafted.memory.experience
+    first = drafted.memory.policy
     assert first is not None
     assert work(drafted, 1) == found[1]
-    assert drafted.memory.experience is not first
+    assert drafted.memory.policy is not first
 
 
 def test_turns_on_one_prompt_cache(engines: tuple[Engine, Engine]) -> None:

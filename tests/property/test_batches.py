@@ -20,7 +20,8 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.adaptive import AdaptivePolicy, Choice
+from mlx_redrafter.policy.choice import Choice
+from mlx_redrafter.policy.exploration import Explorer
 from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree_batch import TreeBatch
@@ -87,7 +88,7 @@ def test_drafts_that_are_only_looked_at(
     rng = random.Random(2)
     probes = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
     choices = [Choice(), *probes, Choice(WIDEST, 3)]
-    monkeypatch.setattr(AdaptivePolicy, "_explore", lambda policy: rng.choice(choices))
+    monkeypatch.setattr(Explorer, "choose", lambda explorer, allows_drafts: rng.choice(choices))
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     prompts, options = _prompts(5), {"max_tokens": 30, **sampling}
     plain = [generate(model, tokenizer, prompt, drafter=None, **options) for prompt in prompts]
@@ -306,15 +307,15 @@ def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
     assert passes[-3:] == [8, 2, 1]
 
 
-def test_a_text_that_is_never_alone_leaves_the_experience_of_one_that_was() -> None:
+def test_a_text_that_is_never_alone_leaves_the_estimates_of_one_that_was() -> None:
     model, tokenizer, drafter = load()
     engine = Engine(model, tokenizer, drafter)
     list(engine.stream_batch(["Once upon a time"], max_tokens=20))
-    experience = engine.memory.experience
-    assert experience is not None
+    estimates = engine.memory.policy
+    assert estimates is not None
     assert not engine.memory.batches
     list(engine.stream_batch(["Once upon a time"] * 2, max_tokens=20))
-    assert engine.memory.experience is experience
+    assert engine.memory.policy is estimates
     assert 2 in engine.memory.batches
 
 

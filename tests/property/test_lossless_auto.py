@@ -90,10 +90,10 @@ def test_texts_stay_the_same_where_drafts_are_dear_and_teach_the_next_text(
         responses = list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120))
         texts.append([response.token for response in responses])
     memory = generation._memories.of(model, drafter)
-    carried_over = memory.experience
+    carried_over = memory.policy
     assert carried_over is not None
     list(stream_generate(model, tokenizer, PROMPT, drafter=drafter, max_tokens=120, couple=False))
-    assert memory.experience is carried_over, "uncoupled drafts say nothing of coupled ones"
+    assert memory.policy is carried_over, "uncoupled drafts say nothing of coupled ones"
     plain = stream_generate(model, tokenizer, PROMPT, drafter=None, max_tokens=120)
     assert texts[0] == texts[1] == [response.token for response in plain]
 
@@ -104,6 +104,6 @@ def test_a_text_that_is_broken_off_teaches_too(model: nn.Module) -> None:
     memory = generation._memories.of(model, drafter)
     with closing(responses):
         *_, last = islice(responses, 60)
-        assert memory.experience is None
-    assert memory.experience is not None
+        assert memory.policy is None
+    assert memory.policy is not None
     assert last.stats.shapes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +16,7 @@ from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.training import batches
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.initial import select_frequent_tokens
+from mlx_redrafter.training.initial import choose_slice, select_frequent_tokens
 from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, divergence
 from mlx_redrafter.training.self_generated import pack_sequences
 from mlx_redrafter.training.teacher_cache import (
@@ -23,6 +24,7 @@ from mlx_redrafter.training.teacher_cache import (
     TeacherCache,
     find_draftable_steps,
 )
+from mlx_redrafter.training_options import Head, NetworkOptions
 
 H, K, L = 2, 2, 3
 
@@ -100,10 +102,22 @@ def test_every_position_once_per_epoch_with_its_own_neighbours(
     assert sorted(seen) == [0, 1, 2, *range(7, 14)]
 
 
+def test_a_share_of_the_positions_drafts_in_an_epoch(cache: TeacherCache) -> None:
+    order = BatchOrder(cache, "train", BatchOptions(L, 5, seed=1, share=1 / 3))
+    assert order.steps_per_epoch == 2, "as without a share"
+    for turn in range(2):
+        seen: list[int] = []
+        for batch in (order.batch(6 * turn + step) for step in range(6)):
+            assert batch.states.shape[0] == 2
+            used = np.array(batch.weights).any(axis=1)
+            seen += np.array(batch.states[:, 0])[used].round().astype(int).tolist()
+        assert sorted(seen) == [0, 1, 2, *range(7, 14)]
+
+
 def test_anchors_are_drawn_among_the_positions_that_teach(tmp_path: Path) -> None:
     cache = TeacherCache(tmp_path, {"target": "none"})
     cache.save("train", 0, _shard([_sequence(100, [0] * 7 + [1] * 9), _sequence(116, [1] * 16)], 0))
-    order = BatchOrder(cache, "train", BatchOptions(L, 32, 1, stretch=16, anchors=3))
+    order = BatchOrder(cache, "train", BatchOptions(L, 32, 1, stretch=16, share=3 / 16))
     drawn = set()
     for batch in _batches(order, 8):
         assert batch.states.shape[0] == 32
@@ -161,8 +175,23 @@ def test_tokens_without_a_row_join_the_tail() -> None:
 def test_the_most_frequent_tokens_are_kept() -> None:
     sequence = TokenSequence(np.array([5, 5, 3, 3, 3, 2], np.int32), np.ones(6, np.bool_))
     assert select_frequent_tokens([sequence], [7], 3, 8).tolist() == [3, 5, 7]
-    with pytest.raises(ConfigError, match="draft_vocab must be at most the model's 8, got 9"):
-        select_frequent_tokens([sequence], [7], 9, 8)
+    prompt = TokenSequence(np.array([6] * 9 + [5], np.int32), np.arange(10) > 8)
+    assert select_frequent_tokens([prompt, sequence], [7], 3, 8).tolist() == [3, 5, 7]
+    assert select_frequent_tokens([prompt, sequence], [7], 5, 8).tolist() == [2, 3, 5, 6, 7]
+
+
+def test_a_large_vocabulary_is_sliced() -> None:
+    def choose(vocab_size: int, head: Head = "redrafter", **values: Any) -> int | None:
+        return choose_slice(NetworkOptions(head, **values), vocab_size, 17).draft_vocab
+
+    assert [choose(n) for n in (16383, 16384, 49152, 128256)] == [None, 8192, 8192, 16032]
+    assert choose(49152, "medusa") == 8192
+    assert choose(49152, "dspark") is None, "its head is the model's"
+    assert choose(49152, draft_vocab=49152) is None
+    assert choose(49152, draft_vocab=18) == 18
+    for count in (17, 49153):
+        with pytest.raises(ConfigError, match=f"from 18, .* to its 49152 tokens, got {count}"):
+            choose(49152, draft_vocab=count)
 
 
 def test_too_short_texts_are_refused(tmp_path: Path) -> None:

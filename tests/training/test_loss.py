@@ -52,6 +52,7 @@ def _batch() -> TrainingBatch:
     return TrainingBatch(
         states=mx.array(hidden),
         sequences=mx.zeros(B, dtype=mx.int32),
+        following=mx.array([]),
         anchors=mx.arange(B),
         tokens=mx.array(tokens),
         labels=mx.array(tokens[:, 1:]),

@@ -168,7 +168,7 @@ def test_a_run_with_other_options_is_refused(setup: TrainingSetup, tmp_path: Pat
     del metadata["format"]
     old = tmp_path / "old"
     save_arrays(old / STATE_FOLDER / STATE_FILE, arrays, metadata)
-    with pytest.raises(CheckpointError, match=r"expected a training state of format 4, found .* 1"):
+    with pytest.raises(CheckpointError, match=r"expected a training state of format 5, found .* 1"):
         setup.trainer(old)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CheckpointError, match=r"cannot read .*delete it"):

@@ -149,17 +149,17 @@ def test_a_cancelled_text_leaves_its_cache_with_what_was_yielded(model: nn.Modul
     assert {layer.offset for layer in cache} == {len(PROMPT) + len(tokens)}
 
 
-def test_experience_is_carried_from_text_to_text(model: nn.Module) -> None:
+def test_estimates_are_carried_from_text_to_text(model: nn.Module) -> None:
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
-    assert engine.memory.experience is None
+    assert engine.memory.policy is None
     engine.generate(PROMPT, max_tokens=60)
-    first = engine.memory.experience
+    first = engine.memory.policy
     assert first is not None
     engine.generate(PROMPT, max_tokens=60)
-    assert engine.memory.experience is not first
-    second = engine.memory.experience
+    assert engine.memory.policy is not first
+    second = engine.memory.policy
     engine.generate(PROMPT, max_tokens=60, temp=0.5, couple=False)
-    assert engine.memory.experience is second, "uncoupled drafts say nothing of coupled ones"
+    assert engine.memory.policy is second, "uncoupled drafts say nothing of coupled ones"
 
 
 def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:

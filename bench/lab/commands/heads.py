@@ -32,9 +32,9 @@ from mlx_redrafter.bench.result_file import checkpoint_name
 from mlx_redrafter.checkpoints.loading import load
 from mlx_redrafter.cli.bench_output import draw, parse_temps, progress, refuse_texts, show, warn
 from mlx_redrafter.cli.model_options import Pair
-from mlx_redrafter.cli.train import RUN_FILE
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.training.training_request import RUN_FILE
 from mlx_redrafter.training_options import DataOptions, TrainingOptions
 
 

@@ -17,7 +17,7 @@ from mlx_redrafter.bench.lab.widen_heads import widen_head
 from mlx_redrafter.checkpoint_files import find_checkpoint
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.cli.bench_output import parse_count
-from mlx_redrafter.convert.publication import check_destination
+from mlx_redrafter.convert.publication import check_output
 from mlx_redrafter.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ def run(arguments: Namespace) -> None:
         raise ConfigError("--drafter and --drafter-out belong together; give both or neither")
     count = parse_count(arguments.parameters)
     if drafter is not None:  # before the long work
-        check_destination(drafter_out, find_checkpoint(drafter))
+        check_output(drafter_out, find_checkpoint(drafter))
         if drafter_out.resolve() == destination.resolve():
             raise ConfigError(f"expected two folders to write, got {drafter_out} twice")
     shape = widen_target(

@@ -20,11 +20,11 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlx_redrafter.cli.train import RUN_FILE
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import MANIFEST, TeacherCache
 from mlx_redrafter.training.trainer import make_schedule
+from mlx_redrafter.training.training_request import RUN_FILE
 
 # Consecutive tokens that attend to each other, even if they belong to several texts.
 STRETCH = 512

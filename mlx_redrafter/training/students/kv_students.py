@@ -55,16 +55,16 @@ class AutoregressiveStudent(KvStudent):
 
     def levels(self, network: AutoregressiveNetwork, batch: TrainingBatch) -> Iterator[mx.array]:
         """Compute the logits of each level; the positions are those of one stretch."""
-        embeddings = self.target.embed(batch.tokens[:, 0])
+        embeddings = self.target.embed(batch.following)
         features = network.fuse(batch.states)
         caches = [LevelEntries() for _ in range(network.num_layers)]
         for level, mask in enumerate(level_masks(batch.sequences, batch.tokens.shape[1] - 1)):
             for cache in caches:
                 cache.mask = mask
             outputs = network(features, embeddings, caches)
-            logits = network.logits(outputs, self.target)[level:, : self.head_rows]
-            logits = logits.astype(mx.float32)
-            yield mx.pad(logits, [(0, level), (0, 0)])
+            drafting = outputs[mx.minimum(batch.anchors + level, len(outputs) - 1)]
+            logits = network.logits(drafting, self.target)[:, : self.head_rows]
+            yield logits.astype(mx.float32)
             fed_back = network.feed_back(outputs)
             features = mx.concatenate([mx.zeros_like(fed_back[:1]), fed_back[:-1]])
 
@@ -110,7 +110,7 @@ class SpecFormerStudent(KvStudent):
         cache = LevelEntries()
         cache.mask = next(level_masks(batch.sequences, 1))
         outputs = network(network.fuse(batch.states), mx.array([]), [cache])
-        slots = network.slots(outputs, batch.tokens.shape[1] - 1)
+        slots = network.slots(outputs[batch.anchors], batch.tokens.shape[1] - 1)
         for slot in range(slots.shape[1]):
             logits = network.logits(slots[:, slot], self.target)[:, : self.head_rows]
             yield logits.astype(mx.float32)

@@ -27,6 +27,9 @@ from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import Recipe
 
+# Default share of the positions that draft, drawn in every step.
+ANCHOR_SHARE = 1 / 3
+
 
 class Student(ABC):
     """A drafter of some kind during its training.
@@ -37,14 +40,13 @@ class Student(ABC):
         reads_context: Whether the drafter attends to the context, so that its examples are
             stretches of text; otherwise it drafts from one state of the target.
         layers: Layers of the target whose inputs the drafter reads, () for the last hidden states.
-        anchor_share: Share of the positions of a stretch that draft, if the drafter attends to the
-            context.
+        anchor_share: Share of the positions that draft, drawn in every step.
     """
 
     name: str
     reads_context = False
     layers: Sequence[int] = ()
-    anchor_share = 1.0
+    anchor_share = ANCHOR_SHARE
 
     def __init__(self, network: nn.Module):
         self.network: Any = network

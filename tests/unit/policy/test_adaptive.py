@@ -15,7 +15,9 @@ from mlx_redrafter.bench.lab.scenarios import CURVES, LEVELS, QUIET, Scenario
 from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import TRIAL, AdaptivePolicy, Choice, Experience
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
+from mlx_redrafter.policy.choice import Choice
+from mlx_redrafter.policy.exploration import TRIAL
 from mlx_redrafter.policy.plans import (
     COUNTS,
     LONGEST,
@@ -25,6 +27,7 @@ from mlx_redrafter.policy.plans import (
     SIZES,
     FixedPolicy,
 )
+from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.step_times import EMPTY
 from mlx_redrafter.trees.tree import Drafts, TokenTree
@@ -75,8 +78,8 @@ class Watched:
 
 
 def _decode(scenario: Scenario, before: Watched | None = None, start: int = 0) -> Watched:
-    experience = before and before.policy.experience
-    watched = Watched(AdaptivePolicy(scenario.timed, experience, itertools.count(0, 0).__next__))
+    state = before and before.policy.state
+    watched = Watched(AdaptivePolicy(scenario.timed, state, itertools.count(0, 0).__next__))
     run_policy(SimulatedText(scenario), watched, start, start + TOKENS)
     return watched
 
@@ -108,7 +111,7 @@ def test_a_boastful_or_timid_drafter_is_used_as_well(scale: float) -> None:
     shares = []
     for seed in range(7, 11):
         scenario = _scenario(1.5, score_scale=scale, seed=seed)
-        text, before = SimulatedText(scenario), _decode(scenario).policy.experience
+        text, before = SimulatedText(scenario), _decode(scenario).policy.state
         policy = AdaptivePolicy(scenario.timed, before, itertools.count(0, 0).__next__)
         seconds = run_policy(text, policy, TOKENS, 2 * TOKENS)
         plans = DraftPlan.of(1, 6, 6), DraftPlan.of(2, 6, 8), DraftPlan.of(4, 6, 16)
@@ -183,7 +186,7 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
         wrong = _scenario(0.5, costs, timed=timed, seed=seed)
         first = _decode(wrong)
         assert any(step.num_nodes == 24 for step in first.steps[:8]), "the timing misleads"
-        assert first.policy.experience.ratios.of(24) > 2
+        assert first.policy.state.ratios.of(24) > 2
         firsts.append(_seconds(wrong) / _seconds(right))
         both = _decode(wrong, first, TOKENS), _decode(right, _decode(right), TOKENS)
         taken, known = (sum(step.seconds or 0.0 for step in one.steps) for one in both)
@@ -217,7 +220,7 @@ def test_a_slow_learner_still_learns() -> None:
     """Learning takes half a step's time here; without it, the text before decides for ever."""
     easy, hard = _scenario(2.0), _scenario(-4.0)
     clock = itertools.count(0, 0.5).__next__
-    policy = AdaptivePolicy(hard.timed, _decode(easy).policy.experience, clock)
+    policy = AdaptivePolicy(hard.timed, _decode(easy).policy.state, clock)
     watched = Watched(policy)
     run_policy(SimulatedText(hard), watched, 0, 2 * TOKENS)
     assert _nodes(watched, 60) < 1.5
@@ -261,10 +264,10 @@ def test_a_fixed_plan_stays_and_waits_for_nothing() -> None:
 def test_a_tree_is_padded_where_a_larger_one_costs_less() -> None:
     verify = {size: 1.0 + 0.01 * size for size in SIZES} | {3: 1.5}
     policy = AdaptivePolicy(StepCosts(1.0, verify, {1: 0.0, 2: 0.0}, {1: 0.0, 2: 0.0}))
-    costs = [policy._costs.verify[COUNTS.index(count)] for count in (1, 2, 3)]
+    costs = [policy._planner._costs.verify[COUNTS.index(count)] for count in (1, 2, 3)]
     assert costs == pytest.approx([1.02, 1.04, 1.04])
     for count, size in ((1, 2), (2, 4), (3, 4)):
-        policy._newest = Choice(LONGEST, count + 1)
+        policy._planner.newest = Choice(LONGEST, count + 1)
         assert policy.keep(LONGEST, _tree(*[0.9] * 10)).size == size
 
 
@@ -312,7 +315,7 @@ def test_plain_steps_are_timed_now_and_then_while_drafting() -> None:
 
 def test_a_chain_in_use_shows_what_a_tree_would_get() -> None:
     """The prior says that trees are no better; the third child is right as often as the first."""
-    before = Experience()
+    before = PolicyState()
     before.drafts.mean[1] = before.drafts.mean[0]
     policy = AdaptivePolicy(_costs("linear"), before, itertools.count(0, 0).__next__)
     watched = Watched(policy)
@@ -322,22 +325,22 @@ def test_a_chain_in_use_shows_what_a_tree_would_get() -> None:
 
 
 def test_a_sequence_begins_with_the_experience_of_the_previous_one_and_leaves_it_alone() -> None:
-    before = _decode(_scenario(2.0)).policy.experience
-    weights, mean, ratios = before.acceptance.weights, before.drafts.mean, before.ratios
+    before = _decode(_scenario(2.0)).policy.state
+    weights, mean, ratios = before.calibration.weights, before.drafts.mean, before.ratios
     known = {size: ratios.of(size) for size in SIZES}
     policy = AdaptivePolicy(_costs("linear"), before, itertools.count(0, 0).__next__)
-    assert (policy.experience.acceptance.weights == weights).all()
+    assert (policy.state.calibration.weights == weights).all()
     run_policy(SimulatedText(_scenario(-2.0, _costs("linear"))), policy, 0, TOKENS)
-    assert policy.experience.drafts.mean.max() < before.drafts.mean.max()
+    assert policy.state.drafts.mean.max() < before.drafts.mean.max()
     assert (before.drafts.mean == mean).all()
     assert known == {size: ratios.of(size) for size in SIZES}
 
 
 def test_choices_follow_the_cost_of_steps() -> None:
-    costs, before = _costs(), Experience()
+    costs, before = _costs(), PolicyState()
     before.drafts.mean = 0 * before.drafts.mean
     before.drafts.chosen = np.ones_like(before.drafts.chosen)
-    before.trials = 0.0
+    before.budget.trials = 0.0
     assert AdaptivePolicy(costs, before).choose([]) is not None
     for size in list(costs.verify) * 20:
         before.ratios.learn(size, 4.0)
@@ -416,14 +419,14 @@ def test_a_lookup_must_gain_more_than_one_of_which_nothing_is_kept_loses() -> No
     policy, outlook = _lookup_policy(), [0.7, 0.5]
     assert policy.choose(outlook) == LOOKUP
     assert policy.keep(LOOKUP, _tree(0.01)).size == 1
-    ratios = policy.experience.ratios
+    ratios = policy.state.ratios
     for _ in range(2):  # one slow step changes nothing
         policy.observe(Step(LOOKUP, 1, [1], 2.0))
     assert ratios.of(EMPTY) > 1.1 * ratios.of(1)
     for _ in range(10):
         ratios.learn(EMPTY, 2.0)
         ratios.learn(1, 1.0)
-    policy = AdaptivePolicy(policy._timed, Experience(ratios=ratios))
+    policy = AdaptivePolicy(policy._planner._timed, PolicyState(ratios=ratios))
     assert policy.choose(outlook) is None
     assert policy.choose([0.99] * 15) == LOOKUP
 

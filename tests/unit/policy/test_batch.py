@@ -12,9 +12,10 @@ from mlx_redrafter.bench.lab.scenarios import LEVELS, Scenario
 from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Offer, Outlook, Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import AdaptivePolicy, Experience
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
 from mlx_redrafter.policy.plans import LOOKUP, SIZES
+from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -53,7 +54,7 @@ class Watched(MemberPolicy):
 
 
 def _decode(
-    batches: dict[int, Experience], num_slots: int = SLOTS, costs: StepCosts | None = None
+    batches: dict[int, PolicyState], num_slots: int = SLOTS, costs: StepCosts | None = None
 ) -> list[Step]:
     """Steps of a sequence in a batch whose steps cost as expected, or something else."""
     timed = batch_costs(COSTS, num_slots)
@@ -81,7 +82,7 @@ def test_more_sequences_draft_fewer_tokens_each() -> None:
 
 
 def test_the_next_batch_knows_what_steps_of_this_one_cost() -> None:
-    batches: dict[int, Experience] = {}
+    batches: dict[int, PolicyState] = {}
     first = _drafted(_decode(batches, costs=_slower(2.5)))
     assert first > 0, "expected to pay"
     assert sum(_drafted(_decode(batches, costs=_slower(2.5))) for _ in range(3)) < 3 * first
@@ -89,7 +90,7 @@ def test_the_next_batch_knows_what_steps_of_this_one_cost() -> None:
 
 
 def test_another_number_of_sequences_has_times_of_its_own() -> None:
-    batches: dict[int, Experience] = {}
+    batches: dict[int, PolicyState] = {}
     _decode(batches, costs=_slower(2.5))
     assert _drafted(_decode(batches, SLOTS // 2)) > TOKENS // 10
     assert sorted(batches) == [SLOTS // 2, SLOTS]
@@ -98,11 +99,11 @@ def test_another_number_of_sequences_has_times_of_its_own() -> None:
 
 
 def test_earlier_sequences_have_shown_what_drafts_yield_but_not_what_they_cost() -> None:
-    before = Experience()
+    before = PolicyState()
     for _ in range(5):
         before.ratios.learn(8, 9.0)
     before.drafts.mean = 0 * before.drafts.mean
-    batches: dict[int, Experience] = {}
+    batches: dict[int, PolicyState] = {}
     Watched(BatchPolicy(lambda: COSTS, lambda: SLOTS, batches, lambda: before)).choose()
     assert batches[SLOTS].ratios.of(8) == 1.0
     assert batches[SLOTS].drafts.mean.max() == 0.0
@@ -110,7 +111,7 @@ def test_earlier_sequences_have_shown_what_drafts_yield_but_not_what_they_cost()
 
 
 def test_sequences_that_end_soon_have_shown_what_their_steps_cost() -> None:
-    batches: dict[int, Experience] = {}
+    batches: dict[int, PolicyState] = {}
     slots = SLOTS
     member = Watched(BatchPolicy(lambda: COSTS, lambda: slots, batches))
     seconds = 1.5 * batch_costs(COSTS, SLOTS).plain
@@ -128,7 +129,7 @@ def test_no_batch_is_slower_than_plain_decoding(num_slots: int, ease: float) -> 
     eases = np.full(6 * TOKENS + LEVELS, ease)
     known = {"score_scale": 1.0, "fade": 0.1, "timed": timed, "seed": 3}
     text = SimulatedText(Scenario(name="", ease=eases, costs=timed, **known))
-    batches: dict[int, Experience] = {}
+    batches: dict[int, PolicyState] = {}
     for start in (0, 3 * TOKENS):
         stop = start + 3 * TOKENS
         watched = Watched(BatchPolicy(lambda: COSTS, lambda: num_slots, batches))
@@ -191,5 +192,7 @@ def test_the_largest_tree_of_a_step_may_have_a_size_that_was_not_timed(num_nodes
     member.choose([0.9] * 15)
     member.observe(Step(LOOKUP, num_nodes, [1] * 4, 0.01))
     batch.look([outlook], 2)
-    counted = [one.plan.num_nodes for one in batch.current().shapes() if one.plan and one.steps]
+    counted = [
+        one.plan.num_nodes for one in batch.current().learner.shapes() if one.plan and one.steps
+    ]
     assert counted == [min(size for size in SIZES if size >= num_nodes)]

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from mlx_redrafter.policy.acceptance import Acceptance, ScoredDrafts
+from mlx_redrafter.policy.calibration import Calibration
 from mlx_redrafter.policy.plans import COUNTS, LENGTHS, PLANS, SIZES
+from mlx_redrafter.policy.scored_drafts import ScoredDrafts
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.step_times import CurrentCosts
 from mlx_redrafter.policy.value import MEMORY, ExpectedDrafts
@@ -22,7 +23,7 @@ COSTS = StepCosts(
 def _scored(place: tuple[int, int], scores: list[float], parents: list[int]) -> ScoredDrafts:
     tree = TokenTree.of(range(len(parents) + 1), [0, *parents], scores)
     scored = ScoredDrafts(PLANS[place], tree)
-    scored.score(Acceptance())
+    scored.score(Calibration())
     return scored
 
 

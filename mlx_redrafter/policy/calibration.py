@@ -11,18 +11,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.plans import SIZES, Floats
-from mlx_redrafter.trees.tree import Drafts, TokenTree
+from mlx_redrafter.policy.plans import Floats
+from mlx_redrafter.trees.tree import Drafts
 
 # Number of newest observations that the regression is fitted to.
 WINDOW = 256
-# Mean and standard deviation of the weights before any observation, see `Acceptance`: the
+# Mean and standard deviation of the weights before any observation, see `Calibration`: the
 # proposer's probabilities are taken as right until some 20 observations contradict them.
 PRIOR = ((0.0, 1.5), (1.0, 0.7), (0.0, 0.5))
-
-# Maximum number of drafts per tree that the host scores: as many as a step verifies.
-MAX_DRAFTS = SIZES[-1] - 1
 
 _MEAN, _DEVIATION = np.array(PRIOR * 2).T
 _PRECISION = np.diag(_DEVIATION**-2)
@@ -35,7 +31,7 @@ _SMALLEST = 1e-9  # bound of a probability, which bounds log-odds by 21
 Features = tuple[bool, float, float]
 
 
-class Acceptance:
+class Calibration:
     """Probability that a draft is right if its parent is and its better siblings are wrong.
 
     Logistic regression on (1, log-odds, place) over the newest observations. First children and
@@ -112,57 +108,3 @@ def features_of(drafts: Drafts) -> list[Features]:
         left[parent] -= q
         rank[parent] += 1
     return found
-
-
-class ScoredDrafts:
-    """The best drafts of one step, and the tokens that follow them.
-
-    Args:
-        plan: Plan of the drafts.
-        tree: The drafts; the host reads them on first use, which may wait for the device.
-
-    Attributes:
-        plan: Plan of the drafts.
-        node: Node that the sequence has reached; None once it has left the tree.
-        following: Tokens of the sequence after that node that `follow` has yet to compare.
-        is_early: Whether the next step to be observed comes before these drafts.
-        probabilities: The newest result of `score`; empty before.
-    """
-
-    def __init__(self, plan: DraftPlan, tree: TokenTree):
-        self.plan = plan
-        self.node: int | None = 0
-        self.following: list[int] = []
-        self.is_early = False
-        self.probabilities: list[float] = []
-        self._tree = tree
-
-    def score(self, acceptance: Acceptance) -> list[float]:
-        """Estimate each draft's probability of being accepted."""
-        if not self.probabilities:
-            self.drafts = self._tree.read().first(MAX_DRAFTS)
-            self._features = features_of(self.drafts)
-        self.probabilities = acceptance.probabilities(self._features, self.drafts.parents)
-        return self.probabilities
-
-    def follow(self, acceptance: Acceptance) -> None:
-        """Compare the next tokens with the drafts, and learn from every sibling up to the right."""
-        found: list[tuple[int, bool]] = []
-        drafts, tokens, self.following = self.drafts, self.following, []
-        for token in tokens:
-            node, self.node = self.node, None
-            for draft, parent in enumerate(drafts.parents):
-                if parent == node:
-                    is_right = drafts.tokens[draft] == token
-                    found.append((draft, is_right))
-                    if is_right:
-                        self.node = draft + 1
-                        break
-            if self.node is None:
-                break
-        acceptance.learn(self._features, found)
-
-
-def most_probable(probabilities: Sequence[float]) -> list[int]:
-    """Sort the indices of drafts, the most probable first and among equals their parents."""
-    return sorted(range(len(probabilities)), key=lambda draft: -probabilities[draft])

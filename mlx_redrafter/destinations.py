@@ -1,0 +1,102 @@
+"""The one check of what a command writes: nothing of the user's is written over.
+
+A command calls it before any work. It may write to a path that is absent or an empty folder, and to
+what it has written itself. ``--overwrite`` also allows other files, but never one that the call
+reads: the model, the drafter, the data.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from mlx_redrafter.checkpoint_files import naming
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.model_store import find_stored
+
+# Names of files that do not count: incomplete ones of `write_atomically`, and those of the Finder.
+UNCOUNTED = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|md|png)|\.DS_Store")
+
+
+def check_destination(
+    path: Path,
+    inputs: Iterable[str | Path | None],
+    is_own: bool,
+    overwrite: bool = False,
+    is_folder: bool = True,
+) -> None:
+    """Raise unless a command may write to a path.
+
+    Args:
+        path: The folder or file to write.
+        inputs: Files, folders and repositories that the call reads; None is skipped.
+        is_own: Whether the path holds an earlier output of the command and nothing else.
+        overwrite: Whether the user allows to replace other files.
+        is_folder: Whether the path is to be a folder.
+
+    Raises:
+        ConfigError: The path is an input, holds one or is part of one; or it holds other files.
+        OSError: The path cannot be written to.
+    """
+    kind = "folder" if is_folder else "file"
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(f"expected a {kind} to write, found a broken link: {path}; remove it")
+    place = path.resolve()  # "x/../model" is the model even if there is no x
+    if place.exists():
+        if place.is_dir() != is_folder:
+            found = "file" if is_folder else "folder"
+            raise ConfigError(
+                f"expected a {kind} to write, found a {found}: {path}; choose another"
+            )
+        read = [found for given in inputs if (found := _locate(given)) is not None]
+        present = _foreign(place)
+        is_inside = present and not is_own and any(_holds(one, place) for one in read)
+        if is_inside or any(_holds(place, one) for one in read):
+            raise ConfigError(
+                f"expected a new {kind} to write, found what this call reads: {path}; choose "
+                "another"
+            )
+        if present and not is_own and not overwrite:
+            beside = f"{present} in " if is_folder else ""
+            raise ConfigError(
+                f"expected a new {kind} to write, found {beside}{path}, which this command did not "
+                "write; choose another, or add --overwrite"
+            )
+    check_writable(place)
+
+
+def _foreign(path: Path) -> str:
+    """Name one of the files in a folder, or the file; empty for an empty folder."""
+    names = os.listdir(path) if path.is_dir() else [path.name]
+    return next((name for name in sorted(names) if UNCOUNTED.fullmatch(name) is None), "")
+
+
+def _locate(given: str | Path | None) -> Path | None:
+    """Return the place of an input on this machine; None if it has none."""
+    if given is None:
+        return None
+    path = Path(given).expanduser()
+    try:
+        if path.exists():
+            return path
+    except (OSError, ValueError):  # an impossible name, which its reader explains
+        return None
+    is_name = not str(given).startswith((".", "/", "~")) and str(given).count("/") <= 1
+    return find_stored(str(given), None) if is_name else None
+
+
+def _holds(outer: Path, inner: Path) -> bool:
+    """Return whether a path is, or holds, another one, by whatever links and spellings."""
+    resolved = inner.resolve()
+    return any(outer.samefile(one) for one in (inner, resolved, *resolved.parents))
+
+
+def check_writable(path: Path) -> None:
+    """Create a file without a name where the output will be; raise `OSError` if that fails."""
+    folder = path if path.is_dir() else path.absolute().parent
+    existing = next(one for one in (folder, *folder.parents) if one.exists())
+    with naming(path), TemporaryFile(dir=existing):
+        pass

@@ -1,0 +1,98 @@
+"""Estimates of a policy, which one sequence hands to the next."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+
+from mlx_redrafter.policy.calibration import Calibration
+from mlx_redrafter.policy.step_times import Guard, TimeRatios
+from mlx_redrafter.policy.value import ExpectedDrafts
+
+# Share of the time for exploring, half for probes and surveys and half for trials.
+EXPLORE = 0.01
+# Share of the time for learning on the host; the cost of one plain step is lent.
+LEARNING = 0.03
+
+
+@dataclass
+class Budget:
+    """Seconds that are saved for exploration, and for learning on the host.
+
+    Attributes:
+        probes: Seconds for probes and surveys.
+        trials: Seconds for trials.
+        learning: Seconds for learning.
+        num_surveys: Number of surveys so far.
+    """
+
+    probes: float = 0.0
+    trials: float = 0.0
+    learning: float = 0.0
+    num_surveys: int = 0
+
+    def save(self, seconds: float, most: float) -> None:
+        """Save shares of a step's cost, up to ``most`` seconds for each purpose."""
+        self.probes = min(most, self.probes + EXPLORE / 2 * seconds)
+        self.trials = min(most, self.trials + EXPLORE / 2 * seconds)
+        self.learning = min(most, self.learning + LEARNING * seconds)
+
+    def pay_probe(self, seconds: float, is_survey: bool) -> bool:
+        """Pay for a probe or a survey if there is enough; return whether there was."""
+        if self.probes < seconds:
+            return False
+        self.probes -= seconds
+        self.num_surveys += is_survey
+        return True
+
+    def pay_trial(self, seconds: float) -> bool:
+        """Spend all that is saved for trials if that is enough; return whether it was.
+
+        Nothing is kept: a trial that gains would pay for the next one.
+        """
+        if self.trials < seconds:
+            return False
+        self.trials = 0.0
+        return True
+
+    def pay_learning(self, seconds: float) -> None:
+        """Pay for the host's time."""
+        self.learning -= seconds
+
+
+@dataclass
+class PolicyState:
+    """Estimates that one sequence hands to the next.
+
+    Attributes:
+        calibration: Probabilities of drafts.
+        drafts: Accepted drafts of every plan.
+        ratios: Ratios of measured to stored costs.
+        guard: Losses of drafting; None before the first step.
+        budget: Time for exploration and learning.
+    """
+
+    calibration: Calibration = field(default_factory=Calibration)
+    drafts: ExpectedDrafts = field(default_factory=ExpectedDrafts)
+    ratios: TimeRatios = field(default_factory=TimeRatios)
+    guard: Guard | None = None
+    budget: Budget = field(default_factory=Budget)
+
+    def begin_guard(self, plain: float) -> Guard:
+        """Return the guard, a new one for plain steps of this cost if there is none."""
+        if self.guard is None:
+            self.guard = Guard(plain)
+        return self.guard
+
+    def for_next(self) -> PolicyState:
+        """Return a copy for the next sequence, in which counts weigh half."""
+        following = deepcopy(self)
+        following.drafts.fade()
+        following.ratios.fade()
+        if following.guard is not None:
+            following.guard.fade()
+        return following
+
+    def without_times(self) -> PolicyState:
+        """Return a copy for steps whose costs are others."""
+        return replace(deepcopy(self), ratios=TimeRatios(), guard=None)

@@ -1,0 +1,145 @@
+"""A server with the chat page whose answers are written beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from mlx_redrafter.server.chat_page import FILES, send_file
+
+MODEL = {
+    "id": "org/scripted",
+    "state": "loaded",
+    "has_chat": True,
+    "context_length": 8192,
+    "drafter": "org/drafter",
+    "defaults": {"temperature": 0.5, "max_tokens": 256},
+}
+
+
+@dataclass
+class Scripted:
+    """A server without a model.
+
+    Attributes:
+        pieces: Tokens of the next answers; every second one is a draft.
+        pause: Seconds between two tokens.
+        held: Number of tokens after which answers wait for `go`; None for none.
+        end: How answers end: a finish reason, "broken" or an error object.
+        refusals: Responses for the next requests, before they are answered.
+        asked: Bodies of the requests for answers, with their paths.
+    """
+
+    port: int = 0
+    models: list[dict[str, Any]] = field(default_factory=lambda: [dict(MODEL)])
+    pieces: list[str] = field(default_factory=list)
+    pause: float = 0.0
+    held: int | None = None
+    end: Any = "stop"
+    refusals: list[Response] = field(default_factory=list)
+    key: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    go: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def url(self) -> str:
+        """Address of the page."""
+        return f"http://127.0.0.1:{self.port}/"
+
+    def say(self, text: str, **changes: Any) -> None:
+        """Choose the next answers by words, and how they are sent."""
+        self.pieces = [f"{word} " for word in text.split(" ")]
+        self.pieces[-1] = self.pieces[-1][:-1]
+        self.pause, self.held, self.end = 0.0, None, "stop"
+        self.go.clear()
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+    def refuse(self, status: int, message: str, code: str | None = None) -> None:
+        """Refuse one more request."""
+        error = {"error": {"message": message, "code": code}}
+        self.refusals.append(JSONResponse(error, status))
+
+    async def list_models(self, request: Request) -> Response:
+        """Answer ``/v1/models``."""
+        return self._check_key(request) or JSONResponse({"data": self.models})
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a request for a text."""
+        self.asked.append({**await request.json(), "path": request.url.path})
+        if refusal := self._check_key(request):
+            return refusal
+        if self.refusals:
+            return self.refusals.pop(0)
+        return StreamingResponse(self._stream(), media_type="text/event-stream")
+
+    def _check_key(self, request: Request) -> Response | None:
+        is_right = request.headers.get("authorization", "") == f"Bearer {self.key}"
+        return None if is_right or not self.key else JSONResponse({"error": {}}, 401)
+
+    async def _stream(self) -> AsyncIterator[str]:
+        steps = 0
+        for i, piece in enumerate(self.pieces):
+            if i == self.held:
+                while not self.go.is_set():
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(self.pause)
+            is_draft = i % 2 == 1
+            steps += not is_draft
+            choice = {"delta": {"content": piece}, "text": piece, "is_draft": is_draft}
+            yield _event({"choices": [choice | {"tokens": i + 1, "steps": steps}]})
+        if self.end == "broken":
+            await asyncio.sleep(0.1)  # browsers drop what comes together with the error
+            raise ConnectionResetError
+        if isinstance(self.end, dict):
+            yield _event(self.end)
+            return
+        number = len(self.pieces)
+        last = {"delta": {}, "finish_reason": self.end, "tokens": number, "steps": steps}
+        yield _event({"choices": [last]})
+        usage = {"prompt_tokens": 100, "completion_tokens": number}
+        yield _event({"choices": [], "usage": usage})
+        yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+@contextmanager
+def scripting() -> Iterator[Scripted]:
+    """Run a scripted server for this block."""
+    one = Scripted()
+    routes = [Route(path, partial(send_file, name)) for path, name in FILES.items()]
+    routes.append(Route("/v1/models", one.list_models))
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        routes.append(Route(path, one.answer, methods=["POST"]))
+    listener = socket.create_server(("127.0.0.1", 0))
+    one.port = listener.getsockname()[1]
+    config = uvicorn.Config(Starlette(routes=routes), log_level="critical", lifespan="off")
+    server = uvicorn.Server(config)
+    server.force_exit = False
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield one
+    finally:
+        one.go.set()
+        server.should_exit = server.force_exit = True
+        thread.join(30)
