@@ -91,7 +91,7 @@ def measure_forecast(
     }
     best = max(speedups, key=speedups.__getitem__)
     student = new_student(target, cost.request.network)
-    pace = rehearse(cost.request, target, student, [TIMING_PROMPT], on_stage)
+    pace = rehearse(cost.request, target, student, [TIMING_PROMPT], cost.work.generated, on_stage)
     listed = ", ".join(f"a pass over {n} tokens costs {times[n] / costs.plain:.2f}" for n in LISTED)
     return Forecast(
         costs.plain,

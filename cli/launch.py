@@ -79,7 +79,7 @@ def launch(
         raise ConfigError(f"agent must be {' or '.join(AGENTS)}, got {agent!r}")
     if only_print:
         found = _find(server)
-        model = {"id": _name(server)} if found is None else _choose(found, server)
+        model = _describe_stored(server) if found is None else _choose(found, server)
         settings = AGENTS[agent].configure(_address(server, model))
         typer.echo(_as_command(agent, settings, arguments or []))
         return
@@ -140,8 +140,7 @@ def _running(server: ServerOptions) -> Iterator[dict[str, Any]]:
 
 def _serve_command(server: ServerOptions) -> list[str]:
     command = [sys.executable, "-m", "mlx_redrafter", "serve", "--port", str(server.port)]
-    # Agents leave the length of their answers to the server, and a cut call is none.
-    command += ["--host", HOST, "--max-tokens", "-1"]
+    command += ["--host", HOST]
     for name, value in (("model", server.model), ("drafter", server.drafter)):
         command += [] if value is None else [f"--{name}", value]
     return command
@@ -180,6 +179,20 @@ def _find(server: ServerOptions) -> list[dict[str, Any]] | None:
     return list(models)
 
 
+def _describe_stored(server: ServerOptions) -> dict[str, Any]:
+    """Describe the model of a server that does not run, and say how to start it."""
+    from mlx_redrafter.checkpoints.bundled import local_folder
+    from mlx_redrafter.checkpoints.memory_check import read_context_length
+
+    command = " ".join(map(shlex.quote, ["redrafter-mlx", *_serve_command(server)[3:]]))
+    typer.echo(f"no server runs at {server.url}; start it first: {command}", err=True)
+    folder = local_folder(server.model)
+    return {
+        "id": _name(server),
+        "context_length": None if folder is None else read_context_length(folder),
+    }
+
+
 def _choose(models: list[dict[str, Any]], server: ServerOptions) -> dict[str, Any]:
     """Return the model to use."""
     names = [one["id"] for one in models]
@@ -192,6 +205,12 @@ def _choose(models: list[dict[str, Any]], server: ServerOptions) -> dict[str, An
     found = models[names.index(wanted)]
     if found.get("has_chat") is False:
         raise ConfigError(f"{wanted} has no chat template, which agents need; give another --model")
+    if found.get("has_tools") is False:
+        typer.echo(
+            f"{wanted} takes no tools: its chat template has none, and requests with tools fail; "
+            "give another --model",
+            err=True,
+        )
     return found
 
 

@@ -80,6 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     logger.handlers = [_StderrHandler()]
     # A download that fails is one line, without a line for each retry.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    # The error for a prompt that is too long says all.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     try:
         join_machines(arguments)
         result = app(args=list(arguments), prog_name="redrafter-mlx", standalone_mode=False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import signal
 import socket
+import sys
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,8 +21,9 @@ from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import AdapterPath, TrustRemoteCode, WritingPair, Yes
 from mlx_redrafter.cli.text_options import (
     MODEL,
-    AnswerOptions,
     DraftSizeOptions,
+    MaxTokens,
+    TextOptions,
     library_option,
 )
 from mlx_redrafter.errors import ConfigError, how_to_install
@@ -90,9 +93,11 @@ class ServedModels:
 
 
 @dataclass(frozen=True)
-class ServedOptions(AnswerOptions):
+class ServedOptions(TextOptions):
     """Options of a text for requests that leave them out, and the chunk size of prompts."""
 
+    # Many agents send no limit, and a call that is cut is none.
+    max_tokens: MaxTokens = -1
     prefill_step_size: Annotated[int, library_option("prefill_step_size")] = (
         GenerationOptions.prefill_step_size
     )
@@ -159,17 +164,25 @@ def serve(
     text: ServedOptions,
     drafting: DraftSizeOptions,
     limits: Limits,
+    verbose: Annotated[bool, "Also log what drafting has found for every text."] = False,
 ) -> None:
     """Serve models to clients of OpenAI, Anthropic and Ollama, with a chat page for the browser.
 
     The sampling options and --max-tokens are defaults: a request may set its own.
     """
+    logger = logging.getLogger("mlx_redrafter")
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    for handler in logger.handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     defaults = GenerationOptions(**vars(text), **vars(drafting))  # checked before loading
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"serve needs {name}: {how_to_install('server')}")
     from mlx_redrafter.server.listening import listen
 
+    # While models are loaded, and again after an orderly end, when uvicorn raises the signal again.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with listen(address.host, address.port) as listener:
         _run(listener, models, address, defaults, limits)
 
@@ -204,15 +217,15 @@ def _run(
         from mlx_redrafter.machines.line import before_end
 
         before_end.append(worker.abandon)
-    folder = cache_folder() / "prompts"
-    known = Models(served, defaults, limits, worker.is_busy, address.strict_names, folder)
+    folder = cache_folder()
+    prompts = folder and folder / "prompts"
+    known = Models(served, defaults, limits, worker.is_busy, address.strict_names, prompts)
     if len(served) == 1:
         known.load(served[0])
     application = make_application(Service(known, worker, defaults, limits, callers))
-    server = make_server(application, limits.client_timeout, GRACE_SECONDS, worker.end)
-    # uvicorn raises the signals again after an orderly end.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    # Other machines end with this process, in order.
+    ends_process = not is_split
+    server = make_server(application, limits.client_timeout, GRACE_SECONDS, worker, ends_process)
     if address.is_open:
         typer.echo(
             f"anyone who reaches {address.host} may use this server; give it a key with --api-key",
@@ -246,6 +259,7 @@ def _models_in(name: str) -> list[str]:
 
 def _name_models(pairs: list[WritingPair], given: str | None) -> list[Model]:
     """Make the models of pairs, each with a name of its own."""
+    from mlx_redrafter.checkpoints.bundled import local_folder
     from mlx_redrafter.server.models import Model
 
     if given is not None and len(pairs) > 1:
@@ -255,7 +269,7 @@ def _name_models(pairs: list[WritingPair], given: str | None) -> list[Model]:
         name = given or ("bundled" if pair.model is None else shared_name(pair.model))
         if name in found:
             raise ConfigError(f"model must have names of their own, got {name} twice")
-        folder = None if pair.model is None else Path(pair.model).expanduser()
+        folder = local_folder(pair.model)
         found[name] = Model(name, partial(_load, pair), folder, partial(_name_drafter, pair))
     return list(found.values())
 

@@ -41,7 +41,8 @@ class RunOptions:
     trust_remote_code: TrustRemoteCode = False
     data: Annotated[
         list[Path] | None,
-        'File of text, or jsonl with "text", "messages" or "prompt". May be repeated.',
+        'File of text, or jsonl with "text", "messages" or "prompt". May be repeated. Without '
+        "--data and --prompts the model writes all texts; your own ones are the better choice.",
     ] = None
     prompts: Annotated[
         list[Path] | None,

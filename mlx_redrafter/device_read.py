@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 # Times at which threads began to wait, in seconds of `time.monotonic`, by thread.
 _waiting: dict[int, float] = {}
@@ -33,6 +35,17 @@ def to_floats(values: mx.array) -> list[float]:
     """Read a floating-point array of shape (n,)."""
     with waiting():
         return cast("list[float]", values.tolist())
+
+
+def as_rows(values: mx.array) -> npt.NDArray[np.float32]:
+    """View a float32 array of shape (n, m) where it is, without a copy."""
+    with waiting():
+        return np.asarray(values)
+
+
+def entries(rows: npt.NDArray[np.float32], row: int, columns: Sequence[int]) -> list[float]:
+    """Read entries of one row of a view from `as_rows`."""
+    return cast("list[float]", rows[row, list(columns)].tolist())
 
 
 def wait_for(arrays: Any) -> None:

@@ -25,6 +25,8 @@ from mlx_redrafter.version import __version__
 
 logger = logging.getLogger(__name__)
 
+# Environment variable of the folder; 0 stores nothing.
+FOLDER = "MLX_REDRAFTER_CACHE"
 # Seconds of a step that no machine needs: stored times of an hour or more are damaged.
 MOST_SECONDS = 3600.0
 # Number of runs that may time the same: the first, and one more if there is doubt.
@@ -90,9 +92,16 @@ def fastest(rounds: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
     return {key: min(one[key] for one in rounds) for key in rounds[0]}
 
 
-def cache_folder() -> Path:
-    """Return the folder of stored timings: ``mlx-redrafter`` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-redrafter"
+def cache_folder() -> Path | None:
+    """Return the folder of stored timings and estimates; None if nothing is to be stored.
+
+    It is the value of `FOLDER`, or ``mlx-redrafter`` in the user's cache folder.
+    """
+    given = os.environ.get(FOLDER)
+    if given == "0":
+        return None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(given) if given else cache / "mlx-redrafter"
 
 
 class _Stored(NamedTuple, Generic[Key]):
@@ -109,7 +118,9 @@ class _Stored(NamedTuple, Generic[Key]):
     is_doubted: bool = False
 
 
-def _read(path: Path, keys: Collection[Key]) -> _Stored[Key]:
+def _read(path: Path | None, keys: Collection[Key]) -> _Stored[Key]:
+    if path is None:
+        return _Stored()
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         rounds = [{key: _check_seconds(one[str(key)]) for key in keys} for one in stored["rounds"]]
@@ -119,8 +130,10 @@ def _read(path: Path, keys: Collection[Key]) -> _Stored[Key]:
         return _Stored()
 
 
-def _write(path: Path, stored: _Stored[Key]) -> None:
+def _write(path: Path | None, stored: _Stored[Key]) -> None:
     """Write a file, or warn."""
+    if path is None:
+        return
     rounds = [{str(key): seconds for key, seconds in one.items()} for one in stored.rounds]
     text = json.dumps({"rounds": rounds, "runs": stored.runs, "doubted": stored.is_doubted})
     try:
@@ -153,5 +166,6 @@ def fingerprint(what: object, modules: Collection[nn.Module]) -> str:
     return hashlib.sha256(known.encode()).hexdigest()[:32]
 
 
-def _path(what: object, modules: Collection[nn.Module]) -> Path:
-    return cache_folder() / f"{fingerprint(what, modules)}.json"
+def _path(what: object, modules: Collection[nn.Module]) -> Path | None:
+    folder = cache_folder()
+    return folder and folder / f"{fingerprint(what, modules)}.json"

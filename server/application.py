@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,15 +15,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from mlx_redrafter.server.callers import Gate
 from mlx_redrafter.server.chat_page import FILES, send_file
 from mlx_redrafter.server.fields import shortened
-from mlx_redrafter.server.protocols import PROTOCOLS
-from mlx_redrafter.server.protocols.openai_fields import describe
-from mlx_redrafter.server.protocols.service import Endpoint, ErrorFormat, Service
+from mlx_redrafter.server.models import Model
+from mlx_redrafter.server.protocols import PROTOCOLS, error_format
+from mlx_redrafter.server.protocols.openai_fields import format_options
+from mlx_redrafter.server.protocols.service import Endpoint, Service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST
+from mlx_redrafter.server.request_log import RequestLog
 from mlx_redrafter.server.wire import respond
 
 
@@ -37,8 +41,8 @@ def make_application(service: Service) -> Starlette:
     ]
     for protocol in PROTOCOLS:
         for (method, path), endpoint in protocol.ROUTES.items():
-            routes += _both(service, path, endpoint, method, protocol.to_error)
-    shown = [route.path for route in routes if route.path.startswith(("/v1", "/api"))]
+            routes += _both(service, path, endpoint, method)
+    shown = [route.path_format for route in routes if route.path.startswith(("/v1", "/api"))]
     origins = service.callers.origins
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
@@ -46,6 +50,7 @@ def make_application(service: Service) -> Starlette:
     application = Starlette(
         routes=routes,
         middleware=[
+            Middleware(RequestLog),
             Middleware(Gate, callers=service.callers, refuse=_refuse),
             *([cors] if origins else []),
         ],
@@ -75,11 +80,10 @@ def _both(
     path: str,
     endpoint: Endpoint,
     method: str = "GET",
-    to_error: ErrorFormat = Refusal.to_json,
 ) -> list[Route]:
     """Make the routes of a path, with and without ``/v1``, which clients leave out.
 
-    They ask for the key, format errors, and count responses.
+    They ask for the key, and count responses.
     """
 
     async def answer(request: Request) -> Response:
@@ -87,7 +91,7 @@ def _both(
             service.callers.check_key(request.headers)
             response = await endpoint(service, request)
         except Refusal as refusal:
-            response = _refuse(refusal, to_error)
+            response = _refuse(refusal, request.scope)
         service.worker.counters.requests[path, response.status_code] += 1
         return response
 
@@ -108,18 +112,23 @@ async def _metrics(service: Service, request: Request) -> Response:
 
 
 async def _list_models(service: Service, request: Request) -> Response:
-    models = [describe(model, service.defaults) for model in service.models]
-    return respond({"object": "list", "data": models})
+    entries = [_describe(service, model) for model in service.models]
+    ends = {"first_id": entries[0]["id"], "last_id": entries[-1]["id"]}  # as at Anthropic
+    return respond({"object": "list", "data": entries, "has_more": False, **ends})
 
 
 async def _describe_model(service: Service, request: Request) -> Response:
-    model = service.models.find(request.path_params["name"])
-    return respond(describe(model, service.defaults))
+    return respond(_describe(service, service.models.find(request.path_params["name"])))
 
 
-def _refuse(refusal: Refusal, to_error: ErrorFormat = Refusal.to_json) -> Response:
-    headers = {"Retry-After": "1"} if refusal.status == 429 else {}
-    return respond(to_error(refusal), refusal.status, headers)
+def _describe(service: Service, model: Model) -> dict[str, Any]:
+    return {**model.describe(), "defaults": format_options(service.defaults)}
+
+
+def _refuse(refusal: Refusal, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
+    """Format an error as the protocol of a request does."""
+    again = {"Retry-After": "1"} if refusal.status == 429 else {}
+    return respond(error_format(scope)(refusal), refusal.status, {**again, **(headers or {})})
 
 
 async def _answer_wrong_path(paths: str, request: Request, error: Exception) -> Response:
@@ -128,7 +137,7 @@ async def _answer_wrong_path(paths: str, request: Request, error: Exception) -> 
         f"{error.detail}: {request.method} {shortened(request.url.path)}; the paths are {paths}",
         status=error.status_code,
     )
-    return respond(refusal.to_json(), error.status_code, dict(error.headers or {}))
+    return _refuse(refusal, request.scope, error.headers)
 
 
 async def _end_disconnected(request: Request, error: Exception) -> Response:
@@ -136,4 +145,4 @@ async def _end_disconnected(request: Request, error: Exception) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    return _refuse(Refusal("the server failed; see its log", status=500))
+    return _refuse(Refusal("the server failed; see its log", status=500), request.scope)

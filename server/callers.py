@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class Gate:
     """
 
     def __init__(
-        self, application: ASGIApp, callers: Callers, refuse: Callable[[Refusal], Response]
+        self, application: ASGIApp, callers: Callers, refuse: Callable[[Refusal, Scope], Response]
     ):
         self._application = application
         self._callers = callers
@@ -113,6 +114,9 @@ class Gate:
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
+        # A request for a proxy has the whole address; clients add slashes to what they are given.
+        path = re.sub("^https?://[^/]*", "", scope["path"]).rstrip("/") or "/"
+        scope = {**scope, "path": path}
         headers = Headers(scope=scope)
         body = _Body(headers, receive)
 
@@ -124,7 +128,7 @@ class Gate:
         try:
             self._callers.check_host(headers)
         except Refusal as refusal:
-            await self._refuse(refusal)(scope, body.receive, send_after_body)
+            await self._refuse(refusal, scope)(scope, body.receive, send_after_body)
             return
         await self._application(scope, body.receive, send_after_body)
 

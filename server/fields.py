@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from mlx_redrafter.checks import is_number
@@ -15,6 +15,8 @@ Value = TypeVar("Value")
 
 # Maximum number of characters of a client's text that an error message repeats.
 MAX_SHOWN = 200
+# Maximum number of digits of an integer; the time to read one grows with their square.
+MAX_DIGITS = 1000
 
 # Types of blocks that are texts.
 TEXT_BLOCKS = ("text", "input_text", "output_text", "refusal")
@@ -31,17 +33,19 @@ class Fields:
     Args:
         values: The object.
         path: Path of the object in the request, for messages.
+        shown: Names that fields have in messages, where those are others.
 
     Raises:
         Refusal: The value is not an object.
     """
 
-    def __init__(self, values: object, path: str = ""):
+    def __init__(self, values: object, path: str = "", shown: Mapping[str, str] | None = None):
         if not isinstance(values, dict):
             found = reprlib.repr(values)
             raise Refusal(f"{path or 'the body'} must be an object, got {found}", path or None)
         self.values: dict[str, Any] = values
         self.path = path
+        self._shown = shown or {}
         self._left = {name: value for name, value in values.items() if value is not None}
 
     def take(self, *names: str) -> Any:
@@ -69,16 +73,16 @@ class Fields:
         if not isinstance(value, (str, list) if is_required else (str, list, type(None))):
             raise self.refusal(name, "a text or a list of texts", value)
         listed = value if isinstance(value, list) else [] if value is None else [value]
-        return [read_text(one, self._path_of(name)) for one in listed]
+        return [read_text(one, self.path_of(name)) for one in listed]
 
     def inner(self, name: str) -> Fields:
         """Return the fields of an object; none if it is left out."""
-        return Fields(self.typed(name, dict) or {}, self._path_of(name))
+        return Fields(self.typed(name, dict) or {}, self.path_of(name))
 
     def each(self, name: str) -> list[Fields]:
         """Return the fields of every object of a list; an empty list if it is left out."""
         listed = self.typed(name, list) or []
-        return [Fields(one, f"{self._path_of(name)}[{i}]") for i, one in enumerate(listed)]
+        return [Fields(one, f"{self.path_of(name)}[{i}]") for i, one in enumerate(listed)]
 
     def integer(self, name: str, low: int, high: int) -> int | None:
         """Return an integer of a range."""
@@ -106,16 +110,18 @@ class Fields:
     def finish(self) -> None:
         """Check that every field was read: one that was not is not supported."""
         for name in self._left:
-            shown = self._path_of(shortened(name))
+            shown = self.path_of(shortened(name))
             raise Refusal(
                 f"{shown} is not supported; leave it out", shown, code="unknown_parameter"
             )
 
     def refusal(self, name: str, expected: str, value: object) -> Refusal:
         """Create the error for a field with an unexpected value."""
-        return unexpected(self._path_of(name), expected, value)
+        return unexpected(self.path_of(name), expected, value)
 
-    def _path_of(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
+        """Return the path of a field, as messages name it."""
+        name = self._shown.get(name, name)
         return f"{self.path}.{name}" if self.path else name
 
 
@@ -152,9 +158,17 @@ def parse_json(body: bytes) -> Any:
         Refusal: The body is not JSON.
     """
     try:
-        return json.loads(body, parse_constant=_parse_finite, parse_float=_parse_finite)
+        return json.loads(
+            body, parse_constant=_parse_finite, parse_float=_parse_finite, parse_int=_parse_integer
+        )
     except (ValueError, RecursionError) as error:
         raise Refusal(f"the body must be JSON: {shortened(str(error))}") from error
+
+
+def _parse_integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"{text[:20]}... has {len(text)} digits, more than {MAX_DIGITS}")
+    return int(text)
 
 
 def _parse_finite(text: str) -> float:

@@ -110,6 +110,8 @@ class Job:
 
         if isinstance(request, CompletionRequest) and request.echoes:
             yield from self._repeat(answer, tokens, index)
+            if request.ends_there:
+                return
         try:
             self._stream = engine.stream(
                 new,
@@ -154,10 +156,10 @@ class Job:
         finally:
             counters.texts[end] += 1
             _count(counters.totals, stats)
-            self.model.num_tokens += max(0, stats.num_tokens - 1)
             self.model.num_steps += stats.steps
+            self.model.num_accepted += stats.num_accepted
             if stats.shapes:
-                logger.info("drafts, found (expected): %s", "; ".join(map(str, stats.shapes)))
+                logger.debug("drafts, found (expected): %s", "; ".join(map(str, stats.shapes)))
 
     def _repeat(self, answer: Answer, tokens: list[int], index: int) -> Generator[Part | None]:
         """Yield the part that repeats the prompt of a text, and None between its chunks.
@@ -180,7 +182,9 @@ class Job:
                 if self.is_cancelled:
                     break
                 start = time.perf_counter()
-        yield answer.repeat(text, tokens[0], scores)
+        part = answer.repeat(text, tokens[0], scores)
+        part.finish_reason = "length" if request.ends_there else None
+        yield part
 
 
 def _penalties(request: TextRequest, known: list[int]) -> list[LogitsProcessor]:
@@ -197,4 +201,4 @@ def _count(totals: dict[str, float], stats: DecodingStats) -> None:
     totals["generated_tokens_total"] += stats.num_tokens
     totals["steps_total"] += stats.steps
     totals["drafts_total"] += stats.num_verified - stats.steps
-    totals["accepted_drafts_total"] += sum(n * a for n, a in enumerate(stats.accepted_counts))
+    totals["accepted_drafts_total"] += stats.num_accepted

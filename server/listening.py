@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 import math
+import os
 import resource
+import signal
 import socket
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -19,11 +20,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# Seconds that clients have to read the ends of their replies once the server has ended the texts.
-LAST_SECONDS = 5.0
+# Seconds that texts have to end once the server ends them: a chunk of a prompt may take longer, and
+# its client gets an answer before.
+CHUNK_SECONDS = 0.5
+# Seconds that clients have to read the ends of their replies, and then the process to end.
+LAST_SECONDS = 1.5
 # Seconds between two reports of errors of the event loop, such as too many open files.
 REPORT_SECONDS = 10.0
 # Number of open files that connections leave to others.
@@ -52,12 +57,13 @@ def make_server(
     application: Starlette,
     client_timeout: float,
     grace: float,
-    end_texts: Callable[[], None],
+    worker: Worker,
+    ends_process: bool = False,
 ) -> Server:
     """Create a server that runs at given sockets until the process gets a signal.
 
-    ``client_timeout`` is the seconds that a client has to send headers, or to read; ``grace`` those
-    that running requests have after the signal. ``end_texts`` ends all texts soon, and never waits.
+    ``client_timeout`` is the seconds that a client has to send headers, or to read. All else is as
+    in `Server`.
     """
 
     class TimedConnection(Connection):
@@ -74,7 +80,7 @@ def make_server(
         access_log=False,
         server_header=False,
     )
-    return Server(config, grace, end_texts)
+    return Server(config, grace, worker, ends_process)
 
 
 class Server(uvicorn.Server):
@@ -82,13 +88,16 @@ class Server(uvicorn.Server):
 
     Args:
         grace: Seconds that running requests have after the first signal.
-        end_texts: Function that ends all texts soon, without waiting.
+        worker: The thread that writes the texts.
+        ends_process: Whether to end the process if its threads do not end in time: nothing can
+            interrupt MLX while it processes a chunk of a prompt.
     """
 
-    def __init__(self, config: uvicorn.Config, grace: float, end_texts: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, grace: float, worker: Worker, ends_process: bool):
         super().__init__(config)
         self._grace = grace
-        self._end_texts = end_texts
+        self._worker = worker
+        self._ends_process = ends_process
         self._loop: asyncio.AbstractEventLoop | None = None
         self._last_report = -math.inf
 
@@ -116,13 +125,19 @@ class Server(uvicorn.Server):
 
     def _end_now(self) -> None:
         assert self._loop is not None
-        self._end_texts()
+        self._worker.end()
+        self._loop.call_later(CHUNK_SECONDS, self._worker.answer_all)
         self._loop.call_later(LAST_SECONDS, self._cut)
 
     def _cut(self) -> None:
         """Cut the connections of clients that do not read the ends of their replies."""
+        assert self._loop is not None
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+        if self._ends_process:
+            is_interrupted = signal.SIGINT in self._captured_signals
+            code = 128 + signal.SIGINT if is_interrupted else 0
+            self._loop.call_later(CHUNK_SECONDS / 2, os._exit, code)
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log an error of the event loop, at most one per `REPORT_SECONDS`."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
 from itertools import count
@@ -18,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import named_parameters, weight_files
+from mlx_redrafter.checkpoints.memory_check import read_context_length
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.engine.engine import Engine
@@ -58,8 +60,8 @@ class LoadedModel:
     Attributes:
         context: Maximum number of tokens of a prompt and its text.
         prefixes: Prompt caches of earlier texts.
-        num_tokens: Tokens generated after the first ones.
-        num_steps: Forward passes that generated them.
+        num_steps: Forward passes after the prompts.
+        num_accepted: Drafts accepted by them.
     """
 
     def __init__(
@@ -69,12 +71,17 @@ class LoadedModel:
         self.context = min(max_context, engine.target.context_length or max_context)
         identity = identify(engine) if store.is_on_disk else ""
         self.prefixes = Prefixes(engine, store, options, identity or str(next(_numbers)))
-        self.num_tokens = self.num_steps = 0
+        self.num_steps = self.num_accepted = 0
 
     @cached_property
     def scheduler(self) -> Scheduler:
         """Scheduler of texts in batches, for the worker's thread."""
         return self.engine.share()
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens that a step has brought, read by a client or not; None before the first step."""
+        return 1 + self.num_accepted / self.num_steps if self.num_steps else None
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +101,7 @@ class Model:
         name_drafter: Function that names the drafter of the loaded model, for clients.
         loaded: The model in memory; None if it is not there.
         keep_alive: Seconds without requests after which it is unloaded.
+        max_context: Maximum number of tokens of a prompt and its text, if the model allows as many.
         last_used: Time of its newest request, in seconds of `time.monotonic`.
     """
 
@@ -103,23 +111,43 @@ class Model:
     name_drafter: Callable[[], str | None] = lambda: None
     loaded: LoadedModel | None = None
     keep_alive: float = math.inf
+    max_context: int = Limits.max_context
     last_used: float = 0.0
 
+    @property
+    def context(self) -> int | None:
+        """Maximum number of tokens of a prompt and its text; None if that is not known yet."""
+        if self.loaded is not None:
+            return self.loaded.context
+        with suppress(CheckpointError, OSError):
+            if self.folder is not None:
+                return min(self.max_context, read_context_length(self.folder) or self.max_context)
+        return None
+
+    @property
+    def modified(self) -> float:
+        """Time at which its files were written, of `time.time`; 0 if they are not known."""
+        return self.folder.stat().st_mtime if self.folder and self.folder.is_dir() else 0.0
+
     def describe(self) -> dict[str, Any]:
-        """Return the model's entry in OpenAI's list of models."""
-        found = self.loaded
-        steps = 0 if found is None else found.num_steps
+        """Return the model's entry in the list of models, with OpenAI's fields and Anthropic's."""
+        found, context = self.loaded, self.context
         return {
             "id": self.name,
             "object": "model",
-            "created": 0,
+            "type": "model",
+            "display_name": self.name,
+            "created": int(self.modified),
+            "created_at": datetime.fromtimestamp(self.modified, UTC).isoformat(),
+            "lifecycle": "active",
             "owned_by": "mlx_redrafter",
             "state": "not_loaded" if found is None else "loaded",
             "has_chat": None if found is None else found.engine.tokenizer.has_chat_template,
             "has_tools": None if found is None else found.engine.tokenizer.has_tool_calling,
-            "context_length": None if found is None else found.context,
+            "context_length": context,
+            "max_input_tokens": context and context - 1,
             "drafter": None if found is None else self._find_drafter(found.engine.proposer),
-            "tokens_per_step": found.num_tokens / steps if found is not None and steps else None,
+            "tokens_per_step": None if found is None else found.tokens_per_step,
         }
 
     def _find_drafter(self, proposer: Proposer | None) -> str | None:
@@ -169,6 +197,7 @@ class Models:
         self._unknown: set[str] = set()
         for model in models:
             model.keep_alive = limits.keep_alive or math.inf
+            model.max_context = limits.max_context
 
     def __iter__(self) -> Any:
         return iter(self._models)
@@ -181,7 +210,7 @@ class Models:
         """
         first = self._models[0]
         for model in self._models:
-            if model.name == name:
+            if name in (model.name, f"{model.name}:latest"):  # Ollama's clients add the tag
                 return model
         if name is None or name in ANY_MODEL:
             return first
@@ -245,9 +274,7 @@ class Models:
             RedrafterError: It cannot be loaded.
         """
         start = time.monotonic()
-        model.loaded = LoadedModel(
-            model.load(), self._options, self.store, self._limits.max_context
-        )
+        model.loaded = LoadedModel(model.load(), self._options, self.store, model.max_context)
         logger.info("loaded %s in %.1f s", model.name, time.monotonic() - start)
 
     async def _load(self, model: Model) -> None:

@@ -116,6 +116,8 @@ class Answer:
             self._kind = "reasoning"
         self._machine = self._states.make_state(self._kind)
         self._call, self._has_called = "", False
+        # White space that is part of the text unless a call follows.
+        self._blank = ""
         self._num_accepted = self._num_reasoning = 0
 
     def add(self, response: GenerationResponse) -> Part:
@@ -155,6 +157,7 @@ class Answer:
             self._sort(part, self._machine[0], TextStateMachine.flush(self._machine)[1])
             if self._kind == "tool":
                 self._end_call(part, "")  # the text ended before the call did
+            part.content += "" if self._has_called else self._blank
             is_cut = self._reader is not None and self._reader.is_open
             if self._has_called and part.finish_reason == "stop" and not is_cut:
                 part.finish_reason = "tool_calls"
@@ -172,14 +175,17 @@ class Answer:
         elif kind == "reasoning":
             part.reasoning += text
         elif kind == "normal":  # others are headers
-            part.content += text
+            text, self._blank = self._blank + text, ""
+            if self._tools:
+                self._blank = text[len(text.rstrip()) :]
+            part.content += text.removesuffix(self._blank)
             if text and self._request.format is not None:  # JSON, in which no marker counts
                 self._machine = TextStateMachine().make_state("normal")
 
     def _read_call(self, part: Part, piece: ToolCall | None) -> None:
         if piece is not None:
             add_call(part.tool_calls, piece)
-            self._call, self._has_called = "", True
+            self._call, self._blank, self._has_called = "", "", True
 
     def _end_call(self, part: Part, mark: str) -> None:
         """End the tool calls between two markers; text that is none is shown as such."""
@@ -194,7 +200,9 @@ class Answer:
             is_read = bool(calls)
             self._has_called |= is_read
         if not is_read:
-            part.content += f"{self._tokenizer.tool_call_start or ''}{text}{mark}"
+            text = f"{self._tokenizer.tool_call_start or ''}{text}{mark}"
+            part.content += self._blank + text
+        self._blank = ""
 
     def repeat(self, text: str, first: int, scores: Iterable[tuple[Score, list[Score]]]) -> Part:
         """Return a part that repeats a prompt, given the scores of all but its first token."""

@@ -45,16 +45,16 @@ class ContextExceeded(Refusal):
     Its message begins as OpenAI's does, because client libraries look for those words.
 
     Args:
-        length: Length of the prompt, in tokens, or of the part of it that was counted.
+        length: Length of the prompt, in tokens.
         context: Maximum number of tokens of a prompt and its text.
-        is_counted: Whether all of the prompt was counted.
+        max_tokens: Maximum length of the text; -1 for none.
     """
 
-    def __init__(self, param: str, length: int, context: int, is_counted: bool = True):
-        counted = f"{'' if is_counted else 'more than '}{length}"
+    def __init__(self, param: str, length: int, context: int, max_tokens: int):
+        asked = f", and max_tokens is {max_tokens}" if max_tokens > 0 else ""
         super().__init__(
             f"This model's maximum context length is {context} tokens, prompt included, but "
-            f"{param} has {counted}; shorten it",
+            f"{param} has {length}{asked}; shorten {param}",
             param,
             code="context_length_exceeded",
         )

@@ -26,22 +26,33 @@ KEEP_ALIVE = 15.0
 class Reply:
     """The reply to one request.
 
+    Args:
+        start: Time at which the request was read, of the event loop's clock.
+
     Attributes:
         job: The request's place in the worker, which sends the parts of the reply.
     """
 
     def __init__(
-        self, loaded: LoadedModel, request: TextRequest, prompts: list[list[int]], writer: Writer
+        self,
+        loaded: LoadedModel,
+        request: TextRequest,
+        prompts: list[list[int]],
+        writer: Writer,
+        start: float,
     ):
         self.job = Job(loaded, request, prompts, self._receive)
         self.writer = writer
-        writer.usage = self._usage
+        writer.usage = self.usage
         self._loop = asyncio.get_running_loop()
         # Items that the worker has sent, until they are read.
         self._sent: list[Item] = []
         self._has_sent = asyncio.Event()
         # The newest part of each text, or all its parts added up, by the index of the text.
         self._texts: dict[int, Part] = {}
+        # Times of the request, of the end of its preparation, and of its first and its last token.
+        self._start, self._begin = start, self._loop.time()
+        self._first = self._last = self._begin
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the events of each step as one text; an error is the last if the request failed."""
@@ -112,10 +123,20 @@ class Reply:
         self._loop.call_soon_threadsafe(self._accept, items)
 
     def _accept(self, items: Sequence[Item]) -> None:
+        if isinstance(items[0], Part):
+            self._last = self._loop.time()
+            self._first = self._last if self._first == self._begin else self._first
         self._sent += items
         self._has_sent.set()
 
-    def _usage(self) -> Usage:
+    @property
+    def is_whole(self) -> bool:
+        """Whether all texts have come to their ends."""
+        num_texts = len(self.job.prompts) * self.job.request.num_texts
+        return sum(text.finish_reason is not None for text in self._texts.values()) == num_texts
+
+    def usage(self) -> Usage:
+        """Return the numbers of the reply so far."""
         texts = self._texts.values()
         return Usage(
             num_prompt=sum(map(len, self.job.prompts)),
@@ -124,6 +145,9 @@ class Reply:
             num_reasoning=sum(text.num_reasoning for text in texts),
             num_accepted=sum(text.num_accepted for text in texts),
             num_drafts=sum(text.num_drafts for text in texts),
+            load_seconds=self._begin - self._start,
+            prompt_seconds=self._first - self._begin,
+            text_seconds=self._last - self._first,
         )
 
 

@@ -78,10 +78,12 @@ class CompletionRequest(TextRequest):
     Attributes:
         prompts: Texts or token ids.
         echoes: Whether the texts begin with their prompts.
+        ends_there: Whether they are their prompts only, for clients that ask for likelihoods.
     """
 
     prompts: list[str | list[int]]
     echoes: bool = False
+    ends_there: bool = False
 
 
 def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest, list[list[int]]]:
@@ -94,10 +96,10 @@ def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest
         Refusal: The model has no chat template, tools or grammars, or not enough context.
     """
     target = engine.target
-    prompts, param = _encode(request, engine, context)
+    prompts, param = encode(request, engine, context), _param(request)
     longest = max(map(len, prompts))
     if longest >= context:
-        raise ContextExceeded(param, longest, context)
+        raise ContextExceeded(param, longest, context, request.options.max_tokens)
     try:
         for prompt in prompts:
             check_prompt(prompt, 0, target)
@@ -117,13 +119,17 @@ def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest
     return replace(request, options=replace(options, **changed), grammar=grammar), prompts
 
 
-def _encode(request: TextRequest, engine: Engine, context: int) -> tuple[list[list[int]], str]:
-    """Encode the prompts; return their token ids and the name of their field."""
+def encode(request: TextRequest, engine: Engine, context: int) -> list[list[int]]:
+    """Encode the prompts of a request.
+
+    Raises:
+        ContextExceeded: A prompt is clearly longer than the context.
+        Refusal: The model has no chat template or tools, or its template rejects the messages.
+    """
     tokenizer = engine.tokenizer
-    param = "messages" if isinstance(request, ChatRequest) else "prompt"
     try:
         if isinstance(request, CompletionRequest):
-            return [encode_prompt(tokenizer, one, context) for one in request.prompts], param
+            return [encode_prompt(tokenizer, one, context) for one in request.prompts]
         assert isinstance(request, ChatRequest)
         if not tokenizer.has_chat_template:
             raise ConfigError("the model has no chat template; use /v1/completions")
@@ -132,11 +138,18 @@ def _encode(request: TextRequest, engine: Engine, context: int) -> tuple[list[li
                 "the chat template of the model has no tool calls; leave the tools out", "tools"
             )
         options = _template_options(request, tokenizer)
-        return [encode_chat(tokenizer, request.messages, options, limit=context)], param
+        return [encode_chat(tokenizer, request.messages, options, limit=context)]
     except LongPromptError as error:
-        raise ContextExceeded(param, error.num_tokens, context, is_counted=False) from error
+        raise ContextExceeded(
+            _param(request), error.num_tokens, context, request.options.max_tokens
+        ) from error
     except ConfigError as error:
-        raise Refusal(str(error), param) from error
+        raise Refusal(str(error), _param(request)) from error
+
+
+def _param(request: TextRequest) -> str:
+    """Name the field of the prompts."""
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
 
 
 def _template_options(request: ChatRequest, tokenizer: TokenizerWrapper) -> dict[str, Any]:

@@ -53,11 +53,13 @@ class Tools:
         names = self.names
         return functions if names is None else [one for one in functions if one["name"] in names]
 
-    def choose(self, choice: str, names: Sequence[str] | None = None, param: str = "") -> Tools:
+    def choose(
+        self, choice: str, names: Sequence[str] | None = None, is_single: bool = False
+    ) -> Tools:
         """Return these tools with a choice of the request: "auto", "none" or "required".
 
-        ``names`` are those of the tools that may be called, None for all; ``param`` is the field
-        that gives the choice.
+        ``names`` are those of the tools that may be called, None for all. If ``is_single``, there
+        is at most one call.
 
         Raises:
             Refusal: There is no such tool, or no tool to call.
@@ -66,13 +68,16 @@ class Tools:
         for name in names or ():
             if name not in known:
                 listed = ", ".join(known[:10]) or "none"
-                raise Refusal(f"{param} names {name!r}, but the tools are {listed}", param)
+                raise Refusal(
+                    f"tool_choice names {name!r}, but the tools are {listed}", "tool_choice"
+                )
         if choice == "none":
             return Tools([])
         chosen = None if names is None else tuple(names)
-        if choice == "required" and not (known if chosen is None else chosen):
-            raise Refusal(f"{param} needs tools; give at least one", param)
-        return replace(self, names=chosen, is_required=choice == "required")
+        is_required = choice == "required"
+        if is_required and not (known if chosen is None else chosen):
+            raise Refusal("tool_choice needs tools; give at least one", "tool_choice")
+        return replace(self, names=chosen, is_required=is_required, is_parallel=not is_single)
 
 
 def read_tool(fields: Fields, schema: str = "parameters") -> dict[str, Any]:

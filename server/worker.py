@@ -57,7 +57,7 @@ class Worker(threading.Thread):
             self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
             if len(self._waiting) >= self._limits.max_waiting:
                 raise Refusal(
-                    f"{len(self._waiting)} requests are waiting already; try again later",
+                    f"the queue is full, with {len(self._waiting)} waiting; try again later",
                     status=429,
                     code="queue_full",
                 )
@@ -83,15 +83,22 @@ class Worker(threading.Thread):
         if self.ident is not None:
             self.join()
 
+    def answer_all(self, refusal: Refusal | None = None) -> None:
+        """End the replies of all requests, from another thread, though a step has not ended.
+
+        ``refusal`` is their error, by default that the server ends.
+        """
+        with self._changed:
+            self._is_stopped = True
+            for job in [*self._running, *self._waiting]:
+                job.receive(refusal or _shutting_down())
+
     def abandon(self, message: str) -> None:
         """End all requests with status 503, from another thread, if no step will ever end.
 
         Blocks for a moment in which the event loop sends the errors.
         """
-        with self._changed:
-            self._is_stopped = True
-            for job in [*self._running, *self._waiting]:
-                job.receive(Refusal(message, status=503, code="machine_lost"))
+        self.answer_all(Refusal(message, status=503, code="machine_lost"))
         time.sleep(SEND_SECONDS)
 
     def gauges(self) -> dict[str, int]:

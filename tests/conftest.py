@@ -29,7 +29,8 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import ABSENT, SHARED, random_drafter, shared_model
 
 # Step times of tiny models are of no use to the user who runs the tests.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="redrafter-tests-")
+CACHE = Path(tempfile.mkdtemp(prefix="redrafter-tests-"))
+os.environ["XDG_CACHE_HOME"] = str(CACHE)
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
@@ -43,6 +44,13 @@ class Trained(NamedTuple):
     model: nn.Module
     tokenizer: TokenizerWrapper
     drafter: Drafter
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    """Let no test begin with the estimates of another."""
+    for path in CACHE.glob("*/*.state"):
+        path.unlink()
 
 
 def _load(name: str) -> Trained:

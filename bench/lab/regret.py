@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from mlx_redrafter.bench.lab.arms import compared_arms, decode_in_turns, make_turns
 from mlx_redrafter.bench.lab.scenarios import make_scenario
-from mlx_redrafter.bench.lab.simulation import Outcome, play
+from mlx_redrafter.bench.lab.simulation import Outcome, play, play_first
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
 from mlx_redrafter.bench.runs import (
@@ -27,6 +28,7 @@ from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, estimate
 from mlx_redrafter.bench.turns import reference_arm, time_shapes
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
+from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.policy.step_costs import StepCosts
 
 # Fixed plans to compare the default with, as well as plain decoding.
@@ -115,6 +117,9 @@ class SimulatedRegret:
         worst: Its maximum.
         least_plain: Minimum speed relative to plain decoding in scenarios in which no fixed plan is
             faster than plain decoding; None without such scenarios.
+        first_texts: Speed relative to the best fixed plan of the first text of a process that
+            begins without estimates, and of one that begins with stored ones; one pair per
+            scenario.
     """
 
     outcomes: list[Outcome]
@@ -122,6 +127,7 @@ class SimulatedRegret:
     p95: float
     worst: float
     least_plain: float | None
+    first_texts: list[tuple[float, float]]
 
 
 def simulate_regret(
@@ -138,10 +144,12 @@ def simulate_regret(
         is_shared: Whether other work disturbs the machines.
         on_progress: Callback for the number of scenarios done and their total.
     """
-    outcomes = []
+    outcomes, first_texts = [], []
     for done in range(scenarios):
         on_progress(done, scenarios)
-        outcomes.append(play(make_scenario(first + done, is_shared), begin_policy))
+        scenario = make_scenario(first + done, is_shared)
+        outcomes.append(play(scenario, begin_policy))
+        first_texts.append(play_first(scenario, begin_policy, _store))
     on_progress(scenarios, scenarios)
     regrets = [outcome.regret for outcome in outcomes]
     plain = [outcome.speed for outcome in outcomes if outcome.best is None]
@@ -151,7 +159,13 @@ def simulate_regret(
         float(np.quantile(regrets, 0.95)),
         max(regrets),
         min(plain, default=None),
+        first_texts,
     )
+
+
+def _store(policy: AdaptivePolicy) -> SimpleNamespace:
+    """Return, in place of a policy, what its file gives to another process."""
+    return SimpleNamespace(state=PolicyState.restored(policy.conclude().stored()))
 
 
 def begin_policy(costs: StepCosts, before: Any) -> AdaptivePolicy:

@@ -229,6 +229,37 @@ class Outcome(NamedTuple):
         return 1 - self.speed / self.best_speed
 
 
+def play_first(
+    scenario: Scenario,
+    begin: Begin,
+    forget: Callable[[Any], Any],
+    make_text: Callable[[Scenario], SimulatedText] = SimulatedText,
+) -> tuple[float, float]:
+    """Let a policy decode the first text of a process, which fixed plans decode, too.
+
+    Args:
+        scenario: The scenario.
+        begin: As in `play`.
+        forget: Makes what a second process begins with from the policy of the first one.
+        make_text: Makes the text.
+
+    Returns:
+        Speed by that of the best fixed plan in a first process and in the second one.
+    """
+    start, stop, seconds = FIRST_TEXT, 2 * FIRST_TEXT, np.zeros(2)
+    fixed: dict[DraftPlan | None, float] = dict.fromkeys((None, *FIXED), 0.0)
+    for seed in range(TEXTS):
+        text = make_text(replace(scenario, seed=TEXTS * scenario.seed + seed))
+        first = begin(scenario.timed, None)
+        run_policy(text, first, 0, FIRST_TEXT)
+        for i, before in enumerate((None, forget(first))):
+            seconds[i] += run_policy(text, begin(scenario.timed, before), start, stop, seed=1)
+        for plan in fixed:
+            fixed[plan] += run_fixed(text, plan, start, stop)
+    one, two = (min(fixed.values()) / seconds).tolist()
+    return one, two
+
+
 def play(
     scenario: Scenario,
     begin: Begin,

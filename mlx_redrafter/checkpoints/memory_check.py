@@ -50,7 +50,9 @@ def check_memory(
     total = read_total_memory()
     if total is None:
         return None
-    context = context._replace(tokens=min(context.tokens, _context_length(folder)))
+    context = context._replace(
+        tokens=min(context.tokens, read_context_length(folder) or EASY_TOKENS)
+    )
     fused = 0 if adapter is None or machines == 1 else fused_growth(folder, Path(adapter))
     own = (weight_bytes(folder) + fused) // machines
     weights = own + (0 if drafter is None else weight_bytes(drafter))
@@ -69,13 +71,17 @@ def check_memory(
     return None
 
 
-def _context_length(folder: Path) -> int:
-    """Return the number of tokens for which a model was made; `EASY_TOKENS` if it names none."""
+def read_context_length(folder: Path) -> int | None:
+    """Return the number of tokens for which a model was made; None if its config names none.
+
+    Raises:
+        CheckpointError: It has no config that can be read.
+    """
     config = read_config(folder)
     nested = config.get("text_config")
     values = {**config, **(nested if isinstance(nested, dict) else {})}
     lengths = [values.get(key) for key in CONTEXT_LENGTH_KEYS]
-    return next((one for one in lengths if isinstance(one, int) and one > 1), EASY_TOKENS)
+    return next((one for one in lengths if isinstance(one, int) and one > 1), None)
 
 
 def _describe(needed: MemoryEstimate, context: Context) -> str:

@@ -19,7 +19,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import read_states
-from mlx_redrafter.decoding.protocols import JointPolicy, OwnPolicies
+from mlx_redrafter.decoding.protocols import JointPolicy, OwnPolicies, num_best_of
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import Inputs, Noises, step
@@ -197,11 +197,14 @@ class Batch:
         is_tree = isinstance(trees.drafts[slots[0]], TokenTree)
         if slots != list(range(self.cache.num_slots)):
             outputs, trees = outputs.of(mx.array(slots)), trees.of(slots)
+        num_best = max(num_best_of(one.drafting) for one in group)
         if is_tree:
-            return sample_and_accept_all(samplers, outputs, trees, [noises[one] for one in group])
+            own = [noises[one] for one in group]
+            return sample_and_accept_all(samplers, outputs, trees, own, num_best)
         if trees.size > 1:
             outputs = outputs.at([one.size - 1 for one in trees.drafts])
-        return sample_roots(samplers, outputs, [one.cache.length - 1 for one in group])
+        positions = [one.cache.length - 1 for one in group]
+        return sample_roots(samplers, outputs, positions, num_best)
 
 
 def _samplers(sequences: Iterable[SequenceDecoder]) -> list[KeyedSampler]:

@@ -26,11 +26,13 @@ class Outcome(NamedTuple):
         rows: Node indices of the accepted path.
         tokens: Accepted drafts, and the bonus token if there is one.
         bonus: The target's own token after them, `NOT_A_NUMBER` or `NOT_A_TOKEN`.
+        best: `best_rows` of the logits, of Z numbers; empty unless the drafting asks for them.
     """
 
     rows: Sequence[int]
     tokens: list[int]
     bonus: int
+    best: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +41,8 @@ class Pass:
 
     Attributes:
         packed: Bonus token, `NOT_A_NUMBER` or `NOT_A_TOKEN`, and for a tree, number of accepted
-            drafts, node indices and tokens of the path, int32, shape (1,) or (2 + 2 L,). For one
-            token, never `NOT_A_NUMBER`.
+            drafts, node indices and tokens of the path, int32, shape (1,) or (2 + 2 L + Z,). For
+            one token, never `NOT_A_NUMBER`. The last Z numbers are those of `Outcome.best`.
         root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
         hidden_state: Target state that predicted it, shape (H,).
         log_probs: Natural log-probabilities after the nodes, shape (N, V).
@@ -83,7 +85,10 @@ class Pass:
 
         For a pass over one token, which accepts nothing, shape (1,) of junk.
         """
-        return self.packed if self.path is None else self.packed[2 + self.path.shape[0] :]
+        if self.path is None:
+            return self.packed
+        length = self.path.shape[0]
+        return self.packed[2 + length : 2 + 2 * length]
 
     @property
     def following_tokens(self) -> mx.array:
@@ -109,14 +114,14 @@ class Pass:
     @cached_property
     def outcome(self) -> Outcome:
         """The outcome; the first use waits for the device."""
-        bonus, *others = to_ints(self.packed) if self.read is None else self.read()
+        values = to_ints(self.packed) if self.read is None else self.read()
+        bonus = values[0]
         own = [bonus] if bonus >= 0 else []
-        if not others:
-            return Outcome((0,), own, bonus)
-        num_accepted, *path = others
-        length = len(path) // 2
-        tokens = path[length + 1 : length + 1 + num_accepted] + own
-        return Outcome(path[: num_accepted + 1], tokens, bonus)
+        if self.path is None:
+            return Outcome((0,), own, bonus, values[1:])
+        length, num_accepted = self.path.shape[0], values[1]
+        tokens = values[3 + length : 3 + length + num_accepted] + own
+        return Outcome(values[2 : 3 + num_accepted], tokens, bonus, values[2 + 2 * length :])
 
     @property
     def rows(self) -> Sequence[int]:

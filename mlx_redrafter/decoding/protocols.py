@@ -124,6 +124,21 @@ class Drafting(Protocol):
         ...
 
 
+@runtime_checkable
+class Recycling(Protocol):
+    """Drafts that learn what the target finds probable after every node that it verifies."""
+
+    @property
+    def num_best(self) -> int:
+        """Number of tokens after each node that `Outcome.best` has; 0 for none."""
+        ...
+
+
+def num_best_of(drafting: Drafting | None) -> int:
+    """Return the number of most probable tokens after each node that a drafting asks for."""
+    return drafting.num_best if isinstance(drafting, Recycling) else 0
+
+
 class DraftRequest(NamedTuple):
     """A request for drafts of what may follow a sequence's newest pass.
 

@@ -18,7 +18,7 @@ from mlx_redrafter.decoding.delivery import Delivery
 from mlx_redrafter.decoding.outbox import Outbox
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.processors import ProcessorChain
-from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, DraftRequest
+from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, DraftRequest, num_best_of
 from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, TokenSampler
 from mlx_redrafter.decoding.stats import DecodingStats
@@ -182,10 +182,12 @@ class SequenceDecoder:
         self, drafts: mx.array | TokenTree, outputs: TargetOutputs, noise: GumbelNoise | None
     ) -> Pass:
         """Do what `sample` does, with logits that are processed already."""
+        num_best = num_best_of(self.drafting)
         if isinstance(drafts, TokenTree):
-            return sample_and_accept(self.sampler, outputs, drafts, noise)
+            return sample_and_accept(self.sampler, outputs, drafts, noise, num_best)
         # The token just processed, the last of the committed ones, is the root of this choice.
-        return sample_root(self.sampler, outputs, self.sampler.noise(self.cache.length - 1, 1))
+        noise = self.sampler.noise(self.cache.length - 1, 1)
+        return sample_root(self.sampler, outputs, noise, num_best)
 
     def push(self, found: Pass, drafts: mx.array | TokenTree, request: DraftRequest | None) -> None:
         """Make a dispatched pass over a root or tree the newest one, once that before is committed.

@@ -78,6 +78,11 @@ class DecodingStats:
         return sum(self.accepted_counts)
 
     @property
+    def num_accepted(self) -> int:
+        """Number of accepted drafts."""
+        return sum(depth * count for depth, count in enumerate(self.accepted_counts))
+
+    @property
     def tokens_per_step(self) -> float | None:
         """Tokens yielded per step without the first token; None before the first step.
 

@@ -1,7 +1,7 @@
 """Sampling after a root or a tree, and acceptance: for one sequence, or for several at once.
 
 Axes: G sequences, N nodes of a tree, L its levels, the root's included, H hidden size, V
-vocabulary.
+vocabulary, K most probable tokens that a drafting asks for.
 
 Several sequences are sampled with the operations of one, on more rows. Each row has the noise that
 its sequence has alone, so that the tokens are those of each sequence alone.
@@ -29,41 +29,72 @@ from mlx_redrafter.decoding.sampling import (
 )
 from mlx_redrafter.device_read import to_floats, to_ints, to_rows
 from mlx_redrafter.target.target import TargetOutputs
+from mlx_redrafter.trees.topk import top_k
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
 
-def sample_root(sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None) -> Pass:
+def best_rows(log_probs: mx.array, count: int) -> mx.array:
+    """Find the K most probable tokens after each node, for `read_best`.
+
+    Args:
+        log_probs: Natural log-probabilities, shape (N, V).
+        count: K, less than V; 0 for none.
+
+    Returns:
+        Their ids and the bits of their log-probabilities, int32, shape (N, 2 K).
+    """
+    if not count:
+        return mx.zeros((log_probs.shape[0], 0), dtype=mx.int32)
+    values, indices = top_k(log_probs, count)
+    bits = values.astype(mx.float32).view(mx.int32)
+    return mx.concatenate([indices.astype(mx.int32), bits], axis=1)
+
+
+def sample_root(
+    sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None, num_best: int = 0
+) -> Pass:
     """Sample after a root, N = 1, and dispatch that.
 
     The host looks for NaN itself, which saves the device an operation.
     """
     log_probs, token, normaliser = choose(sampler, outputs.logits, None, noise, 1)
-    mx.async_eval(token, normaliser, outputs.hidden_states, log_probs, outputs.states)
+    outcome = token
+    if num_best:
+        outcome = mx.concatenate([token, best_rows(log_probs, num_best).reshape(-1)])
+    mx.async_eval(outcome, normaliser, token, outputs.hidden_states, log_probs, outputs.states)
 
     def read() -> list[int]:
-        return to_ints(token) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
+        return to_ints(outcome) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
 
     hidden_state = outputs.hidden_states.squeeze(0)
     return Pass(token, token, hidden_state, log_probs, outputs.states, read=read)
 
 
 def sample_and_accept(
-    sampler: TokenSampler, outputs: TargetOutputs, tree: TokenTree, noise: GumbelNoise | None
+    sampler: TokenSampler,
+    outputs: TargetOutputs,
+    tree: TokenTree,
+    noise: GumbelNoise | None,
+    num_best: int = 0,
 ) -> Pass:
     """Sample after every node of a tree, accept what agrees, and dispatch that."""
     num_levels = tree.max_depth + 1
     log_probs, tokens, normalisers = choose(sampler, outputs.logits, tree.depths, noise, num_levels)
     path, num_accepted, bonus, last, path_tokens = accept(tree, mark_nan(tokens, normalisers))
     hidden_state = outputs.hidden_states[last].squeeze(0)
-    outcome = mx.concatenate([bonus, num_accepted, path, path_tokens])
+    best = [best_rows(log_probs, num_best).reshape(-1)] if num_best else []
+    outcome = mx.concatenate([bonus, num_accepted, path, path_tokens, *best])
     mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
     root = mx.maximum(bonus, 0)
     return Pass(outcome, root, hidden_state, log_probs, outputs.states, path)
 
 
 def sample_roots(
-    samplers: Sequence[KeyedSampler], outputs: TargetOutputs, positions: Sequence[int]
+    samplers: Sequence[KeyedSampler],
+    outputs: TargetOutputs,
+    positions: Sequence[int],
+    num_best: int = 0,
 ) -> list[Pass]:
     """Sample after the roots of several sequences, and dispatch that.
 
@@ -71,18 +102,22 @@ def sample_roots(
         samplers: One per sequence; they differ in their seeds only.
         outputs: Outputs for all sequences, N = 1, each array with an axis of G before its others.
         positions: Position of each root.
+        num_best: K; 0 for none.
     """
     first, noise = samplers[0], None
     if first.params.temp:
         noise = GumbelNoise(first.params, noise_for_all(samplers, positions))
     count = len(samplers)
     log_probs, tokens, normalisers = choose(first, outputs.logits.squeeze(1), None, noise, count)
-    mx.async_eval(tokens, normalisers, log_probs, outputs.hidden_states, outputs.states)
+    outcomes = tokens[:, None]
+    if num_best:
+        outcomes = mx.concatenate([outcomes, best_rows(log_probs, num_best)], axis=1)
+    mx.async_eval(tokens, outcomes, normalisers, log_probs, outputs.hidden_states, outputs.states)
 
     @cache
     def read() -> list[list[int]]:
-        found = zip(to_ints(tokens), to_floats(normalisers), strict=True)
-        return [[token if math.isfinite(one) else NOT_A_NUMBER] for token, one in found]
+        found = zip(to_rows(outcomes), to_floats(normalisers), strict=True)
+        return [row if math.isfinite(one) else [NOT_A_NUMBER] for row, one in found]
 
     parts = zip(
         mx.split(tokens, count),
@@ -102,6 +137,7 @@ def sample_and_accept_all(
     outputs: TargetOutputs,
     trees: TreeBatch,
     noises: Sequence[GumbelNoise | None],
+    num_best: int = 0,
 ) -> list[Pass]:
     """Sample after every node of several trees, accept what agrees, and dispatch that.
 
@@ -111,6 +147,7 @@ def sample_and_accept_all(
         trees: The trees.
         noises: Noise of the choices after nodes of each depth, of the same number of depths for
             all sequences, L or more; None without noise.
+        num_best: K; 0 for none.
     """
     count, size, rows = len(trees), trees.size, trees.depths
     values, noise = [one.values for one in noises if one is not None], None
@@ -123,7 +160,8 @@ def sample_and_accept_all(
     chosen = mark_nan(sampled, normalisers).reshape(count, size)
     paths, num_accepted, bonus, last, tokens = _accept_all(trees, chosen)
     hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
-    outcomes = mx.concatenate([bonus, num_accepted, paths, tokens], axis=1)
+    best = [best_rows(log_probs, num_best).reshape(count, -1)] if num_best else []
+    outcomes = mx.concatenate([bonus, num_accepted, paths, tokens, *best], axis=1)
     mx.async_eval(outcomes, hidden_states, log_probs, outputs.states)
     # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
     read = cache(lambda: to_rows(outcomes))

@@ -362,6 +362,8 @@ class Engine:
             stats.shapes = policy.shapes()
             if couple and policy.is_used:
                 memory.policy = state
+            if couple:
+                memory.keep()
             if state.ratios.are_low:
                 doubt_times(self.target, self._network, memory.timed)
 
@@ -372,6 +374,8 @@ class Engine:
         if proposer is not None:
             # Acceptance of uncoupled drafts is not that of coupled ones.
             memory = self.memory if options.couple else LearnedState()
+            if options.couple:
+                memory.recall(self.networks)
             scheduler.batch.policy = BatchPolicy(
                 lambda: self._costs(self._network),
                 lambda: scheduler.batch.cache.num_slots,
@@ -412,6 +416,8 @@ class Engine:
         if network is not None:
             proposer = LookupFirst(self.memory.lookup.after(history), network)
         # Acceptance of uncoupled drafts is not that of coupled ones.
+        if options.couple:
+            self.memory.recall(self.networks)
         before = self.memory.policy if options.couple else None
         return proposer, AdaptivePolicy(costs, before, max_length=proposer.max_length)
 

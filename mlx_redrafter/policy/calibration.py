@@ -7,15 +7,18 @@ and it is right. So the probabilities of siblings add up to at most 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from mlx_redrafter.policy.plans import Floats
+from mlx_redrafter.policy.plans import Floats, checked
 from mlx_redrafter.trees.tree import Drafts
 
 # Number of newest observations that the regression is fitted to.
 WINDOW = 256
+# Number of observations that those of an earlier process count as.
+STORED = 64
 # Mean and standard deviation of the weights before any observation, see `Calibration`: the
 # proposer's probabilities are taken as right until some 20 observations contradict them.
 PRIOR = ((0.0, 1.5), (1.0, 0.7), (0.0, 0.5))
@@ -43,6 +46,8 @@ class Calibration:
 
     def __init__(self) -> None:
         self.weights: Floats = _MEAN
+        # Weights before any observation, and the inverse of their covariance.
+        self._mean, self._precision = _MEAN, _PRECISION
         self._rows: Floats = np.zeros((WINDOW, 7))
         # Number of observations so far, and at the last fit.
         self._count = self._fitted = 0
@@ -87,11 +92,35 @@ class Calibration:
             return
         self._fitted = self._count
         inputs, right = self._rows[:known, :-1], self._rows[:known, -1]
-        inverse = np.linalg.inv(inputs.T @ inputs / 4 + _PRECISION)
+        inverse = np.linalg.inv(inputs.T @ inputs / 4 + self._precision)
         for _ in range(5):  # two follow log-odds of 14 too slowly
             p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
-            slope = inputs.T @ (right - p) - _PRECISION @ (self.weights - _MEAN)
+            slope = inputs.T @ (right - p) - self._precision @ (self.weights - self._mean)
             self.weights = self.weights + inverse @ slope
+
+    def stored(self) -> dict[str, Any]:
+        """Return the weights, and how sure they are, for a file."""
+        known = min(self._count, WINDOW)
+        inputs = self._rows[:known, :-1]
+        p = 0.5 + 0.5 * np.tanh(0.5 * (inputs @ self.weights))
+        evidence = self._precision - _PRECISION + inputs.T @ (inputs * (p * (1 - p))[:, None])
+        faded = evidence * min(0.5, STORED / max(1, known))
+        return {"weights": self.weights.tolist(), "evidence": faded.tolist()}
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any]) -> Calibration:
+        """Begin with the numbers of a file.
+
+        Raises:
+            ValueError: They are damaged.
+        """
+        found = cls()
+        found.weights = found._mean = checked(stored["weights"], _MEAN.shape, -100.0, 100.0)
+        evidence = checked(stored["evidence"], _PRECISION.shape, -1e6, 1e6)
+        if np.linalg.eigvalsh((evidence + evidence.T) / 2).min() < -1e-6:
+            raise ValueError("negative evidence")
+        found._precision = _PRECISION + (evidence + evidence.T) / 2
+        return found
 
 
 def features_of(drafts: Drafts) -> list[Features]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,20 @@ FITS = np.array(
         for w in range(len(WIDTHS))
     ]
 )
+
+
+def checked(
+    values: Any, shape: tuple[int, ...], least: float | Floats, most: float | Floats
+) -> Floats:
+    """Return the numbers of a file as an array.
+
+    Raises:
+        ValueError: They have another shape, or some are out of range.
+    """
+    found = np.array(values, dtype=np.float64)
+    if found.shape != shape or not ((found >= least) & (found <= most)).all():
+        raise ValueError(f"expected numbers between {least} and {most} of shape {shape}")
+    return found
 
 
 @dataclass(frozen=True)

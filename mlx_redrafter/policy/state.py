@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mlx_redrafter.policy.calibration import Calibration
-from mlx_redrafter.policy.step_times import Guard, TimeRatios
+from mlx_redrafter.policy.plans import checked
+from mlx_redrafter.policy.step_times import SPARE, Guard, TimeRatios
 from mlx_redrafter.policy.value import ExpectedDrafts
 
 # Share of the time for exploring, half for probes and surveys and half for trials.
@@ -83,6 +86,33 @@ class PolicyState:
         if self.guard is None:
             self.guard = Guard(plain)
         return self.guard
+
+    def stored(self) -> dict[str, Any]:
+        """Return the estimates as numbers, for a file; no text is among them."""
+        return {
+            "calibration": self.calibration.stored(),
+            "drafts": self.drafts.stored(),
+            "ratios": self.ratios.stored(),
+            "guard": None if self.guard is None else self.guard.stored(),
+            "budget": [max(0.0, self.budget.probes), max(0.0, self.budget.trials)],
+        }
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any]) -> PolicyState:
+        """Begin with the numbers of a file, of which each part weighs half at most.
+
+        Raises:
+            ValueError: They are damaged; KeyError, TypeError or AttributeError, too.
+        """
+        probes, trials = checked(stored["budget"], (2,), 0.0, 3600 * SPARE).tolist()
+        guard = stored["guard"]
+        return cls(
+            Calibration.restored(stored["calibration"]),
+            ExpectedDrafts.restored(stored["drafts"]),
+            TimeRatios.restored(stored["ratios"]),
+            None if guard is None else Guard.restored(guard),
+            Budget(probes, trials),
+        )
 
     def for_next(self) -> PolicyState:
         """Return a copy for the next sequence, in which counts weigh half."""

@@ -6,12 +6,14 @@ Axes: W widths, L lengths, S sizes.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from statistics import median_low
+from typing import Any
 
 import numpy as np
 
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, PLANS, SIZES, Floats
+from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, PLANS, SIZES, Floats, checked
 from mlx_redrafter.policy.step_costs import StepCosts
 
 # Variance, from one step to the next, of what slows all steps; one step's noise has variance 1.
@@ -74,6 +76,25 @@ class TimeRatios:
         self._common += surprise * CHANGE / total
         variance, own = variance - variance**2 / total, own + surprise * variance / total
         self._own[kind] = own, max(1 / KNOWN, variance)
+
+    def stored(self) -> dict[str, Any]:
+        """Return what each kind has of its own, for a file; costs that will be timed again lack."""
+        return {} if self.are_low else {str(kind): one for kind, one in self._own.copy().items()}
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any]) -> TimeRatios:
+        """Begin with the numbers of a file, at twice their variance.
+
+        Raises:
+            ValueError: They are damaged.
+        """
+        found = cls()
+        for kind, one in stored.items():
+            own, variance = checked(one, (2,), -7.0, 7.0).tolist()
+            if int(kind) not in (PROBE, EMPTY, 1, *SIZES) or not 0 < variance <= OWN:
+                raise ValueError(f"{kind} with variance {variance}")
+            found._own[int(kind)] = own, min(OWN, 2 * variance)
+        return found
 
 
 class CurrentCosts:
@@ -169,6 +190,24 @@ class Guard:
         """Count tokens of any step, of which drafting may lose a share."""
         if self._lost > 0:
             self._steps += LOSS * num_tokens
+
+    def stored(self) -> dict[str, Any]:
+        """Return the newest plain steps in seconds, and the lost ones, for a file."""
+        return {"plain": self._newest[-2:], "lost": max(-SPARE, min(self._lost, TRUST))}
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any]) -> Guard:
+        """Begin with the numbers of a file: some trust is left, whatever has been lost.
+
+        Raises:
+            ValueError: They are damaged.
+        """
+        num_newest = min(2, max(1, len(stored["plain"])))
+        newest = checked(stored["plain"], (num_newest,), 1e-9, 3600.0).tolist()
+        found = cls(newest[-1])
+        found._newest, found.plain = newest, median_low(newest)
+        found._steps = -float(checked(stored["lost"], (), -SPARE, TRUST)) / 2
+        return found
 
     @property
     def allows_drafts(self) -> bool:

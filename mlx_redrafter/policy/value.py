@@ -5,11 +5,12 @@ Axes: W widths, L lengths, S sizes, n drafts of a tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, Floats
+from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, Floats, checked
 from mlx_redrafter.policy.scored_drafts import ScoredDrafts, most_probable
 from mlx_redrafter.policy.step_times import CurrentCosts
 
@@ -25,6 +26,8 @@ SMALL = 0.05
 DOUBT = 0.2
 
 _NW, _NL, _NC = FITS.shape
+# Bounds of stored numbers, as in `ExpectedDrafts.chosen`.
+_BOUNDS = np.array([[[-1.0]], [[0.01]]]), np.array([[[1.0 * COUNTS[-1]]], [[1e3]]])
 _ROWS = np.ogrid[:_NW, :_NL]
 # Drafts that a chain of each length verifies, shape (L, 1 + S).
 _IN_CHAIN = np.minimum(np.array(LENGTHS)[:, None] - 1, COUNTS)
@@ -55,6 +58,28 @@ class ExpectedDrafts:
     def fade(self) -> None:
         """Let the means count as half of a full window."""
         self._count = min(self._count, self._window // 2)
+
+    def stored(self) -> dict[str, Any]:
+        """Return the means, for a file."""
+        return {
+            "mean": self.mean.clip(0.0, LENGTHS[-1]).round(4).tolist(),
+            "chosen": np.clip(self.chosen, *_BOUNDS).round(4).tolist(),
+            "count": self._count,
+        }
+
+    @classmethod
+    def restored(cls, stored: Mapping[str, Any]) -> ExpectedDrafts:
+        """Begin with the numbers of a file, which count as half of a full window at most.
+
+        Raises:
+            ValueError: They are damaged.
+        """
+        found = cls()
+        found.mean = checked(stored["mean"], found.mean.shape, 0.0, LENGTHS[-1])
+        found.chosen = checked(stored["chosen"], found.chosen.shape, *_BOUNDS)
+        found._count = int(checked(stored["count"], (), 0, 1e6))
+        found.fade()
+        return found
 
     def learn(self, scored: ScoredDrafts, costs: CurrentCosts, rate: float) -> None:
         """Learn from the drafts of one tree.

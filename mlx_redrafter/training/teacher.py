@@ -29,8 +29,8 @@ TOP_K = 32
 SHARD_TOKENS = 16384
 # Number of sequences per forward pass.
 BATCH_SEQUENCES = 8
-# Maximum number of tokens per forward pass.
-MAX_CHUNK_TOKENS = 2048
+# Maximum number of tokens per forward pass, so that an interruption waits for a short one.
+MAX_CHUNK_TOKENS = 512
 # Maximum size of the float32 logits of a forward pass, in bytes.
 LOGITS_BYTES = 2**27
 

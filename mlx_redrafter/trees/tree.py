@@ -59,7 +59,7 @@ class TokenTree:
             another order.
         packed: Arrays that `read` needs, in one, int32, shape (4 (N - 1),), or for a chain, which
             needs only tokens and scores, (2 (N - 1),); None without scores.
-        known: Drafts that are on the host already, or None.
+        known: Drafts that are on the host already, without padding, or None.
         is_chain: Whether every draft is a child of the previous node. A chain needs far fewer
             operations.
     """
@@ -229,7 +229,6 @@ class TokenTree:
             ancestors=ancestor_mask(parents, self.max_depth),
             scores=None,
             packed=None,
-            known=None,
             is_chain=False,
         )
 

@@ -118,7 +118,7 @@ function load(id) {
   return {id: one.id, changed: one.changed, leaf: moved.at(-1).id, turns: moved};
 }
 
-// Add what another window has stored; return whether that lacks something of this one. An answer in both has the newer text of the window that writes it.
+// Add what another window has stored; return whether that lacks something of this one. An answer in both has the text of the window that writes it.
 function merge(own) {
   const stored = new Map(load(own.id)?.turns.map(turn => [turn.id, turn]));
   let lacks = false;
@@ -132,8 +132,11 @@ function merge(own) {
   return lacks;
 }
 
-function save(own = chat) {
+function saveTab() {
   write(sessionStorage, "redrafter-tab", {id: chat.id, key: find("key").value, text: find("text").value});
+}
+
+function save(own = chat) {
   if (!own.turns.length || deleted.has(own.id)) return;
   merge(own);
   if (write(localStorage, CHAT + own.id, {...own, changed: Date.now()})) {
@@ -147,7 +150,6 @@ function save(own = chat) {
 function saveSettings() {
   const values = Object.fromEntries(["system", ...SAMPLING].map(id => [id, find(id).value]));
   write(localStorage, "redrafter-options", {...values, isMarking});
-  save();
 }
 
 function restore() {
@@ -158,6 +160,7 @@ function restore() {
   find("key").value = tab?.key ?? "";
   open((tab && load(tab.id)) ?? newChat());
   find("text").value = tab?.text ?? "";
+  saveTab();
 }
 
 // ---- The tree of turns
@@ -261,7 +264,7 @@ function drawText(body, text) {
 // ---- Drafts: lengths of texts that were not drafted, drafted, not drafted, ...
 
 function addRun(runs, length, isDraft) {
-  while (runs.length % 2 !== (isDraft ? 0 : 1)) runs.push(0);
+  while (!runs.length || runs.length % 2 === Number(isDraft)) runs.push(0);
   runs[runs.length - 1] += length;
 }
 
@@ -306,9 +309,9 @@ function open(other) {
   draw();
   setRunning(false);
   find("log").scrollTop = find("log").scrollHeight;
-  if (isNarrow()) showSide(false);
+  if (narrow.matches) showSide(false);
   find("text").focus();
-  save();
+  saveTab();
 }
 
 function draw() {
@@ -409,13 +412,14 @@ function edit(turn, element) {
   const form = make("form"), box = make("textarea"), send = make("button", "main", "Send");
   box.value = turn.content;
   box.ariaLabel = "Edited message";
-  form.append(box, send, button("Cancel", draw));
+  const cancel = () => { draw(); find("text").focus(); };
+  form.append(box, send, button("Cancel", cancel));
   form.addEventListener("submit", event => {
     event.preventDefault();
     if (box.value.trim()) ask(box.value, turn.parent);
   });
   sendOnEnter(box, form);
-  box.addEventListener("keydown", event => event.key === "Escape" && draw());
+  box.addEventListener("keydown", event => event.key === "Escape" && cancel());
   element.replaceChildren(form);
   box.focus();
 }
@@ -430,7 +434,7 @@ function sendOnEnter(box, form) {
   });
 }
 
-const isNarrow = () => matchMedia("(max-width: 47rem)").matches;
+const narrow = matchMedia("(max-width: 47rem)");
 
 function showSide(isShown) {
   find("side").hidden = !isShown;
@@ -523,6 +527,7 @@ function showModel() {
   const rows = Object.entries(facts).filter(([, value]) => value);
   find("start").querySelector("dl").replaceChildren(...rows.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]));
   for (const id of SAMPLING) find(id).placeholder = one.defaults?.[id] ?? "";
+  if (find("max_tokens").placeholder === "-1") find("max_tokens").placeholder = "no limit";
 }
 
 async function* events(response) {
@@ -568,7 +573,7 @@ function bodyOf(turns) {
 
 // Send turns until the server takes them: less of them if they exceed the context, and as a text if it turns out that the model knows no chats.
 async function post(turn, turns, signal) {
-  if (!models.length) await learnModels();
+  await learnModels();  // another server may run by now, or the model have been loaded
   turn.leftOut = leftOut(turns);
   for (;;) {
     const body = bodyOf(turns.slice(turn.leftOut)), knew = model().has_chat;
@@ -580,6 +585,7 @@ async function post(turn, turns, signal) {
       if (error.kind === "context" && body.messages && turn.leftOut < turns.length - 1) {
         turn.leftOut += 2 * Math.ceil((turns.length - turn.leftOut - 1) / 4);
       } else {
+        if (error.kind === "context") error.message = `The message is too long for the model's context: shorten it with Edit. (${error.message})`;
         if (error.kind !== "server" || knew !== null) throw error;
         await learnModels();
         if (model().has_chat !== false) throw error;
@@ -653,7 +659,6 @@ async function respond(question) {
     if (failure) fail(failure, question);
     else find("status").textContent = turn.content;
   }
-  if (models.some(one => one.state === "not_loaded")) reload();
 }
 
 function fail(error, question) {
@@ -661,7 +666,6 @@ function fail(error, question) {
     find("status").textContent = "Stopped.";
     return;
   }
-  models = [];  // another server may answer the next time
   tell(error.message, error.kind, button("Try again", () => respond(question)));
   if (error.kind === "key") askKey(question);
   if (!error.kind) throw error;
@@ -695,11 +699,13 @@ find("ask").addEventListener("submit", event => {
   if (running) return running.abort();
   if (!text.trim()) return;
   find("text").value = "";
+  saveTab();
   // A message that was not answered stays as a version of the next one.
   ask(text, last?.role === "user" ? last.parent : last?.id ?? null);
 });
 sendOnEnter(find("text"), find("ask"));
 addEventListener("keydown", event => event.key === "Escape" && !find("options").open && running?.abort());
+narrow.addEventListener("change", () => showSide(!narrow.matches));
 find("new").addEventListener("click", () => open(newChat()));
 find("menu").addEventListener("click", () => showSide(find("side").hidden));
 find("markdown").addEventListener("click", exportMarkdown);
@@ -713,7 +719,7 @@ find("options").addEventListener("close", async () => {
 });
 find("models").addEventListener("change", showModel);
 for (const id of ["system", ...SAMPLING]) find(id).addEventListener("input", saveSettings);
-for (const id of ["key", "text"]) find(id).addEventListener("input", () => save());
+for (const id of ["key", "text"]) find(id).addEventListener("input", saveTab);
 addEventListener("pagehide", () => {  // the browser breaks off the answer after this
   running?.save();
   isLeaving = true;
@@ -749,6 +755,6 @@ async function reload(question) {
   }
 }
 
-showSide(!isNarrow());
+showSide(!narrow.matches);
 restore();
 reload();

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -266,10 +265,10 @@ def _read_tools(fields: Fields) -> Tools:
     choice = fields.inner("tool_choice")
     kind = choice.one_of("type", ["auto", "any", "tool", "none"]) or "auto"
     names = [choice.word("name")] if kind == "tool" else None
-    is_single = choice.typed("disable_parallel_tool_use", bool) or False
+    is_single = choice.typed("disable_parallel_tool_use", bool) or kind == "tool"
     choice.finish()
     word = "required" if kind in ("any", "tool") else kind
-    return replace(tools.choose(word, names, "tool_choice"), is_parallel=not is_single)
+    return tools.choose(word, names, is_single)
 
 
 ROUTES: Routes = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import time
@@ -11,6 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from mlx_lm.utils import compute_bits_per_weight, get_total_parameters
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +23,13 @@ from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.models import LoadedModel, Model
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.conversation import Conversation
-from mlx_redrafter.server.protocols.openai_fields import read_options, read_penalties, read_stops
+from mlx_redrafter.server.protocols.openai_chat import format_logprobs, read_top_logprobs
+from mlx_redrafter.server.protocols.openai_fields import (
+    MAX_PENALTY_CONTEXT,
+    read_options,
+    read_penalties,
+    read_stops,
+)
 from mlx_redrafter.server.protocols.service import Routes, Service
 from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.refusals import Refusal
@@ -31,18 +39,24 @@ from mlx_redrafter.server.wire import respond, to_text
 
 # Version of Ollama whose API this follows, since clients look for one that is new enough.
 OLLAMA_VERSION = "0.13.5"
-# Options of Ollama's engine that do not change the text.
+# Options that do not change the text, and samplers that Ollama's own engine has no more.
 _IGNORED_OPTIONS = (
     "draft_num_predict",
     "f16_kv",
     "low_vram",
     "main_gpu",
+    "mirostat",
+    "mirostat_eta",
+    "mirostat_tau",
     "num_batch",
     "num_ctx",
     "num_gpu",
     "num_keep",
     "num_thread",
     "numa",
+    "penalize_newline",
+    "tfs_z",
+    "typical_p",
     "use_mlock",
     "use_mmap",
     "vocab_only",
@@ -53,8 +67,6 @@ _RENAMED = {
     "repeat_penalty": "repetition_penalty",
     "repeat_last_n": "repetition_context_size",
 }
-# Options of samplers that do not exist here, with the value that turns each off.
-_OFF: dict[str, float] = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}
 # Seconds of the units that ``keep_alive`` may have.
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -85,8 +97,9 @@ async def list_models(service: Service, client: Request) -> Response:
 
 async def list_loaded(service: Service, client: Request) -> Response:
     """Answer ``GET /api/ps``."""
-    loaded = [model for model in service.models if model.loaded is not None]
-    return respond({"models": [_describe(model) for model in loaded]})
+    found = [(model, model.loaded) for model in service.models]
+    shown = [_describe_loaded(model, loaded) for model, loaded in found if loaded is not None]
+    return respond({"models": shown})
 
 
 async def show(service: Service, client: Request) -> Response:
@@ -154,19 +167,16 @@ class OllamaWriter(Writer):
     def __init__(self, field: str, model: str):
         super().__init__(model)
         self._field = field
-        self._begin = time.perf_counter()
-        self._first: float | None = None
         self._finish_reason: str | None = None
         # Calls so far, which Ollama's clients want whole.
         self._calls: list[ToolCall] = []
 
     def add(self, part: Part) -> Iterator[str]:
-        self._first = self._first or time.perf_counter()
         self._finish_reason = part.finish_reason
         for call in part.tool_calls:
             add_call(self._calls, call)
         part = replace(part, tool_calls=self._calls if part.finish_reason else [])
-        if part.content or part.reasoning or part.tool_calls:
+        if part.has_content:
             yield self._line({**self._say(part), "done": False})
 
     def end(self) -> Iterator[str]:
@@ -195,27 +205,31 @@ class OllamaWriter(Writer):
     def _say(self, part: Part | None) -> dict[str, Any]:
         content = "" if part is None else part.content
         more: dict[str, Any] = {}
+        shown = {}
+        if part is not None and part.logprobs:
+            shown = {"logprobs": list(map(format_logprobs, part.logprobs))}
         if part is not None and part.reasoning:
             more["thinking"] = part.reasoning
         if part is not None and part.tool_calls:
             whole = (call for call in part.tool_calls if call.parsed is not None)
             more["tool_calls"] = list(map(_format_call, whole))
         if self._field == "response":
-            return {"response": content, **more}
-        return {"message": {"role": "assistant", "content": content, **more}}
+            return {"response": content, **more, **shown}
+        return {"message": {"role": "assistant", "content": content, **more}, **shown}
 
     def _end(self) -> dict[str, Any]:
-        now, usage = time.perf_counter(), self.usage()
-        first = self._first or now
+        usage = self.usage()
+        seconds = usage.load_seconds, usage.prompt_seconds, usage.text_seconds
+        load, prompt, text = (max(1, int(one * 1e9)) for one in seconds)  # clients divide by them
         return {
             "done": True,
             "done_reason": "length" if self._finish_reason == "length" else "stop",
-            "total_duration": _nanoseconds(now - self._begin),
-            "load_duration": 0,
+            "total_duration": load + prompt + text,
+            "load_duration": load,
             "prompt_eval_count": usage.num_prompt,
-            "prompt_eval_duration": _nanoseconds(first - self._begin),
+            "prompt_eval_duration": prompt,
             "eval_count": usage.num_tokens,
-            "eval_duration": _nanoseconds(now - first),
+            "eval_duration": text,
         }
 
 
@@ -233,10 +247,6 @@ async def _answer(
         await service.models.open(request.model)
     reason = "unload" if stay == 0 else "load"
     return respond(OllamaWriter(field, model.name).loaded(reason))
-
-
-def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)
 
 
 def _format_call(call: ToolCall) -> dict[str, Any]:
@@ -265,23 +275,41 @@ def _read_common(
     fields: Fields, defaults: GenerationOptions
 ) -> tuple[dict[str, Any], float | None]:
     """Read the fields of `TextRequest` and the seconds that the model stays in memory."""
-    given = fields.inner("options").values.items()
-    renamed = {_RENAMED.get(name, name): one for name, one in given if one != _OFF.get(name)}
-    options = Fields(renamed, "options")
-    options.take(*_IGNORED_OPTIONS)
+    options = _read_options(fields)
     fields.take("truncate", "shift")
     stream = fields.typed("stream", bool)
     common = {
         "model": fields.typed("model", str),
-        # As at Ollama, a text without a limit ends at the context.
-        "options": read_options(options, replace(defaults, max_tokens=-1), "max_tokens"),
+        "options": read_options(options, defaults, "max_tokens"),
         "is_streamed": stream is not False,
         "stops": read_stops(options, "stop"),
         "penalties": read_penalties(options),
         "format": _read_format(fields),
+        "top_logprobs": read_top_logprobs(fields),
     }
     options.finish()
     return common, _read_stay(fields)
+
+
+def _read_options(fields: Fields) -> Fields:
+    """Return the options by their names in OpenAI's API and mlx-lm's, but those that are ignored.
+
+    As at Ollama, a length of 0 or less is no limit, a seed below 0 is a new one, and penalties look
+    back at no token, or at all of them.
+    """
+    given = dict(fields.inner("options").values)
+    length, seed, size = map(given.get, ("num_predict", "seed", "repeat_last_n"))
+    if type(length) is int and length <= 0:
+        given["num_predict"] = -1
+    if type(seed) is int and seed < 0:
+        del given["seed"]
+    if size in (0, -1):
+        given["repeat_last_n"] = MAX_PENALTY_CONTEXT
+        given["repeat_penalty"] = given.get("repeat_penalty") if size else None
+    for name in _IGNORED_OPTIONS:
+        given.pop(name, None)
+    renamed = {_RENAMED.get(name, name): value for name, value in given.items()}
+    return Fields(renamed, "options", {new: old for old, new in _RENAMED.items()})
 
 
 def _read_format(fields: Fields) -> AnswerFormat | None:
@@ -334,16 +362,53 @@ def _describe(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
         "model": model.name,
-        "modified_at": datetime.fromtimestamp(0, UTC).isoformat(),
+        "modified_at": _format_time(model.modified),
         "size": model.estimate_bytes(),
-        "digest": "",
-        "details": {"format": "safetensors", "family": "", "families": [], "parent_model": ""},
+        # Clients show its beginning. Nothing can be fetched by it.
+        "digest": hashlib.sha256(model.name.encode()).hexdigest(),
+        "details": _describe_details(model.loaded),
     }
 
 
+def _describe_details(loaded: LoadedModel | None) -> dict[str, Any]:
+    """Return the kind and the size of a model, which are known once it is loaded."""
+    kinds: list[str] = []
+    size = level = ""
+    if loaded is not None:
+        network = loaded.engine.target.model
+        kinds = [_kind(loaded)]
+        count, bits = get_total_parameters(network), round(compute_bits_per_weight(network))
+        size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+        level = f"F{bits}" if bits >= 16 else f"Q{bits}"
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": "".join(kinds),
+        "families": kinds,
+        "parameter_size": size,
+        "quantization_level": level,
+    }
+
+
+def _describe_loaded(model: Model, loaded: LoadedModel) -> dict[str, Any]:
+    """Return a model's entry in the list of those in memory."""
+    stays = model.last_used + model.keep_alive - time.monotonic()
+    end = datetime.max.timestamp() if math.isinf(stays) else time.time() + stays
+    more = {"expires_at": _format_time(end), "context_length": loaded.context}
+    return {**_describe(model), **more, "size_vram": loaded.nbytes}
+
+
+def _kind(loaded: LoadedModel) -> str:
+    return str(getattr(loaded.engine.target.model, "model_type", "model"))
+
+
+def _format_time(seconds: float) -> str:
+    """Format a time of `time.time`."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
 def _describe_whole(model: Model, loaded: LoadedModel) -> dict[str, Any]:
-    tokenizer, target = loaded.engine.tokenizer, loaded.engine.target
-    kind = str(getattr(target.model, "model_type", "model"))
+    tokenizer, kind = loaded.engine.tokenizer, _kind(loaded)
     capabilities = ["completion"]
     capabilities += ["tools"] if tokenizer.has_tool_calling else []
     capabilities += ["thinking"] if tokenizer.has_thinking else []
@@ -352,11 +417,14 @@ def _describe_whole(model: Model, loaded: LoadedModel) -> dict[str, Any]:
         "modelfile": "",
         "parameters": "",
         "template": template if isinstance(template, str) else "",
-        "details": {**_describe(model)["details"], "family": kind, "families": [kind]},
+        "modified_at": _format_time(model.modified),
+        "details": _describe_details(loaded),
         "model_info": {
             "general.architecture": kind,
-            f"{kind}.context_length": target.context_length,
-            f"{kind}.vocab_size": target.vocab_size,
+            "general.basename": model.name,
+            "general.parameter_count": get_total_parameters(loaded.engine.target.model),
+            f"{kind}.context_length": loaded.context,
+            f"{kind}.vocab_size": loaded.engine.target.vocab_size,
         },
         "capabilities": capabilities,
     }

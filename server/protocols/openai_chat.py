@@ -33,10 +33,7 @@ _OWN_TEMPLATE_OPTIONS = signature(PreTrainedTokenizerBase.apply_chat_template).p
 def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, MakeWriter]:
     """Read a body."""
     fields = Fields(body)
-    shows = fields.typed("logprobs", bool)
-    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top is not None and not shows:
-        raise Refusal("top_logprobs needs logprobs to be true", "top_logprobs")
+    top = read_top_logprobs(fields)
     messages, tools = _read_messages(fields), _read_tools(fields)
     template_options = fields.inner("chat_template_kwargs").values
     for name in template_options.keys() & _OWN_TEMPLATE_OPTIONS:
@@ -44,7 +41,7 @@ def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, MakeWr
     effort, thinking = read_effort(fields, "reasoning_effort")
     fields.one_of("modalities", [["text"]])
     fields.take("verbosity", "prediction")  # a hint for the style, and drafts of the client
-    common, options = read_common(fields, defaults, (top or 0) if shows else None)
+    common, options = read_common(fields, defaults, top)
     request = ChatRequest(
         **common,
         messages=messages,
@@ -53,6 +50,15 @@ def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, MakeWr
         effort=effort,
     )
     return request, partial(ChatWriter, request, options)
+
+
+def read_top_logprobs(fields: Fields) -> int | None:
+    """Read how many of the most probable tokens to show; None shows no log-probabilities."""
+    shows = fields.typed("logprobs", bool)
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top and not shows:
+        raise Refusal("top_logprobs needs logprobs to be true", "top_logprobs")
+    return (top or 0) if shows else None
 
 
 def read_effort(fields: Fields, name: str) -> tuple[str | None, dict[str, Any]]:
@@ -87,7 +93,7 @@ class ChatWriter(ChoiceWriter):
             message["tool_calls"] = [_format_call(call, known, name) for call in part.tool_calls]
         logprobs = None
         if self._request.top_logprobs is not None:
-            logprobs = {"content": list(map(_format_logprobs, part.logprobs))}
+            logprobs = {"content": list(map(format_logprobs, part.logprobs))}
         return {
             "index": part.index,
             "finish_reason": part.finish_reason,
@@ -107,7 +113,8 @@ def _format_call(call: ToolCall, known: list[str], name: str) -> dict[str, Any]:
     return {**found, "function": {**found.get("function", {}), "arguments": call.arguments}}
 
 
-def _format_logprobs(token: TokenLogprob) -> dict[str, Any]:
+def format_logprobs(token: TokenLogprob) -> dict[str, Any]:
+    """Format a token with its log-probability, and the most probable ones there."""
     return {**_shown(token), "top_logprobs": list(map(_shown, token.top))}
 
 
@@ -153,4 +160,3 @@ def _read_message(fields: Fields) -> dict[str, Any]:
 
 
 ROUTES: Routes = {("POST", "/v1/chat/completions"): texts(read)}
-to_error = Refusal.to_json

@@ -32,10 +32,14 @@ def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, 
     if not all(map(_is_prompt, prompts)) or len(prompts) > MAX_TEXTS:
         expected = f"a text, a list of token ids, or a list of at most {MAX_TEXTS} of them"
         raise fields.refusal("prompt", expected, prompt)
+    ends_there = echoes and type(fields.values.get("max_tokens")) is int
+    ends_there = ends_there and fields.values["max_tokens"] == 0
+    if ends_there:
+        fields.take("max_tokens")
     common, options = read_common(fields, defaults, top)
     if len(prompts) * common["num_texts"] > MAX_TEXTS:
         raise Refusal(f"n times the prompts must be at most {MAX_TEXTS}", "n")
-    request = CompletionRequest(**common, prompts=prompts, echoes=echoes)
+    request = CompletionRequest(**common, prompts=prompts, echoes=echoes, ends_there=ends_there)
     return request, partial(CompletionWriter, request, options)
 
 
@@ -86,4 +90,3 @@ def _format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, A
 
 
 ROUTES: Routes = {("POST", "/v1/completions"): texts(read)}
-to_error = Refusal.to_json

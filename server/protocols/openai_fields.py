@@ -10,7 +10,6 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.fields import Fields, shortened
-from mlx_redrafter.server.models import Model
 from mlx_redrafter.server.protocols.writer import Usage
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS
@@ -28,7 +27,7 @@ PENALTY_CONTEXT = 20
 MAX_PENALTY_CONTEXT = 2**20
 
 # Sampling options and their names in OpenAI's API.
-_OPTIONS = {**{name: name for name in SAMPLING_NAMES}, "temp": "temperature"}
+OPTIONS = {**{name: name for name in SAMPLING_NAMES}, "temp": "temperature"}
 # Fields that do not change the text: OpenAI bills, caches and attributes requests by them.
 IGNORED = (
     "metadata",
@@ -90,25 +89,22 @@ def read_options(
 
     Of the fields for ``max_tokens`` that are given, the last one counts.
     """
-    given = {option: fields.take(name) for option, name in _OPTIONS.items()}
+    given = {option: fields.take(name) for option, name in OPTIONS.items()}
     given["max_tokens"] = fields.take(*length_names)
     try:
         return replace(defaults, **{name: one for name, one in given.items() if one is not None})
     except ConfigError as error:
         option, _, rest = str(error).partition(" ")
-        name = length_names[0] if option == "max_tokens" else _OPTIONS.get(option, option)
-        raise Refusal(f"{name} {shortened(rest)}", name) from error
+        name = length_names[0] if option == "max_tokens" else OPTIONS.get(option, option)
+        path = fields.path_of(name)
+        raise Refusal(f"{path} {shortened(rest)}", path) from error
 
 
-def describe(model: Model, defaults: GenerationOptions) -> dict[str, Any]:
-    """Return a model's entry in the list of models, with the options that requests may leave out.
-
-    Options without a value are left out.
-    """
-    options = {name: getattr(defaults, option) for option, name in _OPTIONS.items()}
-    options["max_tokens"] = defaults.max_tokens
-    given = {name: one for name, one in options.items() if one is not None}
-    return {**model.describe(), "defaults": given}
+def format_options(options: GenerationOptions) -> dict[str, Any]:
+    """Return the options of texts that have a value, by their names in requests."""
+    found = {name: getattr(options, option) for option, name in OPTIONS.items()}
+    found["max_tokens"] = options.max_tokens if options.max_tokens > 0 else None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
@@ -163,6 +159,7 @@ def choose_tools(fields: Fields, tools: Tools) -> Tools:
     Chats have the name of a function, and the allowed tools, in an object of their own.
     """
     names, choice = None, fields.take("tool_choice")
+    is_single = fields.typed("parallel_tool_calls", bool) is False
     if isinstance(choice, dict):
         asked = Fields(choice, "tool_choice")
         if asked.one_of("type", ["function", "allowed_tools"]) == "allowed_tools":
@@ -170,11 +167,10 @@ def choose_tools(fields: Fields, tools: Tools) -> Tools:
             choice = allowed.one_of("mode", ["auto", "required"])
             names = list(map(_name_of, allowed.each("tools")))
         else:
-            choice, names = "required", [_name_of(asked)]
+            choice, names, is_single = "required", [_name_of(asked)], True
     elif choice not in (None, "auto", "none", "required"):
         raise fields.refusal("tool_choice", '"auto", "none", "required" or a tool', choice)
-    is_single = fields.typed("parallel_tool_calls", bool) is False
-    return replace(tools.choose(choice or "auto", names, "tool_choice"), is_parallel=not is_single)
+    return tools.choose(choice or "auto", names, is_single)
 
 
 def _name_of(tool: Fields) -> str:

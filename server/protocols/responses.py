@@ -6,7 +6,6 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,8 +77,6 @@ _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
 # Names of parts in events, by the kind of the block.
 _PARTS = {"thinking": "reasoning_summary_part", "text": "content_part"}
 
-to_error = Refusal.to_json
-
 
 async def answer(service: Service, client: Request) -> Response:
     """Answer ``POST /v1/responses``."""
@@ -122,8 +119,7 @@ def read(
     effort, thinking = _read_reasoning(fields)
     request = ChatRequest(
         model=fields.typed("model", str),
-        # Codex sends no limit, and a call must not be cut.
-        options=read_options(fields, replace(defaults, max_tokens=-1), "max_output_tokens"),
+        options=read_options(fields, defaults, "max_output_tokens"),
         is_streamed=fields.typed("stream", bool) or False,
         format=_read_format(fields),
         messages=_read_items(fields.typed("instructions", str), items),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,9 +17,9 @@ from mlx_redrafter.server.fields import parse_json
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.models import LoadedModel, Model, Models
 from mlx_redrafter.server.protocols.writer import Writer
-from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.replies import EventStream, Reply
-from mlx_redrafter.server.requests import TextRequest, fit
+from mlx_redrafter.server.requests import TextRequest, encode, fit
 from mlx_redrafter.server.stored_responses import StoredResponses
 from mlx_redrafter.server.worker import Worker
 
@@ -31,6 +32,9 @@ MakeWriter = Callable[[str], Writer]
 # Size of a body in bytes above which its prompts are encoded one request after the other, so that
 # those of short requests need not wait for them.
 LARGE_BODY = 1 << 18
+# Types of bodies: some clients send none, and curl the last one. A page of another origin, which
+# may send that one, is refused before.
+_BODY_TYPES = ("", "application/json", "application/x-www-form-urlencoded")
 
 
 @dataclass
@@ -64,13 +68,18 @@ class Service:
             return await asyncio.to_thread(lambda: reader(parse_json(raw), self.defaults))
 
     async def count(self, client: Request, request: TextRequest) -> int:
-        """Return the number of tokens of the prompts of a request.
+        """Return the number of tokens of the prompts of a request, whatever the context.
 
         Raises:
-            Refusal: The request does not fit the model.
+            Refusal: The model has no chat template or tools, or its template rejects the messages.
         """
-        *_, prompts = await self._fit(client, request)
-        return sum(map(len, prompts))
+        _, loaded = await self.models.open(request.model)
+        async with self._encoding[client.state.is_large]:
+            try:
+                # With no context, the pieces of a long text are counted.
+                return sum(map(len, await asyncio.to_thread(encode, request, loaded.engine, 0)))
+            except ContextExceeded as error:
+                return error.length
 
     async def write(
         self, client: Request, request: TextRequest, make_writer: MakeWriter
@@ -80,8 +89,9 @@ class Service:
         Raises:
             Refusal: The request does not fit the model, or has failed.
         """
+        start = time.monotonic()
         model, loaded, fitted, prompts = await self._fit(client, request)
-        reply = Reply(loaded, fitted, prompts, make_writer(model.name))
+        reply = client.state.reply = Reply(loaded, fitted, prompts, make_writer(model.name), start)
         reply.job.owner = self.callers.identify(client.headers)
         self.worker.submit(reply.job)
         return EventStream(reply) if fitted.is_streamed else await reply.whole(client)
@@ -98,18 +108,18 @@ class Service:
     async def _receive(self, request: Request) -> bytes:
         """Read the body of a request, within the limits of size and time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # Web pages of other origins need a permission for it; some clients of Ollama send no type.
-        if kind not in ("", "application/json"):
+        if kind not in _BODY_TYPES:
             raise Refusal("the body must have Content-Type: application/json", status=415)
         body, limit = bytearray(), self.limits.max_body_bytes
+        too_large = Refusal(f"the body must be at most {limit} bytes; shorten it", status=413)
+        if int(request.headers.get("content-length", 0)) > limit:  # clients may wait to be asked
+            raise too_large
         try:
             async with asyncio.timeout(self.limits.client_timeout):
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > limit:
-                        raise Refusal(
-                            f"the body must be at most {limit} bytes; shorten it", status=413
-                        )
+                        raise too_large
         except TimeoutError as error:
             raise Refusal(
                 f"the body took too long; send it within {self.limits.client_timeout:g} seconds",
@@ -129,6 +139,5 @@ def texts(reader: Reader[tuple[TextRequest, MakeWriter]]) -> Endpoint:
 
 # A function that answers a request.
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
-# Endpoints of a protocol by method and path, and its error object.
+# Endpoints of a protocol by method and path.
 Routes = dict[tuple[str, str], Endpoint]
-ErrorFormat = Callable[[Any], dict[str, Any]]

@@ -14,7 +14,7 @@ from mlx_redrafter.server.refusals import Refusal
 
 @dataclass(frozen=True)
 class Usage:
-    """Numbers of tokens of one reply.
+    """Numbers of tokens of one reply, and the time that they took.
 
     Attributes:
         num_prompt: Tokens of the prompts.
@@ -23,6 +23,9 @@ class Usage:
         num_reasoning: Tokens of thinking among them.
         num_accepted: Accepted drafts among them.
         num_drafts: Drafts verified.
+        load_seconds: Seconds in which the model was loaded, unless it was, and the prompts encoded.
+        prompt_seconds: Seconds from then to the first token.
+        text_seconds: Seconds from the first token to the last one.
     """
 
     num_prompt: int
@@ -31,6 +34,9 @@ class Usage:
     num_reasoning: int = 0
     num_accepted: int = 0
     num_drafts: int = 0
+    load_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    text_seconds: float = 0.0
 
 
 class Writer(ABC):

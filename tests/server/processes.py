@@ -21,9 +21,14 @@ def process(folder: Path, *options: str, **how: Any) -> Iterator[tuple[subproces
     pytest.importorskip("uvicorn", reason=ABSENT)
     command = [sys.executable, "-m", "mlx_redrafter", "serve", "--port", "0", *options]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, **how) as server:
-        assert server.stderr is not None
         try:
-            ports = (re.search(r"http://127.0.0.1:(\d+)", line) for line in server.stderr)
-            yield server, next(int(found[1]) for found in ports if found)
+            yield server, port_of(server)
         finally:
             server.kill()
+
+
+def port_of(server: subprocess.Popen[str]) -> int:
+    """The port of a server that begins."""
+    assert server.stderr is not None
+    ports = (re.search(r"http://127.0.0.1:(\d+)", line) for line in server.stderr)
+    return next(int(found[1]) for found in ports if found)

@@ -25,6 +25,8 @@ VOCAB_SIZE = 64
 KEY = "secret"
 ABSENT = "the server needs mlx-redrafter[server]"
 DEFAULTS = GenerationOptions(max_tokens=30, prefill_step_size=16)
+# As without --max-tokens.
+UNLIMITED = GenerationOptions(max_tokens=-1, prefill_step_size=16)
 
 
 class ChatTokenizer(ByteTokenizer):
@@ -115,7 +117,7 @@ def serving(
     models = Models(served, defaults, limits, worker.is_busy, is_strict, folder)
     callers = Callers(hosts=["named.example"], origins=["http://page.example"], key=KEY)
     application = make_application(Service(models, worker, defaults, limits, callers))
-    server = make_server(application, limits.client_timeout, grace, worker.end)
+    server = make_server(application, limits.client_timeout, grace, worker)
     listener = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

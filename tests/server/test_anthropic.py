@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mlx_redrafter.engine.prompt_encoding import encode_chat
 from tests.helpers.calling import calling_engine
 from tests.server.serving import KEY, Served, serving
 
@@ -149,3 +150,28 @@ def test_thinking_comes_first(served: Served) -> None:
     assert blocks == ["text", "thinking", "text"]
     assert [one["index"] for one in events if one["type"] == "content_block_stop"] == [0, 1, 2]
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+
+
+def test_a_named_tool_is_called_once(served: Served) -> None:
+    """Without ``disable_parallel_tool_use``; other required calls may be several."""
+    chosen = {"tool_choice": {"type": "tool", "name": "get_weather"}}
+    _, reply = served.send("/v1/messages", {**ASKED, "tools": [TOOL], **chosen})
+    assert [block["type"] for block in reply["content"]] == ["tool_use"]
+    assert reply["stop_reason"] == "tool_use"
+
+
+def test_models_are_listed(client: Any, served: Served) -> None:
+    client.messages.create(**ASKED)
+    (model,) = client.models.list()
+    context = served.engine.target.context_length
+    assert (model.type, model.display_name, model.lifecycle) == ("model", "tiny", "active")
+    assert (model.max_input_tokens, model.created_at.year) == (context - 1, 1970)
+    assert client.models.retrieve("tiny") == model
+
+
+def test_tokens_are_counted_beyond_the_context(client: Any, served: Served) -> None:
+    for count in 1, 8_000:
+        messages = [*TURNS * count, TURNS[0]]
+        asked = {"model": "tiny", "messages": messages}
+        expected = len(encode_chat(served.engine.tokenizer, messages))
+        assert abs(client.messages.count_tokens(**asked).input_tokens - expected) <= count // 100

@@ -165,6 +165,41 @@ BAD_REQUESTS: dict[str, Case] = {
 }
 
 
+def test_an_integer_with_many_digits() -> None:
+    with pytest.raises(Refusal, match="has 5000 digits") as caught:
+        parse_json(b'{"seed": ' + b"1" * 5000 + b"}")
+    assert "sys." not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "keys"),
+    [
+        ("/v1/nothing", {}, ["error"]),
+        ("/v1/messages/batches", {}, ["type", "error"]),
+        ("/v1/models/x", {"anthropic-version": "2023-06-01"}, ["type", "error"]),
+        ("/api/embed", {}, ["error"]),
+        ("/api/chat", {}, ["error"]),
+    ],
+)
+def test_errors_have_the_shape_of_the_paths_protocol(
+    strict: Served, path: str, headers: dict[str, str], keys: list[str]
+) -> None:
+    """Wrong paths, methods and origins are found before any protocol reads the request."""
+    for more in {}, {"Origin": "http://foreign.example"}:
+        status, reply = strict.send(path, **headers, **more)
+        assert status == (403 if more else 405 if path == "/api/chat" else 404)
+        assert list(reply) == keys
+        assert isinstance(reply["error"], str if path.startswith("/api/") else dict)
+
+
+def test_a_large_body_is_refused_before_it_is_sent(strict: Served) -> None:
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=10) as connection:
+        head = f"POST {PATH} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"
+        lines = *head, "Content-Length: 30000000", "Expect: 100-continue", "", ""
+        connection.sendall("\r\n".join(lines).encode())
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
 @pytest.fixture(scope="module")
 def strict() -> Any:
     limits = Limits(max_running=1, max_waiting=1, max_body_bytes=100_000, client_timeout=0.5)
@@ -210,7 +245,7 @@ def test_a_slow_body(strict: Served) -> None:
         assert "too long" in json.loads(response.read())["error"]["message"]
 
 
-def _begin(served: Served, **fields: Any) -> http.client.HTTPConnection:
+def begin_text(served: Served, **fields: Any) -> Any:
     """A long text that is asked for and not read."""
     body = {**TEXT, "max_tokens": 480, "stream": True, **fields}
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
@@ -228,9 +263,9 @@ def _wait_for(served: Served, **gauges: int) -> None:
 
 def test_a_full_queue_and_clients_that_vanish(strict: Served) -> None:
     cancelled = strict.worker.counters.texts["cancelled"]
-    with closing(_begin(strict)):
+    with closing(begin_text(strict)):
         _wait_for(strict, running_requests=1)
-        with closing(_begin(strict, stream=False)):
+        with closing(begin_text(strict, stream=False)):
             _wait_for(strict, waiting_requests=1)
             status, reply = strict.send(PATH, TEXT)
             assert (status, reply["error"]["code"]) == (429, "queue_full")
@@ -252,7 +287,7 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
         time.sleep(0.1)
 
     monkeypatch.setattr(prefill, "process_chunk", slowly)
-    with closing(_begin(strict, prompt="VWXYZ" * 96, stream=False)):
+    with closing(begin_text(strict, prompt="VWXYZ" * 96, stream=False)):
         while not chunks:
             time.sleep(0.01)
     strict.wait_until_idle()
@@ -271,7 +306,7 @@ def test_a_request_that_fails_in_the_worker(
         return stream(prompt, **options)
 
     monkeypatch.setattr(served.engine, "stream", fail)
-    with closing(_begin(served, max_tokens=200)) as other:
+    with closing(begin_text(served, max_tokens=200)) as other:
         status, reply = served.send(PATH, {**TEXT, "seed": 13})
         assert (status, reply["error"]["type"]) == (500, "server_error")
         assert "secret" not in reply["error"]["message"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.calling import calling_engine
-from tests.server.serving import Served, serving
+from tests.server.serving import UNLIMITED, Served, serving
 
 pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
@@ -24,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "Weather?"}]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(calling_engine()) as one:
+    with serving(calling_engine(), defaults=UNLIMITED) as one:
         yield one
 
 
@@ -149,7 +149,7 @@ def test_hundreds_of_arguments_that_may_be_missing(kind: str) -> None:
     path, body, read_whole, _ = PROTOCOLS["chat"]
     more = {f"more_{i}": {"type": "integer"} for i in range(500)}
     schema = {**SCHEMA, "properties": {**more, **SCHEMA["properties"]}}
-    with serving(calling_engine(kind)) as one:
+    with serving(calling_engine(kind), defaults=UNLIMITED) as one:
         status, whole = one.send(path, {**_asking(body, schema), "max_tokens": 400})
     assert status == 200, whole
     assert "city" in json.loads(read_whole(whole))

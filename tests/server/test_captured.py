@@ -11,14 +11,14 @@ import pytest
 
 from tests.helpers.calling import calling_engine
 from tests.helpers.models import shared_path
-from tests.server.serving import Served, serving
+from tests.server.serving import UNLIMITED, Served, serving
 
 pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(calling_engine()) as one:
+    with serving(calling_engine(), defaults=UNLIMITED) as one:
         yield one
 
 

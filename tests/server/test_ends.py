@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -15,8 +17,8 @@ import pytest
 
 from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.limits import Limits
-from tests.server.processes import process
-from tests.server.serving import KEY, Served, make_engine, serving
+from tests.server.processes import port_of, process
+from tests.server.serving import ABSENT, KEY, Served, make_engine, serving
 
 PATH = "/v1/completions"
 LONG = {"prompt": "Once upon a time", "max_tokens": 100_000, "temperature": 1, "seed": 1}
@@ -96,3 +98,62 @@ def test_a_second_signal_ends_texts_at_once(
     for status, text in answers:
         assert status in (200, 503)
         assert "shutting_down" in text
+
+
+def _run(*options: str, code: str = "") -> subprocess.Popen[str]:
+    """The command as a process, after a line of code."""
+    pytest.importorskip("uvicorn", reason=ABSENT)
+    program = f"{code}\nfrom mlx_redrafter.cli.main import run; run()"
+    command = [sys.executable, "-c", program, "serve", "--port", "0", *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+# A chunk of a prompt that takes longer than anyone waits, as MLX may.
+SLOW_CHUNK = """
+import time
+from mlx_redrafter.decoding import scheduler
+scheduler.prefill_together = lambda *_: time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_in_the_middle_of_a_prompt(first: signal.Signals) -> None:
+    with _run("--drafter", "none", code=SLOW_CHUNK) as server:
+        assert server.stderr is not None
+        try:
+            port = port_of(server)
+            answers: list[Any] = []
+            prompt = "Once upon a time " * 100
+            threads = [_ask(port, answers, stream=one, prompt=prompt) for one in (True, False)]
+            time.sleep(1)
+            server.send_signal(first)
+            time.sleep(0.3)
+            begin = time.monotonic()
+            server.send_signal(signal.SIGTERM)
+            code = server.wait(20)
+            took = time.monotonic() - begin
+            for thread in threads:
+                thread.join(20)
+        finally:
+            server.kill()
+        log = server.stderr.read()
+    assert code == (130 if first == signal.SIGINT else 0)
+    assert took < 2.5  # 1.75 s, and some for a machine that is busy
+    assert "Traceback" not in log
+    assert sorted(status for status, _ in answers) == [200, 503]
+    assert all("shutting_down" in text for _, text in answers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_model_is_loaded(number: signal.Signals) -> None:
+    slow = "import mlx_redrafter.cli.serve as serve, time, sys\n"
+    slow += "serve._load = lambda pair: print('loading', file=sys.stderr) or time.sleep(60)"
+    with _run(code=slow) as server:
+        assert server.stderr is not None
+        try:
+            assert server.stderr.readline() == "loading\n"
+            server.send_signal(number)
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
+        assert server.stderr.read() == ""

@@ -14,7 +14,7 @@ import pytest
 from mlx_redrafter.cli.agents import AGENTS, Address
 from tests.helpers.calling import calling_engine
 from tests.helpers.cli import run
-from tests.server.serving import ABSENT, KEY, serving
+from tests.server.serving import ABSENT, KEY, make_engine, serving
 
 # A program in place of an agent: it says how it was started, and asks the server.
 FAKE = f"""#!{sys.executable}
@@ -86,6 +86,8 @@ def test_settings_are_printed_as_a_command(capsys: pytest.CaptureFixture[str]) -
     assert words[0] == "codex"
     assert words[-2:] == ["exec", "a b"]
     assert 'model_providers.redrafter.base_url="http://127.0.0.1:1/v1"' in words
+    assert "model_context_window=1024" in words
+    assert "start it first: redrafter-mlx serve --port 1 " in result.err
     result = run(capsys, "launch", "emacs", "--print")
     assert "agent must be claude or codex or opencode or qwen" in result.err
 
@@ -98,3 +100,11 @@ def test_every_agent_gets_the_address_and_the_model() -> None:
             assert "http://127.0.0.1:9" in text
             assert "org/model" in text
             assert ("secret" in text) == (key is not None)
+
+
+def test_a_model_without_tools_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(make_engine()) as served:
+        served.send("/v1/completions", {"prompt": "A", "max_tokens": 1})  # loads it
+        found = run(capsys, "launch", "codex", "--port", served.port, "--api-key", KEY, "--print")
+    assert found.code == 0
+    assert "tiny takes no tools" in found.err

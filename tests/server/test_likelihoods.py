@@ -36,3 +36,15 @@ def test_a_prompt_is_repeated_with_its_likelihood(
         plain = served.send("/v1/completions", {"prompt": prompt, "max_tokens": 1})[1]
         assert choice["text"] == decoded + plain["choices"][0]["text"]
         assert reply["usage"]["completion_tokens"] == 2
+
+
+def test_a_prompt_alone_is_scored(served: Served) -> None:
+    """Without a token of an answer, as clients ask that compare likelihoods."""
+    body = {"prompt": [7, 3, 22], "echo": True, "logprobs": 1, "max_tokens": 0}
+    _, reply = served.send("/v1/completions", body)
+    _, longer = served.send("/v1/completions", {**body, "max_tokens": 1})
+    (choice,), (more,) = reply["choices"], longer["choices"]
+    assert choice["logprobs"]["token_logprobs"] == more["logprobs"]["token_logprobs"][:3]
+    assert more["text"].startswith(choice["text"])
+    assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", 0)
+    assert served.send("/v1/completions", {**body, "echo": False})[0] == 400

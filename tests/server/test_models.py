@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import threading
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 from tests.helpers.models import random_drafter, tiny_llama
-from tests.server.serving import DEFAULTS, Served, make_engine, serving
+from tests.server.serving import DEFAULTS, KEY, Served, make_engine, serving
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "THE OLD MAN", "max_tokens": 12}
@@ -142,3 +145,23 @@ def test_an_entry_names_the_defaults_and_the_context() -> None:
             False,
         )
         assert served.send("/v1/models/tiny")[1] == entry
+
+
+def test_cancelled_texts_do_not_lower_the_tokens_per_step() -> None:
+    limits = Limits(max_running=1)
+    with serving(make_engine(), limits) as served:
+        body = json.dumps({**BODY, "max_tokens": 400, "stream": True})
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        for _ in range(5):
+            with closing(http.client.HTTPConnection("127.0.0.1", served.port)) as connection:
+                connection.request("POST", PATH, body, headers)
+                connection.getresponse().readline()
+            served.wait_until_idle()
+        entry = served.send("/v1/models/tiny")[1]
+    assert served.worker.counters.texts["cancelled"] == 5
+    assert entry["tokens_per_step"] >= 1
+
+
+def test_a_tag_of_ollama_names_the_same_model() -> None:
+    with serving(make_engine(), others=_models("second")) as served:
+        assert served.send("/v1/models/second:latest")[1]["id"] == "second"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from tests.helpers.calling import calling_engine
-from tests.server.serving import KEY, Served, serving
+from tests.server.serving import KEY, UNLIMITED, Served, serving
 
 pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
@@ -25,7 +26,7 @@ MESSAGES = [{"role": "user", "content": "Weather?"}]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(calling_engine()) as one:
+    with serving(calling_engine(), defaults=UNLIMITED) as one:
         yield one
 
 
@@ -65,17 +66,151 @@ def test_prompts_are_continued(client: Any, served: Served) -> None:
 
 
 def test_models_are_listed(client: Any, served: Served) -> None:
-    assert [one.model for one in client.list().models] == ["tiny"]
-    shown = client.show("tiny")
+    client.generate("tiny", "", keep_alive="10m")
+    (listed,), (loaded,) = client.list().models, client.ps().models
+    assert (listed.model, loaded.name, loaded.digest) == ("tiny", "tiny", listed.digest)
+    assert len(listed.digest) == 64  # its client cuts it
+    assert (listed.details.family, listed.details.quantization_level) == ("llama", "F32")
+    assert loaded.size == loaded.size_vram == listed.size > 0
+    stays = loaded.expires_at - datetime.now(UTC)
+    assert timedelta(minutes=9) < stays <= timedelta(minutes=10)
+    assert loaded.context_length == served.engine.target.context_length
+    shown = client.show("tiny:latest")
     assert shown.capabilities == ["completion", "tools"]
+    assert shown.modelinfo["general.architecture"] == shown.details.family
     assert shown.modelinfo["llama.context_length"] == served.engine.target.context_length
-    assert [one.model for one in client.ps().models] == ["tiny"]
     assert served.send("/api/version")[1]["version"]
+    client.generate("tiny", "", keep_alive=0)
+    assert client.ps().models == []
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_durations_add_up(client: Any, is_streamed: bool) -> None:
+    """Its documentation divides the tokens of an answer by their time."""
+    made = client.chat("tiny", MESSAGES, stream=is_streamed)
+    last = list(made)[-1] if is_streamed else made
+    parts = last.load_duration, last.prompt_eval_duration, last.eval_duration
+    assert min(parts) > 0
+    assert last.total_duration == sum(parts)
+    assert last.eval_count / last.eval_duration * 1e9 > 0
+
+
+def test_log_probabilities(client: Any) -> None:
+    whole = client.generate("tiny", "Hello", logprobs=True, top_logprobs=2)
+    parts = list(client.generate("tiny", "Hello", logprobs=True, top_logprobs=2, stream=True))
+    assert "".join(one.token for one in whole.logprobs) == "Done."
+    assert [one for part in parts for one in part.logprobs or ()] == whole.logprobs
+    assert whole.logprobs[0].logprob == whole.logprobs[0].top_logprobs[0].logprob <= 0
+    assert len(whole.logprobs[0].top_logprobs) == 2
+    assert client.chat("tiny", MESSAGES, logprobs=True).logprobs[0].token == "D"
+    assert client.chat("tiny", MESSAGES).logprobs is None
+
+
+def test_numbers_that_stand_for_none(client: Any) -> None:
+    """A length of 0 or less is no limit, as in the client's own server."""
+    for options in (
+        {"num_predict": 0},
+        {"num_predict": -2, "seed": -1},
+        {"repeat_last_n": 0, "repeat_penalty": 9},
+        {"repeat_last_n": -1, "repeat_penalty": 1},
+    ):
+        made = client.generate("tiny", "Hello", options=options)
+        assert (made.response, made.done_reason) == ("Done.", "stop")
+
+
+# The bodies of its documentation's curl lines, but those with images or a suffix.
+DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
+    ("generate", {"prompt": "Why is the sky blue?"}),
+    ("generate", {"prompt": "Why is the sky blue?", "stream": False}),
+    ("generate", {"prompt": "Respond using JSON", "format": SCHEMA, "stream": False}),
+    ("generate", {"prompt": "Respond using JSON", "format": "json", "stream": False}),
+    # This model does not end a text without the template.
+    ("generate", {"prompt": "Why?", "raw": True, "stream": False, "options": {"num_predict": 9}}),
+    ("generate", {"prompt": "Why is the sky blue?", "options": {"seed": 123}}),
+    (
+        "generate",
+        {
+            "prompt": "Why is the sky blue?",
+            "stream": False,
+            "options": {
+                "num_keep": 5,
+                "seed": 42,
+                "num_predict": 100,
+                "top_k": 20,
+                "top_p": 0.9,
+                "min_p": 0.0,
+                "typical_p": 0.7,
+                "repeat_last_n": 33,
+                "temperature": 0.8,
+                "repeat_penalty": 1.2,
+                "presence_penalty": 1.5,
+                "frequency_penalty": 1.0,
+                "mirostat": 1,
+                "mirostat_tau": 0.8,
+                "mirostat_eta": 0.6,
+                "penalize_newline": True,
+                "stop": ["\n", "user:"],
+                "numa": False,
+                "num_ctx": 1024,
+                "num_batch": 2,
+                "num_gpu": 1,
+                "main_gpu": 0,
+                "low_vram": False,
+                "vocab_only": False,
+                "use_mmap": True,
+                "use_mlock": False,
+                "num_thread": 8,
+            },
+        },
+    ),
+    ("generate", {}),
+    ("generate", {"keep_alive": 0}),
+    ("chat", {"messages": MESSAGES}),
+    ("chat", {"messages": MESSAGES, "stream": False}),
+    (
+        "chat",
+        {
+            "messages": MESSAGES,
+            "stream": False,
+            "format": SCHEMA,
+            "options": {"temperature": 0},
+        },
+    ),
+    ("chat", {"messages": [*MESSAGES, {"role": "assistant", "content": "Sunny."}, *MESSAGES]}),
+    ("chat", {"messages": MESSAGES, "options": {"seed": 101, "temperature": 0}}),
+    ("chat", {"messages": MESSAGES, "stream": False, "tools": [TOOL]}),
+    ("chat", {"messages": []}),
+    ("chat", {"messages": [], "keep_alive": 0}),
+    ("show", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "body"), DOCUMENTED)
+def test_the_lines_of_its_documentation(served: Served, name: str, body: dict[str, Any]) -> None:
+    """As curl sends them: with the type of a form, and the name of another model."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    status, reply = served.send(f"/api/{name}", {"model": "llama3.2", **body}, **form)
+    assert status == 200
+    if name != "show":
+        last = json.loads(reply.splitlines()[-1]) if isinstance(reply, str) else reply
+        assert (last["done"], last["model"]) == (True, "tiny")
+
+
+def test_what_is_not_supported_says_so(served: Served, client: Any) -> None:
+    import ollama
+
+    for method, *arguments in ("pull", "x"), ("embed", "x", "y"), ("delete", "x"):
+        with pytest.raises(ollama.ResponseError, match=r"Not Found: .* /api/chat") as caught:
+            getattr(client, method)(*arguments)
+        assert caught.value.status_code == 404
 
 
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "field": ("colour is not supported", {"colour": "red"}),
-    "option": ("options.mirostat is not supported", {"options": {"mirostat": 2}}),
+    "option": ("options.colour is not supported", {"options": {"colour": "red"}}),
+    "length": ("options.num_predict must be", {"options": {"num_predict": "long"}}),
+    "penalty": ("options.repeat_penalty must be", {"options": {"repeat_penalty": 11}}),
+    "top": ("top_logprobs needs logprobs", {"top_logprobs": 3}),
     "image": (
         "messages[0].images must be",
         {"messages": [{"role": "user", "content": "", "images": ["aGk="]}]},

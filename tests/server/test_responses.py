@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.calling import calling_engine
-from tests.server.serving import KEY, Served, serving
+from tests.server.serving import KEY, UNLIMITED, Served, serving
 
 openai: Any = pytest.importorskip("openai", reason="the client of this protocol")
 pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
@@ -31,7 +31,7 @@ ASKED: dict[str, Any] = {"model": "tiny", "input": "Weather?"}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(calling_engine()) as one:
+    with serving(calling_engine(), defaults=UNLIMITED) as one:
         yield one
 
 

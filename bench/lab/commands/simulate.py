@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+import numpy as np
 from rich.table import Table
 
 from mlx_redrafter.bench.lab import hard_machines, hard_siblings, step_model
@@ -48,6 +49,9 @@ def run(arguments: Namespace) -> None:
         table.add_row(name, f"{value:.1%}")
     if found.least_plain is not None:
         table.add_row("minimum speed if nothing pays", f"{found.least_plain:.3f}")
+    for name, texts in zip(("without", "with"), zip(*found.first_texts, strict=True), strict=True):
+        median, least = (float(np.quantile(texts, share)) for share in (0.5, 0.05))
+        table.add_row(f"first text {name} stored estimates", f"{median:.3f} (5%: {least:.3f})")
     show(table)
     if arguments.out is not None:
         configuration = {"scenarios": scenarios, "first": first, "shared": is_shared}

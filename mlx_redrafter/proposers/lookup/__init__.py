@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts from earlier occurrences of the newest tokens in the context."""
+"""Prompt lookup: drafts from what the model has read and computed already."""
 
 from __future__ import annotations
 

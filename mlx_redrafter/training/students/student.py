@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -145,7 +145,7 @@ class Student(ABC):
         """Write the network, with further keys for its ``config.json``."""
         write_drafter(self.network, folder, extra)
 
-    def calibrate(self, texts: Sequence[Shard]) -> None:  # noqa: B027
+    def calibrate(self, texts: Iterable[Shard]) -> None:  # noqa: B027
         """Fit the scalars that rank drafts to self-generated texts, if the drafter has any."""
 
     def count_accepted(

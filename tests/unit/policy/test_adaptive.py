@@ -96,6 +96,8 @@ def test_the_regret_of_simulated_texts_is_small() -> None:
     assert found.worst <= 0.15
     assert found.least_plain is not None
     assert found.least_plain >= 0.98
+    without, stored = np.median(found.first_texts, axis=0)
+    assert stored >= max(0.95, without)
 
 
 def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 from math import exp
+from struct import pack, unpack
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.lookup import Lookup
-from mlx_redrafter.proposers.lookup.lookup import (
-    LEAST_PROBABILITY,
-    LENGTHS,
-    PRIORS,
-    LookupDrafting,
-    MatchRates,
-)
+from mlx_redrafter.proposers.lookup.chances import Chances, Child
+from mlx_redrafter.proposers.lookup.contexts import NUM_BEST
+from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY
+from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirstDrafting
+from mlx_redrafter.trees.tree import Drafts
 
 PLAN = DraftPlan(DraftShape(4, 16), 16)
 
 
-def _open(prompt: list[int], lookup: Lookup | None = None) -> LookupDrafting:
-    nothing: Any = None
-    return (lookup or Lookup()).open(nothing, prompt, True, [])
+def _open(prompt: list[int], lookup: Lookup | None = None, couple: bool = True) -> LookupDrafting:
+    target: Any = SimpleNamespace(vocab_size=300)
+    return (lookup or Lookup()).open(target, prompt, couple, [])
 
 
-def _flight(*tokens: int) -> Any:
-    return SimpleNamespace(tokens=list(tokens))
+def _flight(*tokens: int, rows: list[list[int]] | None = None, drafts: Drafts | None = None) -> Any:
+    """A pass with these tokens, and after each node the most probable tokens, the first likely."""
+    best: list[int] = []
+    for row in rows or []:
+        others = [one for one in range(290, 300) if one not in row]
+        log_probs = [-0.1, *[-3.0 - rank for rank in range(NUM_BEST - 1)]]
+        best += [*row, *others][:NUM_BEST]
+        best += unpack(f"{NUM_BEST}i", pack(f"{NUM_BEST}f", *log_probs))
+    nodes = range(len(tokens))
+    outcome = SimpleNamespace(best=best)
+    return SimpleNamespace(tokens=list(tokens), rows=list(nodes), outcome=outcome, known=drafts)
 
 
 def _paths(tree: Any) -> list[list[int]]:
@@ -53,7 +62,7 @@ def test_what_followed_is_proposed_after_the_newest_token() -> None:
 
 def test_nothing_is_proposed_where_nothing_repeats() -> None:
     drafting = _open([1, 2, 3, 4])
-    assert drafting.outlook() == []
+    assert max(drafting.outlook()) < 0.1
     assert drafting.propose(_flight(5), PLAN, None) is None
 
 
@@ -66,7 +75,7 @@ def test_trees_keep_to_their_plan_and_are_sorted() -> None:
         assert tree.size <= nodes
         assert tree.max_depth < length
         parents = to_ints(tree.parents)[1:]
-        assert max(parents.count(parent) for parent in parents) <= width
+        assert max(parents.count(parent) for parent in parents) <= plan.shape.level_nodes
         siblings = list(zip(parents, to_ints(tree.tokens)[1:], strict=True))
         assert len(set(siblings)) == len(siblings)
         scores, depths, *_ = tree.read()
@@ -85,41 +94,93 @@ def test_the_outlook_is_of_the_drafts_after_the_token_in_flight() -> None:
     assert 0.3 < outlook[0] < 1
 
 
-def test_frequencies_are_learnt_from_tokens_that_were_not_drafted() -> None:
+def test_chances_are_learnt_from_tokens_that_were_not_drafted() -> None:
     lookup = Lookup()
     drafting = _open([*range(1, 40), *range(1, 4)], lookup)
-    before = lookup.rates.rate(8)
+    before = list(lookup.chances.rates)
     for token in range(4, 30):
+        drafting.outlook()
         drafting.skip(_flight(token))
     drafting.outlook()  # which reads the tokens
-    assert lookup.rates.rate(8) > before
-    for token in (7, 7, 9, 12, 1, 2, 3, 4, 30, 1, 2, 3, 4, 31, 1, 2, 3, 4, 32):
-        drafting.skip(_flight(token))
-    drafting.outlook()
-    assert lookup.rates.rate(4) < PRIORS[LENGTHS.index(4)]
+    changed = [a - b for a, b in zip(lookup.chances.rates, before, strict=True) if a != b]
+    assert changed
+    assert min(changed) > 0
 
 
-def test_the_prompt_teaches_no_frequencies() -> None:
+def test_the_prompt_teaches_no_chances() -> None:
     lookup = Lookup()
     _open([1, 2, 3, 4] * 50, lookup).outlook()
-    assert [lookup.rates.rate(length) for length in LENGTHS] == list(PRIORS)
+    assert lookup.chances.rates == Chances().rates
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.lists(st.integers(0, 3)))
-def test_tokens_that_wait_to_be_indexed_are_not_missed(prompt: list[int], more: list[int]) -> None:
-    lookup = Lookup()
-    drafting = _open(prompt, lookup)
-    for count, token in enumerate(more, start=1):
-        drafting.skip(_flight(token))
-        anew = LookupDrafting([*prompt, *more[:count]], lookup.rates)
-        assert drafting.outlook() == anew.outlook()
+def test_chances_forget() -> None:
+    chances = Chances()
+    children = [Child(0.5, 7, 3), Child(0.2, 8, 4)]
+    for token in [7] * 500 + [9] * 500:
+        chances.learn(children, token)
+    assert chances.rates[3] < 0.01
+    assert chances.rates[4] < 0.01
 
 
-def test_rates_forget() -> None:
-    rates = MatchRates()
-    for was_right in [True] * 500 + [False] * 500:
-        rates.learn(5, was_right)
-    assert rates.rate(5) < 0.01
+def test_what_the_target_found_probable_is_proposed_after_the_same_tokens() -> None:
+    drafting = _open([1, 2])
+    drafting.skip(_flight(3, rows=[[3, 30, 31]]))
+    drafting.skip(_flight(9, rows=[[9, 40]]))
+    tree = drafting.propose(_flight(2, rows=[[50]]), PLAN, None)
+    assert tree is not None
+    children = [path[0] for path in _paths(tree) if len(path) == 1]
+    assert children[:2] == [3, 30], "after 2, at which 3 was the best one"
+    assert [3, 9] in _paths(tree)
+    assert [3, 40] in _paths(tree)
+
+
+def test_nodes_that_were_not_accepted_teach_candidates() -> None:
+    drafting = _open([1, 2])
+    drafts = Drafts([-0.5, -1.0, -1.5], [1, 1, 2], [0, 0, 2], [20, 21, 22])
+    flight = _flight(5, rows=[[5], [60], [61], [62]], drafts=drafts)
+    tree = drafting.propose(flight, PLAN, None)
+    assert tree is None
+    for token in (21, 22):
+        tree = drafting.propose(_flight(token, rows=[[7]]), PLAN, None)
+        assert tree is not None
+        assert to_ints(tree.tokens)[1] == 40 + token
+
+
+@pytest.mark.parametrize("temp", [0.5, 1.0])
+def test_with_noise_the_first_draft_is_what_the_target_would_draw(temp: float) -> None:
+    """If what it found probable is what it finds probable now."""
+    row = [3, 4, 5, 6, 7, 8, 9, 10]
+    log_probs = mx.array([-0.1, *[-3.0 - rank for rank in range(NUM_BEST - 1)]])
+    params = SamplingParams(temp=temp, seed=1)
+    shown = set()
+    for position in range(60):
+        values = gumbel_noise(1, mx.arange(position, position + 8), 300)
+        drafting = _open([1, 2])
+        drafting.skip(_flight(50, rows=[row]))
+        tree = drafting.propose(_flight(2, rows=[row]), PLAN, GumbelNoise(params, values))
+        drawn = mx.argmax(log_probs / temp + values[0, mx.array(row)], axis=-1)
+        assert tree is not None
+        first = next(token for token in to_ints(tree.tokens) if token in row)
+        assert first == row[to_ints(drawn.reshape(1))[0]]
+        shown.add(first)
+    assert len(shown) > 1
+    drafting = _open([1, 2], couple=False)
+    drafting.skip(_flight(50, rows=[row]))
+    tree = drafting.propose(_flight(2, rows=[row]), PLAN, GumbelNoise(params, values))
+    assert tree is not None
+    assert to_ints(tree.tokens)[1] == 3, "the most probable one without coupling"
+
+
+def test_filters_leave_out_candidates_that_cannot_be_drawn() -> None:
+    row = [3, 4, 5, 6, 7, 8, 9, 10]
+    values = mx.zeros((8, 300)) + 50 * (mx.arange(300) == 10)
+    for filters in ({"top_k": 2}, {"min_p": 0.05}, {"top_p": 0.92}):
+        params = SamplingParams(temp=1.0, seed=1, **filters)  # type: ignore[arg-type]
+        drafting = _open([1, 2])
+        drafting.skip(_flight(9, rows=[row]))
+        tree = drafting.propose(_flight(2, rows=[row]), PLAN, GumbelNoise(params, values))
+        assert tree is not None
+        assert 10 not in to_ints(tree.tokens), filters
 
 
 def test_earlier_texts_are_looked_up_too() -> None:
@@ -154,5 +215,5 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     assert tree is not None
     assert to_ints(tree.tokens)[:2] == [4, 5]
     assert network.seen == [("propose", [2]), ("skip", [3]), ("skip", [4])]
-    assert drafting.lookup.index.match.length == 4  # 1, 2, 3, 4
+    assert drafting.lookup.contexts.end.matches[0] == (4, 4)  # after 1, 2, 3, 4
     assert drafting.outlook() == pytest.approx(drafting.lookup.outlook())

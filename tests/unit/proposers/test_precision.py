@@ -102,7 +102,9 @@ def test_8_bits_are_used_if_they_are_faster_in_both_of_two_runs(
 
 def test_a_damaged_file_is_measured_again(drafter: Drafter, target: Target) -> None:
     assert _choose(drafter, target, _timer(SLOWER)) is drafter
-    (path,) = cache_folder().glob("*.json")
+    folder = cache_folder()
+    assert folder is not None
+    (path,) = folder.glob("*.json")
     one = '{"rounds": [{"given": 1, "quantised": -1}], "runs": 2, "doubted": false}'
     for text in ("", "[]", '{"rounds": []}', one, one.replace("-1", "1").replace("2", "3")):
         path.write_text(text)

@@ -1,0 +1,136 @@
+"""Table of contexts of one to three tokens: the tokens after them, and those that were probable.
+
+Token Recycling (arXiv 2408.08696) keeps the most probable tokens after the last token; here they
+are kept after the last three, two and one. SuffixDecoding (arXiv 2411.04975) drafts from counts in
+a suffix tree; here the newest few occurrences of a context count, and know how long they match.
+
+Axes: K most probable tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct
+from typing import Any, NamedTuple
+
+# Number of most probable tokens after a context, K.
+NUM_BEST = 8
+# Length of the longest context.
+LONGEST = 3
+# Number of newest occurrences of a context that are known, and of matches that are followed.
+OCCURRENCES = 4
+# Number of contexts of which the newest are known: that many, or up to twice as many.
+MAX_CONTEXTS = 1 << 16
+# Token ids, plus 1, fit in so many bits.
+BITS = 21
+
+# K token ids, and their log-probabilities.
+_ROW = Struct(f"{NUM_BEST}i{NUM_BEST}f")
+_MASK = (1 << BITS) - 1
+# Newest row of `_ROW` after a context, or None, and positions of tokens after it.
+Entry = tuple[Any, ...]
+_NOTHING: Entry = (None,)
+
+
+class Candidates(NamedTuple):
+    """The K tokens that were most probable after the newest occurrence of a context.
+
+    Attributes:
+        order: Number of tokens of the context.
+        tokens: Token ids.
+        log_probs: Their natural log-probabilities, descending.
+    """
+
+    order: int
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+
+
+class Place(NamedTuple):
+    """The end of a text, with or without drafts after it.
+
+    Attributes:
+        key: Its last three tokens.
+        matches: Positions of tokens that followed its end earlier, and the number of tokens in
+            common before each.
+    """
+
+    key: int
+    matches: Sequence[tuple[int, int]]
+
+
+class Contexts:
+    """Table of contexts in the texts that it is given, token by token.
+
+    It knows the newest `MAX_CONTEXTS` to 2 `MAX_CONTEXTS` contexts, and the tokens of the texts.
+
+    Attributes:
+        tokens: Tokens of all texts so far, with `NO_TOKEN` between texts.
+        end: The end of the last text.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.end = Place(0, ())
+        self._new: dict[int, Entry] = {}
+        self._old: dict[int, Entry] = {}
+
+    @property
+    def size(self) -> int:
+        """Number of contexts that are known."""
+        return len(self._new) + len(self._old)
+
+    def add(self, token: int, row: bytes | None = None) -> None:
+        """Add the next token, and the row of what was probable in its place, if that is known."""
+        key, position = self.end.key, len(self.tokens)
+        self.tokens.append(token)
+        for context in _suffixes(key):
+            newest, *positions = self._entry(context)
+            self._put(context, (row or newest, position, *positions[: OCCURRENCES - 1]))
+        self.end = self.after(self.end, token)
+
+    def teach(self, key: int, row: bytes) -> None:
+        """Store a row of what was probable after drafts that end with three tokens."""
+        for context in _suffixes(key):
+            self._put(context, (row, *self._entry(context)[1:]))
+
+    def after(self, place: Place, token: int) -> Place:
+        """Return the place after one more token."""
+        key = following(place.key, token)
+        tokens, size = self.tokens, len(self.tokens)
+        matches = [(p + 1, n + 1) for p, n in place.matches if tokens[p] == token and p + 1 < size]
+        if len(matches) < OCCURRENCES:
+            known = {p for p, _ in matches}
+            for order, context in zip(range(LONGEST, 0, -1), _suffixes(key), strict=False):
+                positions = self._entry(context)[1:]
+                if positions:
+                    matches += [(p, order) for p in positions if p not in known]
+                    break
+        return Place(key, matches[:OCCURRENCES])
+
+    def candidates(self, key: int) -> Candidates | None:
+        """Return what was probable after the longest context with a row; None without any."""
+        for order, context in zip(range(LONGEST, 0, -1), _suffixes(key), strict=False):
+            row = self._entry(context)[0]
+            if row is not None:
+                values = _ROW.unpack(row)
+                return Candidates(order, values[:NUM_BEST], values[NUM_BEST:])
+        return None
+
+    def _entry(self, context: int) -> Entry:
+        return self._new.get(context) or self._old.get(context, _NOTHING)
+
+    def _put(self, context: int, entry: Entry) -> None:
+        self._new[context] = entry
+        if len(self._new) >= MAX_CONTEXTS:
+            self._new, self._old = {}, self._new
+
+
+def following(key: int, token: int) -> int:
+    """Return the last three tokens of a text after one more token."""
+    return (key << BITS | token + 1) & (1 << LONGEST * BITS) - 1
+
+
+def _suffixes(key: int) -> tuple[int, ...]:
+    """Return the contexts of three, two and one tokens at the end of a text."""
+    return key, key & (1 << 2 * BITS) - 1, key & _MASK

@@ -1,0 +1,174 @@
+"""The most probable drafts after a text, best first, by the product of their chances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import exp, log
+
+from mlx_redrafter.decoding.sampling import MIN_FACTOR, GumbelNoise
+from mlx_redrafter.device_read import as_rows, entries
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.proposers.lookup.chances import (
+    Chances,
+    Child,
+    feature_of,
+    group_of_match,
+    group_of_share,
+)
+from mlx_redrafter.proposers.lookup.contexts import Contexts, Place
+from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
+
+# Minimum probability of a draft.
+LEAST_PROBABILITY = 0.01
+
+_LEAST = log(LEAST_PROBABILITY)
+
+
+class DraftTree:
+    """Drafts after the end of a text; each node is a token, the first one the text's last.
+
+    Args:
+        contexts: Contexts of the text.
+        chances: Chances of drafts.
+        noise: Noise of the target's choices after nodes of each depth; None without noise.
+    """
+
+    def __init__(self, contexts: Contexts, chances: Chances, noise: GumbelNoise | None = None):
+        self._contexts = contexts
+        self._chances = chances
+        self._params = None if noise is None else noise.params
+        self._noise = None if noise is None else as_rows(noise.values)
+        self._tokens, self._parents, self._scores = [contexts.tokens[-1]], [0], [0.0]
+        self._places, self._depths = [contexts.end], [0]
+        # Children of each node, the most probable first; None until they are needed.
+        self._children: list[list[Child] | None] = [None]
+
+    def grow(self, plan: DraftPlan) -> TokenTree | None:
+        """Build the tree of the most probable drafts; None if nothing is probable enough."""
+        waiting: list[tuple[float, int, int]] = []
+        most, levels = plan.shape.level_nodes, plan.shape.levels
+
+        def offer(node: int, rank: int) -> None:
+            """Let the child of a node compete: its best one, then the next best."""
+            children = self.children(node)
+            if rank < min(len(children), most):
+                score = self._scores[node] + log(children[rank].chance)
+                if score >= _LEAST:
+                    heappush(waiting, (-score, node, rank))
+
+        offer(0, 0)
+        while waiting and len(self._tokens) < plan.num_nodes:
+            score, parent, rank = heappop(waiting)
+            node = self._add(parent, self.children(parent)[rank].token, -score)
+            offer(parent, rank + 1)
+            if self._depths[node] < levels:
+                offer(node, 0)
+        if len(self._tokens) == 1:
+            return None
+        return TokenTree.of(self._tokens, self._parents, self._scores[1:])
+
+    def follow(self, most: int, least: float) -> list[float]:
+        """Return probabilities of drafts that follow each other, each the best child.
+
+        Args:
+            most: Maximum number of drafts.
+            least: Minimum probability.
+        """
+        found: list[float] = []
+        node, probability = 0, 1.0
+        while len(found) < most:
+            children = self.children(node)
+            probability *= children[0].chance if children else 0.0
+            if probability < least:
+                break
+            found.append(probability)
+            node = self._add(node, children[0].token, log(probability))
+        return found
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Learn from the tokens that came after the text."""
+        node: int | None = 0
+        below = {
+            (parent, token): node
+            for node, (parent, token) in enumerate(zip(self._parents, self._tokens, strict=True))
+            if node
+        }
+        for token in tokens:
+            if node is None:
+                return
+            self._chances.learn(self._children[node] or (), token)
+            node = below.get((node, token))
+
+    def children(self, node: int) -> list[Child]:
+        """Return tokens that may follow a node, the most probable first."""
+        found = self._children[node]
+        if found is None:
+            found = self._find(self._places[node], self._depths[node])
+            self._children[node] = found
+        return found
+
+    def _add(self, parent: int, token: int, score: float) -> int:
+        self._tokens.append(token)
+        self._parents.append(parent)
+        self._scores.append(score)
+        self._places.append(self._contexts.after(self._places[parent], token))
+        self._depths.append(self._depths[parent] + 1)
+        self._children.append(None)
+        return len(self._tokens) - 1
+
+    def _find(self, place: Place, depth: int) -> list[Child]:
+        tokens, rates = self._contexts.tokens, self._chances.rates
+        has_noise = self._noise is not None and depth < len(self._noise)
+        matches: dict[int, int] = {}
+        for position, length in place.matches:
+            token = tokens[position]
+            if token not in matches and token != NO_TOKEN:
+                matches[token] = group_of_match(length)
+        features: list[tuple[int, int]] = []
+        found = self._contexts.candidates(place.key)
+        if found is not None:
+            order, drafts, log_shares = found
+            if has_noise:
+                drafts, log_shares = self._add_noise(drafts, log_shares, depth)
+            for token, log_share in zip(drafts, log_shares, strict=True):
+                group, match = group_of_share(log_share), matches.pop(token, 0)
+                features.append((token, feature_of(match, order, group, has_noise)))
+        for rank, (token, match) in enumerate(matches.items()):
+            features.append((token, feature_of(match, 0, rank, has_noise)))
+        children = [Child(rates[feature], token, feature) for token, feature in features]
+        children.sort(key=_chance, reverse=True)
+        return children
+
+    def _add_noise(
+        self, tokens: Sequence[int], log_probs: Sequence[float], depth: int
+    ) -> tuple[Sequence[int], Sequence[float]]:
+        """Return candidates and logarithms of their shares with the target's noise, best first."""
+        assert self._params is not None
+        assert self._noise is not None
+        temp, allowed = max(self._params.temp, MIN_FACTOR), _num_allowed(log_probs, self._params)
+        noise = entries(self._noise, depth, tokens[:allowed])
+        scores = [
+            (log_prob / temp + added, token)
+            for token, log_prob, added in zip(tokens, log_probs, noise, strict=False)
+        ]
+        scores.sort(reverse=True)
+        most = scores[0][0]
+        total = most + log(sum([exp(score - most) for score, _ in scores]))
+        return [token for _, token in scores], [score - total for score, _ in scores]
+
+
+def _chance(child: Child) -> float:
+    return child.chance
+
+
+def _num_allowed(log_probs: Sequence[float], params: SamplingParams) -> int:
+    """Return the number of candidates that the filters of sampling leave, at least one."""
+    mass, least = 0.0, log(max(params.min_p, MIN_FACTOR)) + log_probs[0]
+    for number, log_prob in enumerate(log_probs):
+        is_over = number and (mass >= (params.top_p or 1.0) or number == params.top_k)
+        if is_over or log_prob < least:
+            return number
+        mass += exp(log_prob)
+    return len(log_probs)

@@ -1,0 +1,33 @@
+"""The two published models of `bench/lab/real_models.py`, for tests that skip without them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from mlx_redrafter import load
+from mlx_redrafter.bench.lab.real_models import Precision, RealModel, find_model
+from mlx_redrafter.errors import RedrafterError
+
+# Maximum time of a test that may be the first to ask for a model, in seconds.
+FIRST_SECONDS = 900
+
+
+@cache
+def _find(model: RealModel, precision: Precision) -> Any:
+    """Return a folder, or why there is none; a failed download is not tried again."""
+    try:
+        return find_model(model, precision)
+    except RedrafterError as error:
+        return error
+
+
+def real_pair(model: RealModel, precision: Precision = "float32") -> tuple[Any, Any]:
+    """Load a published model and its tokenizer; skips the test if it cannot be had."""
+    folder = _find(model, precision)
+    if isinstance(folder, RedrafterError):
+        pytest.skip(str(folder))
+    target, tokenizer, _ = load(folder, drafter="lookup")
+    return target, tokenizer

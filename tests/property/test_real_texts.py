@@ -1,0 +1,92 @@
+"""Texts of two published models are stock mlx-lm's; `bench.lab exact` compares more of them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import mlx.nn as nn
+import pytest
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.bench.lab.exactness import decode_texts
+from mlx_redrafter.bench.lab.real_models import GEMMA, SMOLLM2, Precision
+from mlx_redrafter.bench.prompts import encode_prompts, fit_prompts, read_prompts, select_prompts
+from mlx_redrafter.bench.recording import Recording
+from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.proposers.lookup import Lookup
+from tests.helpers.drafts import Scripted
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.models import shared_path
+from tests.helpers.real_models import FIRST_SECONDS, real_pair
+
+pytestmark = pytest.mark.timeout(FIRST_SECONDS)
+# Maximum number of tokens of a question.
+SHORT = 60
+TREE = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
+
+
+def _questions(tokenizer: Any, count: int) -> list[EncodedPrompt]:
+    """Short questions of Spec-Bench, from all categories alternately."""
+    prompts = read_prompts(shared_path("prompts/spec_bench.jsonl"))
+    short = [one for one in prompts if len(tokenizer.encode(one.text)) < SHORT]
+    return encode_prompts(tokenizer, select_prompts(short, count))
+
+
+def _long_prompt(tokenizer: Any, length: int) -> list[int]:
+    """Encode a text of ``length`` tokens, made of questions."""
+    prompts = read_prompts(shared_path("prompts/mt_bench.jsonl"))
+    (prompt,) = encode_prompts(tokenizer, fit_prompts(tokenizer, prompts[:1], prompts, length))
+    return prompt.ids
+
+
+@pytest.mark.parametrize(
+    ("precision", "count", "max_tokens"), [("float32", 2, 12), ("4bit", 1, 6), ("float16", 1, 6)]
+)
+def test_texts_are_those_of_mlx_lm(precision: Precision, count: int, max_tokens: int) -> None:
+    """Alone and in batches, with a quantised K/V cache, and in turns with a kept cache."""
+    model, tokenizer = real_pair(SMOLLM2, precision)
+    settings = CommonSettings(model, tokenizer, cast("Any", None), max_tokens)
+    found = decode_texts(
+        settings,
+        {"lookup": Lookup()},
+        [DraftPlan.of(1, 5, 5)],
+        _questions(tokenizer, count),
+        4,
+        Recording(None, "exact", {}),
+    )
+    assert len(found) == 7 * count
+    different = [one for one in found if not one.is_equal]
+    assert [one for one in different if not one.is_tie] == []
+    if precision == "float32":  # where only quantised K/V entries round so far that texts differ
+        assert {one.conditions for one in different} <= {"8-bit K/V cache"}
+
+
+def test_trees_of_drafts_leave_the_text_alone() -> None:
+    model, tokenizer = real_pair(SMOLLM2)
+    prompts = [one.ids for one in _questions(tokenizer, 2)]
+    texts = [stock_tokens(model, prompt, 24) for prompt in prompts]
+    for prompt, text in zip(prompts, texts, strict=True):
+        drafter = Scripted(ids(text), 49152, accuracy=0.8)
+        assert_same_tokens(text, _decode(model, tokenizer, prompt, drafter, **TREE), prompt)
+    sampled = {"temp": 0.8, "seed": 3, "max_tokens": 24}
+    plain = _decode(model, tokenizer, prompts[0], None, **sampled)
+    drafter = Scripted(plain, 49152, accuracy=0.8)
+    assert _decode(model, tokenizer, prompts[0], drafter, **sampled, **TREE) == plain
+
+
+@pytest.mark.parametrize("length", [500, 700])
+def test_texts_cross_the_windows_of_gemma(length: int) -> None:
+    model, tokenizer = real_pair(GEMMA)
+    prompt = _long_prompt(tokenizer, length)
+    text = stock_tokens(model, prompt, 24)
+    drafter = Scripted(ids(text), 262144, accuracy=0.8)
+    assert_same_tokens(text, _decode(model, tokenizer, prompt, drafter, **TREE), "tree")
+    assert_same_tokens(text, _decode(model, tokenizer, prompt, "lookup"), "lookup")
+
+
+def _decode(model: nn.Module, tokenizer: Any, prompt: Any, drafter: Any, **options: Any) -> Any:
+    responses = stream_generate(
+        model, tokenizer, prompt, drafter=drafter, **{"max_tokens": 24, **options}
+    )
+    return [response.token for response in responses]

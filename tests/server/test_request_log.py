@@ -1,0 +1,69 @@
+"""The log of requests: one line for each, whatever became of it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from contextlib import closing
+
+import pytest
+
+from tests.server.serving import KEY, Served
+from tests.server.test_bad_input import begin_text
+
+PATH = "/v1/completions"
+
+
+def _lines(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
+    """The log's first lines; the client may have its answer before the line is there."""
+    end = time.monotonic() + 20
+    while len(caplog.messages) < count:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return caplog.messages
+
+
+def test_a_text_has_its_tokens_and_its_speed(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.send("/v1/completions", {"prompt": "AB", "max_tokens": 1})  # loads the model
+    caplog.set_level(logging.INFO, "mlx_redrafter.server.request_log")
+    for stream in True, False:
+        time.sleep(0.2)  # the line of the request before
+        caplog.clear()
+        served.send(PATH, {"prompt": "ABC", "max_tokens": 20, "stream": stream})
+        (line,) = _lines(caplog, 1)
+        found = re.fullmatch(
+            rf"POST {PATH} 200, 3 prompt tokens(?: \(2 kept\))? in [\d.]+ s, "
+            r"20 tokens in ([\d.]+) s, ([\d.]+) tokens/s",
+            line,
+        )
+        assert found is not None, line
+        # The speed can be divided from the two numbers next to it, which are rounded.
+        seconds, speed = map(float, found.groups())
+        assert abs(20 / speed - seconds) < 0.01
+
+
+def test_other_requests_have_their_time(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlx_redrafter")
+    served.send("/health")
+    served.send("/metrics")
+    served.send("/v1/models")
+    served.send("/v1/%0Anothing")
+    served.send(PATH, {"prompt": "A"}, key="no")
+    patterns = r"GET /v1/models 200", r"GET /v1/%0Anothing 404", rf"POST {PATH} 401"
+    for pattern, line in zip(patterns, _lines(caplog, 3), strict=True):
+        assert re.fullmatch(rf"{pattern}, [\d.]+ s", line), line
+    assert KEY not in caplog.text
+
+
+def test_a_text_whose_client_has_gone_is_cut(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mlx_redrafter")
+    with closing(begin_text(served)) as connection:
+        connection.getresponse().readline()
+    served.wait_until_idle()
+    assert _lines(caplog, 1)[-1].endswith(", cut")
+    assert "drafts, found" not in caplog.text
