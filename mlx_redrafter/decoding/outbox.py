@@ -10,7 +10,7 @@ class Outbox:
     """Tokens of committed passes until they are taken, and then the reason that no others come.
 
     Args:
-        request: Where the sequence ends.
+        request: The request, which says at which token to end.
         end_of_prompt: Number of tokens before its first one.
 
     Attributes:

@@ -31,7 +31,7 @@ from mlx_redrafter.trees.tree import TokenTree
 
 
 class Status(IntEnum):
-    """Where a sequence stands."""
+    """Place of a sequence between its prompt and its end."""
 
     # Its prompt, the last token left out, is not processed.
     WAITING = 0
@@ -71,7 +71,7 @@ class SequenceDecoder:
         committed: The newest pass that is read and committed: `last` or the one before.
         outbox: Tokens that nobody has taken.
         delivery: The tokens taken, and their counts.
-        status: Where it stands.
+        status: Place between the prompt and the end.
         is_cancelled: Whether it ends before its next step; any thread may set this.
     """
 

@@ -36,7 +36,7 @@ Noises = dict[SequenceDecoder, GumbelNoise | None]
 
 
 class Lane(Protocol):
-    """What a step leaves to the caches of its sequences, which are one's own or those of a batch.
+    """The part of a step that depends on its caches: one's own, or those of a batch.
 
     Attributes:
         policy: Decides how much the sequences draft.
@@ -81,7 +81,7 @@ def step(lane: Lane, sequences: Iterable[SequenceDecoder]) -> None:
 
 
 class _Step:
-    """What one step knows of each sequence."""
+    """One step, with the drafts and the passes of each sequence."""
 
     def __init__(self, lane: Lane, live: Sequence[SequenceDecoder]):
         self._lane = lane
