@@ -296,7 +296,7 @@ def test_all_that_has_come_is_one_write() -> None:
     last = Part(0, True, 3, 2, 3, 1, content="c", finish_reason="stop")
 
     async def collect() -> list[str]:
-        reply = Reply(cast(Any, None), request, [[7, 8]], make_writer("tiny"))
+        reply = Reply(cast(Any, None), request, [[7, 8]], make_writer("tiny"), 0.0)
         reply.job.receive(*parts)
         reply.job.receive(last)
         reply.job.receive(None)
