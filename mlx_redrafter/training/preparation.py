@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.checkpoints.loading import load
+from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.proposers.fit import TOP_TOKENS
+from mlx_redrafter.target.model_loading import find_model
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.corpus import (
     Corpus,
@@ -56,6 +59,8 @@ class Preparation:
     Attributes:
         request: The request, fitted to the target's context and the length of an earlier drafter.
         student: The drafter; a new one has no weights until `run`.
+        target_facts: Name of the target, fingerprint of its weights, and digest of its tokens if
+            they can be read, for the drafter's ``config.json``.
         start_fingerprint: Fingerprint of the earlier drafter's weights, None for a new drafter.
     """
 
@@ -95,6 +100,12 @@ class Preparation:
                 self.request = replace(request, network=network)
             self.start_fingerprint = fingerprint_weights(self.student.network)
         self.target_fingerprint = fingerprint_weights(model)
+        self.target_facts = {
+            "name": shared_name(request.model),
+            "fingerprint": self.target_fingerprint,
+        }
+        if (tokens := digest_tokens(find_model(request.model))) is not None:
+            self.target_facts["tokens"] = tokens
         identity = {
             "target": self.target_fingerprint,
             "texts": self._sources.text_fingerprint,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.corpus import Corpus
@@ -58,7 +57,7 @@ def train_drafter(
     remove_leftovers(request.out)
     corpus, request = preparation.run(), preparation.request
     student, cache = preparation.student, preparation.cache
-    fingerprint = preparation.target_fingerprint
+    fingerprint, target = preparation.target_fingerprint, preparation.target_facts
     identity = _describe_run(request, preparation, corpus)
     del preparation
     mx.clear_cache()  # nothing refers to the target now, except students that need it
@@ -85,11 +84,11 @@ def train_drafter(
         reporter.say(f"resuming at step {trainer.progress.step:,}")
     best = trainer.run(
         on_step=lambda progress: _report_step(progress, reporter),
-        on_best=lambda student: _save(student, request, fingerprint),
+        on_best=lambda student: _save(student, request, target),
     )
     best.calibrate(watched())
     measured = simulate(best, watched(), request.network.length, request.data_options.temp)
-    _save(best, request, fingerprint)
+    _save(best, request, target)
     write_training_card(request, fingerprint, corpus, best, trainer.progress, measured)
     return TrainingResult(best, measured)
 
@@ -117,6 +116,5 @@ def _report_step(progress: TrainingProgress, reporter: Reporter) -> None:
     reporter.progress("training", progress.step, progress.total_steps)
 
 
-def _save(student: Student, request: TrainingRequest, target_fingerprint: str) -> None:
-    target = {"name": shared_name(request.model), "fingerprint": target_fingerprint}
+def _save(student: Student, request: TrainingRequest, target: Mapping[str, str]) -> None:
     student.in_dtype(mx.float16).save(request.out, {"target": target})

@@ -32,7 +32,7 @@ BATCH_SEQUENCES = 8
 # Maximum number of tokens per forward pass, so that an interruption waits for a short one.
 MAX_CHUNK_TOKENS = 512
 # Maximum size of the float32 logits of a forward pass, in bytes.
-LOGITS_BYTES = 2**27
+LOGITS_BYTES = 2**28
 
 OnTokens = Callable[[int], None]
 
