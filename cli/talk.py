@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 QUOTES = '"""'
 # Options that /set changes.
 SETTINGS = (*SAMPLING_NAMES, "max_tokens")
+# Output of /help.
 HELP = f"""\
 /set              show the settings; /set temp 0.7 changes one: {", ".join(SETTINGS)}
 /set system TEXT  begin a new conversation with this system prompt, or without TEXT with none

@@ -25,7 +25,7 @@ STOPPED = "stopped"
 # Shows the cursor, which a progress bar hides.
 SHOW_CURSOR = "\x1b[?25h"
 
-# What is kept of the work under way, as a line to say; the last one counts.
+# Lines that say what is kept of the work under way; the last one counts.
 _kept: list[Callable[[], str]] = []
 
 
