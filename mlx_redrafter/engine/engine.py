@@ -376,9 +376,9 @@ class Engine:
             memory = self.memory if options.couple else LearnedState()
             if options.couple:
                 memory.recall(self.networks)
-            scheduler.policy = BatchPolicy(
+            scheduler.batch.policy = BatchPolicy(
                 lambda: self._costs(self._network),
-                lambda: scheduler.num_slots,
+                lambda: scheduler.batch.cache.num_slots,
                 memory.batches,
                 lambda: memory.policy,
                 proposer.max_length,
