@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import exp, log1p
 from typing import NamedTuple
 
@@ -87,6 +87,25 @@ class Chances:
         for _, draft, feature in children:
             count = counts[feature] = min(counts[feature] + 1, MEMORY)
             rates[feature] += ((draft == token) - rates[feature]) / count
+
+    def stored(self) -> dict[str, list[float]]:
+        """Return the rates that drafts have shown and their counts, by feature, for a file."""
+        found = zip(self.rates.copy(), self._counts.copy(), strict=True)
+        return {str(i): [round(r, 4), n] for i, (r, n) in enumerate(found) if n > PRIOR}
+
+    def restore(self, stored: Mapping[str, Sequence[float]]) -> None:
+        """Begin with the numbers of a file, at half their weight.
+
+        Raises:
+            ValueError: They are damaged, and nothing has changed; TypeError or AttributeError, too.
+        """
+        rates, counts = self.rates.copy(), self._counts.copy()
+        for feature, (rate, count) in stored.items():
+            if not 0 <= rate <= 1 or int(feature) not in range(len(rates)):
+                raise ValueError(f"{rate} is no rate of {feature}")
+            rates[int(feature)] = float(rate)
+            counts[int(feature)] = min(MEMORY, max(PRIOR, int(count) // 2))
+        self.rates, self._counts = rates, counts
 
 
 def _prior(match: int, order: int, group: int) -> float:
