@@ -19,6 +19,8 @@ NUM_BEST = 8
 LONGEST = 3
 # Number of newest occurrences of a context that are known, and of matches that are followed.
 OCCURRENCES = 4
+# Length of a match, in tokens, beside which no further ones are looked up.
+LONG = 12
 # Number of contexts of which the newest are known: that many, or up to twice as many.
 MAX_CONTEXTS = 1 << 16
 # Token ids, plus 1, fit in so many bits.
@@ -99,7 +101,7 @@ class Contexts:
         key = following(place.key, token)
         tokens, size = self.tokens, len(self.tokens)
         matches = [(p + 1, n + 1) for p, n in place.matches if tokens[p] == token and p + 1 < size]
-        if len(matches) < OCCURRENCES:
+        if len(matches) < OCCURRENCES and not (matches and matches[0][1] > LONG):
             known = {p for p, _ in matches}
             for order, context in zip(range(LONGEST, 0, -1), _suffixes(key), strict=False):
                 positions = self._entry(context)[1:]
