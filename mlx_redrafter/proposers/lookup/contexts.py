@@ -34,18 +34,9 @@ Entry = tuple[Any, ...]
 _NOTHING: Entry = (None,)
 
 
-class Candidates(NamedTuple):
-    """The K tokens that were most probable after the newest occurrence of a context.
-
-    Attributes:
-        order: Number of tokens of the context.
-        tokens: Token ids.
-        log_probs: Their natural log-probabilities, descending.
-    """
-
-    order: int
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
+# Number of tokens of a context, the K tokens that were most probable after it, and their natural
+# log-probabilities, descending.
+Candidates = tuple[int, Sequence[int], Sequence[float]]
 
 
 class Place(NamedTuple):
@@ -116,7 +107,7 @@ class Contexts:
             row = self._entry(context)[0]
             if row is not None:
                 values = _ROW.unpack(row)
-                return Candidates(order, values[:NUM_BEST], values[NUM_BEST:])
+                return order, values[:NUM_BEST], values[NUM_BEST:]
         return None
 
     def _entry(self, context: int) -> Entry:

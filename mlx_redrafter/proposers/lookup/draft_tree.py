@@ -105,11 +105,9 @@ class DraftTree:
 
     def children(self, node: int) -> list[Child]:
         """Return tokens that may follow a node, the most probable first."""
-        found = self._children[node]
-        if found is None:
-            found = self._find(self._places[node], self._depths[node])
-            self._children[node] = found
-        return found
+        if self._children[node] is None:
+            self._children[node] = self._find(self._places[node], self._depths[node])
+        return self._children[node] or []
 
     def _add(self, parent: int, token: int, score: float) -> int:
         self._tokens.append(token)
