@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlx_redrafter.decoding import prefill
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.server.fields import parse_json
 from mlx_redrafter.server.limits import Limits
@@ -303,14 +304,14 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
 ) -> None:
     """The prompt has 30 chunks of 16 tokens; most of them are never read."""
     chunks = []
-    process_chunk = SequenceDecoder.process_chunk
+    process_chunk = prefill.process_chunk
 
     def slowly(sequence: SequenceDecoder, most: int | None = None) -> None:
         process_chunk(sequence, most)
         chunks.append(most)
         time.sleep(0.1)
 
-    monkeypatch.setattr(SequenceDecoder, "process_chunk", slowly)
+    monkeypatch.setattr(prefill, "process_chunk", slowly)
     with closing(begin_text(strict, prompt="VWXYZ" * 96, stream=False)):
         while not chunks:
             time.sleep(0.01)
