@@ -33,7 +33,7 @@ from mlx_redrafter.training.resources import (
     count_weights,
     estimate,
 )
-from mlx_redrafter.training.self_generated import BATCH_SIZE
+from mlx_redrafter.training.self_generated import ROUND_SIZE
 from mlx_redrafter.training.students.student import ANCHOR_SHARE
 from mlx_redrafter.training.students.student_kinds import choose_drafter_config
 from mlx_redrafter.training.teacher import BATCH_SEQUENCES, LOGITS_BYTES, MAX_CHUNK_TOKENS
@@ -93,7 +93,7 @@ class TrainingCost:
         optimiser = 2 * COPIES_IN_MEMORY * 4 * weights / bandwidth
         measuring = drafting(FORWARD)
         return Pace(
-            generating=_pass_seconds(shape, chip, BATCH_SIZE) / BATCH_SIZE,
+            generating=_pass_seconds(shape, chip, ROUND_SIZE) / ROUND_SIZE,
             reading=_pass_seconds(shape, chip, at_once * BATCH_SEQUENCES)
             / (at_once * BATCH_SEQUENCES),
             step=ANCHOR_SHARE * positions * drafting(STEP) + optimiser,

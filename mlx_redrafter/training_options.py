@@ -52,7 +52,9 @@ class DataOptions:
     """
 
     tokens: Annotated[
-        int | None, "Maximum number of tokens to train on; by default those of all texts."
+        int | None,
+        "Number of tokens to train on, or somewhat more; by default those of all texts, or "
+        "1000000 if the model writes them.",
     ] = None
     sequence_length: int = 512
     self_generated: Annotated[

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # its client gets an answer before.
 CHUNK_SECONDS = 0.5
 # Seconds that clients have to read the ends of their replies, and then the process to end.
-LAST_SECONDS = 1.5
+LAST_SECONDS = 1.2
 # Seconds between two reports of errors of the event loop, such as too many open files.
 REPORT_SECONDS = 10.0
 # Number of open files that connections leave to others.

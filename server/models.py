@@ -65,7 +65,11 @@ class LoadedModel:
     """
 
     def __init__(
-        self, engine: Engine, options: GenerationOptions, store: PrefixStore, max_context: int
+        self,
+        engine: Engine,
+        options: GenerationOptions,
+        store: PrefixStore,
+        max_context: int = Limits.max_context,
     ):
         self.engine = engine
         self.context = min(max_context, engine.target.context_length or max_context)

@@ -51,7 +51,7 @@ class ContextExceeded(Refusal):
     """
 
     def __init__(self, param: str, length: int, context: int, max_tokens: int):
-        asked = f", and max_tokens is {max_tokens}" if max_tokens > 0 else ""
+        asked = f" and {max_tokens} more are asked for" if max_tokens > 0 else ""
         super().__init__(
             f"This model's maximum context length is {context} tokens, prompt included, but "
             f"{param} has {length}{asked}; shorten {param}",

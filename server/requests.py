@@ -41,6 +41,7 @@ class TextRequest:
         top_logprobs: Number of most probable tokens shown with each token; None shows no
             log-probabilities.
         grammar: Grammar of the texts, which `fit` makes; None for none.
+        param: Field of the prompts, for messages.
     """
 
     model: str | None
@@ -52,6 +53,7 @@ class TextRequest:
     format: AnswerFormat | None = None
     top_logprobs: int | None = None
     grammar: Grammar | LateGrammar | None = None
+    param: str = "prompt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class ChatRequest(TextRequest):
     tools: Tools
     template_options: dict[str, Any]
     effort: str | None = None
+    param: str = "messages"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +99,15 @@ def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest
         Refusal: The model has no chat template, tools or grammars, or not enough context.
     """
     target = engine.target
-    prompts, param = encode(request, engine, context), _param(request)
+    prompts = encode(request, engine, context)
     longest = max(map(len, prompts))
     if longest >= context:
-        raise ContextExceeded(param, longest, context, request.options.max_tokens)
+        raise ContextExceeded(request.param, longest, context, request.options.max_tokens)
     try:
         for prompt in prompts:
             check_prompt(prompt, 0, target)
     except ConfigError as error:
-        raise Refusal(str(error), param) from error
+        raise Refusal(str(error), request.param) from error
     biased = max(request.penalties.get("logit_bias") or [0])
     if biased >= target.vocab_size:
         raise Refusal(
@@ -141,15 +144,10 @@ def encode(request: TextRequest, engine: Engine, context: int) -> list[list[int]
         return [encode_chat(tokenizer, request.messages, options, limit=context)]
     except LongPromptError as error:
         raise ContextExceeded(
-            _param(request), error.num_tokens, context, request.options.max_tokens
+            request.param, error.num_tokens, context, request.options.max_tokens
         ) from error
     except ConfigError as error:
-        raise Refusal(str(error), _param(request)) from error
-
-
-def _param(request: TextRequest) -> str:
-    """Name the field of the prompts."""
-    return "messages" if isinstance(request, ChatRequest) else "prompt"
+        raise Refusal(str(error), request.param) from error
 
 
 def _template_options(request: ChatRequest, tokenizer: TokenizerWrapper) -> dict[str, Any]:

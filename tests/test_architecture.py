@@ -157,6 +157,7 @@ WITHOUT_MLX_LM = (
     "trees/topk",
     "decoding/accept",
     "decoding/stats",
+    "decoding/passes",
     "decoding/records",
     "proposers/expansion",
     "proposers/search",
@@ -199,8 +200,8 @@ def test_trees_stand_on_the_ground() -> None:
     assert _reachable("trees") == {"ground"}
 
 
-# The four phases of a step, in order; each fits on a screen, its docstring left out.
-PHASES, SCREEN = ["draft", "ask", "answer", "take"], 25
+# The phases of a step, in order; each fits on a screen, its docstring left out.
+PHASES, SCREEN = ["request", "draft", "read", "select", "verify", "commit"], 25
 
 
 def _method(module: str, name: str) -> ast.FunctionDef:
@@ -229,12 +230,12 @@ def _phases(function: ast.FunctionDef) -> list[str]:
     return [name for name in names if name in PHASES]
 
 
-def test_a_step_is_draft_ask_answer_take_alone_and_in_a_batch() -> None:
-    alone, batch = _method("decoding.sequence", "step"), _method("decoding.joint_step", "run")
-    assert _phases(alone) == PHASES
-    assert _phases(batch) == PHASES
-    phases = [_method("decoding.sequence", name) for name in PHASES]
-    sizes = {one.name: _body_lines(one) for one in [alone, batch, *phases]}
+def test_a_step_is_draft_verify_commit_alone_and_in_a_batch() -> None:
+    whole = _method("decoding.step", "run")
+    assert _phases(whole) == PHASES
+    phases = [_method("decoding.step", f"_{name}") for name in PHASES if name != "verify"]
+    phases += [_method(f"decoding.{lane}", "verify") for lane in ("lone_lane", "batch")]
+    sizes = {one.name: _body_lines(one) for one in [whole, *phases]}
     assert {name: size for name, size in sizes.items() if size > SCREEN} == {}
 
 

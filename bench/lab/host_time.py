@@ -18,9 +18,13 @@ import numpy as np
 
 from mlx_redrafter import device_read
 from mlx_redrafter.bench.lab.contexts import bushy_tree, filled_cache
+from mlx_redrafter.decoding.lone_lane import LoneLane
+from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.prefill import prefill
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import Inputs, Noises, step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
@@ -158,28 +162,41 @@ def measure_steps(
     )
     found, reads, wait = [], 0, device_read.waiting
 
+    class Timed(LoneLane):
+        """Notes times and reads at the end of drafting, and times around the verify."""
+
+        drafted, before, is_ahead, begun, dispatched = 0.0, 0, False, 0.0, 0.0
+
+        def look_ahead(self, sequence: SequenceDecoder) -> bool:
+            self.drafted, self.before = time.thread_time(), reads
+            return super().look_ahead(sequence)
+
+        def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
+            is_tree = any(isinstance(one, TokenTree) for one in inputs.values())
+            self.is_ahead = is_tree and reads == self.before
+            self.begun = time.thread_time()
+            passes = super().verify(inputs, noises)
+            self.dispatched = time.thread_time()
+            return passes
+
+    lane = Timed()
+
     def count() -> AbstractContextManager[None]:
         nonlocal reads
         reads += 1
         return wait()
 
+    for _ in prefill([text]):
+        pass
     with patch.object(device_read, "waiting", count), target.warming_up():
         for _ in range(steps + WARM_UP):
             start = reads
-            text.draft()
-            drafted, before = time.thread_time(), reads
-            asked = text.ask()
-            assert asked is not None
-            is_ahead = reads == before and isinstance(asked, TokenTree)
-            begun = time.thread_time()
-            text.answer(text.sample(asked, text._run_target(asked)))
-            dispatched = time.thread_time()
+            step(lane, [text])
             text.take()
-            found.append(
-                (0.0 if is_ahead else dispatched - begun, dispatched - drafted, reads - start)
-            )
-    waiting, dispatch, num_reads = np.array(found[WARM_UP:]).T
-    return StepTime(float(np.median(waiting)), float(np.median(dispatch)), num_reads.mean())
+            waiting = 0.0 if lane.is_ahead else lane.dispatched - lane.begun
+            found.append((waiting, lane.dispatched - lane.drafted, reads - start))
+    waits, dispatch, num_reads = np.array(found[WARM_UP:]).T
+    return StepTime(float(np.median(waits)), float(np.median(dispatch)), num_reads.mean())
 
 
 @contextmanager

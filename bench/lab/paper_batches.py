@@ -167,7 +167,7 @@ def _step(scheduler: Scheduler) -> None:
     for text, tokens, error in scheduler.step_all():
         if error is not None:
             raise error
-        list(text.deliver(tokens))
+        list(text.delivery.deliver(tokens))
 
 
 def _counts(texts: Sequence[SequenceDecoder]) -> list[int]:

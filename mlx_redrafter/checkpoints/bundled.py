@@ -1,6 +1,6 @@
-"""The bundled pair: a small target, and the drafter made for it, to try everything offline.
+"""The bundled weights: a small target with its drafter, and drafters of published models.
 
-The cards in the folders of their weights describe training data and quality.
+The cards in their folders describe training data and quality.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.model_store import find_stored
 
 FOLDER = Path(__file__).resolve().parent.parent / "pair"
+# Folder of the drafters of published models, a folder each.
+DRAFTERS = FOLDER.parent / "drafters"
 
 
 def find_bundled(part: Literal["target", "drafter"]) -> Path:
@@ -32,3 +34,8 @@ def local_folder(model: str | None) -> Path | None:
         return find_bundled("target")
     folder = Path(model).expanduser()
     return folder if folder.is_dir() else find_stored(model, None)
+
+
+def bundled_drafters() -> list[Path]:
+    """Return the folders of the bundled drafters of published models."""
+    return sorted(config.parent for config in DRAFTERS.glob(f"*/{CONFIG_FILE}"))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.checkpoint_files import read_config, read_shapes, weight_files
+from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.checkpoints.cards import read_card
 from mlx_redrafter.checkpoints.identity import Identity, targets_in_config
 from mlx_redrafter.checkpoints.published_drafters import (
@@ -142,11 +143,12 @@ class DrafterSearch:
             yield FoundDrafter(mtp.WORD, mtp.WORD, mtp.NAME, reason)
 
     def _folders(self) -> Iterator[Path]:
-        """Yield the folders that may hold a drafter: those of the stores, and those beside."""
+        """Yield the folders that may hold a drafter: in the stores, beside, and bundled ones."""
         yield from (one.folder for one in stored_models())
         if self.model.folder is not None:
             beside = self.model.folder.resolve().parent.glob("*/config.json")
             yield from (config.parent for config in sorted(beside))
+        yield from bundled_drafters()
 
     def _declaration(self, folder: Path) -> str | None:
         """Return the text in a drafter's config or card that names the model."""

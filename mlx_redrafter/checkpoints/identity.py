@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.cards import Card, read_card
+from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.model_store import repository_of
 from mlx_redrafter.proposers.target_facts import TargetFacts
@@ -78,6 +79,10 @@ class Identity(NamedTuple):
         named = [name for name in targets_in_config(config) if REPOSITORY.fullmatch(name)]
         if named and not self.is_named(*named):
             return f"it was made for {named[0]}"
+        tokens = as_mapping(config.get("target")).get("tokens")
+        own = digest_tokens(self.folder) if tokens is not None and self.folder else None
+        if own is not None and own != tokens:
+            return "its tokens are not the model's"
         target = TargetFacts.of("", self.config)
         layers = as_mapping(self.config.get("text_config")) or self.config
         sizes = as_mapping(config.get("transformer_layer_config")) or config

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import filecmp
+import hashlib
+import json
 from pathlib import Path
 
 from mlx_redrafter.checkpoint_files import read_json
@@ -27,11 +29,25 @@ def has_same_tokens(one: Path, other: Path) -> bool:
     return False
 
 
-def _read_table(path: Path) -> object:
+def digest_tokens(folder: Path) -> str | None:
+    """Hash the tokens of a folder with their ids; None without a readable ``tokenizer.json``.
+
+    Programs store special tokens among the others, apart from them, or both.
+    """
+    path = folder / TOKENIZER_FILES[0]
+    table = _read_table(path) if path.is_file() else None
+    if table is None:
+        return None
+    vocabulary, added = table
+    ids = {**vocabulary, **{token: number for number, token in added}}
+    return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()[:16]
+
+
+def _read_table(path: Path) -> tuple[dict[str, int], list[tuple[int, str]]] | None:
     """Read the tokens of a JSON file with their ids; None for other and for damaged files."""
     try:
         values = read_json(path)
         model, added = values["model"], values.get("added_tokens") or []
-        return model["vocab"], sorted((token["id"], token["content"]) for token in added)
-    except (CheckpointError, KeyError, TypeError):
+        return dict(model["vocab"]), sorted((token["id"], token["content"]) for token in added)
+    except (CheckpointError, KeyError, TypeError, ValueError):
         return None

@@ -13,14 +13,16 @@ class StepClock:
     """Times steps, leaving out those that tell nothing of their kind.
 
     The caller kept the decoder waiting, or the step prepared what later ones use again.
-
-    Attributes:
-        away: Seconds that the caller has spent with tokens since the last outcome.
     """
 
     def __init__(self) -> None:
         self._last: float | None = None
-        self.away = 0.0
+        # Seconds that the caller has spent with tokens since the last outcome.
+        self._away = 0.0
+
+    def leave_out(self, seconds: float) -> None:
+        """Count seconds that the caller has spent with tokens."""
+        self._away += seconds
 
     def skip(self) -> None:
         """Leave out the step that goes on."""
@@ -33,7 +35,7 @@ class StepClock:
         """
         now = time.perf_counter()
         last, self._last = self._last, now
-        away, self.away = self.away, 0.0
+        away, self._away = self._away, 0.0
         if last is None or away > MAX_ABSENCE * (now - last):
             return None
         return now - last

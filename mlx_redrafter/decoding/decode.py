@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from mlx_redrafter.decoding.lone_lane import step_alone
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
@@ -20,13 +21,19 @@ def decode(sequence: SequenceDecoder, scheduler: Scheduler | None = None) -> Ite
     Args:
         sequence: The sequence.
         scheduler: Scheduler of several sequences; None to decode this one alone.
+
+    Raises:
+        NonFiniteError: The logits after the tokens so far are NaN.
     """
     try:
         while not sequence.is_cancelled and (
-            not sequence.is_finished or (scheduler is not None and scheduler.is_ready(sequence))
+            not sequence.is_finished or not sequence.outbox.is_empty
         ):
-            tokens = sequence.step() if scheduler is None else scheduler.step(sequence)
-            for token in sequence.deliver(tokens):
+            if scheduler is None:
+                step_alone(sequence)
+            else:
+                scheduler.step(sequence)
+            for token in sequence.delivery.deliver(sequence.take()):
                 if sequence.stats.num_tokens % CLEAR_CACHE_EVERY == 0:
                     mx.clear_cache()
                 yield token

@@ -39,6 +39,17 @@ class ProcessorChain:
         self._history = mx.array(list(prompt), dtype=mx.int32)
         self._masks = masks
         self._unread: list[mx.array] = []
+        self._has_begun = False
+
+    def process_after(self, drafts: mx.array | TokenTree, logits: mx.array) -> mx.array:
+        """Process the logits after the next root, (1, V), or tree, (N, V), of the text."""
+        if isinstance(drafts, TokenTree):
+            self.extend(drafts.tokens[:1])
+            return self.process_tree(logits, drafts)
+        if self._has_begun:  # the history has the prompt, whose last token is the first root
+            self.extend(drafts)
+        self._has_begun = True
+        return self.process(logits)
 
     def extend(self, tokens: mx.array) -> None:
         """Append tokens, int32 of shape (n,), that the target has chosen."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.target import Target
@@ -72,7 +72,7 @@ class StateReader(Protocol):
         """Read the states of the next tokens of the prompt; its last token is left out.
 
         Args:
-            states: States after a chunk of n tokens, as in `PendingPass.states`, shape (n, S).
+            states: States after a chunk of n tokens, as in `Pass.states`, shape (n, S).
         """
         ...
 
@@ -98,12 +98,12 @@ class Drafting(Protocol):
         ...
 
     def propose(
-        self, pending: PendingPass, plan: DraftPlan, noise: GumbelNoise | None, /
+        self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None, /
     ) -> TokenTree | None:
         """Draft tokens that may follow a forward pass.
 
         Args:
-            pending: The pass. Its arrays may not be computed yet; its ``tokens`` wait for them, so
+            flight: The pass. Its arrays may not be computed yet; its ``tokens`` wait for them, so
                 a network should not read those.
             plan: Plan of the drafts, its beams no longer than `Proposer.max_length`.
             noise: Noise of the target's choices after nodes of each depth below L; None without
@@ -111,11 +111,11 @@ class Drafting(Protocol):
 
         Returns:
             A tree of at most ``plan.num_nodes`` nodes and depths below ``plan.shape.length``, its
-            siblings distinct, rooted in ``pending.root``; None if there is nothing to propose.
+            siblings distinct, rooted in ``flight.root``; None if there is nothing to propose.
         """
         ...
 
-    def skip(self, pending: PendingPass, /) -> None:
+    def skip(self, flight: Pass, /) -> None:
         """Note a pass after which nothing is drafted; the host has read its tokens."""
         ...
 
@@ -130,22 +130,27 @@ class Recycling(Protocol):
 
     @property
     def num_best(self) -> int:
-        """Number of tokens after each node that `PendingPass.best` has; 0 for none."""
+        """Number of tokens after each node that `Outcome.best` has; 0 for none."""
         ...
 
 
-class Wish(NamedTuple):
-    """Drafts that a sequence wants after a pass.
+def num_best_of(drafting: Drafting | None) -> int:
+    """Return the number of most probable tokens after each node that a drafting asks for."""
+    return drafting.num_best if isinstance(drafting, Recycling) else 0
+
+
+class DraftRequest(NamedTuple):
+    """A request for drafts of what may follow a sequence's newest pass.
 
     Attributes:
         drafting: The sequence's drafts.
-        pending: The pass.
+        flight: The pass.
         plan: Plan of the drafts.
         noise: Noise of the target's choices after them; None without noise.
     """
 
     drafting: Drafting
-    pending: PendingPass
+    flight: Pass
     plan: DraftPlan
     noise: GumbelNoise | None = None
 
@@ -154,25 +159,25 @@ class Wish(NamedTuple):
 class JointDrafting(Protocol):
     """Drafts of a network that can draft for several sequences in the same passes."""
 
-    def propose_all(self, wishes: Sequence[Wish], /) -> list[TokenTree | None]:
+    def propose_all(self, requests: Sequence[DraftRequest], /) -> list[TokenTree | None]:
         """Do what `Drafting.propose` does for several sequences, this one's the first.
 
         Args:
-            wishes: Wishes of sequences with drafts of this class. All have one plan, which is
+            requests: Requests of sequences with drafts of this class. All have one plan, which is
                 `DraftPlan.searched`, and noise of one form or none.
         """
         ...
 
 
-def propose_all(wishes: Sequence[Wish]) -> list[TokenTree | None]:
+def propose_all(requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
     """Draft for several sequences, in the same passes of their network if it can do that.
 
     The arguments are those of `JointDrafting.propose_all`.
     """
-    first = wishes[0].drafting
-    if len(wishes) > 1 and isinstance(first, JointDrafting):
-        return first.propose_all(wishes)
-    return [one.drafting.propose(one.pending, one.plan, one.noise) for one in wishes]
+    first = requests[0].drafting
+    if len(requests) > 1 and isinstance(first, JointDrafting):
+        return first.propose_all(requests)
+    return [one.drafting.propose(one.flight, one.plan, one.noise) for one in requests]
 
 
 class Step(NamedTuple):

@@ -60,6 +60,10 @@ class DecodingStats:
     num_unmerged: int = 0
     shapes: list[ShapeStats] = field(default_factory=list)
 
+    def count_token(self) -> None:
+        """Count one token."""
+        self.num_tokens += 1
+
     def count_step(self, num_accepted: int, num_verified: int, num_unmerged: int) -> None:
         """Count one step."""
         missing = num_accepted + 1 - len(self.accepted_counts)

@@ -17,7 +17,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.decoding.accept import accept
-from mlx_redrafter.decoding.records import NOT_A_NUMBER, PendingPass
+from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.records import NOT_A_NUMBER
 from mlx_redrafter.decoding.sampling import (
     GumbelNoise,
     KeyedSampler,
@@ -52,7 +53,7 @@ def best_rows(log_probs: mx.array, count: int) -> mx.array:
 
 def sample_root(
     sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None, num_best: int = 0
-) -> PendingPass:
+) -> Pass:
     """Sample after a root, N = 1, and dispatch that.
 
     The host looks for NaN itself, which saves the device an operation.
@@ -67,7 +68,7 @@ def sample_root(
         return to_ints(outcome) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
 
     hidden_state = outputs.hidden_states.squeeze(0)
-    return PendingPass(token, token, hidden_state, log_probs, outputs.states, read=read)
+    return Pass(token, token, hidden_state, log_probs, outputs.states, read=read)
 
 
 def sample_and_accept(
@@ -76,7 +77,7 @@ def sample_and_accept(
     tree: TokenTree,
     noise: GumbelNoise | None,
     num_best: int = 0,
-) -> PendingPass:
+) -> Pass:
     """Sample after every node of a tree, accept what agrees, and dispatch that."""
     num_levels = tree.max_depth + 1
     log_probs, tokens, normalisers = choose(sampler, outputs.logits, tree.depths, noise, num_levels)
@@ -86,7 +87,7 @@ def sample_and_accept(
     outcome = mx.concatenate([bonus, num_accepted, path, path_tokens, *best])
     mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
     root = mx.maximum(bonus, 0)
-    return PendingPass(outcome, root, hidden_state, log_probs, outputs.states, path)
+    return Pass(outcome, root, hidden_state, log_probs, outputs.states, path)
 
 
 def sample_roots(
@@ -94,7 +95,7 @@ def sample_roots(
     outputs: TargetOutputs,
     positions: Sequence[int],
     num_best: int = 0,
-) -> list[PendingPass]:
+) -> list[Pass]:
     """Sample after the roots of several sequences, and dispatch that.
 
     Args:
@@ -126,7 +127,7 @@ def sample_roots(
         strict=True,
     )
     return [
-        PendingPass(root, root, hidden_state, one, state, read=partial(_item, read, number))
+        Pass(root, root, hidden_state, one, state, read=partial(_item, read, number))
         for number, (root, hidden_state, one, state) in enumerate(parts)
     ]
 
@@ -137,7 +138,7 @@ def sample_and_accept_all(
     trees: TreeBatch,
     noises: Sequence[GumbelNoise | None],
     num_best: int = 0,
-) -> list[PendingPass]:
+) -> list[Pass]:
     """Sample after every node of several trees, accept what agrees, and dispatch that.
 
     Args:
@@ -173,7 +174,7 @@ def sample_and_accept_all(
         strict=True,
     )
     return [
-        PendingPass(outcome, root, hidden_state, one, state, path, partial(_item, read, number))
+        Pass(outcome, root, hidden_state, one, state, path, partial(_item, read, number))
         for number, (outcome, root, hidden_state, one, state, path) in enumerate(parts)
     ]
 

@@ -17,8 +17,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_redrafter.decoding.decode import decode
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
-from mlx_redrafter.decoding.records import PendingPass, Request
+from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
@@ -208,12 +209,12 @@ class _Junk:
     def outlook(self) -> Sequence[float]:
         return [1.0]
 
-    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         drafts = range(plan.num_nodes - 1)
         scores = [-1.0 * node for node in drafts]
         return TokenTree.of([flight.tokens[-1], *(0 for _ in drafts)], [0, *drafts], scores)
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         """Nothing is stored."""
 
     def settle(self, length: int) -> None:

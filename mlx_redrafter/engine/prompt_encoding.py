@@ -95,25 +95,40 @@ def encode_chat(
         LongPromptError: The chat clearly has more tokens than the limit.
     """
 
-    def render(messages: Sequence[Message]) -> str:
-        # A template is a program from the checkpoint and may raise any exception.
-        try:
-            return tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **(options or {}),
-            )
-        except Exception as error:
-            raise ConfigError(
-                f"the model's chat template rejects these messages: {error}"
-            ) from error
-
-    text = render(messages)
+    values = {"add_generation_prompt": add_generation_prompt, **(options or {})}
+    text = _render(tokenizer, messages, values)
     if follows_cache:
-        marked = render([*messages[:-1], {**messages[-1], "content": MARKER}])
-        text = text[marked.index(MARKER) :]
+        marked = [*messages[:-1], {**messages[-1], "content": MARKER}]
+        text = text[_render(tokenizer, marked, values).index(MARKER) :]
     return _encode(tokenizer, text, limit, add_special_tokens=False)
+
+
+def encode_user_turn(tokenizer: TokenizerWrapper) -> tuple[list[int], list[int]]:
+    """Encode what a chat template puts before and after a first user message.
+
+    Raises:
+        ConfigError: The chat template rejects a message, or leaves it out.
+    """
+    values = {"add_generation_prompt": True}
+    text = _render(tokenizer, [{"role": "user", "content": MARKER}], values)
+    before, found, after = text.partition(MARKER)
+    if not found:
+        raise ConfigError(
+            "expected the user's message in the model's chat format, found none; give texts"
+        )
+    parts = before.rstrip(" "), after.strip()
+    first, last = (_encode(tokenizer, part, add_special_tokens=False) for part in parts)
+    return first, last
+
+
+def _render(
+    tokenizer: TokenizerWrapper, messages: Sequence[Message], options: Mapping[str, Any]
+) -> str:
+    # A template is a program from the checkpoint and may raise any exception.
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except Exception as error:
+        raise ConfigError(f"the model's chat template rejects these messages: {error}") from error
 
 
 def check_not_empty(prompt: Sequence[int]) -> None:

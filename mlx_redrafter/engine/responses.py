@@ -148,8 +148,7 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
         assert scheduler is not None, "only a text with a scheduler can wait for others"
         scheduler.begin([sequence])
         while not sequence.is_closed:
-            is_over = sequence.is_cancelled or sequence.is_finished
-            if is_over or sequence.num_ready or scheduler.is_ready(sequence):
+            if sequence.is_ready or sequence.delivery.num_ready:
                 yield from islice(self, 1)
             else:
                 yield None
@@ -245,7 +244,7 @@ class BatchStream(Iterator[BatchResponse]):
                 raise error
             number, responder = self._live[sequence]
             is_last = sequence.is_finished
-            for token in sequence.deliver(tokens):
+            for token in sequence.delivery.deliver(tokens):
                 response = responder.respond(token)
                 yield BatchResponse(number, response)
                 if response.finish_reason is not None:

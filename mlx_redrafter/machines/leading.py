@@ -37,6 +37,8 @@ class LedCache(TreeCache):
         *given: Arguments of `TreeCache`, or of the class that is mixed in.
     """
 
+    needs_notice = True
+
     def __init__(self, leader: Leader, handle: Handle, *given: Any):
         super().__init__(*given)
         self._leader = leader

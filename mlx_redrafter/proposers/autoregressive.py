@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork, read_flights, read_levels
@@ -43,7 +43,7 @@ class AutoregressiveDrafting(KvDrafting[AutoregressiveNetwork]):
     def expand(
         self,
         draftings: Sequence[AutoregressiveDrafting],
-        flights: Sequence[PendingPass],
+        flights: Sequence[Pass],
         shape: DraftShape,
         rank: NoiseRank | None,
     ) -> Expansion:
@@ -53,7 +53,7 @@ class AutoregressiveDrafting(KvDrafting[AutoregressiveNetwork]):
 class _Levels:
     """The network after one root of each sequence; a `LevelScorer`."""
 
-    def __init__(self, draftings: Sequence[AutoregressiveDrafting], flights: Sequence[PendingPass]):
+    def __init__(self, draftings: Sequence[AutoregressiveDrafting], flights: Sequence[Pass]):
         self.draftings = draftings
         self.network, self.target = draftings[0].network, draftings[0].target
         self.flights = flights

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.proposers.joint import NetworkDrafting
 from mlx_redrafter.target.caches.draft_cache import DraftCache, DraftLineage
 
@@ -49,7 +49,7 @@ class CachedDrafting(NetworkDrafting):
         self._excess: int | None = None
         # The pass after which a tree was drafted last. The entries of its tokens exist already, and
         # the host reads their number later.
-        self._flight: PendingPass | None = None
+        self._flight: Pass | None = None
 
     @property
     @abstractmethod
@@ -57,28 +57,28 @@ class CachedDrafting(NetworkDrafting):
         """Number of tokens or pairs that the host knows and that have no entry yet."""
 
     @abstractmethod
-    def note(self, flight: PendingPass) -> None:
+    def note(self, flight: Pass) -> None:
         """Count a pass as unread, after which nothing was drafted; the host knows its tokens."""
 
     @abstractmethod
-    def process_unread(self, flight: PendingPass | None = None) -> mx.array:
+    def process_unread(self, flight: Pass | None = None) -> mx.array:
         """Process what is unread and count its entries; outputs, one row for each.
 
         Args:
             flight: A pass whose accepted path follows what is unread, not counted; None for none.
         """
 
-    def read_flight(self, flight: PendingPass) -> mx.array:
+    def read_flight(self, flight: Pass) -> mx.array:
         """Process everything up to a pass's bonus token; the output after it, one row."""
         outputs = self.process_unread(flight)
         return outputs[outputs.shape[0] - 1 - flight.max_accepted + flight.num_accepted]
 
-    def begin(self, flight: PendingPass) -> None:
+    def begin(self, flight: Pass) -> None:
         """Count the pass before, as a tree is drafted after this one."""
         self.count_flight(flight)
         self._flight = flight
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         self.count_flight(flight)
         self.note(flight)
 
@@ -96,12 +96,12 @@ class CachedDrafting(NetworkDrafting):
             self.process_unread()
             mx.eval([layer.stock.state for layer in self.cache.layers])
 
-    def lineage_after(self, flight: PendingPass) -> DraftLineage:
+    def lineage_after(self, flight: Pass) -> DraftLineage:
         """Begin the lineage of drafts after a pass whose path was processed."""
         root = self.length + flight.num_accepted
         return DraftLineage(self.length, root, self.cache.num_rows)
 
-    def count_flight(self, following: PendingPass | None = None) -> None:
+    def count_flight(self, following: Pass | None = None) -> None:
         """Count the entries of the newest pass whose path was read; waits for its outcome.
 
         Args:

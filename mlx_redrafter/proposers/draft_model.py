@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.checks import check_instance
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
@@ -135,7 +135,7 @@ class ModelDrafting(CachedDrafting):
     def expand(
         self,
         draftings: Sequence[ModelDrafting],
-        flights: Sequence[PendingPass],
+        flights: Sequence[Pass],
         shape: DraftShape,
         rank: NoiseRank | None,
     ) -> Expansion:
@@ -149,14 +149,14 @@ class ModelDrafting(CachedDrafting):
             levels = _TreeLevels(self, flight)
         return search_all(levels, shape, rank)
 
-    def note(self, flight: PendingPass) -> None:
+    def note(self, flight: Pass) -> None:
         """Count a pass's tokens: the accepted drafts of a chain have their entries already."""
         num_there = min(self._ahead, len(flight.tokens) - 1)
         self.length += num_there
         self._unread += flight.tokens[num_there:]
         self._ahead = 0
 
-    def process_unread(self, flight: PendingPass | None = None) -> mx.array:
+    def process_unread(self, flight: Pass | None = None) -> mx.array:
         self.cache.keep(self.length)
         while len(self._unread) > READ_STEP_SIZE:
             self._forward(mx.array(self._unread[:READ_STEP_SIZE], dtype=mx.int32))
@@ -176,7 +176,7 @@ class ModelDrafting(CachedDrafting):
         with tree_positions(positions):
             return self._forward(tokens)
 
-    def read_tokens(self, flight: PendingPass) -> mx.array:
+    def read_tokens(self, flight: Pass) -> mx.array:
         """Process a pass's tokens, which the host knows; logits after them, shape (1, V)."""
         self.note(flight)
         return self.process_unread()[-1:]
@@ -214,7 +214,7 @@ class DraftLevels:
 class _ChainLevels(DraftLevels):
     """A draft model that drafts a chain; the host waits for the pass."""
 
-    def __init__(self, drafting: ModelDrafting, flight: PendingPass):
+    def __init__(self, drafting: ModelDrafting, flight: Pass):
         super().__init__(drafting)
         self.flight = flight
 
@@ -228,7 +228,7 @@ class _ChainLevels(DraftLevels):
 class _TreeLevels(DraftLevels):
     """A draft model that drafts a tree, each level in one pass."""
 
-    def __init__(self, drafting: ModelDrafting, flight: PendingPass):
+    def __init__(self, drafting: ModelDrafting, flight: Pass):
         super().__init__(drafting)
         self.flight = flight
 

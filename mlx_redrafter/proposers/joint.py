@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.protocols import StateReader, Wish
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import DraftRequest, StateReader
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree, build_trees
@@ -42,7 +42,7 @@ class NetworkDrafting(ABC):
     def expand(
         self,
         draftings: Sequence[Any],
-        flights: Sequence[PendingPass],
+        flights: Sequence[Pass],
         shape: DraftShape,
         rank: NoiseRank | None,
     ) -> Expansion:
@@ -91,28 +91,28 @@ class NetworkDrafting(ABC):
     def outlook(self) -> None:  # noqa: B027
         """Return None, as a network always has something to propose."""
 
-    def begin(self, flight: PendingPass) -> None:  # noqa: B027
+    def begin(self, flight: Pass) -> None:  # noqa: B027
         """Note a pass, after which a tree is drafted."""
 
-    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         self.begin(flight)
         found = self.expand([self], [flight], plan.shape, self.rank(noise))
         return build_tree(found.alone, flight.root, plan)
 
-    def propose_all(self, wishes: Sequence[Wish]) -> list[TokenTree | None]:
-        draftings: list[Any] = [one.drafting for one in wishes]
+    def propose_all(self, requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
+        draftings: list[Any] = [one.drafting for one in requests]
         are_alike = all(one.couple_noise == self.couple_noise for one in draftings)
         if not (are_alike and all(one.is_joint for one in draftings)):
-            return [one.drafting.propose(one.pending, one.plan, one.noise) for one in wishes]
-        flights, plan = [one.pending for one in wishes], wishes[0].plan
+            return [one.drafting.propose(one.flight, one.plan, one.noise) for one in requests]
+        flights, plan = [one.flight for one in requests], requests[0].plan
         for drafting, flight in zip(draftings, flights, strict=True):
             drafting.begin(flight)
-        noises = [one.noise for one in wishes if one.noise is not None]
+        noises = [one.noise for one in requests if one.noise is not None]
         rank = self.rank_all(noises) if noises else None
         found = self.expand(draftings, flights, plan.shape, rank)
         return list(build_trees(found, [flight.root for flight in flights], plan))
 
-    def skip(self, flight: PendingPass) -> None:  # noqa: B027
+    def skip(self, flight: Pass) -> None:  # noqa: B027
         """Ignore a pass without drafts."""
 
     def settle(self, length: int) -> None:  # noqa: B027

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.joint_cache import joint_layers, joint_positions
@@ -126,7 +126,7 @@ class KvDrafting(CachedDrafting, Generic[N]):
         self._unread.append((states, tokens))
         self.read_unread()
 
-    def note(self, flight: PendingPass) -> None:
+    def note(self, flight: Pass) -> None:
         tokens = list(flight.tokens)
         states = flight.path_states[: len(tokens)]
         mx.async_eval(states)  # these are kept, and those of the other nodes freed
@@ -134,7 +134,7 @@ class KvDrafting(CachedDrafting, Generic[N]):
         if self.num_unread >= READ_STEP_SIZE:
             self.read_unread()
 
-    def process_unread(self, flight: PendingPass | None = None) -> mx.array:
+    def process_unread(self, flight: Pass | None = None) -> mx.array:
         num_unread = self.num_unread
         outputs = self.process(*self.take_pairs(flight), self.cache.layers)
         self.length += num_unread
@@ -149,7 +149,7 @@ class KvDrafting(CachedDrafting, Generic[N]):
             embeddings = self.network.embed(tokens, self.target)
             return self.network(features, embeddings, self.cache.layers)
 
-    def take_pairs(self, flight: PendingPass | None) -> tuple[mx.array, mx.array]:
+    def take_pairs(self, flight: Pass | None) -> tuple[mx.array, mx.array]:
         """Return the pairs without an entry, which the next pass processes: states and tokens.
 
         Args:
@@ -178,7 +178,7 @@ class KvDrafting(CachedDrafting, Generic[N]):
         return list(cached)
 
 
-def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[PendingPass]) -> mx.array:
+def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[Pass]) -> mx.array:
     """Do what `KvDrafting.read_flight` does for several sequences in one pass; shape (R, H)."""
     first = draftings[0]
     if len(draftings) == 1:

@@ -149,6 +149,22 @@ class Target:
                 self.compiled.fit(self.model)
         return self.compiled
 
+    @property
+    def is_first_use(self) -> bool:
+        """Whether the newest pass over a tree was compiled, or may have built kernels."""
+        return self.compiled is not None and self.compiled.is_first_use
+
+    def looks_ahead(self, cache: TreeCache) -> bool:
+        """Whether passes over trees may follow paths in a cache that the host has not read."""
+        return self.compiled is not None and not cache.needs_notice
+
+    def may_follow(
+        self, tree: TokenTree, cache: TreeCache, layers: Sequence[int], max_length: int
+    ) -> bool:
+        """Whether a pass over a tree can follow such a path, of ``max_length`` nodes at most."""
+        compiled = self.compiled
+        return compiled is not None and compiled.may_follow(tree, cache, layers, max_length)
+
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """Compile passes at their first use inside, if passes are compiled."""

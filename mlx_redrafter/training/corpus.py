@@ -91,10 +91,17 @@ def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) 
         raise DataError(
             f"expected at least two texts or prompts, one of them to measure on, found {len(pool)}"
         )
-    count = min(options.held_out, max(1, len(pool) // 10))
+    count = min(limit_held_out(options), max(1, len(pool) // 10))
     if asked:
         return Sources(given, asked[count:], asked[:count])
     return Sources(given[count:], given[count:], given[:count])
+
+
+def limit_held_out(options: DataOptions) -> int:
+    """Limit the number of held-out texts, in a small run to a tenth of the tokens."""
+    if options.tokens is None:
+        return options.held_out
+    return min(options.held_out, max(2, options.tokens // (10 * options.answer_tokens)))
 
 
 def _is_prompt(item: Item) -> bool:
@@ -131,7 +138,7 @@ def build_corpus(
     def generate(
         prompts: Sequence[PromptSource], passes: int, seed: int, total: int | None, kind: str
     ) -> list[TokenSequence]:
-        return generator.generate(
+        rounds = generator.rounds(
             plan_jobs(prompts, options.temp, passes, seed),
             options,
             total,
@@ -139,6 +146,7 @@ def build_corpus(
             f"{kind}-text",
             lambda done: reporter.progress(f"generating {kind} text", done, total),
         )
+        return [text for texts in rounds for text in texts]
 
     self_generated: list[TokenSequence] = []
     if wanted is None or wanted > 0:

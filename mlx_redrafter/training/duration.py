@@ -23,8 +23,9 @@ TRAINED_PER_MEASURED = 4
 class Workload:
     """Amounts of work of a run, in tokens and, without a limit of minutes, in optimiser steps.
 
-    The target generates ``generated`` tokens for training and ``held_out`` tokens for measuring;
-    ``num_evaluations`` is the maximum number of measurements, the first one left out.
+    The target generates ``generated`` tokens for training, ``held_out`` tokens for measuring, and
+    ``written`` tokens of prompts; ``num_evaluations`` is the maximum number of measurements, the
+    first one left out.
     """
 
     given: int
@@ -34,6 +35,7 @@ class Workload:
     steps: int
     batch_tokens: int
     num_evaluations: int
+    written: int = 0
 
     @classmethod
     def of(
@@ -108,7 +110,7 @@ class Timetable:
             room = work.steps * work.batch_tokens / (TRAINED_PER_MEASURED * work.held_out)
         num_evaluations = min(work.num_evaluations, max(LEAST_EVALUATIONS, int(room)))
         stages = {
-            "generating": pace.generating * (work.generated + work.held_out),
+            "generating": pace.generating * (work.generated + work.held_out + work.written),
             "reading": pace.reading * work.tokens,
             "training": work.steps * pace.step,
             "evaluation": (num_evaluations + 1) * measuring + finishing,

@@ -58,15 +58,13 @@ def read_following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDArr
 
 
 def draw_noise(shard: Shard, states: NDArray[np.int64], vocab_size: int, temp: float) -> mx.array:
-    """Draw posterior noise, float32 (..., V), for the choices after tokens of indices (...).
+    """Draw posterior noise, float32 (n, V), for the choices after tokens of indices (n,).
 
     The noise after a token is the same whenever it is drawn.
     """
     # Past the end of the texts any noise is right, because no draft is accepted there.
     states = np.minimum(states, shard.tokens.shape[0] - 2)
-    used, rows = np.unique(states, return_inverse=True)
-    noise = sample_posterior_noise(shard, mx.array(used), vocab_size, temp)
-    return noise[mx.array(rows.reshape(states.shape))]
+    return sample_posterior_noise(shard, mx.array(states), vocab_size, temp)
 
 
 def sample_posterior_noise(

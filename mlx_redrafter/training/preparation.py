@@ -6,11 +6,21 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.checkpoints.loading import load
+from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.proposers.fit import TOP_TOKENS
+from mlx_redrafter.target.model_loading import find_model
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training.corpus import Corpus, as_prompt_source, build_corpus, divide
+from mlx_redrafter.training.corpus import (
+    Corpus,
+    Sources,
+    as_prompt_source,
+    build_corpus,
+    divide,
+    limit_held_out,
+)
 from mlx_redrafter.training.data import Encoder, read_items
 from mlx_redrafter.training.duration import Timetable, Workload
 from mlx_redrafter.training.fingerprinting import fingerprint_weights
@@ -30,6 +40,12 @@ from mlx_redrafter.training.resources import (
     estimate,
 )
 from mlx_redrafter.training.self_generated import ROUND_SIZE, TextGenerator
+from mlx_redrafter.training.self_written import (
+    MEAN_TOKENS,
+    SELF_WRITTEN_TOKENS,
+    PromptWriter,
+    count_prompts,
+)
 from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.students.student_kinds import load_student, new_student
 from mlx_redrafter.training.teacher import TOP_K, fill_cache
@@ -43,6 +59,8 @@ class Preparation:
     Attributes:
         request: The request, fitted to the target's context and the length of an earlier drafter.
         student: The drafter; a new one has no weights until `run`.
+        target_facts: Name of the target, fingerprint of its weights, and digest of its tokens if
+            they can be read, for the drafter's ``config.json``.
         start_fingerprint: Fingerprint of the earlier drafter's weights, None for a new drafter.
     """
 
@@ -58,7 +76,14 @@ class Preparation:
         self._target = target = Target(model)
         self.request = request = _fit_to_context(request, target, reporter)
         options = request.data_options
-        self._sources = divide(data, prompts, options)
+        self._writer: PromptWriter | None = None
+        if data or prompts:
+            self._sources = divide(data, prompts, options)
+        else:
+            options = replace(options, tokens=options.tokens or SELF_WRITTEN_TOKENS)
+            self.request = request = replace(request, data_options=options)
+            self._writer = PromptWriter.of(model, self._tokenizer, target.vocab_size)
+            self._sources = Sources([], [], [])
         self._encoder = Encoder(self._tokenizer, options.sequence_length, target.vocab_size)
         self.start_fingerprint: str | None = None
         self._special = find_special_tokens(self._tokenizer, target.vocab_size)
@@ -75,6 +100,12 @@ class Preparation:
                 self.request = replace(request, network=network)
             self.start_fingerprint = fingerprint_weights(self.student.network)
         self.target_fingerprint = fingerprint_weights(model)
+        self.target_facts = {
+            "name": shared_name(request.model),
+            "fingerprint": self.target_fingerprint,
+        }
+        if (tokens := digest_tokens(find_model(request.model))) is not None:
+            self.target_facts["tokens"] = tokens
         identity = {
             "target": self.target_fingerprint,
             "texts": self._sources.text_fingerprint,
@@ -91,7 +122,12 @@ class Preparation:
         Return the time, or None for a run whose training has begun, which knows its steps.
         """
         request = self.request
-        work = count_work(self._sources, self._encoder, request)
+        if self._writer is None:
+            work = count_work(self._sources, self._encoder, request)
+        else:
+            options, tokens = request.data_options, request.data_options.tokens or 0
+            work = Workload.of(request, 0, tokens, MEAN_TOKENS, limit_held_out(options))
+            work = replace(work, written=MEAN_TOKENS * count_prompts(options))
         student = self.student
         needed = estimate(
             work,
@@ -108,11 +144,14 @@ class Preparation:
         request, sources, target = self.request, self._sources, self._target
         items = [*sources.prompts, *sources.held_out][:ROUND_SIZE]
         prompts = [as_prompt_source(i, self._encoder, request.data_options).tokens for i in items]
+        if self._writer is not None:
+            prompts = [list(self._writer.prefix) or [0]]
         pace = rehearse(
             request,
             target,
             self.student.holding(self.student.new_network()),
             prompts,
+            work.generated,
             lambda done, total: self._reporter.progress("rehearsal", done, total),
         )
         mx.clear_cache()
@@ -133,6 +172,10 @@ class Preparation:
         self.cache.begin()
         options, reporter = self.request.data_options, self._reporter
         stop_tokens = self._tokenizer.eos_token_ids
+        if self._writer is not None:
+            self._sources = self._writer.write(
+                options, self._target.vocab_size, self.cache.folder, reporter
+            )
         generator = TextGenerator(self._target.model, stop_tokens, options.seed)
         corpus = build_corpus(
             self._sources, self._encoder, generator, options, self.cache.folder, reporter

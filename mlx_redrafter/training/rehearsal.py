@@ -19,21 +19,27 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.batches import ShardGroup, gather
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.duration import Pace
-from mlx_redrafter.training.self_generated import ROUND_SIZE, GenerationJob, TextGenerator
+from mlx_redrafter.training.self_generated import GenerationJob, TextGenerator
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher import BATCH_SEQUENCES, TOP_K, read_sequences
+from mlx_redrafter.training.teacher import (
+    BATCH_SEQUENCES,
+    MAX_CHUNK_TOKENS,
+    TOP_K,
+    read_sequences,
+)
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Optimiser, choose_batches
 from mlx_redrafter.training.training_request import TrainingRequest
 
 # Maximum number of tokens of a prompt.
 PROMPT_TOKENS = 8
-# Number of tokens of a short answer. The first tokens of an answer cost more, because prompts are
-# read between them; the difference of a long and a short answer leaves them out.
-SHORT = 10
-# Number of tokens of a long answer.
-LONG = 26
+# Number of tokens of each text that is generated.
+ANSWER_TOKENS = 16
+# Number of steps of generating that are not timed, in which MLX may compile.
+UNTIMED = 4
+# Minimum number of texts that are generated.
+MIN_TEXTS = 16
 # Number of tokens of each sequence of the untimed pass before reading is timed.
 WARM_UP_TOKENS = 8
 # Number of timed steps, after an untimed one in which MLX may compile.
@@ -55,11 +61,18 @@ def rehearse(
     target: Target,
     student: Student,
     prompts: Sequence[list[int]],
+    num_generated: int,
     on_stage: OnStage,
 ) -> Pace:
-    """Time the stages of a run; changes the student and MLX's global random state."""
+    """Time the stages of a run; changes the student and MLX's global random state.
+
+    As many texts are generated at once as in a run that generates so many tokens.
+    """
     on_stage(0, NUM_STAGES)
-    sequences, generating = _generate(request, target, prompts)
+    num_texts = -(-num_generated // request.data_options.answer_tokens)
+    sequences, generating = _generate(
+        request, target, prompts, num_texts, lambda: on_stage(0, NUM_STAGES)
+    )
     on_stage(1, NUM_STAGES)
     beginnings = [
         TokenSequence(one.tokens[:WARM_UP_TOKENS], one.is_trained[:WARM_UP_TOKENS])
@@ -72,7 +85,7 @@ def rehearse(
     on_stage(2, NUM_STAGES)
     ids = None if student.row_ids is None else np.arange(student.head_rows, dtype=np.int32)
     student.initialise(None, 0, ids)
-    step = _time_step(request, student, shard)
+    step = _time_step(request, student, shard, lambda: on_stage(2, NUM_STAGES))
     on_stage(3, NUM_STAGES)
     evaluation = _time_evaluation(request, student, shard)
     on_stage(4, NUM_STAGES)
@@ -80,32 +93,43 @@ def rehearse(
 
 
 def _generate(
-    request: TrainingRequest, target: Target, prompts: Sequence[list[int]]
+    request: TrainingRequest,
+    target: Target,
+    prompts: Sequence[list[int]],
+    num_texts: int,
+    on_step: Callable[[], None],
 ) -> tuple[list[TokenSequence], float]:
     """Let the target generate sequences of one length, and time it, in seconds per token."""
     options = request.data_options
     temps, longest = (0.0, options.temp), options.sequence_length
+    generator = TextGenerator(target.model, (), 0)  # no text ends early
     jobs = [
         GenerationJob(prompts[i % len(prompts)][:PROMPT_TOKENS], temps[i % 2])
-        for i in range(ROUND_SIZE)
+        for i in range(min(generator.round_size, max(MIN_TEXTS, num_texts)))
     ]
-    generator = TextGenerator(target.model, (), 0)  # no text ends early
+    times: list[tuple[float, int]] = []
 
-    def generate(answer_tokens: int) -> list[TokenSequence]:
-        return generator.generate_round(jobs, replace(options, answer_tokens=answer_tokens), 0)
+    def on_tokens(count: int) -> None:
+        times.append((time.perf_counter(), count))
+        on_step()
 
-    _, short = _timed(lambda: generate(SHORT))
-    texts, long = _timed(lambda: generate(LONG), is_warm=True)
+    texts = generator.generate_round(
+        jobs,
+        replace(options, answer_tokens=ANSWER_TOKENS),
+        0,
+        on_tokens,
+    )
     tokens = np.concatenate([text.tokens for text in texts])
-    size = min(len(tokens) // BATCH_SEQUENCES, longest)
+    size = min(min(len(tokens), MAX_CHUNK_TOKENS) // BATCH_SEQUENCES, longest)
     starts = range(0, BATCH_SEQUENCES * size + 1, size)
     sequences = [TokenSequence(tokens[a:b], np.arange(size) > 0) for a, b in pairwise(starts)]
-    generated = sum(int(text.is_trained.sum()) for text in texts) - ROUND_SIZE * SHORT
-    # The measured difference may be negative if passes are very fast.
-    return sequences, max(long - short, 0.1 * long) / generated
+    (begun, before), (ended, count) = times[UNTIMED - 1], times[-1]
+    return sequences, (ended - begun) / (count - before)
 
 
-def _time_step(request: TrainingRequest, student: Student, shard: Shard) -> float:
+def _time_step(
+    request: TrainingRequest, student: Student, shard: Shard, on_step: Callable[[], None]
+) -> float:
     """Time optimiser steps on a batch of the run's size; the drafter's weights change."""
     options = choose_batches(student, request)
     length, stretch = options.beam_length, options.stretch
@@ -117,6 +141,7 @@ def _time_step(request: TrainingRequest, student: Student, shard: Shard) -> floa
     def step() -> None:
         batch = gather(group, np.arange(size) % count, size, length, student.rows, anchors)
         mx.eval(optimiser.step(batch), optimiser.arrays())
+        on_step()
 
     step()
     start = time.perf_counter()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.corpus import Corpus
@@ -18,6 +17,7 @@ from mlx_redrafter.training.preparation import Preparation
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Trainer, choose_batches
 from mlx_redrafter.training.training_report import write_training_card
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
@@ -57,7 +57,7 @@ def train_drafter(
     remove_leftovers(request.out)
     corpus, request = preparation.run(), preparation.request
     student, cache = preparation.student, preparation.cache
-    fingerprint = preparation.target_fingerprint
+    fingerprint, target = preparation.target_fingerprint, preparation.target_facts
     identity = _describe_run(request, preparation, corpus)
     del preparation
     mx.clear_cache()  # nothing refers to the target now, except students that need it
@@ -68,19 +68,27 @@ def train_drafter(
         if options.minutes is not None:
             total_steps = timetable.count_steps(options.minutes, time.monotonic() - begun)
     order = BatchOrder(cache, "train", choose_batches(student, request), student.rows)
-    held_out = [
+    shards = (
         cache.load("held-out", n, student.layers) for n in range(cache.num_shards("held-out"))
-    ]
-    trainer = Trainer(student, order, held_out, request, identity, total_steps)
+    )
+    held_out = [text for shard in shards for text in shard.texts()]
+
+    def watched() -> Iterator[Shard]:
+        """Iterate over the held-out texts, with a report before each."""
+        for number, text in enumerate(held_out):
+            reporter.progress("evaluation", number, len(held_out))
+            yield text
+
+    trainer = Trainer(student, order, watched, request, identity, total_steps)
     if trainer.progress.step:
         reporter.say(f"resuming at step {trainer.progress.step:,}")
     best = trainer.run(
         on_step=lambda progress: _report_step(progress, reporter),
-        on_best=lambda student: _save(student, request, fingerprint),
+        on_best=lambda student: _save(student, request, target),
     )
-    best.calibrate(held_out)
-    measured = simulate(best, held_out, request.network.length, request.data_options.temp)
-    _save(best, request, fingerprint)
+    best.calibrate(watched())
+    measured = simulate(best, watched(), request.network.length, request.data_options.temp)
+    _save(best, request, target)
     write_training_card(request, fingerprint, corpus, best, trainer.progress, measured)
     return TrainingResult(best, measured)
 
@@ -108,6 +116,5 @@ def _report_step(progress: TrainingProgress, reporter: Reporter) -> None:
     reporter.progress("training", progress.step, progress.total_steps)
 
 
-def _save(student: Student, request: TrainingRequest, target_fingerprint: str) -> None:
-    target = {"name": shared_name(request.model), "fingerprint": target_fingerprint}
+def _save(student: Student, request: TrainingRequest, target: Mapping[str, str]) -> None:
     student.in_dtype(mx.float16).save(request.out, {"target": target})

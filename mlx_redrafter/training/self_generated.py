@@ -1,40 +1,37 @@
 """Self-generated training data: texts by the target, which the drafter learns to predict.
 
 Half of the texts are greedy, half are sampled at the temperature in `DataOptions`. The target
-generates them in rounds. Each round is stored whole in its own file, so that an interrupted run
-continues with the next round.
+generates them in rounds, the texts of a round at once. Each round is stored whole in its own file,
+so that an interrupted run continues with the next round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.decoding.sampling import Sampler
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import load_arrays, save_arrays
+from mlx_redrafter.training.text_batch import OnTokens, answer, can_batch
 from mlx_redrafter.training_options import DataOptions
 
-# Number of texts per file.
-ROUND_SIZE = 64
-# Number of texts that the target decodes at once.
-BATCH_SIZE = 32
+# Maximum number of texts of a round.
+ROUND_SIZE = 128
+# Maximum size of the caches of a round, in bytes.
+ROUND_BYTES = 2**32
 # Minimum length of the beginning of a text that serves as a prompt, in tokens.
 SHORTEST_BEGINNING = 4
 # Number of different lengths of the beginnings of a text.
 NUM_BEGINNINGS = 28
-
-OnTokens = Callable[[int], None]
 
 
 class GenerationJob(NamedTuple):
@@ -51,8 +48,9 @@ class TextGenerator:
         self.model = model
         self.stop_tokens = sorted(stop_tokens)
         self.seed = seed
+        self.round_size = count_texts(model)
 
-    def generate(
+    def rounds(
         self,
         jobs: Iterator[GenerationJob],
         options: DataOptions,
@@ -60,80 +58,75 @@ class TextGenerator:
         folder: Path,
         name: str,
         on_tokens: OnTokens,
-    ) -> list[TokenSequence]:
-        """Generate prompts with answers until there are enough tokens or no more jobs.
+        most_texts: int = ROUND_SIZE,
+    ) -> Iterator[list[TokenSequence]]:
+        """Generate rounds of prompts with answers until there are enough tokens or no more jobs.
 
-        The answers have ``total_tokens`` tokens or a few more, if it is not None.
+        The answers have ``total_tokens`` tokens or those of a text more, if it is not None. A round
+        has at most ``most_texts`` texts.
 
         Seeds MLX's global random state. Rounds whose file exists in ``folder``, named by ``name``
         and a number, are read instead, so a resumed run must give the same jobs in the same order.
         ``on_tokens`` receives the number of tokens generated so far, without the prompts.
         """
-        sequences: list[TokenSequence] = []
-        num_generated = 0
-        number = 0
+        num_texts = num_generated = number = 0
         while total_tokens is None or num_generated < total_tokens:
-            round_jobs = list(islice(jobs, ROUND_SIZE))
+            size = min(self.round_size, most_texts)
+            if total_tokens is not None:
+                mean = num_generated / num_texts if num_texts else options.answer_tokens
+                size = min(size, math.ceil((total_tokens - num_generated) / max(1, mean)))
+            round_jobs = list(islice(jobs, size))
             if not round_jobs:
                 break
             path = folder / f"{name}-{number:05d}.safetensors"
             if not path.exists():
-                save_arrays(path, pack_sequences(self.generate_round(round_jobs, options, number)))
+                report = partial(report_after, num_generated, on_tokens)
+                found = self.generate_round(round_jobs, options, number, report)
+                save_arrays(path, pack_sequences(found))
             texts = unpack_sequences(load_arrays(path)[0])
-            sequences += texts
+            num_texts += len(texts)
             num_generated += sum(int(text.is_trained.sum()) for text in texts)
             number += 1
             on_tokens(num_generated)
-        return sequences
+            yield texts
 
     def generate_round(
-        self, jobs: Sequence[GenerationJob], options: DataOptions, number: int
+        self,
+        jobs: Sequence[GenerationJob],
+        options: DataOptions,
+        number: int,
+        on_tokens: OnTokens = lambda count: None,
     ) -> list[TokenSequence]:
         """Generate the texts of one round. Seeds MLX's global random state."""
-        answers: dict[int, list[int]] = {}
-        for group, temp in enumerate(sorted({job.temp for job in jobs})):
-            mx.random.seed(self.seed + 1_000_003 * number + group)
-            chosen = [i for i, job in enumerate(jobs) if job.temp == temp]
-            prompts = [jobs[i].prompt for i in chosen]
-            texts = self._generate_answers(prompts, temp, options)
-            answers.update(zip(chosen, texts, strict=True))
-        return [_as_sequence(job.prompt, answers[i]) for i, job in enumerate(jobs)]
+        mx.random.seed(self.seed + 1_000_003 * number)
+        answers: list[list[int]] = []
+        # mlx-lm cannot decode some models in batches.
+        size = len(jobs) if can_batch(self.model) else 1
+        for first in range(0, len(jobs), size):
+            part = jobs[first : first + size]
+            answers += answer(
+                self.model,
+                [job.prompt for job in part],
+                [job.temp for job in part],
+                [min(options.answer_tokens, options.sequence_length - len(j.prompt)) for j in part],
+                self.stop_tokens,
+                partial(report_after, sum(map(len, answers)), on_tokens),
+            )
+        pairs = zip(jobs, answers, strict=True)
+        return [_as_sequence(job.prompt, answer) for job, answer in pairs]
 
-    def _generate_answers(
-        self, prompts: list[list[int]], temp: float, options: DataOptions
-    ) -> list[list[int]]:
-        most = options.answer_tokens
-        room = [min(most, options.sequence_length - len(prompt)) for prompt in prompts]
-        sampler = make_sampler(temp=temp)
-        if not all(hasattr(layer, "merge") for layer in make_prompt_cache(self.model)):
-            # mlx-lm cannot decode such a model in batches.
-            return list(map(partial(self._answer, sampler=sampler), prompts, room))
-        generator: Any = BatchGenerator(
-            self.model,
-            stop_tokens=[[token] for token in self.stop_tokens],
-            sampler=sampler,
-            completion_batch_size=BATCH_SIZE,
-        )
-        try:
-            ids = generator.insert(prompts, room)
-            answers: dict[int, list[int]] = {uid: [] for uid in ids}
-            while responses := generator.next_generated():
-                for response in responses:
-                    answers[response.uid].append(int(response.token))
-        finally:
-            generator.close()
-        return [answers[uid] for uid in ids]
 
-    def _answer(self, prompt: list[int], most: int, sampler: Sampler) -> list[int]:
-        """Generate an answer of at most ``most`` tokens, its stop token included."""
-        answer: list[int] = []
-        for token, _ in generate_step(
-            mx.array(prompt), self.model, max_tokens=most, sampler=sampler
-        ):
-            answer.append(int(token))
-            if answer[-1] in self.stop_tokens:
-                break
-        return answer
+def count_texts(model: nn.Module) -> int:
+    """Count the texts of a round, whose caches fit into `ROUND_BYTES`."""
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.zeros((1, 1), dtype=mx.int32), cache=caches))
+    # A cache makes room for 256 tokens at once, about those of an answer.
+    return max(1, min(ROUND_SIZE, ROUND_BYTES // (1 + sum(cache.nbytes for cache in caches))))
+
+
+def report_after(before: int, on_tokens: OnTokens, count: int) -> None:
+    """Report a count of tokens after those before."""
+    on_tokens(before + count)
 
 
 def _as_sequence(prompt: list[int], answer: list[int]) -> TokenSequence:

@@ -10,7 +10,7 @@ Axes: n tokens of a shard.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ GREEDY_SHARE = 0.97
 
 
 def simulate(
-    student: Student, shards: Sequence[Shard], length: int, temp: float = 0.0
+    student: Student, shards: Iterable[Shard], length: int, temp: float = 0.0
 ) -> DecodingStats:
     """Count the steps of decoding all texts with chains; blocks until MLX has evaluated them.
 

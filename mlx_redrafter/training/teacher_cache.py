@@ -10,8 +10,9 @@ length of a drafter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.checkpoint_files import read_json
+from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training.files import (
     Arrays,
@@ -65,6 +67,15 @@ class Shard:
     def arrays(self) -> Arrays:
         """Return the arrays in the shard's file, by name."""
         return {name: value for name, value in vars(self).items() if name != "states"}
+
+    def texts(self) -> Iterator[Shard]:
+        """Iterate over the sequences, each as a shard of its own."""
+        names = [name for name in self.arrays() if name != "starts"]
+        for start, end in pairwise(to_ints(self.starts)):
+            arrays = {name: getattr(self, name)[start:end] for name in names}
+            states = None if self.states is None else self.states[start:end]
+            starts = mx.array([0, end - start], dtype=mx.int32)
+            yield Shard(starts=starts, states=states, **arrays)
 
 
 class TeacherCache:

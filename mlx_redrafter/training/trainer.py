@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -142,15 +142,15 @@ class Optimiser:
 class Trainer:
     """Trainer of one drafter, from the beginning or from the state of an interrupted run.
 
-    A resumed run must share ``identity``, the options and texts of the run as JSON. Without
-    ``total_steps`` the epochs of the request count.
+    Every measurement calls ``held_out`` for its texts. A resumed run must share ``identity``, the
+    options and texts of the run as JSON. Without ``total_steps`` the epochs of the request count.
     """
 
     def __init__(
         self,
         student: Student,
         order: BatchOrder,
-        held_out: Sequence[Shard],
+        held_out: Callable[[], Iterable[Shard]],
         request: TrainingRequest,
         identity: str,
         total_steps: int | None = None,
@@ -230,7 +230,7 @@ class Trainer:
     def _measure(self, on_best: Callable[[Student], None]) -> None:
         progress = self.progress
         student, temp = self._optimiser.averaged(), self.request.data_options.temp
-        stats = simulate(student, self.held_out, self.order.options.beam_length, temp)
+        stats = simulate(student, self.held_out(), self.order.options.beam_length, temp)
         rate = stats.tokens_per_step or 1.0
         loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
         progress.curve.append(CurvePoint(progress.step, progress.seconds, loss, rate))

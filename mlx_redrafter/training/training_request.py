@@ -27,7 +27,8 @@ class TrainingRequest:
 
     Attributes:
         model: Folder or hub repository of the target.
-        data: Files of texts, chats or prompts.
+        data: Files of texts, chats or prompts; without ``data`` and ``prompts``, the target writes
+            the prompts itself.
         cache: Folder of the teacher cache, by default inside ``out``. Runs with the same target,
             files and data options may share a cache.
         trust_remote_code: Whether to run code from the target's checkpoint.
@@ -49,10 +50,6 @@ class TrainingRequest:
     data_options: DataOptions = field(default_factory=DataOptions)
     network: NetworkOptions = field(default_factory=NetworkOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
-
-    def __post_init__(self) -> None:
-        if not self.data and not self.prompts:
-            raise ConfigError("expected files, found nothing to train on; give --data or --prompts")
 
     def check_output(self) -> None:
         """Raise `ConfigError` if the run would write over an input, another run or other files."""

@@ -70,6 +70,9 @@ _RENAMED = {
 # Seconds of the units that ``keep_alive`` may have.
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
+# End of the time in memory of a model that stays.
+_FOREVER = datetime(9999, 1, 1, tzinfo=UTC)
+
 Prompted = ChatRequest | CompletionRequest
 
 
@@ -131,7 +134,7 @@ def read_chat(body: object, defaults: GenerationOptions) -> tuple[Prompted, floa
     for message in fields.each("messages"):
         _read_message(message, conversation)
     tools = Tools([read_tool(tool.inner("function")) for tool in fields.each("tools")])
-    return _read_chat(fields, defaults, conversation, tools)
+    return _read_chat(fields, defaults, conversation, tools, "messages")
 
 
 def read_generate(body: object, defaults: GenerationOptions) -> tuple[Prompted, float | None]:
@@ -152,7 +155,7 @@ def read_generate(body: object, defaults: GenerationOptions) -> tuple[Prompted, 
         conversation.add_text("system", system)
     if prompt:
         conversation.add_text("user", prompt)
-    return _read_chat(fields, defaults, conversation, Tools([]))
+    return _read_chat(fields, defaults, conversation, Tools([]), "prompt")
 
 
 class OllamaWriter(Writer):
@@ -254,7 +257,11 @@ def _format_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _read_chat(
-    fields: Fields, defaults: GenerationOptions, conversation: Conversation, tools: Tools
+    fields: Fields,
+    defaults: GenerationOptions,
+    conversation: Conversation,
+    tools: Tools,
+    param: str,
 ) -> tuple[ChatRequest, float | None]:
     think = fields.take("think")
     if isinstance(think, str) and think not in ("low", "medium", "high"):
@@ -267,6 +274,7 @@ def _read_chat(
         tools=tools,
         template_options={} if think is None else {"enable_thinking": bool(think)},
         effort=think if isinstance(think, str) else None,
+        param=param,
     )
     return request, stay
 
@@ -324,15 +332,17 @@ def _read_format(fields: Fields) -> AnswerFormat | None:
 
 
 def _read_stay(fields: Fields) -> float | None:
-    """Read ``keep_alive``: a number of seconds or a text such as "5m"; below 0 is for ever."""
+    """Read ``keep_alive``: a number of seconds or a text such as "1h5m"; below 0 is for ever."""
     given = fields.take("keep_alive")
     if given is None:
         return None
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)(ms|s|m|h)?", str(given))
-    if match is None or isinstance(given, bool):
-        raise fields.refusal("keep_alive", 'a number of seconds, or a text such as "5m"', given)
-    seconds = float(match[1]) * _SECONDS[match[2] or "s"]
-    return seconds if seconds >= 0 else math.inf
+    number = r"(\d+(?:\.\d+)?)"
+    whole = rf"-?(?:{number}|(?:{number}(?:ms|s|m|h))+)"
+    if isinstance(given, bool) or re.fullmatch(whole, str(given)) is None:
+        raise fields.refusal("keep_alive", 'a number of seconds, or a text such as "1h5m"', given)
+    parts = re.findall(rf"{number}(ms|s|m|h)?", str(given))
+    seconds = sum(float(amount) * _SECONDS[unit or "s"] for amount, unit in parts)
+    return math.inf if str(given).startswith("-") else seconds
 
 
 def _read_name(body: object, defaults: GenerationOptions) -> str | None:
@@ -393,7 +403,7 @@ def _describe_details(loaded: LoadedModel | None) -> dict[str, Any]:
 def _describe_loaded(model: Model, loaded: LoadedModel) -> dict[str, Any]:
     """Return a model's entry in the list of those in memory."""
     stays = model.last_used + model.keep_alive - time.monotonic()
-    end = datetime.max.timestamp() if math.isinf(stays) else time.time() + stays
+    end = min(time.time() + stays, _FOREVER.timestamp())
     more = {"expires_at": _format_time(end), "context_length": loaded.context}
     return {**_describe(model), **more, "size_vram": loaded.nbytes}
 

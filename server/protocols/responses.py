@@ -126,6 +126,7 @@ def read(
         tools=choose_tools(fields, Tools(read_tools(fields, ("function",), _LEFT_OUT))),
         template_options=thinking,
         effort=effort,
+        param="input",
     )
     fields.one_of("top_logprobs", [0])
     fields.finish()

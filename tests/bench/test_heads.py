@@ -11,7 +11,6 @@ import pytest
 from mlx_redrafter.bench.lab.heads import Head, HeadCost, HeadRow, Heads, compare_heads
 from mlx_redrafter.bench.lab.heads_plot import plot_heads, plot_results
 from mlx_redrafter.bench.lab.pooled_heads import Spread, pool
-from mlx_redrafter.bench.lab.tables import fill
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row
 from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
@@ -139,19 +138,6 @@ def test_drafters_that_differ_in_their_seed_are_pooled():
     assert (other.group.kind, other.num_seeds) == ("x", 2)
     assert Spread.of([None]) is None
     assert Spread(1.234, 1.0, 1.5).text() == "1.23 (1.00-1.50)"
-
-
-def test_the_table_of_several_results():
-    filled = fill("<!-- table: heads -->\n<!-- end -->", RESULTS)
-    cells = [line.strip("| ").split(" | ") for line in filled.splitlines()[3:-1]]
-    assert [line[2:6] for line in cells] == [
-        ["eagle", "0.001M", "0", "3"], ["eagle", "0.002M", "0", "1"], ["x", "", "0", "2"],
-    ]  # fmt: skip
-    assert cells[0][:2] == ["here", "m"]
-    assert cells[0][7:] == [
-        "0.60", "1.70 (1.50-1.90)", "1.60 (1.40-1.80)", "2.70 (2.50-2.90)",
-        "1.70 (1.50-1.90)", "yes",
-    ]  # fmt: skip
 
 
 def test_several_results_in_one_plot(tmp_path):

@@ -22,9 +22,9 @@ PROMPTS = ["-p", "Once upon a time", "-p", "Lily"]
 class BrokenText(SequenceDecoder):
     """Yields another token than the target's own at every drafted step's end."""
 
-    def step(self) -> list[Token]:
-        tokens = super().step()
-        if self.drafting is not None and self.stats.num_tokens > 5:
+    def take(self) -> list[Token]:
+        tokens = super().take()
+        if tokens and self.drafting is not None and self.stats.num_tokens > 5:
             tokens[-1] = tokens[-1]._replace(id=(tokens[-1].id + 1) % 512)
         return tokens
 

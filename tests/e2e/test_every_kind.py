@@ -17,7 +17,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_redrafter import Engine, Grammar, device_read, load, proposers
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import find_kind
-from mlx_redrafter.decoding.protocols import Wish, propose_all
+from mlx_redrafter.decoding.lone_lane import LoneLane
+from mlx_redrafter.decoding.protocols import DraftRequest, propose_all
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers import block
@@ -218,17 +219,19 @@ def test_a_network_drafts_for_several_texts_as_for_each(
     def trees(are_joint: bool, options: dict[str, Any]) -> list[Any]:
         found: list[Any] = []
 
-        def record(wishes: Sequence[Wish]) -> list[TokenTree | None]:
+        def record(requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
             nonlocal num_joint
-            first = wishes[0].drafting
+            first = requests[0].drafting
             is_joint = isinstance(first, NetworkDrafting) and first.is_joint
-            num_joint += are_joint and is_joint and len(wishes) > 1
-            chosen = propose_all(wishes) if are_joint else [propose_all([one])[0] for one in wishes]
+            num_joint += are_joint and is_joint and len(requests) > 1
+            chosen = (
+                propose_all(requests) if are_joint else [propose_all([one])[0] for one in requests]
+            )
             found.extend(chosen)
             return chosen
 
         with monkeypatch.context() as patch:
-            patch.setattr("mlx_redrafter.decoding.joint_step.propose_all", record)
+            patch.setattr("mlx_redrafter.decoding.step.propose_all", record)
             list(drafted.stream_batch(prompts, max_tokens=9, **options))
         return found
 
@@ -253,18 +256,23 @@ def test_passes_are_dispatched_before_the_host_reads(
     compile_passes(monkeypatch, uses=1)
     ahead = Engine(drafted.target.model, drafted.tokenizer, drafted.proposer)
     counts: Counter[str] = Counter()
-    follow, waiting = SequenceDecoder._follow, device_read.waiting
+    push, follow, waiting = SequenceDecoder.push, LoneLane.follow, device_read.waiting
 
-    def count_steps(sequence: SequenceDecoder) -> bool:
-        follows = follow(sequence)
-        counts.update(steps=1, followed=follows)
+    def count_steps(*args: Any) -> None:
+        counts["steps"] += 1
+        push(*args)
+
+    def count_followed(*args: Any) -> bool:
+        follows = follow(*args)
+        counts["followed"] += follows
         return follows
 
     def count_reads() -> Any:
         counts["reads"] += 1
         return waiting()
 
-    monkeypatch.setattr(SequenceDecoder, "_follow", count_steps)
+    monkeypatch.setattr(SequenceDecoder, "push", count_steps)
+    monkeypatch.setattr(LoneLane, "follow", count_followed)
     monkeypatch.setattr(device_read, "waiting", count_reads)
     samplings: tuple[dict[str, Any], ...] = {"temp": 1.0, "seed": 2}, {"temp": 0.8, "seed": 3}, {}
     for shape, sampling in zip(SHAPES, samplings, strict=True):

@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer, Step
-from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.engine.engine import Engine
@@ -120,7 +120,7 @@ class ScriptedDrafting:
     def outlook(self) -> None:
         """It always has something to propose."""
 
-    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """A random tree along the script; how far the pass got is read."""
         self.skip(flight)
         script = self.proposer
@@ -130,7 +130,7 @@ class ScriptedDrafting:
         )
         return make_tree(tokens, parents, plan.shape.levels)
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         """Count the tokens."""
         self.num_tokens += len(flight.tokens)
 

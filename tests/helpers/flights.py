@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 
 
 def flight_of(
@@ -15,7 +15,7 @@ def flight_of(
     bonus: int,
     length: int,
     states: mx.array | None = None,
-) -> PendingPass:
+) -> Pass:
     """A verified path of tokens, root first, of whose drafts some were accepted.
 
     Args:
@@ -26,8 +26,8 @@ def flight_of(
         states: States of the nodes.
     """
     outcome = [bonus, num_accepted, *range(len(path)), *path]
-    return PendingPass(
-        outcome=mx.array(outcome, dtype=mx.int32),
+    return Pass(
+        packed=mx.array(outcome, dtype=mx.int32),
         root=mx.array([bonus], dtype=mx.int32),
         hidden_state=mx.zeros((1,)),
         log_probs=mx.zeros((len(path), 1)),

@@ -112,7 +112,7 @@ def write_batch(target: Target, texts: list[list[int]], count: int, temp: float)
             if error is not None:
                 raise error
             number = sequences.index(sequence)
-            found[number] += [token.id for token in sequence.deliver(tokens)]
+            found[number] += [token.id for token in sequence.delivery.deliver(tokens)]
             if number == 1 and len(found[1]) > count // 2:
                 sequence.cancel()
             if sequence.is_finished or sequence.is_cancelled:

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_redrafter.decoding import joint_prefill
+from mlx_redrafter.decoding import prefill
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import KeyedSampler, gumbel_noise
@@ -136,7 +136,7 @@ def decode_together(
             found.append([])
             readers[number] = decode(texts[number], scheduler)
         # Passes are dropped to which no text may have to go back.
-        assert max(map(len, scheduler._cache._history.visits), default=0) <= MAX_VISITS
+        assert max(map(len, scheduler.batch.cache._history.visits), default=0) <= MAX_VISITS
         number = rng.choice(list(readers))
         token = next(readers[number], None)
         if token is not None:
@@ -170,7 +170,7 @@ def test_texts_that_come_and_go(monkeypatch: pytest.MonkeyPatch, model_type: str
 @pytest.mark.parametrize("model_type", SUPPORTED)
 def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     """Ends of up to three tokens are trees of the first step, as stock mlx-lm reads tokens."""
-    monkeypatch.setattr(joint_prefill, "MAX_END", 3)
+    monkeypatch.setattr(prefill, "MAX_END", 3)
     target = Target(build(tiny_config(model_type, main_rope(model_type))))
     prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (12, 8, 9, 8, 11)]
     texts = {}
@@ -183,7 +183,7 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
     while not all(text.is_closed for text in texts):
         for text, tokens, error in scheduler.step_all():
             assert error is None
-            texts[text] += [token.id for token in text.deliver(tokens)]
+            texts[text] += [token.id for token in text.delivery.deliver(tokens)]
             if text.is_finished:
                 scheduler.leave(text)
                 text.close()
@@ -243,7 +243,7 @@ def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
     def read_and_poison() -> None:
         for number in range(20):
             if number == 6:
-                poison(scheduler._cache, scheduler._slots[texts[1]].number)
+                poison(scheduler.batch.cache, texts[1].cache.number)
             for own, reader in zip(found, readers, strict=True):
                 own.append(next(reader).id)
 

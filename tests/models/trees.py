@@ -19,7 +19,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_redrafter.bench.lab.contexts import prefill
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.lone_lane import LoneLane
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.device_read import to_ints
@@ -139,14 +140,14 @@ class ScriptedDrafts:
     def outlook(self) -> None:
         """There is always something to propose."""
 
-    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """The next tree."""
         self.skip(flight)
         num_right = self.num_drafted % DRAFT_LENGTH
         self.num_drafted += 1
         return scripted_tree(flight.tokens[-1], self.stock[self.num_known :], num_right)
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         """Count the tokens."""
         self.num_known += len(flight.tokens)
 
@@ -172,7 +173,7 @@ class DraftsOnDevice:
     def outlook(self) -> None:
         """There is always something to propose."""
 
-    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         num_right = self.num_drafted % (DRAFT_LENGTH + 1)
         self.num_drafted += 1
         depths = mx.arange(1, DRAFT_LENGTH + 1)
@@ -187,7 +188,7 @@ class DraftsOnDevice:
         tokens = mx.concatenate([flight.root, siblings])
         return replace(TokenTree.of([0] * len(parents), parents), tokens=tokens)
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         """Nothing to note."""
 
     def settle(self, length: int) -> None:
@@ -199,15 +200,15 @@ class Followed:
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.count = 0
-        follow = SequenceDecoder._follow
+        follow = LoneLane.follow
 
-        def count(sequence: SequenceDecoder) -> bool:
-            follows = follow(sequence)
+        def count(lane: LoneLane, sequence: SequenceDecoder, tree: TokenTree) -> bool:
+            follows = follow(lane, sequence, tree)
             self.count += follows
-            assert not (follows and sequence._pending.is_read)
+            assert not (follows and sequence.last.is_read)
             return follows
 
-        patch.setattr(SequenceDecoder, "_follow", count)
+        patch.setattr(LoneLane, "follow", count)
 
 
 def scripted_tree(root: int, coming: list[int], num_right: int) -> TokenTree:

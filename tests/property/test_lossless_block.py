@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter import Engine, Grammar, stream_generate
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork
 from mlx_redrafter.target.target import Target
 from tests.helpers.block import LINKS, block_config, random_block
@@ -53,7 +53,7 @@ class Scripted:
         self.following: list[int] = []
         surround, logits = BlockDrafting.surround, BlockNetwork.logits
 
-        def reading(drafting: BlockDrafting, flight: PendingPass) -> Any:
+        def reading(drafting: BlockDrafting, flight: Pass) -> Any:
             bonus = flight.length + len(flight.rows)
             self.following = self.text[bonus + 1 :]
             return surround(drafting, flight)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlx_redrafter.decoding import prefill
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.server.fields import parse_json
 from mlx_redrafter.server.limits import Limits
@@ -191,6 +192,31 @@ def test_errors_have_the_shape_of_the_paths_protocol(
         assert isinstance(reply["error"], str if path.startswith("/api/") else dict)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A" * 600}]}),
+        ("/v1/completions", {"prompt": "A" * 600}),
+        ("/v1/responses", {"input": "A" * 600}),
+        ("/api/generate", {"prompt": "A" * 600}),
+        ("/api/generate", {"prompt": "A" * 600, "raw": True}),
+    ],
+)
+def test_a_long_prompt_has_its_own_name_and_the_numbers(
+    strict: Served, path: str, body: dict[str, Any]
+) -> None:
+    status, reply = strict.send(path, body)
+    text = reply["error"] if path.startswith("/api") else reply["error"]["message"]
+    length = {
+        "messages": 606,
+        "input": 606,
+        "prompt": 600 if "raw" in body or "v1" in path else 606,
+    }
+    (name,) = body.keys() & length
+    assert status == 400
+    assert f"is 512 tokens, prompt included, but {name} has {length[name]} and 30 more" in text
+
+
 def test_a_large_body_is_refused_before_it_is_sent(strict: Served) -> None:
     with socket.create_connection(("127.0.0.1", strict.port), timeout=10) as connection:
         head = f"POST {PATH} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"
@@ -278,14 +304,14 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
 ) -> None:
     """The prompt has 30 chunks of 16 tokens; most of them are never read."""
     chunks = []
-    process_chunk = SequenceDecoder.process_chunk
+    process_chunk = prefill.process_chunk
 
     def slowly(sequence: SequenceDecoder, most: int | None = None) -> None:
         process_chunk(sequence, most)
         chunks.append(most)
         time.sleep(0.1)
 
-    monkeypatch.setattr(SequenceDecoder, "process_chunk", slowly)
+    monkeypatch.setattr(prefill, "process_chunk", slowly)
     with closing(begin_text(strict, prompt="VWXYZ" * 96, stream=False)):
         while not chunks:
             time.sleep(0.01)

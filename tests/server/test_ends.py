@@ -138,7 +138,7 @@ def test_a_second_signal_in_the_middle_of_a_prompt(first: signal.Signals) -> Non
             server.kill()
         log = server.stderr.read()
     assert code == (130 if first == signal.SIGINT else 0)
-    assert took < 2.5  # 1.75 s, and some for a machine that is busy
+    assert took < 4  # 1.5 s, and some for a machine that is busy
     assert "Traceback" not in log
     assert sorted(status for status, _ in answers) == [200, 503]
     assert all("shutting_down" in text for _, text in answers)

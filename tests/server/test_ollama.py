@@ -66,12 +66,14 @@ def test_prompts_are_continued(client: Any, served: Served) -> None:
 
 
 def test_models_are_listed(client: Any, served: Served) -> None:
-    client.generate("tiny", "", keep_alive="10m")
+    client.generate("tiny", "", keep_alive="9m60s")
     (listed,), (loaded,) = client.list().models, client.ps().models
     assert (listed.model, loaded.name, loaded.digest) == ("tiny", "tiny", listed.digest)
     assert len(listed.digest) == 64  # its client cuts it
     assert (listed.details.family, listed.details.quantization_level) == ("llama", "F32")
     assert loaded.size == loaded.size_vram == listed.size > 0
+    client.generate("tiny", "", keep_alive=-1)
+    assert client.ps().models[0].expires_at.year == 9999
     stays = loaded.expires_at - datetime.now(UTC)
     assert timedelta(minutes=9) < stays <= timedelta(minutes=10)
     assert loaded.context_length == served.engine.target.context_length
@@ -219,6 +221,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "schema": ("format: grammar cannot be used", {"format": {"type": "nothing"}}),
     "time": ("keep_alive must be", {"keep_alive": "soon"}),
     "thinking": ("think must be", {"think": "hard"}),
+    "time of nothing": ("keep_alive must be", {"keep_alive": ""}),
 }
 
 

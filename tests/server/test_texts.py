@@ -17,7 +17,7 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding import prefill, scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.engine.responses import GenerationResponse
@@ -227,25 +227,25 @@ def test_a_long_prompt_lets_other_texts_go_on(monkeypatch: pytest.MonkeyPatch) -
         _, alone = served.send("/v1/completions", {"prompt": f"{prompt}!"})
         # Numbers of tokens of its chunks, and 0 for each step of the other text.
         passes: list[int] = []
-        step, process_chunk = SequenceDecoder.step, SequenceDecoder.process_chunk
+        step, process_chunk = scheduler.step_alone, prefill.process_chunk
 
         def noted(sequence: SequenceDecoder, most: int | None = None) -> None:
-            before = sequence.num_unread
+            before = prefill.num_unread(sequence)
             process_chunk(sequence, most)
-            passes.append(before - sequence.num_unread)
+            passes.append(before - prefill.num_unread(sequence))
 
-        def stepped(sequence: SequenceDecoder) -> list[Token]:
+        def stepped(sequence: SequenceDecoder) -> None:
             passes.append(0)
-            return step(sequence)
+            step(sequence)
 
-        monkeypatch.setattr(SequenceDecoder, "step", stepped)
+        monkeypatch.setattr(scheduler, "step_alone", stepped)
         other = threading.Thread(
             target=served.send, args=("/v1/completions", {"prompt": "A", "max_tokens": 6000})
         )
         other.start()
         while len(passes) < 5:
             time.sleep(0.01)
-        monkeypatch.setattr(SequenceDecoder, "process_chunk", noted)
+        monkeypatch.setattr(prefill, "process_chunk", noted)
         _, beside = served.send("/v1/completions", {"prompt": f"!{prompt}!"})
         assert beside["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert len(list(filter(None, passes))) >= 6
@@ -296,7 +296,7 @@ def test_all_that_has_come_is_one_write() -> None:
     last = Part(0, True, 3, 2, 3, 1, content="c", finish_reason="stop")
 
     async def collect() -> list[str]:
-        reply = Reply(cast(Any, None), request, [[7, 8]], make_writer("tiny"))
+        reply = Reply(cast(Any, None), request, [[7, 8]], make_writer("tiny"), 0.0)
         reply.job.receive(*parts)
         reply.job.receive(last)
         reply.job.receive(None)

@@ -41,8 +41,9 @@ def test_every_stage_takes_time(target: Target, recipe: Recipe) -> None:
     request = replace(REQUEST, training=replace(REQUEST.training, recipe=recipe))
     stages: list[int] = []
     student = new_student(target, request.network)
-    pace = rehearse(request, target, student, [[1, 2, 3]], lambda done, _: stages.append(done))
-    assert stages == [0, 1, 2, 3, 4]
+    pace = rehearse(request, target, student, [[1, 2, 3]], 0, lambda done, _: stages.append(done))
+    assert stages == sorted(stages)
+    assert set(stages) == {0, 1, 2, 3, 4}
     assert all(seconds > 0 for seconds in astuple(pace))
 
 
@@ -54,7 +55,7 @@ def test_short_contexts_and_reduced_heads(target: Target) -> None:
     )
     student = new_student(target, request.network)
     prompts = [[1], list(range(40))]
-    assert rehearse(request, target, student, prompts, lambda done, total: None).step > 0
+    assert rehearse(request, target, student, prompts, 0, lambda done, total: None).step > 0
 
 
 def test_a_target_that_cannot_teach_is_refused_at_once() -> None:
@@ -63,40 +64,34 @@ def test_a_target_that_cannot_teach_is_refused_at_once() -> None:
     target = Target(model)
     student = new_student(target, REQUEST.network)
     with pytest.raises(NonFiniteError, match="cannot be used as a teacher"):
-        rehearse(REQUEST, target, student, [[1, 2, 3]], lambda done, total: None)
+        rehearse(REQUEST, target, student, [[1, 2, 3]], 0, lambda done, total: None)
 
 
 def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts are read that are as long as can be, and more tokens are written than begin texts."""
     read: list[list[int]] = []
-    written: list[int] = []
+    written: list[tuple[int, int]] = []
     generate_round = rehearsal.TextGenerator.generate_round
 
     def read_sequences(target: Target, sequences: list[Any], *options: Any) -> Shard:
         read.append([len(one) for one in sequences])
         return teacher.read_sequences(target, sequences, *options)
 
-    def generate(generator: Any, jobs: Any, options: DataOptions, number: int) -> Any:
-        written.append(options.answer_tokens)
-        return generate_round(generator, jobs, options, number)
+    def generate(generator: Any, jobs: Any, options: DataOptions, *others: Any) -> Any:
+        written.append((len(jobs), options.answer_tokens))
+        return generate_round(generator, jobs, options, *others)
 
     monkeypatch.setattr(rehearsal, "read_sequences", read_sequences)
     monkeypatch.setattr(rehearsal.TextGenerator, "generate_round", generate)
     request = REQUEST
     student = new_student(target, NetworkOptions("eagle"))
-    rehearse(request, target, student, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], lambda done, total: None)
-    # The first call of each is not timed, and short if its length does not matter.
-    assert written == [10, 10, 26]
-    assert read == [[8] * 8, [272] * 8]
-    sequence = DataOptions(sequence_length=100)
-    rehearse(
-        replace(request, data_options=sequence),
-        target,
-        student,
-        [[1] * 9],
-        lambda done, total: None,
-    )
-    assert read[3] == [100] * 8
+    rehearse(request, target, student, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], 10**6, lambda *_: None)
+    assert written == [(128, 16)]
+    assert read == [[8] * 8, [64] * 8], "the first pass is not timed"
+    short = replace(request, data_options=DataOptions(sequence_length=32))
+    rehearse(short, target, student, [[1] * 9], 5000, lambda *_: None)
+    assert written[1] == (20, 16), "as many texts at once as in the run"
+    assert read[3] == [32] * 8
 
 
 def test_half_precision_on_a_cpu_is_told() -> None:

@@ -89,6 +89,7 @@ def test_stages_are_reported(finished: Run) -> None:
         "generating held-out text",
         "reading train text",
         "reading held-out text",
+        "evaluation",
         "training",
     ]
     needs, time = finished.reporter.lines[:2]
@@ -199,7 +200,6 @@ def test_refusals_are_one_line(
     fine = ("--model", model, "--data", texts)
     cases: list[tuple[tuple[object, ...], str]] = [
         (("--data", texts), "expected a target, found none"),
-        (("--model", model), "nothing to train on"),
         (("--model", tmp_path / "none", "--data", texts), "no such folder"),
         (("--model", model, "--data", tmp_path / "none.txt"), "cannot read"),
         ((*fine, "--recipe", "magic"), "is not one of 'soft', 'coupled', 'overlap', 'apple'"),

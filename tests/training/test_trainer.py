@@ -75,11 +75,11 @@ class TrainingSetup:
         stretch = 16 if student.reads_context else 1
         batch_options = BatchOptions(4, options.batch_tokens, options.seed, stretch, student.layers)
         order = BatchOrder(self.cache, "train", batch_options)
-        held_out = [self.cache.load("held-out", 0, student.layers)]
+        held_out = self.cache.load("held-out", 0, student.layers)
         request = TrainingRequest(
             "m", folder, data=[folder], resume=True, training=replace(options, recipe=recipe)
         )
-        return Trainer(student, order, held_out, request, identity, total_steps)
+        return Trainer(student, order, held_out.texts, request, identity, total_steps)
 
 
 @pytest.fixture(scope="module")

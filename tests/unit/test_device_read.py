@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import Engine, stream_generate
+from mlx_redrafter.decoding import step as decoding_step
 from mlx_redrafter.decoding import target_choice
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.device_read import to_ints
@@ -29,12 +30,17 @@ LOOP = [
     "decoding/accept",
     "decoding/clock",
     "decoding/decode",
+    "decoding/delivery",
+    "decoding/lone_lane",
+    "decoding/outbox",
+    "decoding/passes",
     "decoding/processors",
     "decoding/records",
     "decoding/sampling",
     "decoding/scheduler",
     "decoding/stats",
     "decoding/sequence",
+    "decoding/step",
     "decoding/target_choice",
     "proposers/draft_model",
     "proposers/expansion",
@@ -181,14 +187,16 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
 ) -> None:
     """The draft depends on the step that is read, so the device has work when the read returns."""
     log: list[str] = []
-    for name in ("receive", "_accept", "answer"):
-        original = getattr(SequenceDecoder, name)
+    owners = {"_propose": decoding_step._Step, "commit": SequenceDecoder, "push": SequenceDecoder}
+    for name, owner in owners.items():
+        original = getattr(owner, name)
 
-        def wrapper(*args: Any, name: str = name, original: Any = original) -> Any:
-            log.append(name)
-            return original(*args)
+        def wrapper(one: Any, *args: Any, name: str = name, original: Any = original) -> Any:
+            if name != "commit" or one.last is not one.committed:
+                log.append(name)
+            return original(one, *args)
 
-        monkeypatch.setattr(SequenceDecoder, name, wrapper)
+        monkeypatch.setattr(owner, name, wrapper)
     list(
         stream_generate(
             stories.model,
@@ -200,8 +208,8 @@ def test_what_is_dispatched_before_the_read_is_the_next_draft(
         )
     )
     # The first token waits for nothing.
-    assert log[:6] == ["answer", "_accept", "receive", "answer", "receive", "_accept"]
-    rounds = "".join(f"{name};" for name in log).count("receive;_accept;answer;")
+    assert log[:6] == ["push", "commit", "_propose", "push", "_propose", "commit"]
+    rounds = "".join(f"{name};" for name in log).count("_propose;commit;push;")
     assert rounds >= 20
 
 

@@ -23,8 +23,8 @@ class WrongAt(SequenceDecoder):
 
     position = 0
 
-    def step(self) -> list[Token]:
-        tokens = super().step()
+    def take(self) -> list[Token]:
+        tokens = super().take()
         index = self.position - self.stats.num_tokens
         if self.drafting is not None and 0 <= index < len(tokens):
             wrong = (tokens[index].id + 1) % VOCAB_SIZE

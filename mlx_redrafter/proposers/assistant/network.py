@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.assistant.config import FULL, SLIDING, AssistantConfig
 from mlx_redrafter.proposers.autoregressive import AutoregressiveDrafting, AutoregressiveNetwork
@@ -168,7 +168,7 @@ class AssistantDrafting(AutoregressiveDrafting):
             cache.update_and_fetch(*self.target.entries(layer, rows, cache.offset))
         return hidden
 
-    def read_flight(self, flight: PendingPass) -> mx.array:
+    def read_flight(self, flight: Pass) -> mx.array:
         """Copy the entries up to the last accepted token, and process the bonus token."""
         hidden = super().read_flight(flight)
         # Entry of the last accepted token; those beyond are junk.

@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
@@ -244,7 +244,7 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
     def expand(
         self,
         draftings: Sequence[BlockDrafting],
-        flights: Sequence[PendingPass],
+        flights: Sequence[Pass],
         shape: DraftShape,
         rank: NoiseRank | None,
     ) -> Expansion:
@@ -268,7 +268,7 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
         )
         return linked.chain() if is_chain else search_all(linked, shape)
 
-    def surround(self, flight: PendingPass) -> Surrounding:
+    def surround(self, flight: Pass) -> Surrounding:
         """Return what a block after a pass attends to; its states enter with the block."""
         first, num_known = self.length, self.num_unread
         states, _ = self.take_pairs(flight)
@@ -283,7 +283,7 @@ class BlockDrafting(KvDrafting[BlockNetwork]):
 
 
 def read_blocks(
-    draftings: Sequence[BlockDrafting], flights: Sequence[PendingPass], levels: int
+    draftings: Sequence[BlockDrafting], flights: Sequence[Pass], levels: int
 ) -> mx.array:
     """Process a block after a pass of each sequence, all in one pass; shape (R, levels, H)."""
     network, target = draftings[0].network, draftings[0].target

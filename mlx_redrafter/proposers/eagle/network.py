@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
@@ -174,14 +174,14 @@ class ParallelDrafting(KvDrafting[Eagle]):
     def expand(
         self,
         draftings: Sequence[ParallelDrafting],
-        flights: Sequence[PendingPass],
+        flights: Sequence[Pass],
         shape: DraftShape,
         rank: NoiseRank | None,
     ) -> Expansion:
         scores = self.scores(flights[0], shape.levels)
         return search_slots(scores[None], shape, rank, self.network.to_token_ids)
 
-    def scores(self, flight: PendingPass, count: int) -> mx.array:
+    def scores(self, flight: Pass, count: int) -> mx.array:
         """Compute log-probabilities of the tokens of the first depths, shape (``count``, V)."""
         network, outputs = self.network, [self.read_flight(flight)]
         if (masked := count - 1) > 0:

@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.lookup.chances import Chances
@@ -35,7 +35,7 @@ from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 LEAST_FORESEEN = 0.05
 # Maximum number of drafts in `Drafting.outlook`.
 OUTLOOK = 16
-# Bytes of a row of `PendingPass.best`.
+# Bytes of a row of `Pass.best`.
 _ROW = 8 * NUM_BEST
 
 
@@ -97,7 +97,7 @@ class LookupDrafting:
         self._couple = couple
         self._chances = chances
         # The newest pass, until the next call reads its tokens: the host has waited for it by then.
-        self._flight: PendingPass | None = None
+        self._flight: Pass | None = None
         # Drafts after the newest token that the host has read.
         self._tree: DraftTree | None = None
 
@@ -119,9 +119,7 @@ class LookupDrafting:
         found = self._tree.follow(OUTLOOK + 1, LEAST_FORESEEN)
         return found[1:] or [LEAST_FORESEEN]  # the first is not a draft but the token in flight
 
-    def propose(
-        self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
-    ) -> TokenTree | None:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         """Propose after a pass, which the host waits for."""
         if noise is not None and self._couple:
             mx.async_eval(noise.values)  # behind the pass, so that no other wait is for them
@@ -130,7 +128,7 @@ class LookupDrafting:
         self._tree = DraftTree(self.contexts, self._chances, noise if self._couple else None)
         return self._tree.grow(plan)
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         """Keep the pass for the next call; the host does not wait for it."""
         self._read()
         self._flight = flight
@@ -147,7 +145,7 @@ class LookupDrafting:
         if self._tree is not None:
             self._tree.learn(tokens)
             self._tree = None
-        best = array("i", flight.best).tobytes()
+        best = array("i", flight.outcome.best).tobytes()
         rows = [best[start : start + _ROW] for start in range(0, len(best), _ROW)]
         if rows and flight.known is not None:
             _teach(contexts, flight, rows)
@@ -155,7 +153,7 @@ class LookupDrafting:
             contexts.add(token, rows[node] if rows else None)
 
 
-def _teach(contexts: Contexts, flight: PendingPass, rows: Sequence[bytes]) -> None:
+def _teach(contexts: Contexts, flight: Pass, rows: Sequence[bytes]) -> None:
     """Teach what was probable after the nodes that were not accepted."""
     assert flight.known is not None
     place, path = contexts.end.key, set(flight.rows)

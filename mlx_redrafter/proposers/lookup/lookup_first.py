@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_redrafter.decoding.protocols import Drafting, Proposer, Wish, propose_all
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Drafting, DraftRequest, Proposer, propose_all
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.lookup.lookup import Lookup, LookupDrafting
@@ -42,9 +42,7 @@ class LookupFirstDrafting:
     def outlook(self) -> Sequence[float]:
         return self.lookup.outlook()
 
-    def propose(
-        self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
-    ) -> TokenTree | None:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         if plan.from_text:
             tree = self.lookup.propose(flight, plan, noise)
             self.network.skip(flight)
@@ -52,17 +50,17 @@ class LookupFirstDrafting:
         self.lookup.skip(flight)
         return self.network.propose(flight, plan, noise)
 
-    def propose_all(self, wishes: Sequence[Wish]) -> list[TokenTree | None]:
-        if wishes[0].plan.from_text:
-            return [one.drafting.propose(one.pending, one.plan, one.noise) for one in wishes]
+    def propose_all(self, requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
+        if requests[0].plan.from_text:
+            return [one.drafting.propose(one.flight, one.plan, one.noise) for one in requests]
         for_networks = []
-        for one in wishes:
+        for one in requests:
             drafting: Any = one.drafting
-            drafting.lookup.skip(one.pending)
+            drafting.lookup.skip(one.flight)
             for_networks.append(one._replace(drafting=drafting.network))
         return propose_all(for_networks)
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         self.lookup.skip(flight)
         self.network.skip(flight)
 

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
 from mlx_redrafter.proposers.expansion import Expansion
@@ -128,7 +128,7 @@ class MedusaDrafting(NetworkDrafting):
     def expand(
         self,
         draftings: Sequence[MedusaDrafting],
-        flights: Sequence[PendingPass],
+        flights: Sequence[Pass],
         shape: DraftShape,
         rank: NoiseRank | None,
     ) -> Expansion:

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.joint import NetworkDrafting
@@ -40,7 +40,7 @@ class RecurrentDrafting(NetworkDrafting):
     def expand(
         self,
         draftings: Sequence[RecurrentDrafting],
-        flights: Sequence[PendingPass],
+        flights: Sequence[Pass],
         shape: DraftShape,
         rank: NoiseRank | None,
     ) -> Expansion:

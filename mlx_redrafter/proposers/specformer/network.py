@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork, read_flights
@@ -131,7 +131,7 @@ class SpecFormerDrafting(KvDrafting[SpecFormer]):
     def expand(
         self,
         draftings: Sequence[SpecFormerDrafting],
-        flights: Sequence[PendingPass],
+        flights: Sequence[Pass],
         shape: DraftShape,
         rank: NoiseRank | None,
     ) -> Expansion:

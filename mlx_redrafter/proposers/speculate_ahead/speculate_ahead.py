@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_redrafter.checks import check_int
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Proposer
-from mlx_redrafter.decoding.records import PendingPass
 from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_OUTCOMES, DraftPlan
@@ -85,7 +85,7 @@ class _Speculation(NamedTuple):
     keys: mx.array
     drafts: Expansion
 
-    def find(self, flight: PendingPass) -> Expansion | None:
+    def find(self, flight: Pass) -> Expansion | None:
         """Return the drafts for the outcome of a pass, if there are any; waits for the device."""
         if not flight.is_finite:
             return None
@@ -115,9 +115,7 @@ class SpeculateAheadDrafting:
     def outlook(self) -> Sequence[float] | None:
         return self.drafting.outlook()
 
-    def propose(
-        self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
-    ) -> TokenTree | None:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         """Draft after a pass; while the host waits for a pass over a tree, draft ahead."""
         ahead = found = None
         if flight.path is not None:
@@ -135,7 +133,7 @@ class SpeculateAheadDrafting:
             self._tree = build_tree(found, flight.root, plan)
         return self._tree
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         self.drafting.skip(flight)
         self._remember(flight)
         self._tree = None
@@ -143,13 +141,13 @@ class SpeculateAheadDrafting:
     def settle(self, length: int) -> None:
         self.drafting.settle(length)
 
-    def _remember(self, flight: PendingPass) -> None:
+    def _remember(self, flight: Pass) -> None:
         self._origin, self._root = flight.hidden_state, flight.root
         # Dispatch it: in the next graph of the target's stream it would be there only at the end.
         mx.async_eval(self._origin)
 
     def _draft_ahead(
-        self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None
+        self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None
     ) -> _Speculation | None:
         """Dispatch drafts for the likeliest outcomes of a pass; None if its tree is unknown."""
         tree, origin = self._tree_of(flight), self._origin
@@ -181,7 +179,7 @@ class SpeculateAheadDrafting:
         mx.async_eval(drafts)
         return _Speculation(keys, drafts)
 
-    def _tree_of(self, flight: PendingPass) -> TokenTree | None:
+    def _tree_of(self, flight: Pass) -> TokenTree | None:
         """Return the tree in flight, from arrays that exist before the pass is over."""
         if flight.known is not None:
             assert self._root is not None

@@ -39,6 +39,8 @@ class QuantisedCache(FullCache):
 class QuantisingCache(TreeCache):
     """A `TreeCache` that quantises its entries once the sequence is long enough."""
 
+    needs_notice = True
+
     def __init__(
         self,
         layers: Sequence[Any],

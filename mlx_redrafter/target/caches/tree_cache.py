@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -49,7 +49,11 @@ class TreeCache:
         has_buckets: Whether trees attend to whole buckets of K/V entries.
         history: The newest passes.
         unread: Path that `follow` has committed, until `commit` gets its nodes.
+        needs_notice: Whether the cache, or its copy on other machines, must know of every pass
+            before the next one.
     """
+
+    needs_notice: ClassVar[bool] = False
 
     def __init__(self, layers: Sequence[Any], length: int, has_buckets: bool = False):
         self.layers = list(layers)

@@ -6,7 +6,7 @@ head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 
@@ -75,7 +75,7 @@ class BlockStudent(KvStudent):
             confidences = mx.concatenate(found, axis=1)
         return draft_loss(logits, batch, counts, recipe, confidences)
 
-    def calibrate(self, texts: Sequence[Shard]) -> None:
+    def calibrate(self, texts: Iterable[Shard]) -> None:
         found = (text for shard in texts for text in iterate_texts(shard))
         self.network.config = calibrate(self.network, self.target, found)
 

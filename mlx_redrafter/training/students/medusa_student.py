@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import mlx.core as mx
@@ -39,7 +39,7 @@ class MedusaStudent(Student):
         for head in range(batch.tokens.shape[1] - 1):
             yield network.logits(batch.states, head).astype(mx.float32)
 
-    def calibrate(self, texts: Sequence[Shard]) -> None:
+    def calibrate(self, texts: Iterable[Shard]) -> None:
         """Fit the scalars, and the acceptance rates by rank that choose the static tree."""
         network = self.network
         found = [text for shard in texts for text in iterate_texts(shard)]

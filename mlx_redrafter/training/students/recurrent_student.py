@@ -10,7 +10,7 @@ Axes: B positions, S unroll steps, V rows of the head, H hidden size, D exit_dim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -75,7 +75,7 @@ class RecurrentStudent(Student):
             state = network.advance(state, inputs[:, step])
             yield state
 
-    def calibrate(self, texts: Sequence[Shard]) -> None:
+    def calibrate(self, texts: Iterable[Shard]) -> None:
         network = self.network
         found = (text for shard in texts for text in iterate_texts(shard))
         network.config = calibrate(network, self.embed, found).applied(network.config)

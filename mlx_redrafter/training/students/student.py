@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -145,7 +145,7 @@ class Student(ABC):
         """Write the network, with further keys for its ``config.json``."""
         write_drafter(self.network, folder, extra)
 
-    def calibrate(self, texts: Sequence[Shard]) -> None:  # noqa: B027
+    def calibrate(self, texts: Iterable[Shard]) -> None:  # noqa: B027
         """Fit the scalars that rank drafts to self-generated texts, if the drafter has any."""
 
     def count_accepted(
@@ -171,21 +171,25 @@ class Student(ABC):
         group = ShardGroup(shard, roots, np.ones((shard.tokens.shape[0], length - 1), np.bool_))
         batch = gather(group, positions, len(positions), length, HeadRows(None, 0))
         following = read_following(shard, roots, length)
+        noise: mx.array | None = None
+        if temp:
+            states = np.arange(roots[0], roots[-1] + length - 1)
+            noise = draw_noise(shard, states, self.vocab_size, temp)
+            noise = noise[:, : self.head_rows] if self.row_ids is None else noise[:, self.row_ids]
         is_right = np.ones(len(roots), np.bool_)
         count = np.zeros(len(roots), np.int64)
         for depth, logits in enumerate(self.levels(self.network, batch)):
-            noise = draw_noise(shard, roots + depth, self.vocab_size, temp) if temp else None
-            is_right &= self._choose(logits[-len(roots) :], noise, temp) == following[:, depth]
+            logits = logits[-len(roots) :]
+            if noise is not None:
+                here = noise[depth : depth + len(roots)]
+                logits = logits / temp + self.coupling_weight * here
+            is_right &= self._choose(logits) == following[:, depth]
             count += is_right
         return count
 
-    def _choose(self, logits: mx.array, noise: mx.array | None, temp: float) -> NDArray[np.int32]:
-        """Choose the drafts of one level with Gumbel noise (p, all tokens); ids, shape (p,)."""
-        ids = self.row_ids
-        if noise is not None:
-            columns = noise[:, : logits.shape[-1]] if ids is None else noise[:, ids]
-            logits = logits / temp + self.coupling_weight * columns
-        rows = mx.argmax(logits, axis=-1)
+    def _choose(self, logits: mx.array) -> NDArray[np.int32]:
+        """Choose the most probable draft of each row of logits; ids, shape (p,)."""
+        rows, ids = mx.argmax(logits, axis=-1), self.row_ids
         return np.array((rows if ids is None else ids[rows]).astype(mx.int32))
 
     def holding(self, network: nn.Module) -> Self:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.checkpoint import Checkpoint
@@ -77,14 +77,14 @@ class ToyDrafting:
     def outlook(self) -> None:
         """Return None, as a network always has something to propose."""
 
-    def propose(self, flight: PendingPass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
+    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         rank = None
         if noise is not None and self.couple_noise:
             rank = partial(noise.rank, token_ids=None, weight=1.0)
         levels = ToyLevels(self.network, flight.root)
         return build_tree(search_all(levels, plan.shape, rank).alone, flight.root, plan)
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         """Ignore a pass without drafts."""
 
     def settle(self, length: int) -> None:

@@ -11,11 +11,13 @@ from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_redrafter.checkpoints import bundled
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.cards import Card, read_card
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
 from mlx_redrafter.checkpoints.identity import REPOSITORY, Identity, plain_name
 from mlx_redrafter.checkpoints.published_drafters import METHODS, published_for, read_table
+from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
 
@@ -149,6 +151,42 @@ def test_a_drafter_is_found_by_its_config_or_card_alone(cache: Path) -> None:
     assert found is not None
     assert found.name == "org/by-config"
     assert "org/a-wide is not for this model: its hidden_size 64" in search.skipped[-1]
+
+
+def test_a_bundled_drafter_is_for_its_model_alone(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundled, "DRAFTERS", tmp_path / "drafters")
+    drafter, table = tmp_path / "drafters" / "tiny", {"model": {"vocab": {"a": 0, "b": 1}}}
+    shutil.copytree(find_bundled("drafter"), drafter)
+
+    def model(name: str, **tokenizer: object) -> str | None:
+        """Put a model with these tokens into the cache, and search for its drafter."""
+        folder = _cached(cache, name, find_bundled("target"))
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer or table))
+        found = DrafterSearch(Identity.of_folder(folder)).stored()
+        return None if found is None else found.path
+
+    def made_for(tokens: str | None) -> None:
+        config = json.loads((drafter / "config.json").read_text())
+        config["target"] = {"name": "org/Tiny-Instruct", "tokens": tokens}
+        (drafter / "config.json").write_text(json.dumps(config))
+
+    made_for("none")
+    assert model("org/Tiny-Instruct") is None, "a model of this name with other tokens"
+    folder = find_stored("org/Tiny-Instruct", None)
+    assert folder is not None
+    made_for(digest_tokens(folder))
+    assert model("mlx-community/Tiny-Instruct") == str(drafter)
+    assert model("mlx-community/Tiny-Instruct-4bit") == str(drafter)
+    # The same tokens, stored by another program.
+    added = [{"id": 1, "content": "b"}]
+    parted = {"model": {"vocab": {"a": 0}}, "added_tokens": added}
+    assert model("me/Tiny-Instruct-8bit", **parted) == str(drafter)
+    other = {"model": {"vocab": {"a": 1, "b": 0}}}
+    assert model("me/Tiny-Instruct-MLX-4bit", **other) is None
+    for name in ("org/Tiny", "org/Tiny-Instruct-2", "me/Tiny-Instruct-tuned"):
+        assert model(name) is None
 
 
 def test_the_smallest_model_with_the_same_tokens_may_draft(cache: Path) -> None:

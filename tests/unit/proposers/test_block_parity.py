@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.checkpoints.recognition import recognise
-from mlx_redrafter.decoding.records import PendingPass
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork, read_blocks
@@ -61,7 +61,7 @@ def write(layout: Layout, folder: Path) -> Path:
     return folder
 
 
-def history(drafting: BlockDrafting, length: int, rng: random.Random) -> Iterator[PendingPass]:
+def history(drafting: BlockDrafting, length: int, rng: random.Random) -> Iterator[Pass]:
     """Bring a sequence to so many verified tokens in different steps; yield the last pass.
 
     Passes without drafts, accepted paths, and rejected drafts with states that no block may see.
@@ -113,9 +113,7 @@ def test_logits_are_those_of_the_references(
         assert_linked(network, outputs, found, expected, name)
 
 
-def read_again(
-    drafting: BlockDrafting, flight: PendingPass, levels: int
-) -> tuple[mx.array, mx.array]:
+def read_again(drafting: BlockDrafting, flight: Pass, levels: int) -> tuple[mx.array, mx.array]:
     """Read the block after a pass once more, over the entries of the block before."""
     network = drafting.network
     outputs = read_blocks([drafting], [flight], levels)[0]

@@ -39,7 +39,8 @@ def _flight(*tokens: int, rows: list[list[int]] | None = None, drafts: Drafts | 
         best += [*row, *others][:NUM_BEST]
         best += unpack(f"{NUM_BEST}i", pack(f"{NUM_BEST}f", *log_probs))
     nodes = range(len(tokens))
-    return SimpleNamespace(tokens=list(tokens), rows=list(nodes), best=best, known=drafts)
+    outcome = SimpleNamespace(best=best)
+    return SimpleNamespace(tokens=list(tokens), rows=list(nodes), outcome=outcome, known=drafts)
 
 
 def _paths(tree: Any) -> list[list[int]]:

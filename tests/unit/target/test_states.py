@@ -8,8 +8,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter.bench.lab.contexts import prefill
-from mlx_redrafter.decoding import joint_prefill
-from mlx_redrafter.decoding.records import PendingPass, Request
+from mlx_redrafter.decoding import prefill as decoding_prefill
+from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
@@ -48,7 +49,7 @@ class _States(ScriptedDrafts):
     def read(self, states: mx.array) -> None:
         self.found.append(states)
 
-    def skip(self, flight: PendingPass) -> None:
+    def skip(self, flight: Pass) -> None:
         if self.num_known == 0:
             assert flight.states is not None
             self.found.append(flight.states)
@@ -56,7 +57,7 @@ class _States(ScriptedDrafts):
 
 
 def test_states_of_prompts_that_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_prefill, "MAX_END", 3)
+    monkeypatch.setattr(decoding_prefill, "MAX_END", 3)
     model = tiny_llama(seed=4)
     target = Target(model)
     target.watch(LAYERS)

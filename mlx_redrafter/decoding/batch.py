@@ -1,0 +1,236 @@
+"""A batch of sequences, which share their forward passes.
+
+One forward pass answers all sequences: trees of different sizes are padded to the largest. A
+network drafts for all of them in the same passes if it can, and sequences with equal samplers are
+sampled with one set of operations. The host reads all outcomes at once.
+
+Axes: B slots, N nodes of each slot's tree, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.prefill import read_states
+from mlx_redrafter.decoding.protocols import JointPolicy, OwnPolicies, num_best_of
+from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import Inputs, Noises, step
+from mlx_redrafter.decoding.target_choice import sample_and_accept_all, sample_roots
+from mlx_redrafter.target.caches.batch_cache import Slot
+from mlx_redrafter.target.target import Target, TargetOutputs
+from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree_batch import TreeBatch
+
+# Steps with half of the slots idle before those are given up. A sequence that comes before then
+# finds a free slot, so that nobody's K/V entries are moved.
+PATIENCE = 4
+# Root of a slot without a sequence, made once.
+_IDLE = mx.array([0], dtype=mx.int32)
+
+
+class Batch:
+    """A `Lane` of several sequences, each in a slot of its own.
+
+    Slots come in powers of two, and grow and shrink with the number of sequences.
+
+    Args:
+        target: The model that decodes them.
+
+    Attributes:
+        cache: Their cache.
+        policy: Decides how much they draft.
+    """
+
+    def __init__(self, target: Target):
+        self.cache = target.new_batch_cache()
+        self.policy: JointPolicy = OwnPolicies()
+        self._target = target
+        self._slots: dict[SequenceDecoder, Slot] = {}
+        # Steps in a row with half of the slots idle.
+        self._num_spare = 0
+
+    def __contains__(self, sequence: SequenceDecoder) -> bool:
+        return sequence in self._slots
+
+    def __iter__(self) -> Iterator[SequenceDecoder]:
+        return iter(list(self._slots))
+
+    def takes(self, sequence: SequenceDecoder) -> bool:
+        """Whether a sequence can move in as it is."""
+        return self.cache.takes(sequence.own_cache)
+
+    def join(self, sequence: SequenceDecoder) -> None:
+        """Move a sequence in, whose newest pass is committed."""
+        cache = self.cache
+        with mx.stream(generation_stream):
+            number = cache.idle_slot()
+            cache.insert(number, sequence.own_cache, partial(_num_kept, sequence))
+        self._slots[sequence] = cache.slots[number]
+        sequence.move(cache.slots[number], self.policy.join(sequence.policy))
+
+    def leave(self, sequence: SequenceDecoder) -> None:
+        """Move a sequence out; its own caches get its K/V entries if they may be needed."""
+        slot = self._slots.pop(sequence)
+        is_over = sequence.is_finished or sequence.is_cancelled
+        is_needed = sequence.request.leave_as_stock or not is_over
+        with mx.stream(generation_stream):
+            self.cache.leave(slot.number, slot.own if is_needed else None)
+        sequence.move(None)
+        if not self._slots:
+            self._shrink()
+
+    def step(self, sequences: Sequence[SequenceDecoder]) -> None:
+        """Run one forward pass for some sequences of the batch; the others rest.
+
+        Those that have ended leave.
+        """
+        step(self, sequences)
+        for one in sequences:
+            if one.is_finished or one.is_cancelled or one.outbox.error is not None:
+                self.leave(one)
+        is_spare = 2 * len(self._slots) <= self.cache.num_slots
+        self._num_spare = self._num_spare + 1 if is_spare else 0
+        if self._num_spare > PATIENCE:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        with mx.stream(generation_stream):
+            self.cache.shrink()
+        self._num_spare = 0
+
+    def noises(
+        self, sequences: Sequence[SequenceDecoder], num_levels: int
+    ) -> Sequence[GumbelNoise | None]:
+        samplers = _samplers(sequences)
+        if not samplers or not samplers[0].kind:
+            return [None] * len(sequences)
+        newest, further = [one.last for one in sequences if one.last is not None], None
+        if any(one.max_accepted for one in newest):
+            further = mx.concatenate([one.num_accepted for one in newest])
+        positions = [one.length + 1 for one in newest]
+        values = mx.split(noise_for_all(samplers, positions, num_levels, further), len(sequences))
+        return [
+            GumbelNoise(sampler.params, one) for sampler, one in zip(samplers, values, strict=True)
+        ]
+
+    def look_ahead(self, sequence: SequenceDecoder) -> bool:
+        """Return False: the cache of a batch must know the length of each sequence."""
+        return False
+
+    def follow(self, sequence: SequenceDecoder, tree: TokenTree) -> bool:
+        raise NotImplementedError("a batch does not look ahead")
+
+    def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
+        drafts: list[mx.array | TokenTree] = [_IDLE] * self.cache.num_slots
+        for sequence, one in inputs.items():
+            drafts[self._slots[sequence].number] = one
+        trees = TreeBatch(drafts)
+        # Sequences without drafts may be among those with them.
+        layers = next((one.layers for one in inputs if one.layers), ())
+        outputs = self._target.verify_batch(trees, self.cache, layers)
+        for sequence, one in inputs.items():
+            if not isinstance(one, TokenTree):
+                self._commit(sequence, one, outputs)
+        outputs = self._process(inputs, outputs)
+        inputs = {one: drafts for one, drafts in inputs.items() if one.outbox.error is None}
+        found: dict[SequenceDecoder, Pass] = {}
+        for group in _sampled_alike(inputs, noises):
+            found |= zip(group, self._sample(group, noises, outputs, trees), strict=True)
+        alone = {one: drafts for one, drafts in inputs.items() if one not in found}
+        return found | self._sample_alone(alone, outputs)
+
+    def _sample_alone(self, inputs: Inputs, outputs: TargetOutputs) -> dict[SequenceDecoder, Pass]:
+        """Sample after the trees or roots of sequences with samplers of their users."""
+        found = {}
+        for sequence, one in inputs.items():
+            own = outputs.of(self._slots[sequence].number).between(*_sampled_nodes(one))
+            try:
+                found[sequence] = sequence.choose(one, own, None)
+            except Exception as error:
+                sequence.outbox.fail(error)
+        return found
+
+    def _commit(self, sequence: SequenceDecoder, tokens: mx.array, outputs: TargetOutputs) -> None:
+        """Keep a root, and the end of the prompt before it."""
+        num_tokens = tokens.shape[0]
+        sequence.cache.commit(range(num_tokens))
+        if num_tokens > 1 and outputs.states is not None:
+            slot = self._slots[sequence].number
+            read_states(sequence, outputs.states[slot, : num_tokens - 1])
+
+    def _process(self, inputs: Inputs, outputs: TargetOutputs) -> TargetOutputs:
+        """Apply the logits processors and grammars of the sequences that have any."""
+        rows: list[mx.array] = []
+        for sequence, one in inputs.items():
+            if sequence.processors is None:
+                continue
+            rows = rows or list(outputs.logits)
+            slot, (start, end) = self._slots[sequence].number, _sampled_nodes(one)
+            logits = rows[slot]
+            try:
+                processed = sequence.processors.process_after(one, logits[start:end])
+            except Exception as error:  # of the user's processors
+                sequence.outbox.fail(error)
+                continue
+            rows[slot] = mx.concatenate(
+                [logits[:start], processed.astype(logits.dtype), logits[end:]]
+            )
+        return outputs._replace(logits=mx.stack(rows)) if rows else outputs
+
+    def _sample(
+        self,
+        group: Sequence[SequenceDecoder],
+        noises: Noises,
+        outputs: TargetOutputs,
+        trees: TreeBatch,
+    ) -> list[Pass]:
+        """Sample after the trees or roots of several sequences with one set of operations."""
+        slots, samplers = [self._slots[one].number for one in group], _samplers(group)
+        is_tree = isinstance(trees.drafts[slots[0]], TokenTree)
+        if slots != list(range(self.cache.num_slots)):
+            outputs, trees = outputs.of(mx.array(slots)), trees.of(slots)
+        num_best = max(num_best_of(one.drafting) for one in group)
+        if is_tree:
+            own = [noises[one] for one in group]
+            return sample_and_accept_all(samplers, outputs, trees, own, num_best)
+        if trees.size > 1:
+            outputs = outputs.at([one.size - 1 for one in trees.drafts])
+        positions = [one.cache.length - 1 for one in group]
+        return sample_roots(samplers, outputs, positions, num_best)
+
+
+def _samplers(sequences: Iterable[SequenceDecoder]) -> list[KeyedSampler]:
+    """Return the samplers that may be applied to several sequences at once."""
+    return [one.sampler for one in sequences if isinstance(one.sampler, KeyedSampler)]
+
+
+def _num_kept(sequence: SequenceDecoder) -> int:
+    """Return the number of tokens that its caches will hold at least when a sequence ends."""
+    if not sequence.request.leave_as_stock:
+        return sys.maxsize
+    return sequence.outbox.end_of_prompt + sequence.stats.num_tokens
+
+
+def _sampled_nodes(drafts: mx.array | TokenTree) -> tuple[int, int]:
+    """Return the first node after which a token is sampled, and the end of those nodes."""
+    return (0 if isinstance(drafts, TokenTree) else drafts.size - 1), drafts.size
+
+
+def _sampled_alike(inputs: Inputs, noises: Noises) -> Iterable[list[SequenceDecoder]]:
+    """Group the sequences that one set of operations can sample; leave out all others."""
+    groups = defaultdict(list)
+    for sequence, drafts in inputs.items():
+        sampler, is_tree = sequence.sampler, isinstance(drafts, TokenTree)
+        if isinstance(sampler, KeyedSampler):
+            noise = noises[sequence] if is_tree else None
+            num_levels = None if noise is None else noise.values.shape[0]
+            groups[is_tree, num_levels, sampler.kind].append(sequence)
+    return groups.values()

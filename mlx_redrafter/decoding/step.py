@@ -1,0 +1,247 @@
+"""One step of sequences, alone or several at once: draft, verify, accept, commit.
+
+A step yields the tokens of the pass before the one that it dispatches. So the host reads them while
+the device drafts what may follow, or computes the next token in plain decoding. If a compiled pass
+can follow a path that nobody has read, the host looks ahead: it dispatches that pass first. If a
+policy reads the probabilities of the drafts before it decides how many to verify, or a lookup waits
+for the outcome, the device is idle while the host builds the next pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.prefill import num_unread
+from mlx_redrafter.decoding.protocols import (
+    DraftRequest,
+    JointPolicy,
+    Offer,
+    Outlook,
+    propose_all,
+)
+from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
+from mlx_redrafter.decoding.sequence import SequenceDecoder, Status
+from mlx_redrafter.trees.tree import TokenTree
+
+# Trees that the target is to process next, or roots, shape (1,); a first root in a batch may have
+# the end of its prompt before it, shape (n,).
+Inputs = dict[SequenceDecoder, mx.array | TokenTree]
+Noises = dict[SequenceDecoder, GumbelNoise | None]
+
+
+class Lane(Protocol):
+    """The part of a step that depends on its caches: one's own, or those of a batch.
+
+    Attributes:
+        policy: Decides how much the sequences draft.
+    """
+
+    policy: JointPolicy
+
+    def noises(
+        self, sequences: Sequence[SequenceDecoder], num_levels: int
+    ) -> Sequence[GumbelNoise | None]:
+        """Return the noise of the choices after trees of as many levels behind the newest passes.
+
+        The sequences have samplers of one kind.
+        """
+        ...
+
+    def look_ahead(self, sequence: SequenceDecoder) -> bool:
+        """Whether a pass might follow the sequence's newest one before the host has read that."""
+        ...
+
+    def follow(self, sequence: SequenceDecoder, tree: TokenTree) -> bool:
+        """Commit the newest pass on the device alone, if a pass over the tree can follow that."""
+        ...
+
+    def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
+        """Run the target on roots and trees, sample, and dispatch that.
+
+        An error of one sequence goes to its outbox.
+        """
+        ...
+
+
+def step(lane: Lane, sequences: Iterable[SequenceDecoder]) -> None:
+    """Decode one step of sequences that have one proposer or none; cancelled ones take no part.
+
+    Their tokens go to their outboxes, and so does an error that only one sequence has.
+    The first step of a sequence yields one token. The second one yields none: from then on, every
+    step yields the tokens of the pass that the step before has dispatched.
+    """
+    with mx.stream(generation_stream):
+        _Step(lane, [one for one in sequences if not one.is_cancelled]).run()
+
+
+class _Step:
+    """One step, with the drafts and the passes of each sequence."""
+
+    def __init__(self, lane: Lane, live: Sequence[SequenceDecoder]):
+        self._lane = lane
+        self._live = live
+        self._requests: dict[SequenceDecoder, DraftRequest] = {}
+        self._trees: dict[SequenceDecoder, TokenTree] = {}
+        self._noises: Noises = {}
+        # Drafts to verify that the policy chose before the newest pass was read.
+        self._early: dict[SequenceDecoder, TokenTree | None] = {}
+        # Sequences whose policy chooses the drafts to verify.
+        self._choosing: list[SequenceDecoder] = []
+        self._inputs: Inputs = {}
+        self._found: dict[SequenceDecoder, Pass] = {}
+
+    def run(self) -> None:
+        groups = self._request()
+        self._draft(groups)
+        self._each(self._read, self._live)
+        self._select()
+        if self._inputs:
+            for one in self._inputs:
+                one.enter(Status.VERIFYING)
+            self._found = self._lane.verify(self._inputs, self._noises)
+        self._each(self._commit, self._live)
+
+    def _each(
+        self, do: Callable[[SequenceDecoder], object], sequences: Iterable[SequenceDecoder]
+    ) -> None:
+        """Call a function for several sequences; an error ends the step of its sequence only."""
+        for one in sequences:
+            if one.outbox.error is None:
+                try:
+                    do(one)
+                except Exception as error:
+                    one.outbox.fail(error)
+
+    def _request(self) -> Iterable[list[SequenceDecoder]]:
+        """Let policies choose plans; return the sequences that ask for drafts, by plan."""
+        outlooks: dict[SequenceDecoder, Sequence[float] | None] = {}
+        groups: defaultdict[Any, list[SequenceDecoder]] = defaultdict(list)
+
+        def look(one: SequenceDecoder) -> None:
+            has_none = one.last is None or one.policy is None or one.outbox.is_last_next
+            if one.drafting is not None and not has_none:
+                outlooks[one] = one.drafting.outlook()
+
+        def ask(one: SequenceDecoder) -> None:
+            if one.last is not None and one.last is one.committed:
+                one.last.check_finite()  # NaN may follow drafts that were accepted
+            plan = one.policy.choose(outlooks[one]) if one.policy and one in outlooks else None
+            if plan is not None:
+                request = self._requests[one] = one.ask_for_drafts(plan)
+                kind = one.sampler.kind if isinstance(one.sampler, KeyedSampler) else ()
+                groups[type(request.drafting), plan, kind].append(one)
+            elif one.last is one.committed:
+                one.skip_drafts()
+
+        self._each(look, self._live)
+        found = [Outlook(one.policy, outlook) for one, outlook in outlooks.items()]
+        self._lane.policy.look(found, len(self._live))
+        self._each(ask, self._live)
+        return groups.values()
+
+    def _draft(self, groups: Iterable[list[SequenceDecoder]]) -> None:
+        """Dispatch drafts behind the newest passes; the sequences of a group draft together."""
+        arrays: list[mx.array] = []
+        for group in groups:
+            try:
+                arrays += self._propose(group)
+            except Exception as error:  # no single sequence has caused it
+                for one in group:
+                    one.outbox.fail(error)
+        if arrays:
+            mx.async_eval(arrays)
+
+    def _propose(self, group: Sequence[SequenceDecoder]) -> list[mx.array]:
+        """Build the trees of sequences with one plan; return the arrays to dispatch."""
+        plan = self._requests[group[0]].plan
+        noises, searched = self._lane.noises(group, plan.shape.length), plan.searched
+        requests = [
+            self._requests[one]._replace(plan=searched, noise=noise)
+            for one, noise in zip(group, noises, strict=True)
+        ]
+        arrays: list[mx.array] = []
+        for one, noise, tree in zip(group, noises, propose_all(requests), strict=True):
+            if tree is None:
+                continue
+            self._trees[one], self._noises[one] = tree, noise
+            if tree.known is None:
+                reads = one.policy is None or one.policy.reads_drafts
+                arrays.extend(tree.arrays if reads else tree.unscored_arrays)
+        return arrays
+
+    def _read(self, one: SequenceDecoder) -> None:
+        """Read the newest pass, if the next one depends on it, and find what the target does next.
+
+        From one token to the next nothing is read, as the length is known anyway.
+        """
+        last, tree, request = one.last, self._trees.get(one), self._requests.get(one)
+        if last is None:
+            # The last token of the prompt alone, as in mlx-lm; in a batch, also those before it.
+            tokens = one.request.prompt[-num_unread(one) :]
+            self._inputs[one] = mx.array(tokens, dtype=mx.int32)
+            return
+        is_plain = request is None or request.plan.is_probe
+        if last is not one.committed:
+            if last.path is None and is_plain:
+                if one.outbox.needs_next:
+                    self._inputs[one] = last.root
+                return
+            if tree is not None and not is_plain and self._looks_ahead(one, last, tree):
+                return
+            one.commit()
+        if one.is_finished or not last.is_finite:
+            return
+        if tree is None or is_plain:
+            self._inputs[one] = last.root
+        else:
+            self._choosing.append(one)
+
+    def _looks_ahead(self, one: SequenceDecoder, last: Pass, tree: TokenTree) -> bool:
+        """Let the target process drafts behind a path that nobody has read, if it can."""
+        if last.path is None or last.is_read or one.policy is None:
+            return False
+        if not self._lane.look_ahead(one):
+            return False
+        early = self._early[one] = one.policy.keep_early(self._requests[one].plan, tree)
+        if early is None or not self._lane.follow(one, early):
+            return False
+        self._inputs[one] = early
+        return True
+
+    def _select(self) -> None:
+        """Let policies choose the drafts to verify, after the commits: they use their times."""
+        if self._requests:
+            offers = [
+                Offer(one.policy, self._requests[one].plan, self._trees[one])
+                for one in self._choosing
+                if one.policy is not None
+            ]
+            self._lane.policy.weigh(offers)
+            self._each(self._choose, self._choosing)
+
+    def _choose(self, one: SequenceDecoder) -> None:
+        tree, last = self._early.get(one) or self._kept(one), one.last
+        assert last is not None
+        self._inputs[one] = tree if tree.size > 1 and one.cache.takes(tree) else last.root
+
+    def _kept(self, one: SequenceDecoder) -> TokenTree:
+        assert one.policy is not None
+        return one.policy.keep(self._requests[one].plan, self._trees[one])
+
+    def _commit(self, one: SequenceDecoder) -> None:
+        """Commit the pass before the newest one."""
+        request = self._requests.get(one)
+        one.commit()
+        if request is None:
+            one.skip_drafts()
+        if one in self._found:
+            one.push(self._found[one], self._inputs[one], request)
+        is_probe = request is not None and request.plan.is_probe and one in self._trees
+        if is_probe and not one.is_finished:
+            self._kept(one)  # the policy updates its estimates from them

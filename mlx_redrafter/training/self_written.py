@@ -1,0 +1,134 @@
+"""Prompts that the target writes itself, for users without texts.
+
+A chat model writes the user's messages: it continues its template from the place where their text
+begins (Magpie, arXiv 2406.08464). Any other model writes beginnings of texts, after the token that
+begins a text or, without one, after random tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_redrafter.engine.prompt_encoding import encode_user_turn
+from mlx_redrafter.errors import DataError
+from mlx_redrafter.training.corpus import Sources, limit_held_out
+from mlx_redrafter.training.data import Chat, Document, Item
+from mlx_redrafter.training.initial import find_special_tokens
+from mlx_redrafter.training.self_generated import (
+    NUM_BEGINNINGS,
+    SHORTEST_BEGINNING,
+    GenerationJob,
+    TextGenerator,
+)
+from mlx_redrafter.training.training_request import Reporter
+from mlx_redrafter.training_options import DataOptions
+
+# Default number of tokens to train on if the model writes all texts.
+SELF_WRITTEN_TOKENS = 1_000_000
+# Maximum number of tokens of a question; longer ones are dropped.
+QUESTION_TOKENS = 128
+# Expected number of tokens of a question or beginning.
+MEAN_TOKENS = 32
+# Sampling temperature of questions and beginnings.
+QUESTION_TEMP = 1.0
+# Maximum number of written questions per kept one.
+MAX_TRIES = 8
+# Origin of the items, for messages.
+ORIGIN = "the model's own text"
+
+
+@dataclass(frozen=True)
+class PromptWriter:
+    """Writer of prompts by a target.
+
+    Attributes:
+        prefix: Tokens before a user's message or a text, () if random tokens take their place.
+        stop_tokens: Tokens that end a message; none end a beginning.
+    """
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    prefix: Sequence[int]
+    stop_tokens: Sequence[int]
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: TokenizerWrapper, vocab_size: int) -> PromptWriter:
+        """Prepare for a model.
+
+        Raises:
+            ConfigError: Its chat template does not contain the user's message.
+        """
+        if not tokenizer.has_chat_template:
+            bos = getattr(tokenizer, "bos_token_id", None)
+            return cls(model, tokenizer, () if bos is None else (bos,), ())
+        prefix, after = encode_user_turn(tokenizer)
+        stop_tokens = {*find_special_tokens(tokenizer, vocab_size), *after[:1]}
+        return cls(model, tokenizer, prefix, sorted(stop_tokens))
+
+    def write(
+        self, options: DataOptions, vocab_size: int, folder: Path, reporter: Reporter
+    ) -> Sources:
+        """Write the prompts of a run, none of them empty or twice; those in ``folder`` are read.
+
+        Raises:
+            DataError: The model writes too few.
+        """
+        wanted = count_prompts(options)
+        longest = QUESTION_TOKENS if self.stop_tokens else SHORTEST_BEGINNING + NUM_BEGINNINGS
+        generator = TextGenerator(self.model, self.stop_tokens, options.seed + 2)
+        rounds = generator.rounds(
+            self._jobs(options.seed, vocab_size),
+            replace(options, answer_tokens=longest),
+            None,
+            folder,
+            "prompts",
+            lambda done: reporter.progress("writing prompts", len(found), wanted),
+            wanted,
+        )
+        found: dict[str, Item] = {}
+        num_written = 0
+        for texts in rounds:
+            num_written += len(texts)
+            for text in texts:
+                item = self._read(text.tokens[text.is_trained].tolist())
+                if item is not None:
+                    found.setdefault(str(item), item)
+            reporter.progress("writing prompts", len(found), wanted)
+            if len(found) >= wanted or num_written >= MAX_TRIES * wanted:
+                break
+        items = list(found.values())
+        if len(items) < 2:
+            raise DataError(
+                f"expected the model to write prompts, found {len(items)} in {num_written} tries; "
+                "give texts with --data or --prompts"
+            )
+        held_out = min(limit_held_out(options), len(items) // 2)
+        return Sources([], items[held_out:], items[:held_out])
+
+    def _jobs(self, seed: int, vocab_size: int) -> Iterator[GenerationJob]:
+        rng = np.random.default_rng(seed)
+        while True:
+            yield GenerationJob(list(self.prefix) or [int(rng.integers(vocab_size))], QUESTION_TEMP)
+
+    def _read(self, tokens: list[int]) -> Item | None:
+        """Read a written prompt; None if it is empty or does not end."""
+        if not self.stop_tokens:
+            text = self.tokenizer.decode(tokens)
+            return Document(text, ORIGIN) if text.strip() else None
+        *question, last = tokens
+        text = self.tokenizer.decode(question).strip()
+        is_whole = bool(text) and last in self.stop_tokens
+        return Chat([{"role": "user", "content": text}], ORIGIN) if is_whole else None
+
+
+def count_prompts(options: DataOptions) -> int:
+    """Count the prompts that a run needs, if each is answered about once at full length."""
+    assert options.tokens is not None
+    return math.ceil(options.tokens / options.answer_tokens) + limit_held_out(options)
