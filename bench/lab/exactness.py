@@ -221,8 +221,9 @@ def _gap(
     at_once = _logits(settings, one, batch, [*prompt, *text], 0)
     second, best = to_floats(mx.sort(by_steps.astype(mx.float32))[-2:])
     unit = 2.0 ** (math.floor(math.log2(abs(best))) - MANTISSA[by_steps.dtype])
-    moved = mx.max(mx.abs(by_steps.astype(mx.float32) - at_once.astype(mx.float32)))
-    return best - second, unit, float(moved.item())
+    moved = mx.abs(by_steps.astype(mx.float32) - at_once.astype(mx.float32))
+    (noise,) = to_floats(mx.max(moved, keepdims=True))
+    return best - second, unit, noise
 
 
 def _logits(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import mlx.nn as nn
+import mlx_lm
 import pytest
 
 from mlx_redrafter import stream_generate
@@ -14,11 +15,13 @@ from mlx_redrafter.bench.prompts import encode_prompts, fit_prompts, read_prompt
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.proposers.lookup import Lookup
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import shared_path
 from tests.helpers.real_models import FIRST_SECONDS, real_pair
+from tests.server.serving import serving
 
 pytestmark = pytest.mark.timeout(FIRST_SECONDS)
 # Maximum number of tokens of a question.
@@ -83,6 +86,17 @@ def test_texts_cross_the_windows_of_gemma(length: int) -> None:
     drafter = Scripted(ids(text), 262144, accuracy=0.8)
     assert_same_tokens(text, _decode(model, tokenizer, prompt, drafter, **TREE), "tree")
     assert_same_tokens(text, _decode(model, tokenizer, prompt, "lookup"), "lookup")
+
+
+def test_the_server_writes_the_text_of_mlx_lm() -> None:
+    model, tokenizer = real_pair(SMOLLM2)
+    (prompt,) = _questions(tokenizer, 1)
+    text = mlx_lm.generate(model, tokenizer, prompt.ids, max_tokens=8)
+    body = {"messages": [{"role": "user", "content": prompt.text}], "max_tokens": 8}
+    with serving(Engine(model, tokenizer, "lookup")) as served:
+        status, answer = served.send("/v1/chat/completions", body | {"temperature": 0})
+    assert status == 200
+    assert answer["choices"][0]["message"]["content"] == text
 
 
 def _decode(model: nn.Module, tokenizer: Any, prompt: Any, drafter: Any, **options: Any) -> Any:

@@ -57,7 +57,7 @@ def run(arguments: Namespace) -> None:
 
 
 def _compare(arguments: Namespace, folder: Path, path: Path) -> Any:
-    drafters = {}
+    drafters: dict[str, Any] = {}
     for name in arguments.drafters:
         model, tokenizer, drafters[checkpoint_name(name)] = load(folder, drafter=name)
     prompts = list(chain.from_iterable(map(read_prompts, arguments.prompts)))
