@@ -24,7 +24,7 @@ from mlx_redrafter.policy.calibration import Calibration
 from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.policy.step_times import TRUST, Guard
-from mlx_redrafter.proposers.lookup.chances import MEMORY, PRIOR, Chances, Child
+from mlx_redrafter.proposers.lookup.chances import MEMORY, PRIOR, Chances
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE, PROMPT = 64, list(range(3, 20))
@@ -289,7 +289,7 @@ def test_a_restored_calibration_is_as_sure_as_a_quarter_of_a_window() -> None:
 def test_rates_of_lookups_are_stored_at_half_their_weight() -> None:
     chances, again, third = Chances(), Chances(), Chances()
     for _ in range(2 * MEMORY):
-        chances.learn([Child(0.5, 7, 11)], 7)
+        chances.learn([(0.5, 7, 11)], 7)
     again.restore(json.loads(json.dumps(chances.stored())))
     third.restore(json.loads(json.dumps(again.stored())))
     assert again.rates == pytest.approx(chances.rates, abs=1e-4)
