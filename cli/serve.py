@@ -181,9 +181,6 @@ def serve(
             raise ConfigError(f"serve needs {name}: {how_to_install('server')}")
     from mlx_redrafter.server.listening import listen
 
-    # While models are loaded, and again after an orderly end, when uvicorn raises the signal again.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with listen(address.host, address.port) as listener:
         _run(listener, models, address, defaults, limits)
 
@@ -196,6 +193,9 @@ def _run(
     limits: Limits,
 ) -> None:
     """Load the models and answer requests until the process gets a signal."""
+    # While models are loaded, and again after an orderly end, when uvicorn raises the signal again.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     pairs = models.pairs()
     for pair in pairs:
         _ = pair.place  # asks before a download
