@@ -40,6 +40,8 @@ WORTH_USING = 1.03
 FEW_ACTIVE = 0.25
 
 Sections = Mapping[str, Sequence[str]]
+# Name of the machine that a forecast was measured on.
+THIS_MACHINE = "this machine"
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class Subject:
         """The drafter on this machine, if it fits."""
         return self.drafter if self.refusal is None else None
 
+    @property
+    def has_bundled_drafter(self) -> bool:
+        """Whether the drafter is the one that the package has for the bundled model."""
+        return self.is_bundled and self.drafter == str(find_bundled("drafter"))
+
 
 def find_subject(model: str | None, drafter: str | None = None) -> Subject:
     """Find the model, and check the drafter or find one.
@@ -88,7 +95,7 @@ def find_subject(model: str | None, drafter: str | None = None) -> Subject:
     if drafter in (None, "auto"):
         return subject if identity is None else _find_drafter(subject, DrafterSearch(identity))
     if is_word(drafter, "lookup"):
-        return subject
+        return replace(subject, drafter=None)
     if is_word(drafter, "mtp"):
         return replace(subject, drafter=drafter)
     return replace(subject, drafter=drafter, refusal=_refuse(str(drafter), subject.shape))
@@ -99,7 +106,9 @@ def _find_model(model: str | None) -> tuple[Subject, Identity | None]:
     if model is None:
         folder = find_bundled("target")
         shape = shape_of_config("the bundled model", read_config(folder))
-        return Subject("", shape, folder, is_bundled=True), None
+        # It is stored in 16 bits and computed with in 32.
+        shape, drafter = replace(shape, bits=32), str(find_bundled("drafter"))
+        return Subject("", shape, folder, is_bundled=True, drafter=drafter), None
     path = find_checkpoint(model, CONFIG_ONLY)
     identity = Identity.of_folder(path)
     is_folder = Path(model).expanduser().is_dir()
@@ -191,15 +200,18 @@ def _choose(
         offer = describe_offer(found, subject.repository)
         return " --drafter auto --yes", *_published_gain(subject), [f"It downloads {offer}."]
     if subject.usable_drafter is not None and (trial is None or trial >= WORTH_USING):
-        named = "" if found is not None else f" --drafter {shlex.quote(subject.usable_drafter)}"
+        is_default = found is not None or subject.has_bundled_drafter
+        named = "" if is_default else f" --drafter {shlex.quote(subject.usable_drafter)}"
         where = subject.usable_drafter if found is None else f"{found.name} ({found.reason})"
+        where = "the one in this package" if subject.has_bundled_drafter else where
         reasons = [f"The drafter is on this machine: {where}."]
         if trial is not None:
             return named, trial, measured, reasons
         return named, *_published_gain(subject), reasons
     lookup = "Prompt lookup proposes what followed the newest words earlier in the text."
     if subject.usable_drafter is not None and trial is not None:
-        slow = f"{subject.usable_drafter} is {trial:.2f} times as fast here: leave it out."
+        name = "The bundled drafter" if subject.has_bundled_drafter else subject.usable_drafter
+        slow = f"{name} is {trial:.2f} times as fast here: leave it out."
         return " --drafter lookup", None, "it depends on how much a text repeats", [slow, lookup]
     if trial is not None:
         return " --drafter lookup", trial, measured, [lookup]
@@ -249,31 +261,39 @@ def advise(
         "When drafting will not pay": recommended.limits,
     }
     if subject.usable_drafter is None and subject.repository is None:
-        sections["No drafter was found: training one"] = _training(subject, forecast, cost)
+        sections["No drafter was found: training one"] = _training(subject, machine, forecast, cost)
     sections["Model"] = [f"{subject.shape}. It is supported: the text is the model's own."]
+    outlook = [_outlook(forecast)] if subject.usable_drafter is None else []
     sections[f"Forecast for {machine}"] = [
         f"Plain decoding: {1 / forecast.plain:.0f} tokens/s, "
         f"{1e3 * forecast.plain:.1f} ms per step.",
         *forecast.notes,
+        *outlook,
+    ]
+    return sections
+
+
+def _outlook(forecast: Forecast) -> str:
+    """Say how fast decoding with a recurrent drafter would be."""
+    return (
         "With a recurrent drafter whose tokens per step equal those of Apple's for Vicuna-7B, "
         + (
             f"decoding would be at best {forecast.speedup:.2f} times as fast (shape "
             f"{forecast.shape})."
             if forecast.speedup > 1
             else "decoding would not become faster: its steps are too short."
-        ),
-    ]
-    return sections
+        )
+    )
 
 
-def _training(subject: Subject, forecast: Forecast, cost: TrainingCost) -> list[str]:
+def _training(subject: Subject, machine: str, forecast: Forecast, cost: TrainingCost) -> list[str]:
     work, needed = cost.work, cost.needed
     tokens = work.given + work.generated
     memory = f"{format_bytes(needed.memory)} of memory"
-    if subject.folder is not None and (total := read_total_memory()) is not None:
+    if machine == THIS_MACHINE and (total := read_total_memory()) is not None:
         memory += f" (this machine has {format_bytes(total)})"
     if forecast.speedup < WORTH_TRAINING:
-        advice = "Do not train one for this machine: a pass over several tokens is too slow on it."
+        advice = f"Do not train one for {machine}: a pass over several tokens is too slow on it."
     else:
         advice = "Train one if you use the model for many hours."
     return [

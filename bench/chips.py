@@ -16,7 +16,7 @@ import numpy as np
 from mlx_redrafter.errors import ConfigError
 
 # Bytes per weight, scales and biases of groups of 64 included.
-BYTES = {16: 2.0, 8: 1.0625, 4: 0.5625}
+BYTES = {32: 4.0, 16: 2.0, 8: 1.0625, 4: 0.5625}
 # Bits of weights that are not quantised.
 UNQUANTISED = 16
 # First generation whose kernels stream weights once for several rows of 4-bit inputs.
@@ -158,7 +158,7 @@ def find_curve(chip: Chip, bits: int) -> VerifyCurve | None:
         generations = abs(other.generation - chip.generation)
         return curve.bits != bits, generations, abs(math.log(other.bandwidth / chip.bandwidth))
 
-    if bits == UNQUANTISED:
+    if bits >= UNQUANTISED:
         return None
     has_wide = chip.generation >= WIDE_KERNELS
     like = [c for c in CURVES if (CHIPS[c.chip].generation >= WIDE_KERNELS) == has_wide]

@@ -70,7 +70,7 @@ def predict_forecast(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Forec
         best.speedup,
         cost.predict(shape, chip),
         ["PREDICTION, not a measurement.", *assumptions(question)],
-        is_narrow=chip.generation < WIDE_KERNELS and shape.bits != UNQUANTISED,
+        is_narrow=chip.generation < WIDE_KERNELS and shape.bits < UNQUANTISED,
     )
 
 
@@ -108,13 +108,17 @@ def measure_forecast(
 def try_drafter(
     model: nn.Module, tokenizer: TokenizerWrapper, drafter: AnyDrafter, prompts: Sequence[str]
 ) -> float:
-    """Decode some texts with a drafter and without, and return the relative speed."""
+    """Decode some texts with a drafter and without, and return the relative speed.
+
+    The first text is decoded once more before all, from which the program learns how much to draft.
+    """
     seconds = {True: 0.0, False: 0.0}
-    for prompt in prompts:
+    for number, prompt in enumerate([prompts[0], *prompts]):
         for is_drafted in seconds:
             used = drafter if is_drafted else None
             *_, last = stream_generate(
                 model, tokenizer, prompt, drafter=used, max_tokens=TRIAL_TOKENS
             )
-            seconds[is_drafted] += last.generation_tokens / last.generation_tps
+            if number:
+                seconds[is_drafted] += last.generation_tokens / last.generation_tps
     return seconds[False] / seconds[True]

@@ -19,7 +19,7 @@ class ModelShape:
 
     Attributes:
         active: Number of parameters read per token; fewer than all in a mixture of experts.
-        bits: Bits of the weights, the nearest of 16, 8 and 4.
+        bits: Bits of the weights, the nearest of 32, 16, 8 and 4.
     """
 
     name: str
@@ -77,7 +77,8 @@ def _bits(config: Mapping[str, Any]) -> int:
         quantization = config.get(key)
         if isinstance(quantization, Mapping) and isinstance(quantization.get("bits"), int):
             return _nearest_bits(quantization["bits"])
-    return 16
+    dtypes = [config.get(key) for key in ("torch_dtype", "dtype")]
+    return 32 if "float32" in dtypes else 16
 
 
 def _nearest_bits(bits: int) -> int:

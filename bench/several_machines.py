@@ -130,7 +130,7 @@ def describe(model: SplitModel) -> list[str]:
             f"{drafted * plain:.2f} times plain; one machine alone {alone:.1f} tokens/s, "
             f"{alone * one:.2f} times."
         )
-    if model.shape.bits == UNQUANTISED:
+    if model.shape.bits >= UNQUANTISED:
         sentences.append("No costs of verifying are published for 16 bits; none are assumed.")
     best = max(1 / one, *(model.speed(*step, 1) for step in STEPS))
     if best > max(1 / plain, *(model.speed(*step, count) for step in STEPS)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from mlx_redrafter.cli.bench_output import parse_count, progress
 from mlx_redrafter.cli.check import PROMPTS
 from mlx_redrafter.cli.model_options import AnyDrafter
+from mlx_redrafter.cli.names import complete_name, refuse_drafter
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ def advise(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="Folder or repository; by default the bundled model. Of a repository only "
             "config.json is read.",
         ),
@@ -47,6 +49,10 @@ def advise(
     from mlx_redrafter.bench.several_machines import SplitModel, describe
     from mlx_redrafter.bench.training_cost import TrainingCost
 
+    if model is not None and (folder := Path(model).expanduser()).exists():
+        refuse_drafter(model, folder)
+    elif model is not None:
+        model = complete_name(model)
     try:
         subject = advice.find_subject(model, drafter)
     except UnsupportedTargetError as error:
@@ -55,7 +61,7 @@ def advise(
         raise typer.Exit(1) from None
     cost = TrainingCost.of(subject.shape, count)
     if chip is None and subject.folder is not None and machines == 1:
-        machine = "this machine"
+        machine = advice.THIS_MACHINE
         forecast, trial = _measure(subject, cost)
     else:
         from mlx_redrafter.bench.forecast import predict_forecast
@@ -97,10 +103,13 @@ def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, float]:
     from mlx_redrafter.checkpoints.loading import load
 
     folder = None if subject.is_bundled else subject.folder
+    typer.echo("loading the model, to time its steps and to try drafts on it", err=True)
     model, tokenizer, loaded = load(folder, subject.usable_drafter)
-    with progress("timing") as on_stage:
+    trial = try_drafter(model, tokenizer, loaded or "lookup", PROMPTS)
+    typer.echo("rehearsing the training of a drafter, to know its time", err=True)
+    with progress("rehearsal") as on_stage:
         forecast = measure_forecast(model, subject.shape, cost, on_stage)
-    return forecast, try_drafter(model, tokenizer, loaded or "lookup", PROMPTS)
+    return forecast, trial
 
 
 def _find_chip(name: str | None) -> Chip:

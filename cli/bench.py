@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,7 +31,7 @@ from mlx_redrafter.cli.bench_output import (
     progress,
     refuse_texts,
     show,
-    speed_table,
+    show_speeds,
     warn,
 )
 from mlx_redrafter.cli.machines import launched_group
@@ -39,6 +40,7 @@ from mlx_redrafter.cli.text_options import Overwrite, Temp
 from mlx_redrafter.cli.typer_app import Application
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.interrupts import keeping
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.recording import Recording
@@ -256,14 +258,14 @@ def sweep(
         **asdict(rounds),
     )  # fmt: skip
     settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
-    with progress("Turns") as on_progress:
+    with keeping(partial(_what_is_kept, recording)), progress("Turns") as on_progress:
         points = measure(
             settings, grid, encoded, rounds.repeats, recording, rounds.cool_down,
             on_progress=on_progress,
         )  # fmt: skip
     for temp in grid.temps:
         rows = [point.row for point in points if point.temp == temp]
-        show(speed_table(rows, f"temperature {temp:g}"))
+        show_speeds(rows, f"temperature {temp:g}")
     heading = title(recording.result, target, count_texts(recording.result["configuration"]))
     draw(lambda: plot_sweep(out, points, heading))
     warn(recording.result["disturbances"])
@@ -320,20 +322,26 @@ def throughput(
     refuse_texts(num_different(rows))
 
 
+def _what_is_kept(recording: Recording) -> str:
+    if recording.path is None or not recording.path.exists():
+        return "stopped; nothing is kept without --out" if recording.path is None else "stopped"
+    return f"stopped; {recording.path} has the runs so far, add --resume to go on"
+
+
 def _measure(work: Work, compared: Comparison, recording: Recording) -> list[Row]:
     """Measure, print the table, draw the plot, and return the rows over all categories."""
     from mlx_redrafter.bench.plots import count_texts, plot_speed, title
     from mlx_redrafter.bench.speed import measure_speed
     from mlx_redrafter.bench.speed_page import speed_tables
 
-    with progress("Batches") as on_progress:
+    with keeping(partial(_what_is_kept, recording)), progress("Batches") as on_progress:
         rows = measure_speed(work, compared, recording, on_progress)
     tables = speed_tables(rows, compared.baseline)
     recording.finish(bool(compared.servers), rows=rows, tables=tables)
     found = [row for row in rows if not row.category]
-    show(speed_table(found, "all prompts", compared.baseline))
+    show_speeds(found, "all prompts", compared.baseline)
     if by_category := [row for row in rows if row.category]:
-        show(speed_table(by_category, "by category", compared.baseline))
+        show_speeds(by_category, "by category", compared.baseline)
     result: dict[str, Any] = recording.result
     if (seconds := result.get("calibration_seconds")) is not None:
         show(f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes")

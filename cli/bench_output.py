@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 
 from mlx_redrafter.cli.progress import progress_bar
 from mlx_redrafter.draft_plan import DraftPlan, Selection
@@ -21,6 +21,8 @@ from mlx_redrafter.errors import ConfigError
 if TYPE_CHECKING:
     from mlx_redrafter.bench.report import Row
 
+# Characters of a line if stdout is no terminal.
+PAGE = 80
 # Maximum length of a list of numbers; every number costs at least one measurement.
 MAX_NUMBERS = 1000
 
@@ -121,10 +123,44 @@ def warn(disturbances: Sequence[str]) -> None:
 
 
 def show(*lines: object) -> None:
-    """Print to stdout; if stdout is not a terminal, assume room for every table."""
+    """Print to stdout; if stdout is not a terminal, assume room for every table of rich."""
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for line in lines:
         console.print(line)
+
+
+def show_lines(table: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print a table, the first line with the columns' names, as wide as the terminal or a page.
+
+    A table that is wider becomes a list: a row is a paragraph, and each of its cells a line.
+    """
+    columns, *rows = table
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    room = shutil.get_terminal_size((PAGE, 24)).columns
+    lines = [title] if title else []
+    if sum(widths) + 2 * (len(widths) - 1) <= room:
+        for row in table:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+    else:
+        for row in rows:
+            lines += ["", *_stack(columns, row, room)]
+    typer.echo("\n".join(lines))
+
+
+def _stack(columns: Sequence[str], row: Sequence[str], room: int) -> Iterator[str]:
+    """Yield the cells of a row, each after its column's name, as many to a line as fit."""
+    line = ""
+    for name, cell in zip(columns, row, strict=True):
+        if not cell:
+            continue
+        part = f"{name}: {cell}"
+        if line and len(line) + 2 + len(part) > room:
+            yield line
+            line = f"  {part}"
+        else:
+            line = f"{line}, {part}" if line else part
+    yield line
 
 
 @contextmanager
@@ -135,13 +171,8 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def speed_table(rows: Sequence[Row], title: str = "", baseline: str = "mlx-lm") -> Table:
-    """Make a table of decoding methods, one row each; see `tabulate`."""
+def show_speeds(rows: Sequence[Row], title: str = "", baseline: str = "mlx-lm") -> None:
+    """Print a table of decoding methods, one row each; see `tabulate`."""
     from mlx_redrafter.bench.report import tabulate
 
-    columns, *lines = tabulate(rows, baseline)
-    head = (Column(name, no_wrap=name == "method") for name in columns)
-    table = Table(*head, title=title, title_justify="left")
-    for line in lines:
-        table.add_row(*line)
-    return table
+    show_lines(tabulate(rows, baseline), title)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-import typer
-
+from mlx_redrafter.cli.names import confirm
+from mlx_redrafter.cli.notes import note
 from mlx_redrafter.errors import RedrafterError
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
     if found is None and drafter == AUTO:
         found = _offer(search, yes) or search.draft_model()
     if found is not None:
-        typer.echo(f"drafter: {found.name} ({found.method}; {found.reason})", err=True)
+        note(f"drafter: {found.name} ({found.method}; {found.reason})")
         return found.option
     hint = "" if drafter == AUTO else "; --drafter auto also looks for published ones"
-    typer.echo(f"drafter: prompt lookup; none on this machine is made for {model}{hint}", err=True)
+    note(f"drafter: prompt lookup; none on this machine is made for {model}{hint}")
     return LOOKUP
 
 
@@ -54,14 +54,14 @@ def _offer(search: DrafterSearch, yes: bool) -> FoundDrafter | None:
     try:
         offer = search.published()
         for reason in search.reasons:
-            typer.echo(f"not used: {reason}", err=True)
+            note(f"not used: {reason}")
         if offer is None or not _agrees(*offer, yes):
             return None
         found, repository = offer
         download(repository, PATTERNS)
         return found
     except RedrafterError as error:
-        typer.echo(f"not used: {error}", err=True)
+        note(f"not used: {error}")
         return None
 
 
@@ -70,9 +70,9 @@ def _agrees(found: FoundDrafter, repository: Repository, yes: bool) -> bool:
 
     text = describe_offer(found, repository)
     if yes:
-        typer.echo(f"downloading {text}", err=True)
+        note(f"downloading {text}")
         return True
     if sys.stdin.isatty() and sys.stderr.isatty():
-        return typer.confirm(f"Download {text}?", err=True)
-    typer.echo(f"--yes would download {text}", err=True)
+        return confirm(f"Download {text}?")
+    note(f"--yes would download {text}")
     return False

@@ -14,6 +14,7 @@ import typer
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, WritingPair
+from mlx_redrafter.cli.notes import is_talkative
 from mlx_redrafter.cli.prompt_options import PromptOptions
 from mlx_redrafter.cli.text_options import (
     DraftOptions,
@@ -107,6 +108,14 @@ def generate(
     grammar: GrammarOptions,
     drafting: DraftOptions,
     as_json: Annotated[bool, "Print one JSON object and nothing else.", "--json"] = False,
+    stats: Annotated[
+        bool | None,
+        typer.Option(
+            "--stats/--no-stats",
+            help="Print statistics to stderr; by default if that is a terminal.",
+            show_default=False,
+        ),
+    ] = None,
     show_drafts: ShowDrafts = False,
     verbose: Annotated[bool, "Also print the seed and a table of draft sizes."] = False,
 ) -> None:
@@ -130,7 +139,8 @@ def generate(
         )
     else:
         typer.echo()
-        _print_statistics(last, hits, pair.drafts)
+        if stats or (stats is None and is_talkative()):
+            _print_statistics(last, hits, pair.drafts)
     if verbose and last.stats.shapes:
         _print_shapes(last.stats.shapes)
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import typer
 
+from mlx_redrafter import interrupts
 from mlx_redrafter.cli.advise import advise
 from mlx_redrafter.cli.bench import app as bench
 from mlx_redrafter.cli.chat import chat
@@ -22,8 +23,9 @@ from mlx_redrafter.cli.check import check
 from mlx_redrafter.cli.convert import convert
 from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.launch import launch
-from mlx_redrafter.cli.machines import join_machines, leave_machines
-from mlx_redrafter.cli.models import list_models, pull, remove
+from mlx_redrafter.cli.machines import RANK, join_machines, leave_machines
+from mlx_redrafter.cli.models import list_models, pull, remove, show_model
+from mlx_redrafter.cli.notes import set_quiet
 from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
@@ -49,6 +51,7 @@ app.command()(advise)
 app.command()(train)
 app.command()(convert)
 app.command("list")(list_models)
+app.command("show")(show_model)
 app.command()(pull)
 app.command("rm")(remove)
 app.add_typer(bench, name="bench")
@@ -67,8 +70,11 @@ def run() -> None:
     # Python has no object for a stream that the shell closed, as in `generate ... >&-`.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
+    interrupts.watch(is_alone=RANK not in os.environ)
     code = main(sys.argv[1:])
     leave_machines(code)
+    if code == interrupts.CODE:
+        interrupts.leave()
     sys.exit(code)
 
 
@@ -85,12 +91,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         join_machines(arguments)
         result = app(args=list(arguments), prog_name="redrafter-mlx", standalone_mode=False)
-    except (RedrafterError, typer.TyperException, typer.Abort) as error:
+    except (RedrafterError, typer.TyperException) as error:
         if is_debugged:
             raise
         return _report(error)
     except KeyboardInterrupt:
-        return 130
+        result = interrupts.CODE
     except BrokenPipeError:  # the reader of stdout, such as `head`, has ended
         _silence_stdout()
         return 1
@@ -100,6 +106,8 @@ def main(arguments: Sequence[str]) -> int:
         if error.filename is None:  # stdout failed, and Python flushes it again at exit
             _silence_stdout()
         return _report(error)
+    if result == interrupts.CODE:  # typer makes an exit of Ctrl-C
+        typer.echo(interrupts.last_line(), err=True)
     return result if isinstance(result, int) else 0
 
 
@@ -133,7 +141,11 @@ def _version(
     debug: bool = typer.Option(
         False, "--debug", help="Show the traceback of an error: redrafter-mlx --debug COMMAND."
     ),
+    quiet: bool = typer.Option(
+        False, "--quiet", help="Print no notes and no statistics: redrafter-mlx --quiet COMMAND."
+    ),
 ) -> None:
+    set_quiet(quiet)
     if version:
         typer.echo(__version__)
         raise typer.Exit

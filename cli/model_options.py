@@ -10,6 +10,8 @@ import typer
 
 from mlx_redrafter.cli.choose_drafter import AUTO, LOOKUP, choose_drafter
 from mlx_redrafter.cli.machines import launched_group
+from mlx_redrafter.cli.names import find_model
+from mlx_redrafter.cli.notes import note
 from mlx_redrafter.cli.text_options import MODEL
 from mlx_redrafter.errors import (
     CheckpointError,
@@ -58,7 +60,7 @@ def _drafter_option(more: str = "") -> Any:
 
 
 AnyDrafter = Annotated[str | None, _drafter_option()]
-Yes = Annotated[bool, "Download what --drafter auto offers without a question."]
+Yes = Annotated[bool, "Download the model and its drafter without a question."]
 AdapterPath = Annotated[str | None, "Folder of a LoRA adapter for the target."]
 TrustRemoteCode = Annotated[bool, "Allow the target's checkpoint to run its own Python code."]
 
@@ -76,11 +78,16 @@ class Pair:
     yes: Yes = False
 
     @cached_property
+    def place(self) -> str | None:
+        """The model's folder or repository on this machine; None for the bundled one."""
+        return None if self.model is None else find_model(self.model, self.yes)
+
+    @cached_property
     def drafter_name(self) -> str | None:
         """The drafter given, or the one chosen for the model; None for the bundled one."""
-        if self.model is None:
+        if self.place is None:
             return None if self.drafter == AUTO else self.drafter
-        return choose_drafter(self.model, self.drafter, self.yes) if self._chooses else self.drafter
+        return choose_drafter(self.place, self.drafter, self.yes) if self._chooses else self.drafter
 
     @property
     def _chooses(self) -> bool:
@@ -109,15 +116,15 @@ class Pair:
 
         group = launched_group()
         try:
-            if self.model is not None:
+            if self.place is not None:
                 machines = 1 if group is None else group.size()
                 form = Context(context, kv_bits=kv_bits)
-                _check_memory(self.model, drafter, form, machines, options.get("adapter_path"))
-            model, tokenizer, loaded = load(self.model, drafter, group=group, **options)
+                _check_memory(self.place, drafter, form, machines, options.get("adapter_path"))
+            model, tokenizer, loaded = load(self.place, drafter, group=group, **options)
         except (CheckpointError, NonFiniteError, ResourceError, UnsupportedTargetError) as error:
             if not self._chooses or drafter in (None, LOOKUP):
                 raise
-            typer.echo(f"drafter: prompt lookup; {error}", err=True)
+            note(f"drafter: prompt lookup; {error}")
             return self._load(LOOKUP, context, kv_bits, **options)
         if self.model is None:
             _say_bundled(model)
@@ -176,6 +183,8 @@ def _check_memory(
     if drafter is not None and drafter not in WORDS:
         recognise(drafter)  # refuses what cannot draft before anything is downloaded
         beside = find_checkpoint(drafter, PATTERNS)
+        if beside.samefile(folder):
+            note("the drafter is the model itself: its drafts cost what they save")
     warning = check_memory(folder, beside, context, machines, adapter)
     if warning is not None:
         typer.echo(warning, err=True)
@@ -185,8 +194,7 @@ def _say_bundled(model: nn.Module) -> None:
     from mlx_redrafter.checkpoint_files import named_parameters
 
     size = sum(tensor.size for tensor in named_parameters(model).values())
-    typer.echo(
+    note(
         f"no --model given: using the bundled demonstration model ({size / 1e6:.1f}M parameters, "
-        "trained on public-domain books); for your own, give --model FOLDER or --model ORG/NAME",
-        err=True,
+        "trained on public-domain books); for your own, give --model FOLDER or --model ORG/NAME"
     )

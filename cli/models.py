@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_redrafter.checkpoint_files import read_json
+from mlx_redrafter.cli.bench_output import show_lines
+from mlx_redrafter.cli.names import agrees, complete_name
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
 
 if TYPE_CHECKING:
     from mlx_redrafter.model_store import StoredModel
 
-# Owner of the repositories that a name without an owner stands for, if it is not on this machine.
-DEFAULT_OWNER = "mlx-community"
-
 Name = Annotated[
-    str,
+    str | None,
     typer.Argument(
+        metavar="MODEL",
         help="Repository, or the last part of its name; without an owner, first on this machine, "
         "then of mlx-community.",
     ),
@@ -46,14 +47,70 @@ def list_models(
             "no models in MLX's format on this machine; redrafter-mlx pull NAME downloads one",
             err=True,
         )
-    for row in rows:
-        drafter = f"; drafter: {row['drafter']}" if row["drafter"] else ""
-        typer.echo(
-            f"{row['name']}  {format_bytes(row['bytes'])}  {row['kind']}  ({row['place']}){drafter}"
-        )
+        return
+    lines = [("NAME", "SIZE", "KIND", "KEPT BY", "DRAFTER")]
+    lines += [
+        (row["name"], format_bytes(row["bytes"]), row["kind"], row["place"], row["drafter"] or "-")
+        for row in rows
+    ]
+    show_lines(lines)
 
 
-def pull(name: Name) -> None:
+def show_model(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder or repository.")
+    ] = None,
+    as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
+) -> None:
+    """Show what is known of a model or a drafter: kind, sizes, context, template and drafter.
+
+    Of a repository that is not on this machine only config.json is read.
+    """
+    from mlx_redrafter.bench.model_shape import shape_of_config
+    from mlx_redrafter.checkpoint_files import find_checkpoint
+    from mlx_redrafter.checkpoints.recognition import recognise
+    from mlx_redrafter.proposers import draft_model
+    from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
+    from mlx_redrafter.target.model_loading import make_model
+    from mlx_redrafter.target.target import Target
+
+    if model is None:
+        raise ConfigError("expected a model, found none; redrafter-mlx list shows those here")
+    name = model if Path(model).expanduser().exists() else complete_name(model)
+    folder = find_checkpoint(name, CONFIG_ONLY)
+    kind, config = recognise(folder)
+    facts: dict[str, Any] = {"name": name, "folder": str(folder), "type": config.get("model_type")}
+    if kind is draft_model:
+        shape = shape_of_config(name, config)
+        facts |= {
+            "kind": "model",
+            "parameters": int(shape.parameters),
+            "bits": shape.bits,
+            "hidden_size": shape.hidden_size,
+            "vocabulary": shape.vocab_size,
+            "context": Target(make_model(name, config)).context_length,
+            "chat_template": _has_template(folder),
+            "drafter": _drafter_of(folder),
+        }
+    else:
+        facts |= {"kind": kind.NAME, "vocabulary": config.get("vocab_size")}
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    for key, value in facts.items():
+        text = f"{value:,}" if type(value) is int else value
+        typer.echo(f"{key.replace('_', ' ')}: {'-' if value is None else text}")
+
+
+def _has_template(folder: Path) -> bool:
+    """Return whether the files of a model have a chat template."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and "chat_template" in read_json(path)
+
+
+def pull(model: Name = None) -> None:
     """Download a model or a drafter, or its newest version, and say what drafts for it.
 
     A name without an owner is completed by models on this machine, or else by mlx-community.
@@ -62,25 +119,46 @@ def pull(name: Name) -> None:
 
     from mlx_redrafter.hub import download, find_repository
     from mlx_redrafter.memory_sizes import format_bytes
+    from mlx_redrafter.model_store import find_stored
 
     patterns = [*DEFAULT_ALLOW_PATTERNS, "*.safetensors", "README.md"]
-    full = complete_name(name)
+    full = complete_name(_given(model))
     repository = find_repository(full, patterns)
     licence = repository.licence or "not stated"
     size = format_bytes(repository.size(patterns))
-    typer.echo(f"downloading {full} ({size}, licence {licence})", err=True)
-    typer.echo(f"{full} is in {download(repository, patterns)}", err=True)
-    drafter = _drafter_of(full)
+    is_here = find_stored(full, patterns) is not None
+    doing = "looking for a newer version of" if is_here else "downloading"
+    typer.echo(f"{doing} {full} ({size}, licence {licence})", err=True)
+    folder = download(repository, patterns)
+    typer.echo(f"{full} is in {folder}", err=True)
+    drafter = _drafter_of(folder)
     if drafter is not None:
         typer.echo(f"drafter: {drafter}", err=True)
 
 
-def remove(name: Name, yes: Yes = False) -> None:
+def remove(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Repository, or the last part of the name of one on this machine."
+        ),
+    ] = None,
+    yes: Yes = False,
+) -> None:
     """Delete a model or a drafter from the Hugging Face cache, in all its versions."""
     from mlx_redrafter.memory_sizes import format_bytes
-    from mlx_redrafter.model_store import cached_repository, stored_models
+    from mlx_redrafter.model_store import (
+        cached_repository,
+        find_stored,
+        repository_of,
+        stored_models,
+    )
 
-    full = complete_name(name)
+    full = _given(model)
+    if "/" not in full:
+        if (found := find_stored(full, None)) is None:
+            raise CheckpointError(f"no {full!r} is on this machine; see redrafter-mlx list")
+        full = repository_of(found)
     folder = cached_repository(full)
     if not folder.is_dir():
         others = [f"{one.place} keeps it" for one in stored_models() if one.name == full]
@@ -108,20 +186,22 @@ def _describe(model: StoredModel) -> dict[str, Any]:
         "kind": name,
         "place": model.place,
         "folder": str(model.folder),
-        "drafter": _drafter_of(model.name) if name == "model" else None,
+        "drafter": _drafter_of(model.folder) if name == "model" else None,
     }
 
 
-def _drafter_of(name: str) -> str | None:
+def _given(model: str | None) -> str:
+    if model is None:
+        raise ConfigError("expected a repository, found none; redrafter-mlx list shows those here")
+    return model
+
+
+def _drafter_of(folder: Path) -> str | None:
     """Name a drafter on this machine for a model, or else one in the table of published ones."""
     from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
     from mlx_redrafter.checkpoints.identity import Identity
     from mlx_redrafter.checkpoints.published_drafters import METHODS, published_for, read_table
-    from mlx_redrafter.model_store import find_stored
 
-    folder = find_stored(name, None)
-    if folder is None:
-        return None
     try:
         identity = Identity.of_folder(folder)
         found = DrafterSearch(identity).stored()
@@ -133,24 +213,3 @@ def _drafter_of(name: str) -> str | None:
     if not published:
         return None
     return f"{published[0].drafter} ({METHODS[published[0].method]}, to download)"
-
-
-def complete_name(name: str) -> str:
-    """Complete a repository's name by models on this machine, or else by the default owner."""
-    from mlx_redrafter.model_store import find_stored, repository_of
-
-    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"expected a repository like org/name, got {name!r}")
-    if "/" in name:
-        return name
-    stored = find_stored(name, None)
-    return f"{DEFAULT_OWNER}/{name}" if stored is None else repository_of(stored)
-
-
-def agrees(question: str, yes: bool) -> bool:
-    """Ask the user; without a terminal ``--yes`` must have answered."""
-    if yes:
-        return True
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError(f"{question} There is no terminal to ask at: add --yes")
-    return typer.confirm(question, err=True)

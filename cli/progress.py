@@ -10,9 +10,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+class _Bar(Progress):
+    """A progress bar whose thread has ended when it is stopped.
+
+    A thread that still writes at the end of the interpreter would abort it.
+    """
+
+    def stop(self) -> None:
+        """Stop, and wait for the thread that refreshes."""
+        thread = self.live._refresh_thread
+        super().stop()
+        if thread is not None:
+            thread.join()
+
+
 def progress_bar(label: str) -> Progress:
     """Create a progress bar with the time left, on stderr; hidden if that is not a terminal."""
-    return Progress(
+    return _Bar(
         TextColumn(label),
         BarColumn(),
         MofNCompleteColumn(),

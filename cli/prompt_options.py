@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from mlx_redrafter.checkpoint_files import check_regular
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.text_options import IgnoreChatTemplate
 from mlx_redrafter.errors import ConfigError
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 ChatTemplateConfig = Annotated[
     str | None, 'JSON object of options for the chat template, such as {"enable_thinking": false}.'
 ]
+PromptFile = Annotated[Path | None, "File with the prompt, UTF-8 text.", "-f"]
 SystemPrompt = Annotated[str | None, "System message, for models with a chat template."]
 
 
@@ -25,7 +28,8 @@ SystemPrompt = Annotated[str | None, "System message, for models with a chat tem
 class PromptOptions:
     """The prompt, the chat template and the prompt cache."""
 
-    prompt: Annotated[str, "The prompt; - reads it from standard input.", "-p"]
+    prompt: Annotated[str | None, "The prompt; - reads it from standard input.", "-p"] = None
+    prompt_file: PromptFile = None
     ignore_chat_template: IgnoreChatTemplate = False
     chat_template_config: ChatTemplateConfig = None
     system_prompt: SystemPrompt = None
@@ -35,19 +39,25 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         parse_template_options(self.chat_template_config)  # checked before anything is loaded
+        if (self.prompt is None) == (self.prompt_file is None):
+            raise ConfigError("expected one prompt; give --prompt or --prompt-file")
         if self.prompt == "-" and launched_group() is not None:
             raise ConfigError(
                 "--prompt - reads an input that mlx.launch never ends; give the prompt itself"
             )
 
     def read(self) -> str:
-        """Read the prompt, from standard input if it is ``-``."""
-        is_stdin = self.prompt == "-"
+        """Read the prompt, from its file, or from standard input if it is ``-``."""
         try:
-            text = sys.stdin.read() if is_stdin else self.prompt
+            if self.prompt_file is not None:
+                check_regular(self.prompt_file)
+                return self.prompt_file.read_text(encoding="utf-8")
+            if self.prompt == "-":
+                return sys.stdin.read()
         except UnicodeDecodeError as error:
             raise ConfigError(f"the prompt must be UTF-8 text: {error}") from error
-        return text if is_stdin else text.replace("\\n", "\n").replace("\\t", "\t")
+        text = self.prompt or ""
+        return text.replace("\\n", "\n").replace("\\t", "\t")
 
     def encode(self, tokenizer: TokenizerWrapper) -> list[int]:
         """Encode the prompt as `mlx_lm.generate` does.

@@ -28,6 +28,7 @@ from mlx_redrafter.cli.text_options import (
 )
 from mlx_redrafter.errors import ConfigError, how_to_install
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.interrupts import handling
 from mlx_redrafter.server.limits import Limits
 
 if TYPE_CHECKING:
@@ -180,9 +181,6 @@ def serve(
             raise ConfigError(f"serve needs {name}: {how_to_install('server')}")
     from mlx_redrafter.server.listening import listen
 
-    # While models are loaded, and again after an orderly end, when uvicorn raises the signal again.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with listen(address.host, address.port) as listener:
         _run(listener, models, address, defaults, limits)
 
@@ -195,7 +193,12 @@ def _run(
     limits: Limits,
 ) -> None:
     """Load the models and answer requests until the process gets a signal."""
+    # While models are loaded, and again after an orderly end, when uvicorn raises the signal again.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     pairs = models.pairs()
+    for pair in pairs:
+        _ = pair.place  # asks before a download
     served = _name_models(pairs, address.model_name)
     is_split = launched_group() is not None
     if is_split:
@@ -234,7 +237,8 @@ def _run(
     host = f"[{address.host}]" if ":" in address.host else address.host
     names = ", ".join(model.name for model in served)
     typer.echo(f"serving {names} at http://{host}:{listener.getsockname()[1]}", err=True)
-    server.run([listener])
+    with handling(2):  # the server answers its clients first
+        server.run([listener])
 
 
 def _for_machines(served: list[Model], limits: Limits) -> Limits:
@@ -282,5 +286,5 @@ def _load(pair: WritingPair) -> Engine:
     from mlx_redrafter.engine.engine import Engine
 
     engine = Engine(*pair.load_writer())
-    engine.generate([0], max_tokens=1)  # steps are timed before the first client waits
+    engine.generate([0], max_tokens=2)  # steps are timed before the first client waits
     return engine

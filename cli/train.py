@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
+from mlx_redrafter.cli.names import find_model
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.interrupts import keeping
 from mlx_redrafter.training_options import DataOptions, NetworkOptions, TrainingOptions
 
 if TYPE_CHECKING:
     from mlx_redrafter.training import TrainingRequest, TrainingResult
 
 # Options of one call, which the record of a run leaves out.
-OF_THE_CALL = ("out", "resume", "dry_run", "overwrite")
+OF_THE_CALL = ("out", "resume", "dry_run", "overwrite", "yes")
 # Seconds between lines of progress if stderr is not a terminal.
 LOG_SECONDS = 20.0
 
@@ -36,6 +36,7 @@ class RunOptions:
     resume: Annotated[bool, "Continue the run in --out."] = False
     dry_run: Annotated[bool, "Estimate time, disk and memory of the run, then stop."] = False
     overwrite: Overwrite = False
+    yes: Annotated[bool, "Download the model without a question."] = False
     model: NamedModel = None
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
@@ -76,16 +77,15 @@ def train(
     if run.resume and path.exists():
         given = _restore(context, given, path)
     request = _make_request(given)
+    request.check_output()
+    request = replace(request, model=find_model(request.model, run.yes))
 
-    try:
-        with ConsoleReporter() as reporter:
-            result = train_drafter(request, reporter, lambda: save_json(path, _to_record(given)))
-    except KeyboardInterrupt:
-        if path.exists():
-            typer.echo(
-                f"stopped; continue with: redrafter-mlx train --out {run.out} --resume", err=True
-            )
-        raise
+    resume = f"stopped; continue with: redrafter-mlx train --out {run.out} --resume"
+    with (
+        keeping(lambda: resume if path.exists() else "stopped; nothing was begun"),
+        ConsoleReporter() as reporter,
+    ):
+        result = train_drafter(request, reporter, lambda: save_json(path, _to_record(given)))
     if result is not None:
         _print_result(result, request)
 
@@ -129,6 +129,7 @@ def _make_request(values: Mapping[str, Any]) -> TrainingRequest:
             f"{begun}expected a target, found none; give --model FOLDER or --model ORG/NAME"
         )
     run = {field.name: values[field.name] for field in fields(RunOptions)}
+    del run["yes"]
     run |= {name: [Path(path) for path in run[name] or ()] for name in ("data", "prompts")}
     run["cache"] = None if run["cache"] is None else Path(run["cache"])
     return TrainingRequest(
@@ -154,7 +155,7 @@ def _print_result(result: TrainingResult, request: TrainingRequest) -> None:
 
 
 class ConsoleReporter:
-    """A reporter on stderr. Ctrl-C stops the run at its next report, a second one at once."""
+    """A reporter on stderr."""
 
     def __init__(self) -> None:
         from mlx_redrafter.cli.progress import progress_bar
@@ -162,20 +163,15 @@ class ConsoleReporter:
         self.bar = progress_bar("{task.description}")
         self.tasks: dict[str, Any] = {}
         self.logged_at = time.monotonic()
-        self.is_interrupted = False
 
     def __enter__(self) -> Self:
-        self.handler = signal.signal(signal.SIGINT, self._interrupt)
         self.bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
-        signal.signal(signal.SIGINT, self.handler)
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
-        if self.is_interrupted:
-            raise KeyboardInterrupt
         if self.bar.disable:
             self._log(stage, done, total)
         if stage not in self.tasks:
@@ -191,9 +187,3 @@ class ConsoleReporter:
             return
         self.logged_at = time.monotonic()
         self.say(f"{stage}: {done:,}" + ("" if total is None else f" of {total:,}"))
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.is_interrupted:
-            raise KeyboardInterrupt
-        self.is_interrupted = True
-        typer.echo("stopping after this step; Ctrl-C again stops at once", err=True)

@@ -12,8 +12,7 @@ import typer
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.choose_drafter import AUTO
-from mlx_redrafter.cli.model_options import CONTEXT, Pair
-from mlx_redrafter.cli.run import find_model
+from mlx_redrafter.cli.model_options import CONTEXT, Pair, Yes
 from mlx_redrafter.cli.text_options import MaxTokens
 
 if TYPE_CHECKING:
@@ -30,24 +29,25 @@ ENOUGH = 20.0
 
 
 def try_out(
-    name: Annotated[
+    model: Annotated[
         str | None,
         typer.Argument(
+            metavar="MODEL",
             help="Model: a folder, a repository, or the last part of a repository's name. By "
             "default the bundled demonstration model.",
         ),
     ] = None,
     prompt: Annotated[str, "Prompt of the text.", "-p"] = PROMPT,
     max_tokens: MaxTokens = 100,
-    yes: Annotated[bool, "Download the model and its drafter without a question."] = False,
+    yes: Yes = False,
 ) -> None:
     """Generate a text with drafts and by mlx-lm alone, and compare the texts and the speeds.
 
     The drafter is the one that --drafter auto would choose. The exit code is 1 if the texts differ.
     """
     check_int("max_tokens", max_tokens, 2)
-    pair = Pair() if name is None else Pair(find_model(name, yes), AUTO, yes)
-    model, tokenizer, drafter = pair.load(CONTEXT + max_tokens)
+    pair = Pair() if model is None else Pair(model, AUTO, yes)
+    target, tokenizer, drafter = pair.load(CONTEXT + max_tokens)
 
     from mlx_redrafter.bench.runs import (
         STOCK,
@@ -61,7 +61,7 @@ def try_out(
     from mlx_redrafter.bench.turns import one_by_one
     from mlx_redrafter.engine.prompt_encoding import encode_question
 
-    settings = CommonSettings(model, tokenizer, drafter, max_tokens)
+    settings = CommonSettings(target, tokenizer, drafter, max_tokens)
     drafted = drafted_arm(settings, None)
     arms = {DRAFTED: _printing(drafted), STOCK: stock_arm(settings)}
     encoded = EncodedPrompt("", "", encode_question(tokenizer, prompt))

@@ -27,8 +27,13 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.models import ArgumentInfo
 
 OptionGroup = TypeVar("OptionGroup")
+# Name of the parameter with the model in the form that the command does not declare.
+OTHER_FORM = "model_in_other_form"
+# Settings of every command.
+CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
 class _PlainFlags:
@@ -55,11 +60,13 @@ class Application(typer.Typer):
     """A typer application whose commands accept option groups."""
 
     def __init__(self, cls: type[CommandGroup] = CommandGroup, **settings: Any):
-        super().__init__(cls=cls, **settings)
+        super().__init__(cls=cls, context_settings=CONTEXT, **settings)
 
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
         """Register a command, as `typer.Typer.command` does."""
-        register = super().command(*args, **{"cls": Command, **settings})
+        register = super().command(
+            *args, **{"cls": Command, "context_settings": CONTEXT, **settings}
+        )
 
         def decorate(function: Callable[..., None]) -> Callable[..., None]:
             register(_expand_groups(function))
@@ -87,8 +94,15 @@ def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
         else:
             options[name] = _option(name, parameter.default, hints[name])
 
+    _add_other_form(options)
+
     @wraps(command)
     def with_groups(**values: Any) -> None:
+        if (other := values.pop(OTHER_FORM, None)) is not None:
+            if values["model"]:
+                raise typer.BadParameter("the model is given twice; leave one out")
+            is_list = isinstance(values["model"], list)
+            values["model"] = [other] if is_list else other
         packed = {name: pack(group, values) for name, group in groups.items()}
         grouped = {field.name for group in groups.values() for field in fields(group)}
         command(**packed, **{name: values[name] for name in values if name not in grouped})
@@ -97,6 +111,27 @@ def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     with_groups.__signature__ = Signature([*options.values()])  # type: ignore[attr-defined]
     with_groups.__annotations__ = {name: one.annotation for name, one in options.items()}
     return with_groups
+
+
+def _add_other_form(options: dict[str, Parameter]) -> None:
+    """Let a command take its model as the argument and as ``--model``, whichever it declares.
+
+    A command with arguments of its own keeps the form that it declares.
+    """
+    model = options.get("model")
+    arguments = [
+        name
+        for name, one in options.items()
+        if any(isinstance(part, ArgumentInfo) for part in get_args(one.annotation))
+    ]
+    if model is None or arguments not in ([], ["model"]):
+        return
+    other = typer.Option("--model", help="The same as the argument.")
+    if not arguments:
+        other = typer.Argument(metavar="MODEL", help="The same as --model.")
+    hint = Annotated[str | None, other]
+    parameter = Parameter(OTHER_FORM, Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+    options[OTHER_FORM] = parameter
 
 
 def _options_of(group: type[Any], panel: str) -> Iterator[Parameter]:

@@ -20,12 +20,22 @@ Rooms by floor: a module imports from its own room and from the floors below it,
 Floor 1 consists of single files, which count as one room, the ground.
 
     1  backend  checkpoint_files  checks  destinations  device_read  draft_plan  errors
-    1  escaping  generation_options  grammar  hub  late_grammar  measured  memory_sizes
-    1  model_store  thread_streams  training_options  version
+    1  escaping  generation_options  grammar  hub  interrupts  late_grammar  measured
+    1  memory_sizes  model_store  thread_streams  training_options  version
 """
 
+import os
+import sys
+
+if os.path.basename(sys.argv[0]) == "redrafter-mlx" or (
+    sys.argv[0] == "-m" and "mlx_redrafter" in sys.orig_argv
+):
+    # Until the program handles Ctrl-C itself; `signal` would be slow to import.
+    import _signal
+
+    _signal.signal(_signal.SIGINT, lambda *_: os._exit(130))
+
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_redrafter.backend import prepare
@@ -33,8 +43,8 @@ from mlx_redrafter.version import __version__
 
 prepare()
 # In a checkout some rooms are folders beside this one, as `setup.py` says.
-if not (Path(__file__).parent / "cli").is_dir():
-    __path__.append(str(Path(__file__).parent.parent))
+if not os.path.isdir(os.path.join(__path__[0], "cli")):
+    __path__.append(os.path.dirname(__path__[0]))
 
 if TYPE_CHECKING:
     from mlx_redrafter.checkpoints.loading import load, load_drafter

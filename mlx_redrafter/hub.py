@@ -21,6 +21,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
 from mlx_redrafter.errors import CheckpointError, ResourceError, first_line
+from mlx_redrafter.interrupts import keeping
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import CONFIG, WEIGHTS, stored_models
 
@@ -89,10 +90,12 @@ def describe_repository(name: str) -> Repository | None:
     except RepositoryNotFoundError:
         return None
     except Exception as error:  # the hub's libraries raise exceptions of many kinds
+        similar = _most_similar(name, [model.name for model in stored_models()])
+        hint = "check the name and the network, or give a folder"
+        hint = f"did you mean {similar}, which is on this machine?" if similar else hint
         raise CheckpointError(
             f"{name!r} is neither a local folder nor a repository that can be reached on the "
-            f"Hugging Face Hub ({first_line(error)}); check the name and the network, or give a "
-            "folder"
+            f"Hugging Face Hub ({first_line(error)}); {hint}"
         ) from error
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     card = {} if info.card_data is None else info.card_data.to_dict()
@@ -109,10 +112,8 @@ def find_repository(name: str, patterns: Sequence[str] | None = None) -> Reposit
     """
     repository = describe_repository(name)
     if repository is None:
-        known = [one for one in _names_like(name) if one != name]
-        same = [one for one in known if one.partition("/")[2] == name.partition("/")[2]]
-        similar = get_close_matches(name, known, n=1) or same
-        hint = f"did you mean {similar[0]}?" if similar else "check the name;"
+        similar = _most_similar(name, [one for one in _names_like(name) if one != name])
+        hint = f"did you mean {similar}?" if similar else "check the name;"
         raise CheckpointError(
             f"there is no {name!r} on this machine or on the hub; {hint} `hf auth login` shows "
             "private ones"
@@ -155,7 +156,8 @@ def download(repository: Repository, patterns: Sequence[str] | None) -> Path:
     try:
         allowed = None if patterns is None else list(patterns)
         bars = _NoBars if needed < MIN_SHOWN else tqdm
-        return Path(snapshot_download(repository.name, allow_patterns=allowed, tqdm_class=bars))
+        with keeping(lambda: "stopped; the same command continues the download"):
+            return Path(snapshot_download(repository.name, allow_patterns=allowed, tqdm_class=bars))
     except GatedRepoError as error:
         raise CheckpointError(
             f"the owner of {repository.name} gives it to known users only: accept the terms at "
@@ -171,6 +173,16 @@ def download(repository: Repository, patterns: Sequence[str] | None) -> Path:
 def fetch(name: str, patterns: Sequence[str] | None) -> Path:
     """Find a repository and download its files that match a pattern."""
     return download(find_repository(name, patterns), patterns)
+
+
+def _most_similar(name: str, known: Sequence[str]) -> str | None:
+    """Return the name that is most like another one as a whole, or else in its last part."""
+    found = get_close_matches(name, known, n=1)
+    if not found:
+        last_parts = {one.rpartition("/")[2].lower(): one for one in known}
+        last = get_close_matches(name.rpartition("/")[2].lower(), list(last_parts), n=1)
+        found = [last_parts[one] for one in last]
+    return found[0] if found else None
 
 
 def _names_like(name: str) -> list[str]:

@@ -69,8 +69,6 @@ def load_or_time(
     stored = _read(path, keys)
     if stored.rounds and not stored.is_doubted:
         return stored.rounds
-    if stored.rounds:
-        logger.info("timing once more, as there is doubt about the last timing")
     rounds = [*stored.rounds, *time_rounds()]
     _write(path, _Stored(rounds, stored.runs + 1, not stored.rounds and is_doubtful(rounds)))
     return rounds

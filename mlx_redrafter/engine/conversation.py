@@ -7,19 +7,25 @@ for response in conversation.ask("Why is the sky blue?"):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_redrafter.checks import check_instance
+from mlx_redrafter.checks import check_instance, check_max_tokens
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.prompt_encoding import Message, encode_chat
 from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
+
+# Minimum room for an answer, as a share of the context.
+LEAST_ROOM = 0.25
+# Room for answers once messages are left out, which has the whole prompt read again.
+MORE_ROOM = 0.5
 
 
 class Conversation:
@@ -32,6 +38,8 @@ class Conversation:
 
     Attributes:
         messages: All messages so far, with "role" and "content".
+        num_left_out: Number of the oldest messages that the model does not read any more, because
+            the context is full. The system's message is not one of them.
 
     Raises:
         ConfigError: The model has no chat template.
@@ -55,6 +63,7 @@ class Conversation:
         self.messages: list[Message] = []
         if system_prompt is not None:
             self.messages.append({"role": "system", "content": system_prompt})
+        self.num_left_out = 0
         self._engine = engine
         self._options = template_options
         self._cache = engine.new_prompt_cache()
@@ -64,16 +73,30 @@ class Conversation:
     def ask(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
         """Answer a message. The answer ends with the iterator, at the latest when it is closed.
 
+        It also ends where the model's context does. If that leaves little room for an answer, the
+        model reads the newer half of the conversation only.
+
         Args:
             text: The user's message.
             **options: Options of `Engine.stream`.
 
         Raises:
-            ConfigError: The chat template rejects the message, or the chat has become too long.
+            ConfigError: The chat template rejects the message, or it alone is longer than the
+                model's context.
         """
         check_instance("text", text, str, "a text")
         messages = [*self.messages, {"role": "user", "content": text}]
-        tokens = encode_chat(self._engine.tokenizer, messages, self._options)
+        tokens = self._encode(messages)
+        if (limit := self._engine.target.context_length) is not None:
+            left = limit - len(tokens)
+            if left < 1:
+                raise ConfigError(
+                    f"the message has {len(tokens)} tokens, the model's context is {limit}; "
+                    "shorten it"
+                )
+            wanted = options.get("max_tokens", GenerationOptions.max_tokens)
+            check_max_tokens(wanted)
+            options["max_tokens"] = wanted if 0 < wanted <= left else left
         # A template may render earlier messages differently than the model wrote them.
         known = self._keep(tokens)
         new, answer = tokens[len(known) :], ""
@@ -92,6 +115,25 @@ class Conversation:
             if length is None:  # such a cache does not record its length
                 self._cache, length = self._engine.new_prompt_cache(), 0
             self._tokens = tokens[:length]
+
+    def _encode(self, messages: Sequence[Message]) -> list[int]:
+        """Encode the messages that fit into the context with an answer after them."""
+        tokenizer, limit = self._engine.tokenizer, self._engine.target.context_length
+        num_system = int(bool(messages) and messages[0]["role"] == "system")
+        system, turns = messages[:num_system], messages[num_system:]
+
+        def encode() -> list[int]:
+            return encode_chat(
+                tokenizer, [*system, *turns[self.num_left_out :]], self._options, limit=limit
+            )
+
+        tokens = encode()
+        if limit is None or limit - len(tokens) >= limit * LEAST_ROOM:
+            return tokens
+        while limit - len(tokens) < limit * MORE_ROOM and self.num_left_out + 2 < len(turns):
+            self.num_left_out += 2  # a question and its answer
+            tokens = encode()
+        return tokens
 
     def _keep(self, tokens: list[int]) -> list[int]:
         """Trim the cache to the prefix that it shares with a text, and return that prefix."""

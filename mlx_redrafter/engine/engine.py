@@ -339,7 +339,8 @@ class Engine:
             KeyedSampler(params, target.vocab_size) if sampler is None else StockSampler(sampler)
         )
         drafting, policy = None, None
-        if self.proposer is not None:
+        # One token needs neither drafts nor times, unless a cache of the proposer is to be filled.
+        if self.proposer is not None and (options.max_tokens != 1 or own):
             proposer, policy = self._plan(options, history, cache.length + len(ids))
             drafting = proposer.open(target, ids, options.couple, own)
         is_free = not logits_processors and masks is None

@@ -115,7 +115,8 @@ def _load_or_time(
 ) -> Seconds:
     def time_rounds() -> Sequence[Seconds]:
         logger.info(
-            "timing steps on this machine after %d tokens, once for this model and %s",
+            "timing steps on this machine after %d tokens, for this and later runs of this model "
+            "with %s",
             context,
             "prompt lookup" if proposer is None else "drafter",
         )

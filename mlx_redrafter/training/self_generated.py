@@ -80,7 +80,7 @@ class TextGenerator:
                 break
             path = folder / f"{name}-{number:05d}.safetensors"
             if not path.exists():
-                report = partial(_report_after, num_generated, on_tokens)
+                report = partial(report_after, num_generated, on_tokens)
                 found = self.generate_round(round_jobs, options, number, report)
                 save_arrays(path, pack_sequences(found))
             texts = unpack_sequences(load_arrays(path)[0])
@@ -110,7 +110,7 @@ class TextGenerator:
                 [job.temp for job in part],
                 [min(options.answer_tokens, options.sequence_length - len(j.prompt)) for j in part],
                 self.stop_tokens,
-                partial(_report_after, sum(map(len, answers)), on_tokens),
+                partial(report_after, sum(map(len, answers)), on_tokens),
             )
         pairs = zip(jobs, answers, strict=True)
         return [_as_sequence(job.prompt, answer) for job, answer in pairs]
@@ -124,7 +124,8 @@ def count_texts(model: nn.Module) -> int:
     return max(1, min(ROUND_SIZE, ROUND_BYTES // (1 + sum(cache.nbytes for cache in caches))))
 
 
-def _report_after(before: int, on_tokens: OnTokens, count: int) -> None:
+def report_after(before: int, on_tokens: OnTokens, count: int) -> None:
+    """Report a count of tokens after those before."""
     on_tokens(before + count)
 
 

@@ -6,8 +6,9 @@ C layers, k kept tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,8 +19,9 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.loss import IMPOSSIBLE
-from mlx_redrafter.training.self_generated import pack_sequences
+from mlx_redrafter.training.self_generated import pack_sequences, report_after
 from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache
+from mlx_redrafter.training.text_batch import OnTokens
 from mlx_redrafter.trees.topk import top_k
 
 # Number of next tokens whose probabilities are cached; of held-out texts, which calibrate the
@@ -33,9 +35,6 @@ BATCH_SEQUENCES = 8
 MAX_CHUNK_TOKENS = 512
 # Maximum size of the float32 logits of a forward pass, in bytes.
 LOGITS_BYTES = 2**28
-
-OnTokens = Callable[[int], None]
-
 
 # The target's outputs at tokens, by the names of `Shard`, with its axes and dtypes.
 TokenOutputs = dict[str, NDArray[Any]]
@@ -58,7 +57,7 @@ def fill_cache(
     done = 0
     for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS)):
         if not (cache.has(split, number) and cache.has(split, number, layers)):
-            shard = read_sequences(target, group, k, layers)
+            shard = read_sequences(target, group, k, layers, partial(report_after, done, on_tokens))
             if shard.states is not None:
                 cache.save_states(split, number, layers, shard.states)
             cache.save(split, number, shard)
@@ -81,9 +80,16 @@ def group_by_tokens(
 
 
 def read_sequences(
-    target: Target, sequences: Sequence[TokenSequence], k: int, layers: Sequence[int] = ()
+    target: Target,
+    sequences: Sequence[TokenSequence],
+    k: int,
+    layers: Sequence[int] = (),
+    on_tokens: OnTokens = lambda count: None,
 ) -> Shard:
-    """Compute hidden states, inputs of layers and most probable next tokens at every token."""
+    """Compute hidden states, inputs of layers and most probable next tokens at every token.
+
+    ``on_tokens`` receives, after every pass, the number of tokens of the sequences that are done.
+    """
     total = sum(map(len, sequences))
     k = min(k, target.vocab_size)
     outputs: TokenOutputs = {
@@ -97,9 +103,12 @@ def read_sequences(
     # Batches of similar length: shorter sequences are padded on the right, and no token before the
     # padding attends to it.
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    done = 0
     for first in range(0, len(order), BATCH_SEQUENCES):
         rows = order[first : first + BATCH_SEQUENCES]
-        _read_batch(target, sequences, starts, rows, layers, outputs)
+        for _ in _read_batch(target, sequences, starts, rows, layers, outputs):
+            on_tokens(done)
+        done += sum(len(sequences[row]) for row in rows)
     if not np.isfinite(outputs["hidden"]).all() or not np.isfinite(outputs["tail"]).all():
         raise NonFiniteError(
             "expected finite hidden states and logits within float16 from the target, found NaN, "
@@ -122,7 +131,8 @@ def _read_batch(
     rows: Sequence[int],
     layers: Sequence[int],
     outputs: TokenOutputs,
-) -> None:
+) -> Iterator[None]:
+    """Write the outputs of some sequences; yields after every pass."""
     longest = max(len(sequences[row]) for row in rows)
     padded = np.zeros((len(rows), longest), np.int32)
     for index, row in enumerate(rows):
@@ -140,6 +150,7 @@ def _read_batch(
                 where = slice(starts[row] + begin, starts[row] + begin + count)
                 for name, values in found.items():
                     outputs[name][where] = values[index, :count]
+        yield
 
 
 def summarise(outputs: TargetOutputs, k: int) -> TokenOutputs:

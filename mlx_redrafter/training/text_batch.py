@@ -40,7 +40,7 @@ def answer(
     receives the number of tokens generated so far. Uses MLX's global random state.
     """
     answers: list[list[int]] = [[] for _ in prompts]
-    caches = _read_prompts(model, [prompt[:-1] for prompt in prompts])
+    caches = _read_prompts(model, [prompt[:-1] for prompt in prompts], lambda: on_tokens(0))
     tokens = mx.array([prompt[-1] for prompt in prompts])
     rows = list(range(len(prompts)))
     is_open = set(rows)
@@ -77,7 +77,9 @@ def sample(logits: mx.array, temps: Sequence[float]) -> mx.array:
     return chosen
 
 
-def _read_prompts(model: nn.Module, prompts: Sequence[list[int]]) -> list[Any]:
+def _read_prompts(
+    model: nn.Module, prompts: Sequence[list[int]], on_pass: Callable[[], None]
+) -> list[Any]:
     """Read prompts, padded on the right, into caches for all of them."""
     if len(prompts) == 1 and not can_batch(model):
         caches = make_prompt_cache(model)
@@ -97,6 +99,7 @@ def _read_prompts(model: nn.Module, prompts: Sequence[list[int]]) -> list[Any]:
     for begin in range(0, longest, chunk):
         model(mx.array(padded[:, begin : begin + chunk]), cache=caches)
         mx.eval([cache.state for cache in caches])
+        on_pass()
     if any(padding):
         for cache in caches:
             cache.finalize()

@@ -57,7 +57,7 @@ def _tokens(result: Result) -> list[int]:
 def test_a_newcomer_finds_downloads_and_drafts(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = _generate(capsys, "--drafter", "none")
+    plain = _generate(capsys, "--drafter", "none", "--yes")
     assert "drafter:" not in plain.err
 
     asked = _generate(capsys, "--drafter", "auto")
@@ -147,11 +147,12 @@ def test_a_wrong_name_and_a_gate_are_one_line(
 def test_a_terminal_is_asked(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _generate(capsys, "--drafter", "none", "--yes")
     questions: list[str] = []
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(
-        "mlx_redrafter.cli.choose_drafter.typer.confirm",
+        "mlx_redrafter.cli.names.typer.confirm",
         lambda text, err: bool(questions.append(text)),
     )
     declined = _generate(capsys, "--drafter", "auto")
@@ -177,7 +178,7 @@ def test_a_damaged_drafter_is_replaced_by_lookup(
 def test_a_model_that_is_too_large_is_one_line(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _generate(capsys, "--drafter", "none")
+    _generate(capsys, "--drafter", "none", "--yes")
     memory = "mlx_redrafter.checkpoints.memory_check.read_total_memory"
     monkeypatch.setattr(memory, lambda: 10**7)
     refused = _generate(capsys, "--drafter", "lookup")
@@ -193,7 +194,7 @@ def test_a_model_that_is_too_large_is_one_line(
 def test_without_a_network_lookup_drafts(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _generate(capsys, "--drafter", "none")
+    _generate(capsys, "--drafter", "none", "--yes")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     result = _generate(capsys, "--drafter", "auto")
     assert result.code == 0

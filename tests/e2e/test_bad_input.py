@@ -105,7 +105,7 @@ def test_without_a_drafter_drafts_come_out_of_the_text(
     """The text is stock mlx-lm's, with the word for it and without, and `check` says so."""
     prompt = "Tim had a red ball. Tim had a red ball. Tim had a"
     stock = mlx_lm.generate(stories.model, stories.tokenizer, prompt, max_tokens=40)
-    base = ["generate", "--model", stories.folder, "-p", prompt, "-m", 40]
+    base = ["generate", "--model", stories.folder, "-p", prompt, "-m", 40, "--stats"]
     for options in ([], ["--drafter", "lookup"], ["--drafter", "none"]):
         result = run(capsys, *base, *options)
         assert (result.code, result.out) == (0, stock + "\n")

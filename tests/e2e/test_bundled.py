@@ -64,7 +64,7 @@ def _dtypes(module: nn.Module) -> set[mx.Dtype]:
 def test_text_is_stock_mlx_lms(
     pair: Pair, capsys: pytest.CaptureFixture[str], drafting: list[object]
 ) -> None:
-    result = run(capsys, "generate", "-p", PROMPT, "-m", 100, *drafting)
+    result = run(capsys, "generate", "-p", PROMPT, "-m", 100, "--stats", *drafting)
     assert (result.code, result.out) == (0, _stock_text(pair, 100) + "\n")
     assert result.err.startswith(NOTE)
     assert result.err.count(NOTE) == 1

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx_lm
 import pytest
 
+from mlx_redrafter.engine import prompt_encoding
 from tests.conftest import Trained
 from tests.helpers.cli import run
 
@@ -59,3 +63,61 @@ def test_chats_that_cannot_be(
     untemplated = run(capsys, "chat", "--model", stories.folder)
     assert (untemplated.code, untemplated.out) == (2, "")
     assert "a model with a chat template" in untemplated.err
+
+
+def test_a_chat_goes_on_at_the_end_of_its_context(
+    chat_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three times the context: the oldest turns go, the system's message stays."""
+    model = tmp_path / "model"
+    shutil.copytree(chat_folder, model)
+    config = json.loads((model / "config.json").read_text())
+    context = 128
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+    seen: list[int] = []
+    encode = prompt_encoding.encode_chat
+
+    def watch(*args: Any, **options: Any) -> list[int]:
+        tokens = encode(*args, **options)
+        assert args[1][0] == {"role": "system", "content": "Be good"}
+        seen.append(len(tokens))
+        return tokens
+
+    monkeypatch.setattr("mlx_redrafter.engine.conversation.encode_chat", watch)
+    messages = ["Tell me of a cat and a dog"] * 14
+    _say(monkeypatch, *messages, "x" * 4000, "Hi")
+    chat = run(capsys, "chat", "--model", model, "-m", 100, "--system-prompt", "Be good")
+    assert chat.code == 0
+    assert chat.err.count(f"the model's context of {context} tokens is full") >= 3
+    assert chat.err.count("error: ") == 1  # of the message that is too long by itself
+    assert f"the model's context is {context}" in chat.err or f"at most {context}" in chat.err
+    assert "is now longer than the model's context" not in chat.err
+    tokenizer = mlx_lm.load(str(model))[1]
+    assert len(tokenizer.encode(chat.out)) > 3 * context
+
+
+def test_commands_of_a_chat(
+    chat_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, other = tmp_path / "chat.jsonl", tmp_path / "other"
+    other.write_text("mine")
+    lines = ['"""Who', 'is Tim"""', f"/save {file}", f"/save {file}", f"/save {other}", "/save"]
+    lines += ["/help", "/set temp 0.5", "/set temp -1", "/set no 1", "/set system Be good", "/set"]
+    lines += ["/nonsense", "/bye", "Hi"]
+    _say(monkeypatch, *lines)
+    chat = run(capsys, "run", chat_folder, "-m", 8, "--temp", 0, "--drafter", "lookup")
+    assert chat.code == 0
+    saved = json.loads(file.read_text())["messages"]
+    assert [one["role"] for one in saved] == ["user", "assistant"]
+    assert saved[0]["content"] == "Who\nis Tim"
+    assert other.read_text() == "mine"
+    for part in ("other exists", "say /save FILE", "/reset ", "temp=0.5", "system=Be good"):
+        assert part in chat.err
+    assert chat.err.count("error: ") == 5
+    assert len(chat.out.splitlines()) == len(saved[1]["content"].splitlines())

@@ -66,7 +66,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(
     capsys: pytest.CaptureFixture[str],
     shape: list[object],
 ) -> None:
-    result = run(capsys, *_options(stories, drafter_folder), *shape)
+    result = run(capsys, *_options(stories, drafter_folder), *shape, "--stats")
     assert result.code == 0
     assert result.out == _stock_text(stories) + "\n"
     lines = result.err.splitlines()
@@ -82,7 +82,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(
 def test_drafts_made_ahead_change_no_text(
     stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--predraft", 4, "--beam-width", 2, "--temp", 0)
+    options = ("--predraft", 4, "--beam-width", 2, "--temp", 0, "--stats")
     result = run(capsys, *_options(stories, drafter_folder), *options)
     assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
     assert "results were foreseen" in result.err.splitlines()[5]
@@ -91,9 +91,10 @@ def test_drafts_made_ahead_change_no_text(
 def test_plain_decoding_prints_the_same_text_and_no_speculation(
     stories: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run(capsys, *_options(stories, None))
+    result = run(capsys, *_options(stories, None), "--stats")
     assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
     assert "Speculative" not in result.err
+    assert run(capsys, *_options(stories, None)).err == ""
 
 
 def test_json_has_every_field_and_nothing_else_is_printed(
@@ -165,7 +166,7 @@ def test_one_token_has_no_rate(
     options = [*_options(stories, drafter_folder), "-m", 1]
     values = json.loads(run(capsys, *options, "--json").out)
     assert (values["steps"], values["tokens_per_step"]) == (0, None)
-    assert "Speculative" not in run(capsys, *options).err
+    assert "Speculative" not in run(capsys, *options, "--stats").err
 
 
 def test_same_seed_same_text(
@@ -359,7 +360,7 @@ def test_the_installed_command(stories: Trained, drafter_folder: Path) -> None:
     command = shutil.which("redrafter-mlx", path=str(Path(sys.executable).parent))
     assert command is not None
     options = [str(option) for option in _options(stories, drafter_folder)]
-    done = subprocess.run([command, *options], capture_output=True, check=False)
+    done = subprocess.run([command, *options, "--stats"], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode() == _stock_text(stories) + "\n"
     assert b"Speculative: " in done.stderr

@@ -11,8 +11,10 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_redrafter.device_read import to_ints
-from mlx_redrafter.training import DataOptions, TextGenerator
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.training import DataOptions, TextGenerator, TokenSequence
 from mlx_redrafter.training.self_generated import GenerationJob
+from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.text_batch import answer, sample
 from tests.helpers.models import tiny_llama
 from tests.models.tiny_models import build, windowed_config
@@ -38,6 +40,24 @@ def test_greedy_texts_are_those_of_mlx_lm(make: Callable[[], nn.Module]) -> None
         assert len(text) == longest or text[-1] == STOP
         steps = generate_step(mx.array(prompt), model, max_tokens=len(text))
         assert text == [int(token) for token, _ in steps]
+
+
+def test_every_pass_can_be_interrupted() -> None:
+    """A report between passes may end the work: prompts, answers, and reading."""
+    model, prompts = tiny_llama(), [[1] * 40] * 32
+    counts: list[int] = []
+
+    def stop(count: int) -> None:
+        counts.append(count)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(model, prompts, [0.0] * 32, [8] * 32, [], stop)
+    assert counts == [0], "after the first part of the prompts"
+    texts = [TokenSequence(np.ones(90, np.int32), np.ones(90, np.bool_)) for _ in range(20)]
+    read: list[int] = []
+    read_sequences(Target(model), texts, 4, (), read.append)
+    assert read == [0, 0, 720, 720, 1440], "of 8 texts at once, 64 tokens of each"
 
 
 def test_every_text_has_its_own_temperature() -> None:

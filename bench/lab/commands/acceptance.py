@@ -23,8 +23,7 @@ from mlx_redrafter.cli.bench_output import (
     parse_temps,
     progress,
     refuse_texts,
-    show,
-    speed_table,
+    show_speeds,
     warn,
 )
 
@@ -58,6 +57,6 @@ def run(arguments: Namespace) -> None:
         )  # fmt: skip
     for temp in grid.temps:
         rows = [point.row for point in points if point.temp == temp]
-        show(speed_table(rows, f"temperature {temp:g}"))
+        show_speeds(rows, f"temperature {temp:g}")
     warn(recording.result["disturbances"])
     refuse_texts(num_different([point.row for point in points]))

@@ -25,7 +25,7 @@ from mlx_redrafter.bench.lab.options import (
 from mlx_redrafter.bench.report import num_different, summarise
 from mlx_redrafter.bench.runs import AUTO, drafted_arm
 from mlx_redrafter.bench.turns import arm_name, reference_arm, time_shapes
-from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, speed_table, warn
+from mlx_redrafter.cli.bench_output import progress, refuse_texts, show, show_speeds, warn
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.speculate_ahead import Hits, SpeculateAhead
 
@@ -64,7 +64,7 @@ def run(arguments: Namespace) -> None:
         decode_in_turns(arms, turns, recording, arguments.cool_down, on_progress, prepare)
     rows = summarise(recording.runs, reference_arm(settings))
     recording.finish(rows=rows, hits=hits)
-    show(speed_table(rows, "all prompts"))
+    show_speeds(rows, "all prompts")
     for name, count in hits.items():
         show(f"{name}: {count.foreseen} of {count.passes} outcomes were drafted for")
     warn(recording.result["disturbances"])

@@ -22,7 +22,7 @@ from mlx_redrafter.bench.lab.plots import plot_regret
 from mlx_redrafter.bench.lab.regret import measure_regret
 from mlx_redrafter.bench.plots import count_texts, title
 from mlx_redrafter.bench.report import num_different
-from mlx_redrafter.cli.bench_output import draw, progress, refuse_texts, show, speed_table, warn
+from mlx_redrafter.cli.bench_output import draw, progress, refuse_texts, show, show_speeds, warn
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> None:
             settings, encoded, arguments.repeats, recording, arguments.cool_down,
             arguments.max_repeated, on_progress,
         )  # fmt: skip
-    show(speed_table(found.rows, "by mlx-lm"))
+    show_speeds(found.rows, "by mlx-lm")
     ratio = found.ratio
     show(f"auto / {found.best}: {ratio.median:.3f}, {ratio.span('.3f') or 'one text'}")
     if (out := arguments.out) is not None:

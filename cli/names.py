@@ -1,0 +1,129 @@
+"""Names of models: one rule for every command.
+
+A name is a folder, a repository, or the last part of the name of a repository, of those on this
+machine first and else of `DEFAULT_OWNER`. Nothing is downloaded without a question.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import typer
+
+from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, ResourceError
+
+# Owner of the repositories that a name without an owner stands for, if it is not on this machine.
+DEFAULT_OWNER = "mlx-community"
+# Addresses of the hub, whose rest is a repository.
+HUB = re.compile(r"(?:https?://)?(?:www[.])?(?:huggingface[.]co|hf[.]co)/([^/]+/[^/]+).*")
+
+
+def complete_name(name: str) -> str:
+    """Complete a repository's name by models on this machine, or else by the default owner."""
+    from mlx_redrafter.model_store import find_stored, repository_of
+
+    if match := HUB.fullmatch(name):
+        raise ConfigError(f"expected a repository like org/name, got an address: say {match[1]}")
+    if ":" in name and "://" not in name:
+        joined = name.replace(":", "-")
+        raise ConfigError(
+            f"expected a repository like org/name, got {name!r}; names have no tags here; sizes "
+            f"and bits are parts of the name, as in {joined}-4bit"
+        )
+    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"expected a repository like org/name, got {name!r}")
+    if "/" in name:
+        return name
+    stored = find_stored(name, None)
+    return f"{DEFAULT_OWNER}/{name}" if stored is None else repository_of(stored)
+
+
+def find_model(name: str, yes: bool) -> str:
+    """Return the folder or repository of a model on this machine, after a download if agreed.
+
+    Raises:
+        CheckpointError: There is no such model, or it is a drafter.
+        ConfigError: The name cannot be one, or there is no terminal to ask at.
+        ResourceError: The model is larger than the memory.
+        UnsupportedTargetError: The model cannot be decoded exactly.
+    """
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+    from mlx_redrafter.model_store import find_stored
+
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if name and Path(name).expanduser().exists():
+        folder = Path(name).expanduser()
+    elif is_path and HUB.fullmatch(name) is None:
+        raise CheckpointError(
+            f"no such folder: {name}; give a folder or a repository like org/name"
+        )
+    else:
+        full = complete_name(name)
+        stored = find_stored(full, DEFAULT_ALLOW_PATTERNS)
+        if stored is None:
+            _download(full, yes)
+            return full
+        name, folder = full, stored
+    refuse_drafter(name, folder)
+    return name
+
+
+def refuse_drafter(name: str, folder: Path) -> None:
+    """Raise `CheckpointError` if a folder that is to be a model holds a drafter."""
+    from mlx_redrafter.checkpoints.recognition import recognise
+    from mlx_redrafter.proposers import draft_model, redrafter
+    from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
+
+    try:
+        kind, config = recognise(folder)
+    except RedrafterError:
+        return  # what loads the model says why it cannot
+    is_unknown = kind is redrafter and config.get("model_type") != MODEL_TYPE
+    if kind is not draft_model and not is_unknown:
+        raise CheckpointError(f"{name} is a drafter; give it with --drafter, next to its --model")
+
+
+def _download(full: str, yes: bool) -> None:
+    """Download a model that this machine can use, if the user agrees."""
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+    from mlx_redrafter.checkpoint_files import CONFIG_FILE, read_config
+    from mlx_redrafter.hub import download, find_repository
+    from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
+    from mlx_redrafter.target.model_parts import check_config
+
+    repository = find_repository(full, [CONFIG_FILE, *DEFAULT_ALLOW_PATTERNS])
+    folder = download(repository, [CONFIG_FILE])
+    refuse_drafter(full, folder)
+    check_config(read_config(folder))
+    size, memory = repository.size(DEFAULT_ALLOW_PATTERNS), read_total_memory()
+    if memory is not None and size > memory:
+        raise ResourceError(
+            f"{full} has {format_bytes(size)}, and this machine has {format_bytes(memory)} of "
+            "memory; use a copy in fewer bits, or a smaller model"
+        )
+    licence = repository.licence or "not stated"
+    if not agrees(f"Download {full} ({format_bytes(size)}, licence {licence})?", yes):
+        typer.echo("not downloaded", err=True)
+        raise typer.Exit(1)
+    download(repository, DEFAULT_ALLOW_PATTERNS)
+
+
+def agrees(question: str, yes: bool) -> bool:
+    """Ask the user; without a terminal ``--yes`` must have answered."""
+    if yes:
+        return True
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(f"{question} There is no terminal to ask at: add --yes")
+    return confirm(question)
+
+
+def confirm(question: str) -> bool:
+    """Ask at the terminal; Ctrl-C is none of the answers."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        raise KeyboardInterrupt from None

@@ -1,0 +1,83 @@
+"""Ctrl-C on a terminal ends every command soon, with exit code 130 and one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Trained
+from tests.helpers.terminal import Ended, interrupt
+
+# Seconds from Ctrl-C to the end; the machine of a test may be busy.
+LONGEST = 6.0
+TEXT = "Once upon a time there were two little cats in a big house. " * 40
+
+
+def _check(ended: Ended, line: str) -> None:
+    assert ended.code == 130, ended.output[-2000:]
+    assert ended.seconds < LONGEST
+    for wrong in ("Traceback", "Fatal Python error", "Exception ignored", "Aborted"):
+        assert wrong not in ended.output
+    assert line in ended.output
+    # The last line is the only one behind the signal's echo that is no part of the display.
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", ended.output).strip().splitlines()
+    assert line in shown[-1]
+
+
+# Python's own start, of some 30 ms, is not this program's; its first import says that it is over.
+IMPORTS = ("-X", "importtime", "-m", "mlx_redrafter")
+COMPLETION = {
+    "_REDRAFTER_MLX_COMPLETE": "complete_bash",
+    "COMP_WORDS": "redrafter-mlx gen",
+    "COMP_CWORD": "1",
+}
+
+
+@pytest.mark.parametrize("variables", [{}, COMPLETION], ids=["help", "completion"])
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
+def test_imports(delay: float, variables: dict[str, str]) -> None:
+    first = "mlx_redrafter.backend"
+    ended = interrupt(["--help"], first, delay, variables=variables, python=IMPORTS)
+    assert ended.code in (0, 130)
+    for wrong in ("Traceback", "Fatal Python error"):
+        assert wrong not in ended.output
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_text(stories: Trained, times: int) -> None:
+    arguments = ["generate", "--model", stories.folder, "-p", "Once", "-m", 100_000, "--temp", 1]
+    ended = interrupt(arguments, "tokens/s", 0.2, times)
+    _check(ended, "stopped")
+
+
+def test_the_question_of_a_chat(chat_folder: Path) -> None:
+    _check(interrupt(["chat", "--model", chat_folder], ">> ", 0.2), "stopped")
+
+
+@pytest.mark.parametrize("after", ["needs about", "rehearsal", "generating"])
+def test_training(stories: Trained, tmp_path: Path, after: str) -> None:
+    (tmp_path / "texts.txt").write_text(f"{TEXT}\n\n" * 20)
+    out = tmp_path / "drafter"
+    data = ["--data", tmp_path / "texts.txt", "--out", out]
+    ended = interrupt(["train", "--model", stories.folder, *data], after, 0.3)
+    begun = (out / "run.json").exists()
+    _check(ended, f"--out {out} --resume" if begun else "stopped; nothing was begun")
+
+
+def test_what_holds_the_main_thread() -> None:
+    """A computation of MLX that takes minutes."""
+    code = (
+        "from mlx_redrafter.cli import main\n"
+        "import mlx.core as mx\n"
+        "def hold(arguments):\n"
+        "    x = mx.ones((2048, 2048))\n"
+        "    for _ in range(5000): x = x @ x\n"
+        "    print('holding', flush=True)\n"
+        "    mx.eval(x)\n"
+        "    return 0\n"
+        "main.main = hold\n"
+        "main.run()\n"
+    )
+    _check(interrupt([], "holding", 0.5, python=("-c", code)), "stopped")
