@@ -115,7 +115,7 @@ class Talk:
         else:
             kind = float if name in ("temp", "top_p", "min_p") else int
             try:
-                number = kind(value)
+                number: Any = kind(value)
             except ValueError:
                 raise ConfigError(f"{name} must be a number, got {value!r}") from None
             self._options = replace(self._options, **{name: number})

@@ -30,10 +30,10 @@ import sys
 if os.path.basename(sys.argv[0]) == "redrafter-mlx" or (
     sys.argv[0] == "-m" and "mlx_redrafter" in sys.orig_argv
 ):
-    # Until the program handles Ctrl-C itself; `signal` would be slow to import.
-    import _signal
+    # Until the program handles Ctrl-C itself.
+    import signal
 
-    _signal.signal(_signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -51,7 +51,7 @@ def check_destination(
             raise ConfigError(
                 f"expected a {kind} to write, found a {found}: {path}; choose another"
             )
-        read = [found for given in inputs if (found := _locate(given)) is not None]
+        read = [one for given in inputs if (one := _locate(given)) is not None]
         present = _foreign(place)
         is_inside = present and not is_own and any(_holds(one, place) for one in read)
         if is_inside or any(_holds(place, one) for one in read):
