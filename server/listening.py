@@ -117,9 +117,9 @@ class Server(uvicorn.Server):
             ending.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; a second signal ends the texts at once."""
+        """Begin to end; Ctrl-C and a second signal end the texts at once."""
         self._captured_signals.append(sig)
-        if self.should_exit and self._loop is not None:
+        if self._loop is not None and (self.should_exit or sig == signal.SIGINT):
             self._loop.call_soon_threadsafe(self._end_now)
         self.should_exit = True
 

@@ -201,7 +201,7 @@ class SequenceDecoder:
             sizes, known = (drafts.num_nodes, drafts.num_unmerged), drafts.known
         else:  # the root is committed already
             sizes, known, length = ((0, 0) if first else (1, 1)), None, length - 1
-        if first or self.last.is_finite:
+        if self.last is None or self.last.is_finite:
             num_nodes, num_unmerged = sizes
             self.last = replace(
                 found,

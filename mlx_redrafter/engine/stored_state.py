@@ -18,6 +18,7 @@ import numpy as np
 from mlx_redrafter.checkpoint_files import named_parameters, write_text
 from mlx_redrafter.measured import DAMAGED, cache_folder, fingerprint
 from mlx_redrafter.policy.state import PolicyState
+from mlx_redrafter.proposers.lookup.chances import Chances
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,14 @@ class StateFile:
 
     Args:
         networks: The model, and the networks of the drafter.
+        chances: Rates of lookups, which the file holds, too.
     """
 
-    def __init__(self, networks: Sequence[nn.Module]):
+    def __init__(self, networks: Sequence[nn.Module], chances: Chances):
         folder = cache_folder()
         name = fingerprint(("state", FORM, _digest(networks)), networks)
         self._path = folder and folder / f"{name}.state"
+        self._chances = chances
         # Number of texts so far, and at the next time that the file is written.
         self._num_texts, self._next = 0, 1
 
@@ -54,6 +57,7 @@ class StateFile:
             batches = {
                 int(size): PolicyState.restored(one) for size, one in stored["batches"].items()
             }
+            self._chances.restore(stored["lookups"])
         except DAMAGED:
             return None, {}
         return policy or None, batches
@@ -67,6 +71,7 @@ class StateFile:
         stored = {
             "policy": policy and policy.stored(),
             "batches": {str(size): one.stored() for size, one in dict(batches).items()},
+            "lookups": self._chances.stored(),
         }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

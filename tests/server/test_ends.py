@@ -72,10 +72,11 @@ def _slow_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("signals", "code"),
     [
+        ([signal.SIGINT], 130),
         ([signal.SIGINT, signal.SIGINT], 130),
         ([signal.SIGHUP, signal.SIGTERM], 0),
     ],
-    ids=["Ctrl-C twice", "SIGHUP and SIGTERM"],
+    ids=["Ctrl-C", "Ctrl-C twice", "SIGHUP and SIGTERM"],
 )
 def test_a_second_signal_ends_texts_at_once(
     tmp_path: Path, signals: list[signal.Signals], code: int

@@ -19,6 +19,8 @@ NUM_BEST = 8
 LONGEST = 3
 # Number of newest occurrences of a context that are known, and of matches that are followed.
 OCCURRENCES = 4
+# Length of a match, in tokens, beside which no further ones are looked up.
+LONG = 12
 # Number of contexts of which the newest are known: that many, or up to twice as many.
 MAX_CONTEXTS = 1 << 16
 # Token ids, plus 1, fit in so many bits.
@@ -32,18 +34,9 @@ Entry = tuple[Any, ...]
 _NOTHING: Entry = (None,)
 
 
-class Candidates(NamedTuple):
-    """The K tokens that were most probable after the newest occurrence of a context.
-
-    Attributes:
-        order: Number of tokens of the context.
-        tokens: Token ids.
-        log_probs: Their natural log-probabilities, descending.
-    """
-
-    order: int
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
+# Number of tokens of a context, the K tokens that were most probable after it, and their natural
+# log-probabilities, descending.
+Candidates = tuple[int, Sequence[int], Sequence[float]]
 
 
 class Place(NamedTuple):
@@ -99,7 +92,7 @@ class Contexts:
         key = following(place.key, token)
         tokens, size = self.tokens, len(self.tokens)
         matches = [(p + 1, n + 1) for p, n in place.matches if tokens[p] == token and p + 1 < size]
-        if len(matches) < OCCURRENCES:
+        if len(matches) < OCCURRENCES and not (matches and matches[0][1] > LONG):
             known = {p for p, _ in matches}
             for order, context in zip(range(LONGEST, 0, -1), _suffixes(key), strict=False):
                 positions = self._entry(context)[1:]
@@ -114,7 +107,7 @@ class Contexts:
             row = self._entry(context)[0]
             if row is not None:
                 values = _ROW.unpack(row)
-                return Candidates(order, values[:NUM_BEST], values[NUM_BEST:])
+                return order, values[:NUM_BEST], values[NUM_BEST:]
         return None
 
     def _entry(self, context: int) -> Entry:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import exp, log
+from operator import itemgetter
 
 from mlx_redrafter.decoding.sampling import MIN_FACTOR, GumbelNoise
 from mlx_redrafter.device_read import as_rows, entries
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.lookup.chances import (
+    BOUNDS,
     Chances,
     Child,
-    feature_of,
+    features_of,
     group_of_match,
-    group_of_share,
 )
 from mlx_redrafter.proposers.lookup.contexts import Contexts, Place
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
 # Minimum probability of a draft.
-LEAST_PROBABILITY = 0.01
+LEAST_PROBABILITY = 0.002
 
 _LEAST = log(LEAST_PROBABILITY)
 
@@ -54,14 +56,14 @@ class DraftTree:
             """Let the child of a node compete: its best one, then the next best."""
             children = self.children(node)
             if rank < min(len(children), most):
-                score = self._scores[node] + log(children[rank].chance)
+                score = self._scores[node] + log(children[rank][0])
                 if score >= _LEAST:
                     heappush(waiting, (-score, node, rank))
 
         offer(0, 0)
         while waiting and len(self._tokens) < plan.num_nodes:
             score, parent, rank = heappop(waiting)
-            node = self._add(parent, self.children(parent)[rank].token, -score)
+            node = self._add(parent, self.children(parent)[rank][1], -score)
             offer(parent, rank + 1)
             if self._depths[node] < levels:
                 offer(node, 0)
@@ -80,11 +82,11 @@ class DraftTree:
         node, probability = 0, 1.0
         while len(found) < most:
             children = self.children(node)
-            probability *= children[0].chance if children else 0.0
+            probability *= children[0][0] if children else 0.0
             if probability < least:
                 break
             found.append(probability)
-            node = self._add(node, children[0].token, log(probability))
+            node = self._add(node, children[0][1], log(probability))
         return found
 
     def learn(self, tokens: Sequence[int]) -> None:
@@ -103,11 +105,9 @@ class DraftTree:
 
     def children(self, node: int) -> list[Child]:
         """Return tokens that may follow a node, the most probable first."""
-        found = self._children[node]
-        if found is None:
-            found = self._find(self._places[node], self._depths[node])
-            self._children[node] = found
-        return found
+        if self._children[node] is None:
+            self._children[node] = self._find(self._places[node], self._depths[node])
+        return self._children[node] or []
 
     def _add(self, parent: int, token: int, score: float) -> int:
         self._tokens.append(token)
@@ -120,25 +120,28 @@ class DraftTree:
 
     def _find(self, place: Place, depth: int) -> list[Child]:
         tokens, rates = self._contexts.tokens, self._chances.rates
-        has_noise = self._noise is not None and depth < len(self._noise)
         matches: dict[int, int] = {}
         for position, length in place.matches:
             token = tokens[position]
             if token not in matches and token != NO_TOKEN:
                 matches[token] = group_of_match(length)
-        features: list[tuple[int, int]] = []
+        children: list[Child] = []
         found = self._contexts.candidates(place.key)
         if found is not None:
             order, drafts, log_shares = found
+            has_noise = self._noise is not None and depth < len(self._noise)
             if has_noise:
                 drafts, log_shares = self._add_noise(drafts, log_shares, depth)
+            first = features_of(0, order, has_noise)
             for token, log_share in zip(drafts, log_shares, strict=True):
-                group, match = group_of_share(log_share), matches.pop(token, 0)
-                features.append((token, feature_of(match, order, group, has_noise)))
+                feature = bisect_left(BOUNDS, -log_share)
+                match = matches.pop(token, 0)
+                feature += features_of(match, order, has_noise) if match else first
+                children.append((rates[feature], token, feature))
         for rank, (token, match) in enumerate(matches.items()):
-            features.append((token, feature_of(match, 0, rank, has_noise)))
-        children = [Child(rates[feature], token, feature) for token, feature in features]
-        children.sort(key=_chance, reverse=True)
+            feature = features_of(match, 0, False) + rank
+            children.append((rates[feature], token, feature))
+        children.sort(key=itemgetter(0), reverse=True)
         return children
 
     def _add_noise(
@@ -157,10 +160,6 @@ class DraftTree:
         most = scores[0][0]
         total = most + log(sum([exp(score - most) for score, _ in scores]))
         return [token for _, token in scores], [score - total for score, _ in scores]
-
-
-def _chance(child: Child) -> float:
-    return child.chance
 
 
 def _num_allowed(log_probs: Sequence[float], params: SamplingParams) -> int:

@@ -87,13 +87,13 @@ def test_candidates_are_those_of_the_longest_context() -> None:
     table.teach(key, _row(100))
     found = table.candidates(table.end.key)
     assert found is not None
-    assert (found.order, list(found.tokens)[:2]) == (1, [100, 101])
+    assert (found[0], list(found[1])[:2]) == (1, [100, 101])
     table.add(5, _row(200))
     for token in (2, 3, 4):
         table.add(token)
     found = table.candidates(table.end.key)
     assert found is not None
-    assert (found.order, found.tokens[0], found.log_probs[:2]) == (3, 200, (0.0, -0.5))
+    assert (found[0], found[1][0], found[2][:2]) == (3, 200, (0.0, -0.5))
     assert table.end.matches[0] == (4, 3)
 
 
@@ -115,7 +115,7 @@ def test_the_table_is_bounded_and_forgets_the_oldest() -> None:
             key = following(key, token)
         found = table.candidates(key)
         assert found is not None
-        assert found.tokens[0] == 4999
+        assert found[1][0] == 4999
         for token in (7, 8):
             key = following(key, token)
         assert table.candidates(key) is None

@@ -115,7 +115,7 @@ def test_the_prompt_teaches_no_chances() -> None:
 
 def test_chances_forget() -> None:
     chances = Chances()
-    children = [Child(0.5, 7, 3), Child(0.2, 8, 4)]
+    children: list[Child] = [(0.5, 7, 3), (0.2, 8, 4)]
     for token in [7] * 500 + [9] * 500:
         chances.learn(children, token)
     assert chances.rates[3] < 0.01
