@@ -109,6 +109,13 @@ def _run(*options: str, code: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
+def _num_running(port: int) -> int:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    return int(text.partition("\nredrafter_running_requests ")[2].split()[0])
+
+
 # A chunk of a prompt that takes longer than anyone waits, as MLX may.
 SLOW_CHUNK = """
 import time
@@ -126,11 +133,12 @@ def test_a_second_signal_in_the_middle_of_a_prompt(first: signal.Signals) -> Non
             answers: list[Any] = []
             prompt = "Once upon a time " * 100
             threads = [_ask(port, answers, stream=one, prompt=prompt) for one in (True, False)]
-            time.sleep(1)
+            while _num_running(port) < 2:
+                time.sleep(0.1)
             server.send_signal(first)
-            time.sleep(0.3)
+            time.sleep(0.5)
             begin = time.monotonic()
-            server.send_signal(signal.SIGTERM)
+            server.send_signal(first)
             code = server.wait(20)
             took = time.monotonic() - begin
             for thread in threads:
