@@ -112,7 +112,7 @@ def generate(
         bool | None,
         typer.Option(
             "--stats/--no-stats",
-            help="Print statistics to stderr; by default if that is a terminal.",
+            help="Print statistics to stderr; by default on a terminal and with --verbose.",
             show_default=False,
         ),
     ] = None,
@@ -139,7 +139,7 @@ def generate(
         )
     else:
         typer.echo()
-        if stats or (stats is None and is_talkative()):
+        if stats or (stats is None and (verbose or is_talkative())):
             _print_statistics(last, hits, pair.drafts)
     if verbose and last.stats.shapes:
         _print_shapes(last.stats.shapes)
