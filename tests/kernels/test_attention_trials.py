@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from inspect import unwrap
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -142,7 +143,7 @@ def test_the_limit_counts_the_keys_of_the_deepest_node(
 @needs_emulator
 @pytest.mark.usefixtures("machine", "no_matrices")
 def test_a_wrong_order_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     variant = AttentionVariant(64, "float32")  # 16 bits hide most of it
     source = attention_source(variant).replace("int i = group;", "int i = group ^ (group >> 1);")
@@ -153,7 +154,7 @@ def test_a_wrong_order_is_refused(
     )
     monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
     monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
-    shown = run(capsys, "check", "--kernels", "--model", "a", "--drafter", "lookup")
+    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup")
     assert shown.code == 1
     assert shown.out.splitlines()[1:] == [
         "attention of 4 heads, 2 of keys, of 64, float32; layers: 1",
@@ -163,13 +164,15 @@ def test_a_wrong_order_is_refused(
 
 @needs_emulator
 @pytest.mark.usefixtures("machine", "no_matrices")
-def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(
         "mlx_redrafter.checkpoints.loading.load", lambda *_, **__: (_model(), None, None)
     )
     monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
     monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
-    shown = run(capsys, "check", "--kernels", "--model", "a", "--drafter", "lookup")
+    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup")
     assert shown.code == 0
     assert "\n  equal: up to 40 keys\n" in shown.out
     assert "   4 rows: 1000.000 ms, MLX's 1000.000 ms, used\n" in shown.out

@@ -155,7 +155,9 @@ def test_cancelled_texts_do_not_lower_the_tokens_per_step() -> None:
         for _ in range(5):
             with closing(http.client.HTTPConnection("127.0.0.1", served.port)) as connection:
                 connection.request("POST", PATH, body, headers)
-                connection.getresponse().readline()
+                response = connection.getresponse()
+                for _ in range(12):
+                    response.readline()
             served.wait_until_idle()
         entry = served.send("/v1/models/tiny")[1]
     assert served.worker.counters.texts["cancelled"] == 5

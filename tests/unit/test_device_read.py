@@ -245,6 +245,14 @@ ALLOWED = {
         "bool(cached)",  # a list
         "mx.eval([layer.stock.state for layer in self.cache.layers])",
     ],
+    # Numbers of a file, before a text.
+    "proposers/lookup/chances": [
+        "int(feature)",
+        "float(rate)",
+        "int(feature)",
+        "int(feature)",
+        "int(count)",
+    ],
     "target/compiled_pass": [
         "mx.eval(matrix)",  # while a pass is traced
         "mx.array_equal(found, wanted, equal_nan=True).item()",  # once per model

@@ -142,6 +142,8 @@ class LookupDrafting:
         if flight is None:
             return
         contexts, tokens = self.contexts, flight.tokens
+        if len(tokens) < len(flight.rows):
+            return  # logits that are NaN gave no token: the text ends
         if self._tree is not None:
             self._tree.learn(tokens)
             self._tree = None

@@ -85,7 +85,7 @@ def test_a_marker_in_pieces_and_an_end_within_a_string() -> None:
         answer = _write(engine, tokens)
         (call,) = answer.tool_calls
         assert (call.name, json.loads(call.arguments)) == ("say", {"text": said})
-        assert (answer.content, answer.finish_reason) == ("Well ", "tool_calls")
+        assert (answer.content, answer.finish_reason) == ("Well", "tool_calls")
 
 
 def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker() -> None:
