@@ -103,24 +103,6 @@ def test_sweep(folders, tmp_path):
     assert len(list(out.glob("*.png"))) == 2 * 2
 
 
-def test_acceptance_without_the_random_numbers_of_the_target(folders, tmp_path):
-    target, drafter = folders
-    prompts = tmp_path / "p.txt"
-    prompts.write_text("abc")
-    options = (
-        "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 40, "--temps", "0,2",
-    )  # fmt: skip
-    outs = [tmp_path / f"{name}.json" for name in ("with", "without")]
-    run_lab("acceptance", *options, "-o", outs[0])
-    run_lab("acceptance", *options, "--no-couple", "-o", outs[1])
-    results = [json.loads(out.read_text()) for out in outs]
-    assert [result["configuration"]["couple"] for result in results] == [True, False]
-    for coupled, uncoupled in zip(*(result["points"] for result in results), strict=True):
-        rates = [point["row"]["tokens_per_step"] for point in (coupled, uncoupled)]
-        assert (rates[0] == rates[1]) == (coupled["temp"] == 0)
-        assert coupled["row"]["num_different"] == uncoupled["row"]["num_different"] == 0
-
-
 def test_sweep_without_matplotlib(folders, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     prompts = tmp_path / "p.txt"
@@ -149,20 +131,6 @@ def test_lists():
     assert parse_names("a, b,a", ("a", "b")) == ("a", "b")
     with pytest.raises(ConfigError, match="expected some of a, b, got 'c'"):
         parse_names("c", ("a", "b"))
-
-
-def test_predict_says_what_it_is():
-    text = run_lab("predict", "--chip", "m1 max")
-    assert "PREDICTION, not a measurement" in text
-    assert "w1 l5" in text
-    assert "default" in text
-    assert "The best shape is predicted to be" in " ".join(text.split())
-
-
-def test_a_prediction_with_the_kernels_is_an_estimate():
-    text = run_lab("kernels", "--chip", "M1 Ultra")
-    assert "PREDICTION, not a measurement" in text
-    assert "ESTIMATE" in text
 
 
 def test_validation_of_the_prediction():

@@ -1,11 +1,11 @@
-"""Regret: the default beside fixed plans, on a pair and in simulation."""
+"""Regret: the default beside fixed plans, in simulation."""
 
 import json
 
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.lab.regret import GRID, find_regret, simulate_regret
+from mlx_redrafter.bench.lab.regret import simulate_regret
 from mlx_redrafter.bench.lab.scenarios import make_scenario
 from mlx_redrafter.bench.lab.simulation import (
     FIXED,
@@ -15,46 +15,9 @@ from mlx_redrafter.bench.lab.simulation import (
     run_fixed,
     run_policy,
 )
-from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, TimedRun
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.plans import FixedPolicy
 from tests.bench.commands import run_lab
-
-
-def make_run(arm, repeat, seconds, tokens=11):
-    steps = [] if arm == STOCK else [tokens - 1]
-    ids = list(range(tokens))
-    return TimedRun("", 0, arm, "p", "c", repeat, 5, 1.0, seconds, ids, steps, 80, 80, 0)
-
-
-def test_the_best_fixed_way_is_the_one_with_the_highest_median():
-    seconds = {STOCK: (4, 4, 4), PLAIN: (4, 4, 4), "a": (2, 2, 9), "b": (1, 3, 3), AUTO: (1, 2, 3)}
-    runs = [
-        make_run(arm, i, value) for arm, values in seconds.items() for i, value in enumerate(values)
-    ]
-    found = find_regret(runs, STOCK)
-    assert found.best == "a"
-    assert found.ratio.median == pytest.approx(2.0)
-    assert found.ratio.count == 3
-    assert len(found.rows) == 5
-
-
-def test_plain_decoding_may_be_the_best():
-    runs = [make_run(arm, 0, s) for arm, s in ((STOCK, 2), (PLAIN, 2), ("a", 4), (AUTO, 2.5))]
-    found = find_regret(runs, STOCK)
-    assert (found.best, found.ratio.median) == (PLAIN, pytest.approx(0.8))
-
-
-def test_regret_of_a_pair(folders, tmp_path):
-    target, drafter = folders
-    prompts, out = tmp_path / "p.txt", tmp_path / "r.json"
-    prompts.write_text("abc abc\n\ndef def")
-    options = ("--model", target, "--drafter", drafter, "--prompts", prompts, "-o", out)
-    text = run_lab("regret", *options, "-m", 12, "--repeats", 1)
-    assert "auto / " in text
-    result = json.loads(out.read_text())
-    assert len(result["runs"]) == 2 * (len(GRID) + 3)
-    assert not any(row["num_different"] for row in result["found"]["rows"])
 
 
 def test_simulated_regret_is_reproducible(tmp_path):

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 import numpy as np
 from rich.table import Table
 
-from mlx_redrafter.bench.lab import hard_machines, hard_siblings, step_model
+from mlx_redrafter.bench.lab import hard_machines, hard_siblings
 from mlx_redrafter.bench.lab.options import add_out, at_least
 from mlx_redrafter.bench.lab.regret import simulate_regret
 from mlx_redrafter.bench.result_file import new_result, write_result
@@ -27,16 +27,11 @@ def add_options(parser: ArgumentParser) -> None:
         help="machines whose steps cost something else than was timed, or drafters whose scores of "
         "siblings mislead",
     )
-    parser.add_argument("--gpu", action="store_true", help="an H200, by a model of its steps")
     add_out(parser)
 
 
 def run(arguments: Namespace) -> None:
     """Run the command."""
-    if arguments.gpu:
-        for table in step_model.make_tables():
-            show(table)
-        return
     scenarios, first, is_shared = arguments.scenarios, arguments.first, arguments.shared
     if arguments.hard is not None:
         cases = hard_machines if arguments.hard == "machines" else hard_siblings
