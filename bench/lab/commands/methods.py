@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from mlx_redrafter.bench.turns import (
     reference_arm,
     time_shapes,
 )
+from mlx_redrafter.cli.bench_options import Rounds
 from mlx_redrafter.cli.bench_output import parse_shapes, parse_temps, progress, refuse_texts
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
@@ -65,6 +66,7 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-m", "--max-tokens", type=at_least(2), default=128)
     parser.add_argument("--repeats", type=at_least(1), default=1, help="rounds per question")
+    parser.add_argument("--cool-down", type=float, default=0.0, help="seconds before a run")
     parser.add_argument(
         "--max-repeated",
         type=float,
@@ -78,23 +80,25 @@ def add_options(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> None:
     """Run the command."""
     temps = parse_temps(arguments.temps)
+    rounds = Rounds(arguments.max_tokens, arguments.repeats, arguments.cool_down)
     model, tokenizer, drafters = _load(arguments.model, arguments.drafter)
     prompts = _choose(tokenizer, arguments)
     configuration = {
         "model": checkpoint_name(arguments.model),
         "drafters": {name: list(map(arm_name, plans)) for name, (_, plans) in drafters.items()},
         **describe_prompts(arguments.prompts, prompts),
-        **{name: getattr(arguments, name) for name in ("max_tokens", "repeats", "seed")},
+        **asdict(rounds),
+        "seed": arguments.seed,
     }
     recording = Recording(arguments.out, "methods", configuration, arguments.resume)
     common = CommonSettings(
-        model, tokenizer, None, arguments.max_tokens, seed=SamplingParams(seed=arguments.seed).seed
+        model, tokenizer, None, rounds.max_tokens, seed=SamplingParams(seed=arguments.seed).seed
     )
     parts = []
     for temp in temps:
         turns = [
             [Turn(f"T {temp:g}", 0, prompt, repeat)]
-            for repeat in range(arguments.repeats)
+            for repeat in range(rounds.repeats)
             for prompt in prompts
         ]
         make = partial(_methods, drafters=drafters)
@@ -106,7 +110,7 @@ def run(arguments: Namespace) -> None:
             time_shapes(replace(common, drafter=drafter), longest, recording)
 
     with progress("Texts") as on_progress:
-        decode_in_turns(parts, recording, on_progress=on_progress, prepare=prepare)
+        decode_in_turns(parts, recording, rounds.cool_down, on_progress, prepare)
     rows = []
     for part in parts:
         group = part.batches[0][0].group

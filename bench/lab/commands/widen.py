@@ -27,7 +27,6 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="layers of the copy; added ones do nothing")
     parser.add_argument("--drafter", help="recurrent drafter made for the small model")
     parser.add_argument("--drafter-out", type=Path, help="folder for the drafter's copy")
-    parser.add_argument("--drafter-exit-dim", type=at_least(1), help="width of the copied head")
     parser.add_argument("--context", type=at_least(1), help="context of the copy, in tokens")
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of arbitrary weights")
 
@@ -49,6 +48,5 @@ def run(arguments: Namespace) -> None:
     typer.echo(f"{destination}: {shape.num_parameters / 1e6:.1f}M parameters, {shape}")
     if drafter is None:
         return
-    exit_dim = arguments.drafter_exit_dim
-    config = widen_drafter(drafter, drafter_out, shape.hidden_size, exit_dim, seed)
+    config = widen_drafter(drafter, drafter_out, shape.hidden_size, seed)
     typer.echo(f"{drafter_out}: {config}")
