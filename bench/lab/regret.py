@@ -47,7 +47,6 @@ class SimulatedRegret:
 def simulate_regret(
     scenarios: int,
     first: int = 0,
-    is_shared: bool = False,
     on_progress: OnProgress = lambda done, total: None,
 ) -> SimulatedRegret:
     """Let the default decode the texts of simulated scenarios.
@@ -55,13 +54,12 @@ def simulate_regret(
     Args:
         scenarios: Number of scenarios.
         first: Number of the first scenario, see `make_scenario`.
-        is_shared: Whether other work disturbs the machines.
         on_progress: Callback for the number of scenarios done and their total.
     """
     outcomes, first_texts = [], []
     for done in range(scenarios):
         on_progress(done, scenarios)
-        scenario = make_scenario(first + done, is_shared)
+        scenario = make_scenario(first + done)
         outcomes.append(play(scenario, begin_policy))
         first_texts.append(play_first(scenario, begin_policy, _store))
     on_progress(scenarios, scenarios)

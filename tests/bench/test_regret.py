@@ -42,20 +42,6 @@ def test_a_fixed_policy_takes_the_time_that_is_computed_for_it():
     assert plain == pytest.approx(200 * text.scenario.costs.plain, rel=0.06)
 
 
-def test_a_shared_machine_slows_the_same_text_down() -> None:
-    quiet, shared = make_scenario(5), make_scenario(5, is_shared=True)
-    assert shared.ease.tolist() == quiet.ease.tolist()
-    assert shared.timed == quiet.timed
-    text, own = SimulatedText(shared), SimulatedText(quiet)
-    assert text.drafts(10, 2) == own.drafts(10, 2)
-    assert run_fixed(text, None, 0, 200) > 1.05 * run_fixed(own, None, 0, 200)
-    late = shared.seconds(240, None, 1, waits=False) / shared.slowed[240]
-    assert late > quiet.seconds(240, None, 1, waits=False)
-    for plan in (None, DraftPlan.of(2, 4, 8)):
-        decoded = run_policy(text, Fixed(plan), 0, 200)
-        assert decoded == pytest.approx(run_fixed(text, plan, 0, 200), rel=0.1)
-
-
 def test_a_policy_is_told_no_more_than_decoding_knows():
     """Drafts beyond those accepted have tokens that say nothing of the text."""
     text = SimulatedText(make_scenario(3))

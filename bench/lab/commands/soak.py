@@ -25,8 +25,6 @@ TEMPLATES = {
     "first": "{% for one in messages %}{{ one.content }} {% endfor %}",
     "second": "{% for one in messages %}She said: {{ one.content }} {% endfor %}",
 }
-# Maximum growth of the server's memory under load, as a share.
-GROWTH = 0.5
 # Maximum size of the log, in bytes.
 MAX_LOG = 4 << 20
 
