@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import shlex
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import HTTPServer
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
 import pytest
+import typer
 from typer.main import get_command
 
 from mlx_redrafter.bench.lab.__main__ import NAMES, make_parser
@@ -21,6 +26,11 @@ from tests.helpers.cli import run
 from tests.helpers.models import ROOT
 
 PROGRAM = "redrafter-mlx"
+LABORATORY = "python -m mlx_redrafter.bench.lab"
+# A program of this package and the words after it, up to the end of the shell's command.
+LINE = re.compile(
+    rf"(?:^|[\s/])({PROGRAM}|python -m mlx_redrafter[\w.]*)(?=\s|$)((?:(?! \d?[<>])[^|;])*)"
+)
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -40,29 +50,92 @@ def _blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def _commands(page: Path) -> list[str]:
-    """Commands in blocks and in sentences; a name in capitals stands for one of the reader's."""
-    text = page.read_text(encoding="utf-8")
-    lines = "\n".join(_blocks(text, "")).replace("\\\n", " ").splitlines()
-    lines += re.findall(r"^    (.*)$", text.replace("\\\n", " "), re.MULTILINE)
-    typed = [line.removeprefix("$ ").strip() for line in lines]
+class _Line(NamedTuple):
+    """A command line on a page: its program, the words after it, and whether it may be shortened.
+
+    Sentences also name a command alone, without the arguments that it needs.
+    """
+
+    program: str
+    words: list[str]
+    is_in_sentence: bool
+
+
+def _lines(page: Path) -> Iterator[_Line]:
+    """Command lines in blocks and in sentences; a name in capitals stands for one of the reader's.
+
+    Those for any command are left out. What starts the program, such as ``uv run`` or
+    ``mlx.launch``, is not part of a line.
+    """
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-    typed += [" ".join(one.split()) for one in re.findall(r"`([^`]+)`", prose)]
-    typed = [re.sub(r"[\[\]]", "", one) for one in typed]  # around options that may be left out
-    return [one for one in typed if re.match(f"{PROGRAM} (?!.*(COMMAND|bench NAME))", one)]
+    typed = "\n".join(
+        re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    ).splitlines()
+    typed += re.findall(r"^    (.*)$", prose, re.MULTILINE)
+    spans = [" ".join(one.split()) for one in re.findall(r"`([^`]+)`", prose)]
+    spans = [re.sub(r"[\[\]]", "", one) for one in spans]  # around options that may be left out
+    for number, line in enumerate([*typed, *spans]):
+        for part in line.split(" && "):
+            found = LINE.search(part)
+            words = shlex.split(found[2], comments=True) if found else []
+            is_in_sentence = number >= len(typed)
+            is_about_any = (
+                "COMMAND" in words or words[:1] == ["NAME"] or words[:2] == ["bench", "NAME"]
+            )
+            if found and not (is_about_any if words else is_in_sentence):
+                yield _Line(found[1], words, is_in_sentence)
+
+
+def _commands(page: Path) -> list[list[str]]:
+    """Words after the program's name."""
+    return [line.words for line in _lines(page) if line.program == PROGRAM and line.words]
+
+
+def _check(line: _Line) -> None:
+    """Parse a line by the parser of its program; raise a usage error if it does not fit."""
+    is_name = line.is_in_sentence and len(line.words) == 1 + (line.words[:1] == ["bench"])
+    if line.program in (PROGRAM, "python -m mlx_redrafter"):
+        _parse([*line.words, *(["--help"] if is_name else [])])
+    elif line.program == LABORATORY:
+        _, parser = make_parser(line.words[0])
+        if not is_name:
+            parser.parse_args(line.words[1:])
+    else:
+        _parse_by_module(line.program.removeprefix("python -m "), line.words)
 
 
 def _parse(words: list[str]) -> None:
-    """Raise a usage error unless there is such a command with such options."""
+    """Raise a usage error unless there is such a command with such options and arguments."""
     command: Any = get_command(app)
     name, parent = PROGRAM, None
-    while True:
-        context = command.make_context(name, words, parent=parent)
-        if not hasattr(command, "commands"):
-            return
-        words = [*context._protected_args, *context.args]
-        name, command, words = command.resolve_command(context, words)
-        parent = context
+    with suppress(typer.Exit):  # of --help
+        while True:
+            context = command.make_context(name, words, parent=parent)
+            if not hasattr(command, "commands"):
+                return
+            words = [*context._protected_args, *context.args]
+            name, command, words = command.resolve_command(context, words)
+            parent = context
+
+
+class _Parsed(Exception):
+    """The arguments are parsed."""
+
+
+def _parse_by_module(module: str, words: list[str]) -> None:
+    """Run a module's ``main`` until it has parsed its arguments."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse(parser: argparse.ArgumentParser) -> None:
+        real(parser, words)
+        raise _Parsed
+
+    main = import_module(module).main
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        with pytest.raises(_Parsed):
+            main()
 
 
 def _options() -> dict[tuple[str, ...], set[str]]:
@@ -103,18 +176,42 @@ def test_options_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=lambda page: page.name)
-def test_commands_exist(page: Path) -> None:
-    for command in _commands(page):
-        words = shlex.split(command, comments=True)[1:]
-        named_only = len(words) == 1 or words[-1] == "--help"
-        if not named_only and not words[0].startswith("-"):
-            _parse(words)
+def test_every_command_line_is_parsed_by_its_program(page: Path) -> None:
+    wrong = []
+    for line in _lines(page):
+        try:
+            _check(line)
+        except (typer.TyperException, SystemExit, ModuleNotFoundError) as error:
+            wrong.append(f"{line.program} {shlex.join(line.words)}: {error!r}")
+    assert wrong == []
 
 
-def test_a_command_that_does_not_exist_is_noticed() -> None:
-    for words in (["generate", "--no-such"], ["no-such"], ["bench", "no-such"]):
-        with pytest.raises(Exception, match="such"):
-            _parse(words)
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "redrafter-mlx generate --no-such",
+        "redrafter-mlx no-such",
+        "redrafter-mlx bench no-such",
+        "redrafter-mlx bench share x.json",  # without --out
+        "python -m mlx_redrafter no-such",
+        f"{LABORATORY} tables --no-such",
+        f"{LABORATORY} no_such",
+        f"{LABORATORY}.layer_kinds windows WIDENED",
+    ],
+)
+def test_a_line_that_does_not_fit_is_noticed(typed: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```\nA=1 mlx.launch -n 2 .venv/bin/{typed} 2> log\n```\n")
+    (line,) = _lines(page)
+    with pytest.raises((typer.TyperException, SystemExit, ModuleNotFoundError)):
+        _check(line)
+
+
+def test_every_command_on_the_pages_is_run_by_a_test() -> None:
+    tests = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
+    called = set(re.findall(r"""\(\s*(?:capsys,\s*)?\[?"([a-z]+)",""", tests))
+    quoted = {words[0] for page in PAGES for words in _commands(page)}
+    assert {one for one in quoted if not one.startswith("-")} <= called
 
 
 def test_the_example_of_the_readme_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +267,7 @@ def test_commands_of_the_command_line_page_run(
     names = {"MODEL": chat_folder, "DRAFTER": drafter_folder, "SMALLER-MODEL": stories.folder}
     done = []
     for command in _commands(ROOT / "docs" / "command-line.md"):
-        words = [str(names.get(word, word)) for word in shlex.split(command, comments=True)[1:]]
+        words = [str(names.get(word, word)) for word in command]
         if words[0] in RUN:
             monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
             found = run(capsys, *words, "-m", 8)
