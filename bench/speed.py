@@ -190,7 +190,8 @@ def all_prompts(
     size = setting.batch_size
     if size > len(prompts):
         raise ConfigError(
-            f"expected at least {size} prompts for a batch of {size}, got {len(prompts)}"
+            f"expected at least {size} prompts for a batch of {size}, got {len(prompts)}; give "
+            "more, or smaller --batch-sizes"
         )
     num_batches = math.ceil(len(prompts) / size)
     return [

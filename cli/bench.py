@@ -98,7 +98,7 @@ def speed(
     if len({one.name for one in servers}) < len(servers):
         raise ConfigError("expected a different name for every --server; rename one")
     target, tokenizer, drafter = pair.load()
-    encoded = {length: prompts.encode(tokenizer, length) for length in lengths}
+    encoded = {length: prompts.encode(target, tokenizer, length) for length in lengths}
     recording = begin(
         "speed", output, pair, drafter, prompts.prompts, encoded[lengths[0]],
         temps=list(chosen),
@@ -182,7 +182,7 @@ def compare(
     from mlx_redrafter.checkpoints.loading import load
 
     plans = [plan.within(drafter.max_length) for plan in plans]
-    encoded = prompts.encode(tokenizer)
+    encoded = prompts.encode(target, tokenizer)
     recording = begin(
         "compare", output, pair, drafter, prompts.prompts, encoded,
         stock_draft_model=stock_draft_model and checkpoint_name(stock_draft_model),
@@ -251,7 +251,7 @@ def sweep(
     from mlx_redrafter.bench.sweep import sweep as measure
 
     target, tokenizer, drafter = pair.load()
-    encoded = prompts.encode(tokenizer)
+    encoded = prompts.encode(target, tokenizer)
     recording = begin(
         "sweep", output, pair, drafter, prompts.prompts, encoded,
         grid={name: list(values) for name, values in asdict(grid).items()},
@@ -304,7 +304,7 @@ def throughput(
     from mlx_redrafter.bench.runs import CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, next_prompts
 
-    encoded = Prompts(prompts).encode(tokenizer)
+    encoded = Prompts(prompts).encode(target, tokenizer)
     recording = begin(
         "throughput", output, pair, drafter, prompts, encoded,
         max_tokens=max_tokens,

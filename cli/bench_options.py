@@ -42,12 +42,13 @@ class Prompts:
         if self.num_prompts is not None:
             check_int("num_prompts", self.num_prompts, 1)
 
-    def encode(self, tokenizer: Any, length: int | None = None) -> list[EncodedPrompt]:
+    def encode(self, model: Any, tokenizer: Any, length: int | None = None) -> list[EncodedPrompt]:
         """Encode the prompts as token ids, each with ``length`` tokens if that is given.
 
         Raises:
             CheckpointError: The prompts are a dataset that the hub does not have.
-            ConfigError: There are no prompts or too short ones, or the chat template rejects one.
+            ConfigError: There are no prompts or too short ones, the chat template rejects one, or
+                one is longer than the model's context.
         """
         from mlx_redrafter.bench.prompts import (
             encode_prompts,
@@ -55,12 +56,20 @@ class Prompts:
             read_prompts,
             select_prompts,
         )
+        from mlx_redrafter.engine.prompt_encoding import check_prompt
+        from mlx_redrafter.machines.leading import target_of
 
         found = read_prompts(self.prompts)
         chosen = select_prompts(found, self.num_prompts)
         if length is not None:
             chosen = fit_prompts(tokenizer, chosen, found, length)
-        return encode_prompts(tokenizer, chosen)
+        encoded, target = encode_prompts(tokenizer, chosen), target_of(model)
+        for one in encoded:
+            try:
+                check_prompt(one.ids, 0, target)
+            except ConfigError as error:
+                raise ConfigError(f"prompt {one.name} of {self.prompts}: {error}") from error
+        return encoded
 
 
 @dataclass(frozen=True)

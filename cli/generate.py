@@ -112,7 +112,7 @@ def generate(
         bool | None,
         typer.Option(
             "--stats/--no-stats",
-            help="Print statistics to stderr; by default if that is a terminal.",
+            help="Print statistics to stderr; by default on a terminal and with --verbose.",
             show_default=False,
         ),
     ] = None,
@@ -139,7 +139,7 @@ def generate(
         )
     else:
         typer.echo()
-        if stats or (stats is None and is_talkative()):
+        if stats or (stats is None and (verbose or is_talkative())):
             _print_statistics(last, hits, pair.drafts)
     if verbose and last.stats.shapes:
         _print_shapes(last.stats.shapes)
@@ -217,7 +217,7 @@ def _to_json(text: str, tokens: list[int], last: GenerationResponse) -> dict[str
         "tokens_per_step": last.tokens_per_step,
         "acceptance_rate_by_depth": last.stats.acceptance_rate_by_depth,
         "prompt_tps": last.prompt_tps,
-        "generation_tps": last.generation_tps,
+        "generation_tps": last.generation_tps if last.generation_tokens > 1 else None,
         "peak_memory": last.peak_memory,
         "finish_reason": last.finish_reason,
     }
@@ -227,7 +227,10 @@ def _print_statistics(last: GenerationResponse, hits: Hits | None, drafts: bool)
     lines = [
         "=" * 10,
         f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec",
-        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec",
+        # The first token belongs to the prompt's time.
+        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec"
+        if last.generation_tokens > 1
+        else "Generation: 1 token, in the time of the prompt",
         f"Peak memory: {last.peak_memory:.3f} GB",
     ]
     if drafts and last.tokens_per_step is not None:

@@ -112,7 +112,9 @@ class Pair:
         """Load a pair; prompt lookup replaces a drafter that was chosen and cannot be loaded."""
         from mlx_redrafter.checkpoints.loading import load
         from mlx_redrafter.checkpoints.memory_estimate import Context
+        from mlx_redrafter.machines.leading import target_of
         from mlx_redrafter.proposers.lookup import Lookup
+        from mlx_redrafter.target.target import SLOW
 
         group = launched_group()
         try:
@@ -128,6 +130,8 @@ class Pair:
             return self._load(LOOKUP, context, kv_bits, **options)
         if self.model is None:
             _say_bundled(model)
+        elif target_of(model).is_slow:
+            note(SLOW)
         return model, tokenizer, Lookup() if loaded is None else loaded
 
 

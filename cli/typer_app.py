@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from shutil import get_terminal_size
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -32,12 +33,25 @@ from typer.models import ArgumentInfo
 OptionGroup = TypeVar("OptionGroup")
 # Name of the parameter with the model in the form that the command does not declare.
 OTHER_FORM = "model_in_other_form"
+# Columns of a terminal that tables of options fit.
+LEAST_COLUMNS = 80
 # Settings of every command.
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
-class _PlainFlags:
-    """A mixin that shows no type next to flags in the help."""
+class _ReadableHelp:
+    """A mixin that shows no type next to flags in the help, and cuts no name.
+
+    Tables of options need some width; terminals that are narrower get lines without tables.
+    """
+
+    rich_markup_mode: Any
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        if get_terminal_size().columns < LEAST_COLUMNS:
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)  # type: ignore[misc]
 
     def get_params(self, ctx: Any) -> list[Any]:
         """List the options and arguments, ``--help`` among them."""
@@ -48,11 +62,11 @@ class _PlainFlags:
         return params
 
 
-class Command(_PlainFlags, TyperCommand):
+class Command(_ReadableHelp, TyperCommand):
     """A command."""
 
 
-class CommandGroup(_PlainFlags, TyperGroup):
+class CommandGroup(_ReadableHelp, TyperGroup):
     """A command that has commands of its own."""
 
 

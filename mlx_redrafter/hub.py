@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from itertools import islice
@@ -48,11 +48,26 @@ OTHER_FORMATS = (
 )
 
 
-class _NoBars(tqdm):
-    """Progress of a download that ends at once."""
+@contextmanager
+def _bars(size: int) -> Iterator[type[tqdm]]:
+    """Yield a class of progress bars that are closed at the end: the hub leaves some open.
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{**options, "disable": True})
+    What is printed next would be on their line. Small downloads have none.
+    """
+    opened: list[tqdm] = []
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(
+                *args, **(options | {"disable": True} if size < MIN_SHOWN else options)
+            )
+            opened.append(self)
+
+    try:
+        yield Bar
+    finally:
+        for bar in opened:
+            bar.close()
 
 
 class Repository(NamedTuple):
@@ -155,9 +170,9 @@ def download(repository: Repository, patterns: Sequence[str] | None) -> Path:
         )
     try:
         allowed = None if patterns is None else list(patterns)
-        bars = _NoBars if needed < MIN_SHOWN else tqdm
-        with keeping(lambda: "stopped; the same command continues the download"):
-            return Path(snapshot_download(repository.name, allow_patterns=allowed, tqdm_class=bars))
+        kept = "stopped; the same command continues the download"
+        with keeping(lambda: kept), _bars(needed) as bar:
+            return Path(snapshot_download(repository.name, allow_patterns=allowed, tqdm_class=bar))
     except GatedRepoError as error:
         raise CheckpointError(
             f"the owner of {repository.name} gives it to known users only: accept the terms at "

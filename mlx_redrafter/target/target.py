@@ -52,6 +52,11 @@ from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
+# Note for the user of a model that `is_slow`.
+SLOW = (
+    "the model computes in 16 bits, which on a CPU is many times slower than 32 bits; use a copy "
+    "of its weights that mlx_lm.convert --dtype float32 has made"
+)
 # Terms under the root of a norm of embeddings that models may have; None for no norm.
 ENTRY_TERMS = (None, 1e-6, 1e-5)
 # Largest relative error of inputs of the first layer that are computed so, by bfloat16's rounding.
@@ -185,6 +190,12 @@ class Target:
     def dtype(self) -> mx.Dtype:
         """Dtype of the rows of the input embedding."""
         return self.embed(mx.zeros((1,), dtype=mx.int32)).dtype
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the model would be many times faster here in float32."""
+        is_half = self.dtype in (mx.float16, mx.bfloat16) and "scales" not in self.embedding
+        return is_half and mx.default_device().type == mx.DeviceType.cpu
 
     def new_cache(
         self,

@@ -12,7 +12,7 @@ from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.target.model_loading import find_model
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.target.target import SLOW, Target
 from mlx_redrafter.training.corpus import (
     Corpus,
     Sources,
@@ -160,11 +160,8 @@ class Preparation:
         if minutes is not None:
             check_minutes(timetable, minutes)
         self._reporter.say(f"needs {timetable}")
-        if is_slow(target.dtype, "scales" in target.embedding):
-            self._reporter.say(
-                "the model computes in 16 bits, which on a CPU is many times slower than 32 bits; "
-                "train with a copy of its weights that mlx_lm.convert --dtype float32 has made"
-            )
+        if target.is_slow:
+            self._reporter.say(SLOW)
         return timetable
 
     def run(self) -> Corpus:
@@ -222,9 +219,3 @@ def _fit_to_context(
         return request
     reporter.say(f"sequences are cut to the model's context of {limit} tokens")
     return replace(request, data_options=replace(options, sequence_length=limit))
-
-
-def is_slow(dtype: mx.Dtype, is_quantised: bool) -> bool:
-    """Tell whether a model of this dtype is many times slower here than in float32."""
-    is_half = dtype in (mx.float16, mx.bfloat16) and not is_quantised
-    return is_half and mx.default_device().type == mx.DeviceType.cpu

@@ -55,6 +55,15 @@ def test_compare(folders, tmp_path):
     assert len(json.loads(out.read_text())["runs"]) == 6 * 2 * 2
 
 
+@pytest.mark.parametrize("command", ["speed", "compare", "sweep", "throughput"])
+def test_a_prompt_that_is_too_long_is_named(folders, tmp_path, command):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("abc\n\n" + "abc " * 2000)
+    options = ("--model", folders[0], "--drafter", folders[1], "--prompts", prompts)
+    with pytest.raises(ConfigError, match=r"prompt 2 of .*p\.txt: the prompt has \d+ tokens, the "):
+        run(command, *options, "--out", tmp_path / "out")
+
+
 def test_compare_at_a_temperature(folders, tmp_path):
     prompts = tmp_path / "p.txt"
     prompts.write_text(PROMPTS)

@@ -236,6 +236,7 @@ def test_models_are_listed_pulled_and_removed(
     pulled = run(capsys, "pull", MODEL.partition("/")[2])
     assert f"downloading {MODEL} (" in pulled.err, "the owner is completed"
     assert "licence apache-2.0" in pulled.err
+    assert f"\n{MODEL} is in " in pulled.err, "not on the line of a progress bar"
     offered = "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash (DFlash, to download)"
     assert f"drafter: {offered}" in pulled.err
     assert run(capsys, "pull", DRAFTER).code == 0

@@ -323,6 +323,7 @@ def test_text_past_the_context_is_warned_about_once(
 ) -> None:
     _change_config(model_copy, max_position_embeddings=12)
     base = ["generate", "--model", model_copy, "--drafter", drafter_folder, "-p", "Once", "-m", 30]
+    base.append("--stats")
     command = [sys.executable, "-m", "mlx_redrafter", *(str(option) for option in base)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.count("longer than the model's context of 12 tokens") == 1
@@ -483,7 +484,7 @@ def _redrafter(redirection: str, *options: object) -> subprocess.CompletedProces
 
 @pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-"])
 def test_closed_streams_are_no_error(redirection: str) -> None:
-    found = _redrafter(redirection, "-m", 4)
+    found = _redrafter(redirection, "-m", 4, "--stats")
     assert (found.returncode, found.stdout) == (0, "")
     assert "Traceback" not in found.stderr
     assert ("Generation: 4 tokens" in found.stderr) == ("2>&-" not in redirection)

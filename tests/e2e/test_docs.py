@@ -236,7 +236,9 @@ def test_python_examples_run(
     for block in blocks:
         code = block.replace("path-or-repo", str(chat_folder)).replace("8000", "0")
         exec(code, namespace)
-    assert len(capsys.readouterr().out) > 100
+    printed = capsys.readouterr().out
+    assert len(printed) > 100
+    assert re.search(r"^\d\.\d\d tokens per step", printed, re.MULTILINE)
     assert len(answers) == sum("serve_forever" in block for block in blocks)
     assert all(len(answer) > 100 for answer in answers)
 

@@ -79,6 +79,28 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(
     assert len(lines) == 5
 
 
+def test_one_token_has_no_speed(stories: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, *_options(stories, None), "-m", 1, "--stats")
+    assert result.err.splitlines()[2] == "Generation: 1 token, in the time of the prompt"
+    assert (
+        json.loads(run(capsys, *_options(stories, None), "-m", 1, "--json").out)["generation_tps"]
+        is None
+    )
+
+
+def test_half_precision_on_a_cpu_is_told(
+    stories: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(stories.folder, half)
+    tensors = mx.load(str(half / "model.safetensors"))
+    cast = {name: tensor.astype(mx.float16) for name, tensor in tensors.items()}
+    mx.save_safetensors(str(half / "model.safetensors"), cast, {"format": "mlx"})
+    for folder, is_told in ((half, "cpu" in str(mx.default_device())), (stories.folder, False)):
+        result = run(capsys, "generate", folder, "--prompt", PROMPT, "-m", 2)
+        assert ("mlx_lm.convert --dtype float32" in result.err) == is_told, result.err
+
+
 def test_drafts_made_ahead_change_no_text(
     stories: Trained, drafter_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,16 @@ def test_help_shows_how_a_command_is_called(
     assert "--help" in shown.out
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+def test_names_of_options_are_whole(columns: int) -> None:
+    for name in ("generate", "serve"):
+        words = [sys.executable, "-m", "mlx_redrafter", name, "--help"]
+        environment = {**os.environ, "COLUMNS": str(columns)}
+        shown = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        for option in get_command(app).commands[name].params:  # type: ignore[attr-defined]
+            assert all(one in shown.stdout for one in option.opts if one.startswith("--")), option
+
+
 def test_no_command_is_left_out() -> None:
     names = {" ".join(command) for command in _commands()}
     assert {"generate", "chat", "check", "train", "convert"} <= names

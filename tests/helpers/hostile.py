@@ -61,6 +61,7 @@ COMMANDS: dict[str, list[str]] = {
     "try": ["model", "-m", "2"],
     "launch": ["claude", "--model", "model", "--print"],
     "list": [],
+    "show": ["model"],
     "pull": ["nobody/nothing"],
     "rm": ["nobody/nothing"],
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_redrafter.errors import NonFiniteError
@@ -20,7 +21,6 @@ from mlx_redrafter.training import (
     rehearsal,
     teacher,
 )
-from mlx_redrafter.training.preparation import is_slow
 from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import RECIPES, Recipe
@@ -94,8 +94,11 @@ def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.Monke
     assert read[3] == [32] * 8
 
 
-def test_half_precision_on_a_cpu_is_told() -> None:
+def test_half_precision_on_a_cpu_is_slow() -> None:
     on_cpu = "cpu" in str(mx.default_device())
-    assert is_slow(mx.float16, is_quantised=False) == is_slow(mx.bfloat16, False) == on_cpu
-    assert not is_slow(mx.float16, is_quantised=True)
-    assert not is_slow(mx.float32, is_quantised=False)
+    model = tiny_llama()
+    for dtype, is_slow in (mx.float32, False), (mx.float16, on_cpu), (mx.bfloat16, on_cpu):
+        model.set_dtype(dtype)
+        assert Target(model).is_slow == is_slow
+    nn.quantize(model, 32, class_predicate=lambda _, layer: isinstance(layer, nn.Embedding))
+    assert not Target(model).is_slow

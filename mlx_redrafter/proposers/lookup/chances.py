@@ -15,6 +15,8 @@ LOG_ODDS = tuple(4 - step / 1.5 for step in range(15))
 MEMORY = 64
 # Weight of a chance before its first draft, in drafts.
 PRIOR = 4
+# Lower bound of a chance, far below that of any draft; its logarithm is finite.
+LEAST_RATE = 1e-4
 
 # Upper bounds of the negative logarithms of shares in those groups.
 BOUNDS = tuple(log1p(exp(-odds)) for odds in LOG_ODDS)
@@ -71,7 +73,8 @@ class Chances:
         rates, counts = self.rates, self._counts
         for _, draft, feature in children:
             count = counts[feature] = min(counts[feature] + 1, MEMORY)
-            rates[feature] += ((draft == token) - rates[feature]) / count
+            rate = rates[feature] + ((draft == token) - rates[feature]) / count
+            rates[feature] = max(rate, LEAST_RATE)
 
     def stored(self) -> dict[str, list[float]]:
         """Return the rates that drafts have shown and their counts, by feature, for a file."""
@@ -88,7 +91,7 @@ class Chances:
         for feature, (rate, count) in stored.items():
             if not 0 <= rate <= 1 or int(feature) not in range(len(rates)):
                 raise ValueError(f"{rate} is no rate of {feature}")
-            rates[int(feature)] = float(rate)
+            rates[int(feature)] = max(float(rate), LEAST_RATE)
             counts[int(feature)] = min(MEMORY, max(PRIOR, int(count) // 2))
         self.rates, self._counts = rates, counts
 

@@ -217,3 +217,12 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     assert network.seen == [("propose", [2]), ("skip", [3]), ("skip", [4])]
     assert drafting.lookup.contexts.end.matches[0] == (4, 4)  # after 1, 2, 3, 4
     assert drafting.outlook() == pytest.approx(drafting.lookup.outlook())
+
+
+def test_chances_stay_above_zero_however_they_come() -> None:
+    chances = Chances()
+    for _ in range(60_000):
+        chances.learn([(0.5, 7, 3)], 8)
+    assert chances.rates[3] > 0
+    chances.restore({"5": [0.0, 64]})
+    assert chances.rates[5] > 0
