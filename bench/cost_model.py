@@ -15,7 +15,6 @@ Axes: T tokens per forward pass, P parameters of the target, L beam length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -65,8 +64,6 @@ class Question:
         bits: Bits of the target's weights: 16, 8 or 4.
         drafter_parameters: Parameters read per level of drafting: all but embeddings.
         plain: Measured milliseconds of a plain step; None derives them from the bandwidth.
-        verify_estimate: Estimate of verify(T) / verify(1) by T, used if it is lower than the
-            published ratio; None if there is no estimate.
     """
 
     chip: Chip
@@ -74,7 +71,6 @@ class Question:
     bits: int
     drafter_parameters: float
     plain: float | None = None
-    verify_estimate: Callable[[float], float | None] | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in BYTES:

@@ -121,9 +121,6 @@ def _step_time(question: Question, acceptance: ShapeAcceptance) -> float | None:
     if question.has_model:
         return step_time(step, FITTED)
     ratio = _roofline(step) if question.curve is None else question.curve.at(acceptance.tokens)
-    if question.verify_estimate is not None:
-        estimate = question.verify_estimate(acceptance.tokens)
-        ratio = min((one for one in (ratio, estimate) if one is not None), default=None)
     if ratio is None:
         return None
     drafting = FITTED.draft * (acceptance.length - 1) * question.drafter_share

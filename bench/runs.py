@@ -91,10 +91,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class CommonSettings:
-    """Settings that all decoding methods of a benchmark share.
-
-    Without ``couple``, drafts are ranked without the target's random numbers.
-    """
+    """Settings that all decoding methods of a benchmark share."""
 
     model: nn.Module
     tokenizer: Any
@@ -102,7 +99,6 @@ class CommonSettings:
     max_tokens: int
     temp: float = 0.0
     seed: int = 0
-    couple: bool = True
 
 
 # A decoding method: a function from the token ids of a prompt to a stream of responses.
@@ -132,7 +128,7 @@ def stock_arm(settings: CommonSettings, draft_model: nn.Module | None = None) ->
 def drafted_arm(settings: CommonSettings, plan: DraftPlan | None) -> Arm:
     """Decode by this package with trees of this plan, or adaptively if ``plan`` is None."""
     sizes = {} if plan is None else plan.options
-    return _own_arm(settings, drafter=settings.drafter, couple=settings.couple, **sizes)
+    return _own_arm(settings, drafter=settings.drafter, **sizes)
 
 
 def plain_arm(settings: CommonSettings) -> Arm:

@@ -12,10 +12,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import mlx.core as mx
 
@@ -24,9 +22,7 @@ from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.machines import leader
 from mlx_redrafter.machines.following import Follower
-from mlx_redrafter.machines.frames import Do, Frame, pack
-from mlx_redrafter.machines.leader import Leader
-from mlx_redrafter.machines.line import Line
+from mlx_redrafter.machines.frames import Do, Frame
 from mlx_redrafter.machines.meeting import Rank
 
 # Passes of a rank before its fault.
@@ -72,10 +68,9 @@ def time_texts(folder: str, drafter: str) -> dict[str, Any]:
     steps: dict[str, list[float]] = {"plain": [], "drafted": []}
     texts: dict[str, list[int]] = {}
     per_step = 1.0
-    with _observed_commands() as (commands, sizes):
-        for _ in range(TEXTS):
-            texts["plain"], _ = _time_steps(plain, {}, steps["plain"])
-            texts["drafted"], per_step = _time_steps(drafted, CHAIN, steps["drafted"])
+    for _ in range(TEXTS):
+        texts["plain"], _ = _time_steps(plain, {}, steps["plain"])
+        texts["drafted"], per_step = _time_steps(drafted, CHAIN, steps["drafted"])
     token, step = (_quartile(steps[name]) for name in ("plain", "drafted"))
     return {
         "plain_ms": 1e3 * token,
@@ -83,9 +78,6 @@ def time_texts(folder: str, drafter: str) -> dict[str, Any]:
         "tokens_per_step": per_step,
         "gain": token * per_step / step,
         "is_equal": texts["plain"] == texts["drafted"],
-        "command_us": 1e6 * _quartile(commands),
-        "bytes": statistics.mean(sizes),
-        "passes": len(commands),
     }
 
 
@@ -101,29 +93,6 @@ def _time_steps(
             if number > 2:
                 steps.append(last - before)
     return tokens, (len(tokens) - 1) / number
-
-
-@contextmanager
-def _observed_commands() -> Iterator[tuple[list[float], list[int]]]:
-    """Collect the seconds that rank 0 needs to announce a pass, and the bytes sent to each rank."""
-    seconds: list[float] = []
-    sizes: list[int] = []
-    stock, stock_send = Leader.passing, Line.send
-
-    def send(self: Line, data: bytes) -> None:
-        if data != pack(Do.BEAT):
-            sizes.append(len(data))
-        stock_send(self, data)
-
-    @contextmanager
-    def passing(self: Leader, *given: Any) -> Iterator[None]:
-        begun = time.perf_counter()
-        with stock(self, *given):
-            seconds.append(time.perf_counter() - begun)
-            yield
-
-    with patch.object(Leader, "passing", passing), patch.object(Line, "send", send):
-        yield seconds, sizes
 
 
 def _quartile(values: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """Memory that drafting needs, each number with its bound.
 
-The model is a random Llama unless one is given: memory does not depend on the values. The drafter's
-weights are counted separately; all else must be small compared with stock mlx-lm's plain decoding.
+The model is a random Llama: memory does not depend on the values. The drafter's weights are counted
+separately; all else must be small compared with stock mlx-lm's plain decoding.
 
 Axes: N nodes of the tree, L beam length, V vocabulary.
 """

@@ -1,7 +1,6 @@
 """The default beside fixed shapes on real pairs: texts in a row with the same drafter.
 
     python -m mlx_redrafter.bench.lab.real_pairs PAIRS.json OUT --texts 8 --minutes 30
-    python -m mlx_redrafter.bench.lab.real_pairs PAIRS.json OUT --first   # beside chains of four
 
 PAIRS.json is a list of pairs, in the order to measure: objects with "name", "target", "drafter"
 (folders beside the file, or "lookup"), "prompts" (a file beside it) and perhaps "change", a key of
@@ -10,8 +9,8 @@ is not measured again. Step times are stored in OUT, too, and not shared with ot
 table of all files in OUT is printed.
 
 Runs are interleaved: all methods decode a text before the next one begins, each time in another
-order. After every second text the slower half of the fixed shapes leaves, until two are left. With
-``--first`` every text is the first one of its drafter. Needs a quiet machine.
+order. After every second text the slower half of the fixed shapes leaves, until two are left. Needs
+a quiet machine.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ SHAPES = tuple(
         (1, 3, 3), (1, 4, 4), (1, 6, 6), (1, 8, 8), (2, 4, 6), (2, 6, 16), (3, 6, 16), (4, 5, 16)
     )
 )  # fmt: skip
-# Shapes beside which first texts are decoded: chains of four drafts.
-CHAINS = (DraftPlan.of(1, 5, 5),)
 # Number of texts after which the slower half of the shapes leaves.
 HEAT = 2
 # Tokens of the warm-up of every method.
@@ -59,7 +56,6 @@ class Result:
     Attributes:
         name: Name of the pair.
         temp: The temperature.
-        is_first: Whether every text was the first one of its drafter.
         load: Load of the machine at the beginning, in processes.
         seconds: Duration of the measurement.
         speeds: Tokens per second after the first token, by method, for each text.
@@ -67,7 +63,6 @@ class Result:
 
     name: str
     temp: float
-    is_first: bool
     load: float
     seconds: float = 0.0
     speeds: list[dict[str, float]] = field(default_factory=list)
@@ -104,10 +99,9 @@ class Methods:
     Args:
         pair: An entry of PAIRS.json.
         folder: Its folder.
-        is_first: Whether every text is a first one.
     """
 
-    def __init__(self, pair: Mapping[str, Any], folder: Path, is_first: bool):
+    def __init__(self, pair: Mapping[str, Any], folder: Path):
         drafter = pair["drafter"]
         loaded = load(
             str(folder / pair["target"]),
@@ -118,12 +112,11 @@ class Methods:
             assert isinstance(self.drafter, Drafter)
             CHANGES[pair["change"]](self.drafter)
         longest = getattr(self.drafter, "max_length", None)
-        shapes = {plan.within(longest) for plan in (CHAINS if is_first else SHAPES)}
+        shapes = {plan.within(longest) for plan in SHAPES}
         self.plans = {
             f"{plan.shape.width}x{plan.shape.length}/{plan.num_nodes}": plan.options
             for plan in sorted(shapes, key=lambda plan: (plan.num_nodes, plan.shape.length))
         }
-        self._is_first = is_first
         self._timed: Any = {}
         self.forget()
 
@@ -141,8 +134,6 @@ class Methods:
         speeds: dict[str, float] = {}
         texts: dict[str, list[int]] = {}
         for name in names[shift:] + names[:shift]:
-            if self._is_first:
-                self._engines[name] = self._engine(None if name == "plain" else self.drafter)
             times, texts[name] = [], []
             for response in self._engines[name].stream(
                 prompt, max_tokens=max_tokens, temp=temp, seed=seed, **self.plans.get(name, {})
@@ -159,13 +150,11 @@ class Methods:
         return Engine(self.model, self.tokenizer, drafter, LearnedState(timed=self._timed))
 
 
-def measure(
-    pair: Mapping[str, Any], folder: Path, temp: float, texts: int, tokens: int, is_first: bool
-) -> Result:
+def measure(pair: Mapping[str, Any], folder: Path, temp: float, texts: int, tokens: int) -> Result:
     """Decode texts with all methods."""
-    result = Result(pair["name"], temp, is_first, os.getloadavg()[0])
+    result = Result(pair["name"], temp, os.getloadavg()[0])
     start = time.perf_counter()
-    methods = Methods(pair, folder, is_first)
+    methods = Methods(pair, folder)
     prompts = [
         methods.tokenizer.encode(prompt.text)
         for prompt in select_prompts(read_prompts(folder / pair["prompts"]), texts)
@@ -194,8 +183,7 @@ def run(
     os.environ["XDG_CACHE_HOME"] = str(out.resolve())
     for pair in json.loads(pairs.read_text()):
         for temp in temps if not names or pair["name"] in names else []:
-            kind = " first" * options["is_first"]
-            path = out / f"{pair['name']} {temp:g}{kind}.json".replace(" ", "-")
+            path = out / f"{pair['name']} {temp:g}.json".replace(" ", "-")
             if path.exists() or time.perf_counter() > deadline:
                 continue
             try:
@@ -207,9 +195,7 @@ def run(
             _print(result.row())
     _print(f"\n{HEADING}")
     for path in sorted(out.glob("*.json"), key=lambda path: path.stat().st_mtime):
-        found = Result(**json.loads(path.read_text()))
-        if found.is_first == options["is_first"]:
-            _print(found.row())
+        _print(Result(**json.loads(path.read_text())).row())
 
 
 def _print(line: str) -> None:
@@ -223,11 +209,10 @@ def main() -> None:
     parser.add_argument("pairs", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, help="default: 96, or 48 with --first")
+    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temps", default="0,1")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no pair afterwards")
     parser.add_argument("--only", default="", help="names of pairs, with commas")
-    parser.add_argument("--first", action="store_true")
     given = parser.parse_args()
     run(
         given.pairs,
@@ -236,8 +221,7 @@ def main() -> None:
         given.minutes,
         [name for name in given.only.split(",") if name],
         texts=given.texts,
-        tokens=given.tokens or (48 if given.first else 96),
-        is_first=given.first,
+        tokens=given.tokens,
     )
 
 

@@ -1,25 +1,12 @@
-"""Rounds of jobs in turns, and medians in other units."""
+"""Rounds of jobs in turns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
-from mlx_redrafter.bench.timing import MedianEstimate, OnProgress, rotated
+from mlx_redrafter.bench.timing import OnProgress, rotated
 
 Job = Callable[[], float]
-
-
-def scaled(one: MedianEstimate, factor: float) -> MedianEstimate:
-    """Convert an estimate to another unit; the factor is positive."""
-    first, third = one.quartiles
-    return replace(
-        one,
-        median=one.median * factor,
-        low=one.low * factor,
-        high=one.high * factor,
-        quartiles=(first * factor, third * factor),
-    )
 
 
 def take_turns(

@@ -6,7 +6,7 @@ Axes: W beam width, L beam length, N nodes of a tree.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -33,13 +33,11 @@ class Noise(NamedTuple):
         jitter: Relative spread.
         stall_share: Share of the steps that wait for other work.
         stall: Mean time of waiting, relative to the step's.
-        is_heavy: Whether few waiting steps wait for long and most hardly at all.
     """
 
     jitter: float = 0.04
     stall_share: float = 0.01
     stall: float = 1.5
-    is_heavy: bool = False
 
     @property
     def mean(self) -> float:
@@ -49,17 +47,10 @@ class Noise(NamedTuple):
     def draw(self, rng: np.random.Generator) -> float:
         """The time of one step, relative to an undisturbed one's."""
         took = float(np.exp(rng.normal(0.0, self.jitter)))
-        stall = self.stall * (rng.random() < self.stall_share)
-        return took * (1 + stall * (rng.exponential() if self.is_heavy else 1.0))
+        return took * (1 + self.stall * (rng.random() < self.stall_share))
 
 
 QUIET = Noise()
-# Of a machine that is shared with other work; how much slower it is in spells, at most, and how
-# long a spell and the time until the next one last, in tokens.
-SHARED, MOST_SLOWED, SPELLS = Noise(0.1, 0.08, 1.0, is_heavy=True), 2.0, (20, 80)
-# How much longer a plain step takes at the end of a long text, at most; one that verifies
-# `DEARER` nodes more doubles that growth.
-MOST_GROWTH, DEARER = 0.3, 16
 
 
 @dataclass(frozen=True)
@@ -74,10 +65,6 @@ class Scenario:
         costs: True seconds of steps.
         timed: Seconds as they were timed beforehand.
         seed: Seed of everything drawn.
-        noise: Noise of the times of steps.
-        slowed: Factor of all times, by position; None where there are no slow spells.
-        growth: Share of its time that a plain step takes longer than at first, by position; None
-            where length matters nothing.
     """
 
     name: str
@@ -87,19 +74,12 @@ class Scenario:
     costs: StepCosts
     timed: StepCosts
     seed: int
-    noise: Noise = QUIET
-    slowed: Floats | None = None
-    growth: Floats | None = None
 
     def seconds(
         self, position: int, shape: DraftShape | None, num_nodes: int, waits: bool
     ) -> float:
         """Time of an undisturbed step after a position; see `step_seconds`."""
-        seconds = step_seconds(self.costs, shape, num_nodes, waits)
-        if self.growth is not None:
-            share = float(self.growth[position]) * (1 + (num_nodes - 1) / DEARER)
-            seconds += share * step_seconds(self.costs, None, num_nodes, waits=False)
-        return seconds if self.slowed is None else seconds * float(self.slowed[position])
+        return step_seconds(self.costs, shape, num_nodes, waits)
 
 
 def step_seconds(costs: StepCosts, shape: DraftShape | None, num_nodes: int, waits: bool) -> float:
@@ -150,14 +130,8 @@ EASES: dict[str, Callable[[np.random.Generator, int], Floats]] = {
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
-def make_scenario(seed: int, is_shared: bool = False) -> Scenario:
-    """A scenario, every kind of text, drafter and machine in turn.
-
-    Args:
-        seed: Number of the scenario.
-        is_shared: Whether other work disturbs the machine, whose steps are slowed down by the
-            length of the text as well.
-    """
+def make_scenario(seed: int) -> Scenario:
+    """Make the scenario of a number: every kind of text, drafter and machine in turn."""
     rng = np.random.default_rng(seed)
     ease = list(EASES)[seed % len(EASES)]
     # All machines in turn, each round with other texts.
@@ -174,7 +148,7 @@ def make_scenario(seed: int, is_shared: bool = False) -> Scenario:
         level={width: level * factor for width, factor in widths.items()},
         wait=wait,
     )
-    scenario = Scenario(
+    return Scenario(
         name=f"{seed}: {ease}, {curve}, scores x {scale:g}, level {level / plain:.3f}, "
         f"wait {wait / plain:.3f}",
         ease=EASES[ease](rng, FIRST_TEXT + SECOND_TEXT + LEVELS + 1),
@@ -183,23 +157,6 @@ def make_scenario(seed: int, is_shared: bool = False) -> Scenario:
         costs=costs,
         timed=_disturbed(costs, rng),
         seed=seed,
-    )
-    return _shared(scenario, rng) if is_shared else scenario
-
-
-def _shared(scenario: Scenario, rng: np.random.Generator) -> Scenario:
-    """The same on a machine with other work, in spells, and with steps that the text slows down."""
-    count = len(scenario.ease)
-    slowed: list[float] = []
-    while len(slowed) < count:
-        quiet, slow = rng.integers(*SPELLS, 2)
-        slowed += [1.0] * quiet + [float(rng.uniform(1.0, MOST_SLOWED))] * slow
-    return replace(
-        scenario,
-        name=f"{scenario.name}, shared",
-        noise=SHARED,
-        slowed=np.array(slowed[:count]),
-        growth=np.linspace(0.0, rng.uniform(0.0, MOST_GROWTH), count),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.bench.lab.scenarios import FIRST_TEXT, LEVELS, SECOND_TEXT, Scenario
+from mlx_redrafter.bench.lab.scenarios import FIRST_TEXT, LEVELS, QUIET, SECOND_TEXT, Scenario
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.policy.plans import LENGTHS
@@ -171,8 +171,8 @@ def run_policy(
             num_accepted = sum(token > 0 for token in kept.read().tokens)
         shape = None if chosen is None else chosen.shape
         undisturbed = scenario.seconds(position, shape, size, is_read)
-        took = undisturbed * scenario.noise.draw(rng)
-        seconds += undisturbed * scenario.noise.mean
+        took = undisturbed * QUIET.draw(rng)
+        seconds += undisturbed * QUIET.mean
         following = policy.choose(None)
         emitted = text.tokens(position + 1, position + num_accepted + 2)
         policy.observe(Step(chosen, num_nodes, emitted, took))
@@ -185,7 +185,7 @@ def run_fixed(text: SimulatedText, plan: DraftPlan | None, start: int, stop: int
     position, seconds, scenario = start, 0.0, text.scenario
     shape, num_nodes = (None, 1) if plan is None else (plan.shape, plan.num_nodes)
     while position < stop:
-        seconds += scenario.noise.mean * scenario.seconds(position, shape, num_nodes, waits=False)
+        seconds += QUIET.mean * scenario.seconds(position, shape, num_nodes, waits=False)
         if shape is not None:
             drafts = text.drafts(position, shape.width)
             inside = [

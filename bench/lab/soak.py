@@ -1,4 +1,4 @@
-"""A server under load in a process of its own, killed and started again, ended by signals."""
+"""A server under load in a process of its own, killed and started again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import http.client
 import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -26,16 +25,6 @@ SHARE_GONE = 0.15
 SHARE_BAD = 0.05
 # Seconds until a server has started, on a slow machine.
 START = 300.0
-# Connections that one hostile client holds open at once.
-HELD = 250
-# Beginnings of requests that hostile clients send and do not end.
-HOSTILE = (
-    b"",
-    b"GET / HTTP/1.1\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n",
-    b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
-    b"\x16\x03\x01\x02\x00\x01\x00",
-)
 
 
 class ServedProcess:
@@ -73,13 +62,10 @@ class ServedProcess:
         self.process.wait()
         self._start()
 
-    def end(self, signals: Sequence[signal.Signals], pause: float = 0.2) -> tuple[int, float]:
-        """Send signals; return the exit code and the seconds until the end."""
-        start = time.monotonic()
-        for one in signals:
-            self.process.send_signal(one)
-            time.sleep(pause)
-        return self.process.wait(120), time.monotonic() - start
+    def end(self) -> int:
+        """End the server by SIGTERM; return the exit code."""
+        self.process.terminate()
+        return self.process.wait(120)
 
     def measure(self) -> dict[str, int]:
         """Return the server's memory and log in bytes, and the number of its open files."""
@@ -196,48 +182,6 @@ def _ask_one(
     if found == expected[number]:
         return "right", ""
     return "wrong", f"{case}: expected {expected[number]}, found {found}"
-
-
-def be_hostile(port: int, num_connections: int) -> None:
-    """Open connections that send a part of a request and then nothing, some of them at once."""
-    held: list[socket.socket] = []
-    for number in range(num_connections):
-        with suppress(OSError):
-            one = socket.create_connection(("127.0.0.1", port), timeout=5)
-            held.append(one)
-            one.sendall(HOSTILE[number % len(HOSTILE)])
-        if len(held) > HELD:
-            held.pop(0).close()
-    for one in held:
-        one.close()
-
-
-def end_streams(server: ServedProcess, signals: Sequence[signal.Signals], case: Case) -> str:
-    """End a server that writes three long texts; return what was wrong."""
-    ends: list[str] = []
-
-    def read(streams: bool) -> None:
-        try:
-            ask(server.port, case, streams)
-            ends.append("whole")
-        except Failed as error:
-            ends.append("told" if "shutting_down" in str(error) else repr(error))
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            ends.append(repr(error))
-
-    readers = [threading.Thread(target=read, args=(one,)) for one in (True, True, False)]
-    for reader in readers:
-        reader.start()
-    time.sleep(1)
-    code, seconds = server.end(signals)
-    for reader in readers:
-        reader.join()
-    log = server.log.read_text(errors="replace")
-    problems = [one for one in ends if one not in ("told", "whole")]
-    problems += [word for word in ("Traceback", "terminate called") if word in log]
-    if code not in (0, 130) or seconds > 60:
-        problems.append(f"exit code {code} after {seconds:.1f} s")
-    return "; ".join(problems)
 
 
 def _free_port() -> int:

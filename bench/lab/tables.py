@@ -10,9 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlx_redrafter.bench.disturbance import find_disturbances
 from mlx_redrafter.bench.result_file import write_result
-from mlx_redrafter.bench.runs import TimedRun
 from mlx_redrafter.checkpoint_files import write_text
 from mlx_redrafter.errors import CheckpointError
 
@@ -165,14 +163,8 @@ def reduce_results() -> None:
 
 
 def without_raw_numbers(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a result without its runs, windows and samples.
-
-    The runs of files older than the check for disturbances are checked first.
-    """
+    """Copy a result without its runs, windows and samples."""
     kept = {name: value for name, value in result.items() if name not in ("runs", "windows")}
-    if "runs" in result and "disturbances" not in result:
-        runs = [TimedRun(**run) for run in result["runs"]]
-        kept["disturbances"] = find_disturbances(None, runs)
     if isinstance(found := kept.get("found"), dict):
         kept["found"] = {name: value for name, value in found.items() if name != "samples"}
     return kept

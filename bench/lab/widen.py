@@ -123,7 +123,6 @@ def widen_drafter(
     source: str | Path,
     destination: str | Path,
     hidden_size: int,
-    exit_dim: int | None = None,
     seed: int = 0,
 ) -> DrafterConfig:
     """Write a float32 copy of a drafter for the widened target; it proposes the same drafts.
@@ -132,8 +131,6 @@ def widen_drafter(
         source: Folder or hub repository of the small target's drafter.
         destination: Folder to write.
         hidden_size: Hidden size of the widened target.
-        exit_dim: Width of the copy's head, by default the drafter's own, or twice the hidden size
-            if that was so.
         seed: Random seed of the arbitrary weights.
 
     Returns:
@@ -141,20 +138,18 @@ def widen_drafter(
 
     Raises:
         ConfigError: There is something in ``destination``, or the drafter is quantised, or wider
-            than the target or ``exit_dim``.
+            than the target.
     """
     folder, destination = find_checkpoint(source), Path(destination)
     check_output(destination, folder)
     drafter = load_drafter(folder)
-    widened = widened_drafter(drafter, hidden_size, exit_dim, seed)
+    widened = widened_drafter(drafter, hidden_size, seed)
     with publish(destination) as staging:
         write_drafter(widened, staging, {"widened_from": drafter.config.to_dict()})
     return widened.config
 
 
-def widened_drafter(
-    drafter: Drafter, hidden_size: int, exit_dim: int | None = None, seed: int = 0
-) -> Drafter:
+def widened_drafter(drafter: Drafter, hidden_size: int, seed: int = 0) -> Drafter:
     """Make a drafter that computes the same from a hidden state that ends in zeros."""
     old = drafter.config
     if quantization_of(drafter) is not None:
@@ -164,7 +159,7 @@ def widened_drafter(
     rng = np.random.default_rng(seed)
     hidden = np.arange(old.hidden_size)
     pair = np.concatenate([hidden, hidden + hidden_size])  # places of [h, s] in [h, 0, s, 0]
-    exit_dim = _widened_exit_dim(old, hidden_size, exit_dim)
+    exit_dim = old.exit_dim if old.has_input_proj else 2 * hidden_size
     inner = np.arange(old.exit_dim) if old.has_input_proj else pair
     new = dataclasses.replace(old, hidden_size=hidden_size, exit_dim=exit_dim)
     weights = []
@@ -187,22 +182,6 @@ def widened_drafter(
     widened.load_weights(weights)
     widened.eval()
     return widened
-
-
-def _widened_exit_dim(old: DrafterConfig, hidden_size: int, wanted: int | None) -> int:
-    if not old.has_input_proj:
-        if wanted not in (None, 2 * hidden_size):
-            raise ConfigError(
-                f"the drafter has no input_proj, so its copy's exit_dim is {2 * hidden_size}, got "
-                f"{wanted}; leave it out"
-            )
-        return 2 * hidden_size
-    exit_dim = old.exit_dim if wanted is None else wanted
-    if exit_dim < old.exit_dim or exit_dim == 2 * hidden_size:
-        raise ConfigError(
-            f"exit_dim must be at least {old.exit_dim} and not {2 * hidden_size}, got {exit_dim}"
-        )
-    return exit_dim
 
 
 def _place(

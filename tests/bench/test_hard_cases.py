@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mlx_redrafter.bench.lab import hard_siblings, step_model
+from mlx_redrafter.bench.lab import hard_siblings
 from mlx_redrafter.bench.lab.hard_machines import CASES, times_by_plain
 from mlx_redrafter.bench.lab.hard_siblings import MisleadingText
 from mlx_redrafter.bench.lab.regret import begin_policy
@@ -57,30 +57,3 @@ def test_expectations_hold_on_a_drafter_that_knows_three_of_four_tokens() -> Non
         assert seconds <= 1.14 * best
         total, total_best = total + seconds, total_best + best
     assert total <= 1.06 * total_best
-
-
-def test_every_way_to_run_a_step_on_a_gpu_makes_it_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare a chain by each way; no text slows the default with all of them down."""
-    monkeypatch.setattr(step_model, "ROWS", 1)
-    chain = step_model.fixed(step_model.PLANS["chain of 4"])
-    known = [step_model.Ways(*[True] * count) for count in range(5)]
-    found = [step_model.find_speeds("26 November", 0, ways, [chain])[0][0] for ways in known]
-    assert found == sorted(found)
-    assert found[0] < 0.5
-    runs = [step_model.default()]
-    (default, least), *_ = step_model.find_speeds("26 November", 0, known[-1], runs)
-    assert default > 1.8
-    assert least > 0.97
-
-
-def test_apples_code_has_the_chain_of_ours_and_pays_for_every_length() -> None:
-    """Compare chains: a chain is one beam, so both accept the same drafts of it."""
-    plan, ways = step_model.PLANS["chain of 4"], step_model.Ways(True, True, True, True)
-    text = step_model.SimulatedText(step_model.make_text("26 November", 0, ways, seed=0))
-    ours = step_model.fixed(plan)(text, 0, 100)
-    costs = text.scenario.costs
-    step = costs.verify[plan.num_nodes] + costs.drafting(plan.shape)
-    host = step_model.APPLES_BUILD * step_model.BUILD + step_model.READ_AND_START
-    for has_graphs, extra in ((False, host), (True, host + step_model.FIRST_USE)):
-        theirs = step_model.apples(plan, has_graphs)(text, 0, 100)
-        assert theirs / ours == pytest.approx((step + extra / 1e3) / step)

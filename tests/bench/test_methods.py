@@ -4,6 +4,17 @@ import json
 
 import pytest
 
+from mlx_redrafter import load
+from mlx_redrafter.bench.runs import (
+    PLAIN,
+    CommonSettings,
+    EncodedPrompt,
+    Turn,
+    drafted_arm,
+    plain_arm,
+)
+from mlx_redrafter.bench.turns import one_by_one
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from tests.bench.commands import run_lab
 
@@ -45,3 +56,13 @@ def test_two_drafters_of_one_name(folders, prompts):
     twice = "--drafter", drafter, "--drafter", f"{drafter}=1x3"
     with pytest.raises(ConfigError, match="two drafters are called"):
         run_lab("methods", "--model", model, *twice, "--prompts", prompts)
+
+
+def test_plain_steps_are_counted(folders):
+    settings = CommonSettings(*load(*folders), max_tokens=9)
+    turn = Turn("g", 0, EncodedPrompt("p", "c", [5, 6]), 0)
+    ((plain, _),) = one_by_one(PLAIN, plain_arm(settings))([turn])
+    assert plain.num_plain == plain.steps == len(plain.tokens) - 1
+    # The last token of all is decoded plainly, where nothing is left to draft.
+    ((drafted, _),) = one_by_one("w", drafted_arm(settings, DraftPlan.of(1, 3)))([turn])
+    assert drafted.num_plain <= 1 < drafted.steps

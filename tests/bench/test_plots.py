@@ -1,6 +1,5 @@
 """What plots show is chosen from the results; that they are drawn is tested with their commands."""
 
-from mlx_redrafter.bench.lab.plots import _arm
 from mlx_redrafter.bench.plots import _groups
 from mlx_redrafter.bench.report import Row
 from mlx_redrafter.bench.sweep import Point
@@ -29,9 +28,3 @@ def test_numbers_of_nodes_have_maps_of_their_own():
         "best nodes, 8 nodes, greedy": 2,
         "best nodes, 16 nodes, greedy": 1,
     }
-
-
-def test_shapes_in_plain_words():
-    assert [_arm(name) for name in ("top_n w1 l5 n5", "beam w4 l5", "mlx-lm", "plain")] == [
-        "W1 L5 N5", "merged beams, W4 L5", "mlx-lm", "plain",
-    ]  # fmt: skip

@@ -1,20 +1,13 @@
 """The cost model: theory where nothing is known, measurements where there are some."""
 
 from dataclasses import astuple
-from functools import partial
 from statistics import median
 
 import pytest
 
 from mlx_redrafter.bench.chips import CHIPS, CURVES, find_chip, find_curve
 from mlx_redrafter.bench.cost_model import FITTED, Parameters, PredictedStep, Question, step_time
-from mlx_redrafter.bench.lab.chip_prediction import (
-    conclude,
-    default_drafter_parameters,
-    predict_default,
-)
 from mlx_redrafter.bench.lab.cost_fit import THEORY, fit
-from mlx_redrafter.bench.lab.kernel_model import ASSUMPTION, REALITY, verify_ratio
 from mlx_redrafter.bench.lab.validation import (
     fit_all,
     leave_one_out,
@@ -167,39 +160,3 @@ def test_every_chip_has_a_prediction():
     for chip in CHIPS.values():
         for bits in (16, 8, 4):
             assert predict(Question(chip, 8e9, bits, 4e8), APPLE_ACCEPTANCE)
-
-
-def test_kernels_are_an_estimate_for_few_tokens_of_quantised_weights():
-    shapes = [ShapeAcceptance(1, 4, tokens, 2.0, f"{tokens}") for tokens in (4, 8)]
-    stock, ours = (
-        Question(CHIPS["M1 Ultra"], 8e9, 4, 4e8, verify_estimate=estimate)
-        for estimate in (None, partial(verify_ratio, CHIPS["M1 Ultra"], 4))
-    )
-    steps = [{p.acceptance.name: p.step for p in predict(one, shapes)} for one in (stock, ours)]
-    # 7.3 cycles of a lane per weight; 1 + 4 (1 + 2 / 4) and 1 + 8 (1 + 2 / 2) are needed.
-    available = 20.8e12 / 2 / (800e9 / 0.5625)
-    for name, ratio, needed in (("4", 3.11, 7), ("8", 5.6, 17)):
-        less = (ratio - REALITY * max(1, needed / available)) * stock.plain_step
-        assert steps[0][name] - steps[1][name] == pytest.approx(less)
-    assert "ESTIMATE" in ASSUMPTION
-    assert verify_ratio(CHIPS["M1 Ultra"], 4, 17) is None
-    two = verify_ratio(CHIPS["M1 Ultra"], 4, 16)
-    assert two == pytest.approx(2 * verify_ratio(CHIPS["M1 Ultra"], 4, 8))
-
-
-def test_the_default_is_the_best_shape_or_plain_decoding():
-    fast = Question(CHIPS["M2 Ultra"], 6.74e9, 16, 4e8)
-    found = predict(fast, APPLE_ACCEPTANCE)
-    assert predict_default(fast, found).speedup == found[0].speedup > 1
-    assert found[0].acceptance.name in conclude(found)
-    slow = Question(CHIPS["M1"], 6.74e9, 4, 4e8)
-    found = predict(slow, APPLE_ACCEPTANCE)
-    assert found[0].speedup < 1
-    default = predict_default(slow, found)
-    assert (default.speedup, default.step) == (1, slow.plain_step)
-    assert conclude(found) == "No shape is predicted to pay; the default would decode plainly."
-
-
-def test_the_drafter_grows_with_the_target():
-    assert default_drafter_parameters(6.74e9) == pytest.approx(396e6)
-    assert default_drafter_parameters(1e9) == pytest.approx(396e6 * (1 / 6.74) ** (2 / 3))

@@ -33,7 +33,7 @@ def test_results_are_kept_and_slow_shapes_leave(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    options: dict[str, Any] = {"texts": 5, "tokens": 6, "is_first": False}
+    options: dict[str, Any] = {"texts": 5, "tokens": 6}
     run(pairs, out, [0.0, 1.0], 5.0, [], **options)
     shown = capsys.readouterr().out
     assert "gone: FAILED" in shown

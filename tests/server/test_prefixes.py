@@ -15,7 +15,6 @@ import mlx.nn as nn
 import pytest
 
 from mlx_redrafter import DraftModel
-from mlx_redrafter.bench.lab.agent_trace import Trace
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.counters import Counters
@@ -23,6 +22,7 @@ from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.prefix_store import PrefixStore
 from mlx_redrafter.server.protocols.openai_completions import read
+from tests.helpers.agent_trace import Trace
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.test_quantised_rows import wide_config
 from tests.models.test_recurrent import long_config

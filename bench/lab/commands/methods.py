@@ -9,18 +9,12 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_redrafter.bench.lab.options import (
-    add_out,
-    add_rounds,
-    at_least,
-    describe_rounds,
-    make_settings,
-)
+from mlx_redrafter.bench.lab.options import add_out, at_least
 from mlx_redrafter.bench.prompts import describe_prompts, encode_prompts, read_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, divide, num_different, summarise
@@ -45,10 +39,12 @@ from mlx_redrafter.bench.turns import (
     reference_arm,
     time_shapes,
 )
+from mlx_redrafter.cli.bench_options import Rounds
 from mlx_redrafter.cli.bench_output import parse_shapes, parse_temps, progress, refuse_texts
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import SamplingParams
 
 # Methods by the name of their drafter: the drafter, and its fixed shapes beside the default.
 Drafters = Mapping[str, tuple[Any, Sequence[DraftPlan]]]
@@ -68,29 +64,41 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--per-task", type=at_least(1), default=20, help="questions of each task")
     parser.add_argument("--temps", default="0,0.7,1", help="temperatures")
     parser.add_argument("--seed", type=int, default=0)
-    add_rounds(parser, max_tokens=128, repeats=1)
-    add_out(parser, can_resume=True)
+    parser.add_argument("-m", "--max-tokens", type=at_least(2), default=128)
+    parser.add_argument("--repeats", type=at_least(1), default=1, help="rounds per question")
+    parser.add_argument("--cool-down", type=float, default=0.0, help="seconds before a run")
+    parser.add_argument(
+        "--max-repeated",
+        type=float,
+        default=1.0,
+        help="maximum share of repeated 4-grams; texts with more do not count",
+    )
+    add_out(parser)
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
 
 
 def run(arguments: Namespace) -> None:
     """Run the command."""
     temps = parse_temps(arguments.temps)
+    rounds = Rounds(arguments.max_tokens, arguments.repeats, arguments.cool_down)
     model, tokenizer, drafters = _load(arguments.model, arguments.drafter)
     prompts = _choose(tokenizer, arguments)
     configuration = {
         "model": checkpoint_name(arguments.model),
         "drafters": {name: list(map(arm_name, plans)) for name, (_, plans) in drafters.items()},
         **describe_prompts(arguments.prompts, prompts),
-        **describe_rounds(arguments),
+        **asdict(rounds),
         "seed": arguments.seed,
     }
     recording = Recording(arguments.out, "methods", configuration, arguments.resume)
-    common = make_settings(arguments, model, tokenizer, None)
+    common = CommonSettings(
+        model, tokenizer, None, rounds.max_tokens, seed=SamplingParams(seed=arguments.seed).seed
+    )
     parts = []
     for temp in temps:
         turns = [
             [Turn(f"T {temp:g}", 0, prompt, repeat)]
-            for repeat in range(arguments.repeats)
+            for repeat in range(rounds.repeats)
             for prompt in prompts
         ]
         make = partial(_methods, drafters=drafters)
@@ -102,7 +110,7 @@ def run(arguments: Namespace) -> None:
             time_shapes(replace(common, drafter=drafter), longest, recording)
 
     with progress("Texts") as on_progress:
-        decode_in_turns(parts, recording, arguments.cool_down, on_progress, prepare)
+        decode_in_turns(parts, recording, rounds.cool_down, on_progress, prepare)
     rows = []
     for part in parts:
         group = part.batches[0][0].group

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 import numpy as np
 from rich.table import Table
 
-from mlx_redrafter.bench.lab import hard_machines, hard_siblings, step_model
+from mlx_redrafter.bench.lab import hard_machines, hard_siblings
 from mlx_redrafter.bench.lab.options import add_out, at_least
 from mlx_redrafter.bench.lab.regret import simulate_regret
 from mlx_redrafter.bench.result_file import new_result, write_result
@@ -19,31 +19,23 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--scenarios", type=at_least(1), default=300, help="number of scenarios")
     parser.add_argument("--first", type=at_least(0), default=0, help="number of the first one")
     parser.add_argument(
-        "--shared", action="store_true", help="machines with other work: noise, slow spells, growth"
-    )
-    parser.add_argument(
         "--hard",
         choices=("machines", "siblings"),
         help="machines whose steps cost something else than was timed, or drafters whose scores of "
         "siblings mislead",
     )
-    parser.add_argument("--gpu", action="store_true", help="an H200, by a model of its steps")
     add_out(parser)
 
 
 def run(arguments: Namespace) -> None:
     """Run the command."""
-    if arguments.gpu:
-        for table in step_model.make_tables():
-            show(table)
-        return
-    scenarios, first, is_shared = arguments.scenarios, arguments.first, arguments.shared
+    scenarios, first = arguments.scenarios, arguments.first
     if arguments.hard is not None:
         cases = hard_machines if arguments.hard == "machines" else hard_siblings
         cases.report(range(first, first + scenarios))
         return
     with progress("Scenarios") as on_progress:
-        found = simulate_regret(scenarios, first, is_shared, on_progress)
+        found = simulate_regret(scenarios, first, on_progress)
     table = Table("regret", "", title=f"{scenarios} scenarios, against the best fixed plan")
     for name, value in (("median", found.median), ("95%", found.p95), ("worst", found.worst)):
         table.add_row(name, f"{value:.1%}")
@@ -54,5 +46,5 @@ def run(arguments: Namespace) -> None:
         table.add_row(f"first text {name} stored estimates", f"{median:.3f} (5%: {least:.3f})")
     show(table)
     if arguments.out is not None:
-        configuration = {"scenarios": scenarios, "first": first, "shared": is_shared}
+        configuration = {"scenarios": scenarios, "first": first}
         write_result(arguments.out, new_result("simulate", configuration, found=found))

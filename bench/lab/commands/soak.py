@@ -1,4 +1,4 @@
-"""Load a server of two models with requests of all protocols, kill it now and then, and end it.
+"""Load a server of two models with requests of all protocols, and kill it now and then.
 
 The exit code is 1 if an answer is wrong, or a request failed that must not.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import tempfile
-import threading
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -17,14 +15,8 @@ from pathlib import Path
 import typer
 
 from mlx_redrafter.bench.lab.options import at_least
-from mlx_redrafter.bench.lab.soak import (
-    ServedProcess,
-    ask_alone,
-    be_hostile,
-    end_streams,
-    run_clients,
-)
-from mlx_redrafter.bench.lab.soak_requests import Case, make_cases
+from mlx_redrafter.bench.lab.soak import ServedProcess, ask_alone, run_clients
+from mlx_redrafter.bench.lab.soak_requests import make_cases
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.errors import DataError
 
@@ -33,8 +25,6 @@ TEMPLATES = {
     "first": "{% for one in messages %}{{ one.content }} {% endfor %}",
     "second": "{% for one in messages %}She said: {{ one.content }} {% endfor %}",
 }
-# Maximum growth of the server's memory under load, as a share.
-GROWTH = 0.5
 # Maximum size of the log, in bytes.
 MAX_LOG = 4 << 20
 
@@ -43,9 +33,7 @@ def add_options(parser: ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--requests", type=at_least(1), default=2000)
     parser.add_argument("--clients", type=at_least(1), default=16, help="concurrent clients")
-    parser.add_argument("--hostile", type=at_least(0), default=2500, help="hostile connections")
     parser.add_argument("--kills", type=at_least(0), default=3, help="times to kill the server")
-    parser.add_argument("--ends", type=at_least(0), default=20, help="ends by each kind of signal")
     parser.add_argument("-m", "--max-tokens", type=at_least(1), default=24)
     parser.add_argument("--seed", type=at_least(0), default=0)
 
@@ -55,7 +43,6 @@ def run(arguments: Namespace) -> None:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     try:
         problems = _soak(arguments, folder)
-        problems += _end_often(arguments.ends, folder)
     finally:
         shutil.rmtree(folder)
     if problems:
@@ -87,10 +74,6 @@ def _soak(arguments: Namespace, folder: Path) -> list[str]:
         rounds = arguments.kills + 1
         count, before = max(1, arguments.requests // rounds), None
         for number in range(rounds):
-            hostile = threading.Thread(
-                target=be_hostile, args=(server.port, arguments.hostile // rounds)
-            )
-            hostile.start()
             start = time.monotonic()
             is_last = number == rounds - 1
             outcome = run_clients(
@@ -102,7 +85,6 @@ def _soak(arguments: Namespace, folder: Path) -> list[str]:
                 arguments.seed + number,
                 None if is_last else 0.3 + 0.4 * number / rounds,
             )
-            hostile.join()
             now = server.measure()
             seconds = time.monotonic() - start
             typer.echo(f"{dict(outcome.counts)} in {seconds:.0f} s; {now}")
@@ -114,31 +96,8 @@ def _soak(arguments: Namespace, folder: Path) -> list[str]:
             before = now
         if before is not None and before["log"] > MAX_LOG:
             problems.append(f"the log has {before['log']} bytes")
-        code, seconds = server.end([signal.SIGTERM])
-        if code:
-            problems.append(f"exit code {code} after {seconds:.1f} s")
+        if code := server.end():
+            problems.append(f"exit code {code} at the end")
     finally:
         server.process.kill()
-    return problems
-
-
-def _end_often(count: int, folder: Path) -> list[str]:
-    """End a server that writes long texts, by signals of either kind."""
-    body = {"prompt": "Once upon a time", "max_tokens": 100_000, "temperature": 1, "seed": 1}
-    case, problems = Case("completions", body), []
-    for name, signals in (
-        ("SIGTERM twice", [signal.SIGTERM, signal.SIGTERM]),
-        ("Ctrl-C twice", [signal.SIGINT, signal.SIGINT]),
-    ):
-        found = []
-        for number in range(count):
-            log = folder / f"{name} {number}"
-            server = ServedProcess(["--drafter", "none", "--prompt-disk-bytes", "0"], log)
-            try:
-                found.append(end_streams(server, signals, case))
-            finally:
-                server.process.kill()
-        wrong = [one for one in found if one]
-        typer.echo(f"{name}: {count - len(wrong)} of {count} ended well")
-        problems += [f"{name}: {one}" for one in wrong]
     return problems

@@ -13,9 +13,7 @@ import typer
 
 from mlx_redrafter.bench.lab.options import at_least
 from mlx_redrafter.bench.lab.widen import widen_drafter, widen_target
-from mlx_redrafter.bench.lab.widen_heads import widen_head
 from mlx_redrafter.checkpoint_files import find_checkpoint
-from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.cli.bench_output import parse_count
 from mlx_redrafter.convert.publication import check_output
 from mlx_redrafter.errors import ConfigError
@@ -27,9 +25,8 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("destination", type=Path, help="folder to write")
     parser.add_argument("--parameters", default="0.2B", help="approximate size of the copy")
     parser.add_argument("--layers", type=int, help="layers of the copy; added ones do nothing")
-    parser.add_argument("--drafter", help="drafter or head made for the small model")
+    parser.add_argument("--drafter", help="recurrent drafter made for the small model")
     parser.add_argument("--drafter-out", type=Path, help="folder for the drafter's copy")
-    parser.add_argument("--drafter-exit-dim", type=at_least(1), help="width of the copied head")
     parser.add_argument("--context", type=at_least(1), help="context of the copy, in tokens")
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of arbitrary weights")
 
@@ -51,11 +48,5 @@ def run(arguments: Namespace) -> None:
     typer.echo(f"{destination}: {shape.num_parameters / 1e6:.1f}M parameters, {shape}")
     if drafter is None:
         return
-    kind = recognise(drafter)[0].NAME
-    if kind == "recurrent drafter":
-        exit_dim = arguments.drafter_exit_dim
-        config = widen_drafter(drafter, drafter_out, shape.hidden_size, exit_dim, seed)
-        typer.echo(f"{drafter_out}: {config}")
-    else:
-        widen_head(kind, drafter, drafter_out, shape.hidden_size)
-        typer.echo(f"{drafter_out}: {kind}")
+    config = widen_drafter(drafter, drafter_out, shape.hidden_size, seed)
+    typer.echo(f"{drafter_out}: {config}")

@@ -21,8 +21,6 @@ TRAIN_TITLES = HERE / "train_titles.txt"
 PROMPT_PLACES = (0.1, 0.3, 0.5, 0.7, 0.9)  # where in a held-out book its prompts are taken
 PROMPT_WORDS = 32
 PROMPT_PARAGRAPH_WORDS = 60  # a prompt opens a paragraph at least this long
-LONG_PROMPT_PLACE = 1 / 3  # where in a held-out book its long prompt begins
-LONG_PROMPT_CHARACTERS = 24_000  # more than 4,000 tokens
 
 _HEADER = re.compile(r"^Title:(.*)$", re.MULTILINE)
 _RULE = re.compile(r"^-{5,}\s*$", re.MULTILINE)
@@ -128,27 +126,22 @@ def prompts_of(paragraphs: list[str]) -> list[str]:
     return list(dict.fromkeys(prompts))
 
 
-def long_prompt_of(paragraphs: list[str]) -> str:
-    """So many characters of a book, from a paragraph on."""
-    following = paragraphs[int(LONG_PROMPT_PLACE * len(paragraphs)) :]
-    return "\n\n".join(following)[:LONG_PROMPT_CHARACTERS]
-
-
 def write_heldout(corpus: Path, out: Path, heldout: Path = HELDOUT_TITLES) -> None:
-    """Write `<slug>.txt` per held-out book, and the prompts in `prompts.jsonl` and `long.jsonl`.
+    """Write `<slug>.txt` per held-out book, and the prompts in `prompts.jsonl`.
 
-    A line of theirs is {"prompt", "category"}, the category being the title.
+    A line is {"prompt", "category"}, the category being the title.
     """
     out.mkdir(parents=True, exist_ok=True)
     books = heldout_books(corpus, heldout)
     for title, paragraphs in books.items():
         slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
         (out / f"{slug}.txt").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
-    short = [(prompt, title) for title, book in books.items() for prompt in prompts_of(book)]
-    long = [(long_prompt_of(book), title) for title, book in books.items()]
-    for name, prompts in (("prompts", short), ("long", long)):
-        rows = [{"prompt": prompt, "category": title} for prompt, title in prompts]
-        _write_rows(out / f"{name}.jsonl", rows)
+    rows = [
+        {"prompt": prompt, "category": title}
+        for title, book in books.items()
+        for prompt in prompts_of(book)
+    ]
+    _write_rows(out / "prompts.jsonl", rows)
 
 
 def write_training(corpus: Path, out: Path) -> None:

@@ -24,7 +24,6 @@ from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import MANIFEST, TeacherCache
 from mlx_redrafter.training.trainer import make_schedule
-from mlx_redrafter.training.training_request import RUN_FILE
 
 # Consecutive tokens that attend to each other, even if they belong to several texts.
 STRETCH = 512
@@ -52,9 +51,6 @@ def main() -> None:
     model = new_model(config, a.seed)
     train(model, TeacherCache(a.cache, identity), a.lr, a.seed)
     write(model, config, a.target, a.out)
-    # As `redrafter-mlx train` writes it: what `bench heads` calls the drafter.
-    run = {"head": "draft model", "tokens": identity["tokens"]}
-    (a.out / RUN_FILE).write_text(json.dumps(run))
 
 
 def shape(target: dict[str, object], hidden: int, layers: int) -> dict[str, object]:
