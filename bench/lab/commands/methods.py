@@ -91,9 +91,9 @@ def run(arguments: Namespace) -> None:
         "seed": arguments.seed,
     }
     recording = Recording(arguments.out, "methods", configuration, arguments.resume)
-    common = CommonSettings(
-        model, tokenizer, None, rounds.max_tokens, seed=SamplingParams(seed=arguments.seed).seed
-    )
+    first, _ = next(iter(drafters.values()))  # each method of a drafter has its own
+    seed = SamplingParams(seed=arguments.seed).seed
+    common = CommonSettings(model, tokenizer, first, rounds.max_tokens, seed=seed)
     parts = []
     for temp in temps:
         turns = [
