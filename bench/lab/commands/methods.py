@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mlx_redrafter.bench.lab.options import add_out, at_least
 from mlx_redrafter.bench.prompts import describe_prompts, encode_prompts, read_prompts
@@ -92,7 +92,11 @@ def run(arguments: Namespace) -> None:
     }
     recording = Recording(arguments.out, "methods", configuration, arguments.resume)
     common = CommonSettings(
-        model, tokenizer, None, rounds.max_tokens, seed=SamplingParams(seed=arguments.seed).seed
+        model,
+        tokenizer,
+        cast("Any", None),
+        rounds.max_tokens,
+        seed=SamplingParams(seed=arguments.seed).seed,
     )
     parts = []
     for temp in temps:
