@@ -49,8 +49,8 @@ def test_imports(delay: float, variables: dict[str, str]) -> None:
 def test_a_text(stories: Trained, times: int) -> None:
     arguments = ["generate", "--model", stories.folder, "-p", "Once", "-m", 100_000, "--temp", 1]
     ended = interrupt(arguments, "tokens/s", 0.2, times)
-    # The second one may come before the line is there.
-    _check(ended, "stopped" if times == 1 else "^C")
+    # The second one may end the program before the line is there.
+    _check(ended, "stopped" if times == 1 else "")
 
 
 def test_the_question_of_a_chat(chat_folder: Path) -> None:
