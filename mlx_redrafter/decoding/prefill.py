@@ -8,11 +8,12 @@ prompts of similar lengths are left to the first step of the batch, as trees of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.decoding.sequence import SequenceDecoder, Status
+from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
 from mlx_redrafter.device_read import wait_for
 from mlx_redrafter.target.caches.cache_kinds import copy_rows
 
@@ -101,10 +102,7 @@ def prefill(
         yield done
     for one in waiting:
         while one.status is Status.WAITING and one.outbox.error is None:
-            try:
-                process_chunk(one, limit())
-            except Exception as error:
-                one.outbox.fail(error)
+            attempt(partial(process_chunk, most=limit()), one)
             is_done = one.status is not Status.WAITING or one.outbox.error is not None
             yield [one] if is_done else []
 

@@ -12,7 +12,7 @@ cost less time than one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.lone_lane import step_alone
 from mlx_redrafter.decoding.prefill import may_share, prefill
 from mlx_redrafter.decoding.records import Token
-from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt
 from mlx_redrafter.target.target import Target
 
 # Maximum number of prompt tokens between two steps of other sequences: about 0.3 s of a model of
@@ -172,20 +172,20 @@ class Scheduler:
         if len(self._begun) == 1 == len(active):
             (one,) = active
             if one in batch:
-                _do(self._move_out, one)
+                attempt(self._move_out, one)
             else:
                 step_alone(one)
             return
         for one in active:
             if one not in batch:
-                _do(self._move_in, one)
+                attempt(self._move_in, one)
         # A sequence that has brought tokens on its way waits until they are taken.
         moving = [one for one in active if one in batch]
         if moving and not any(one.is_ready for one in moving):
             for one in batch:
                 # The next pass overwrites the entries of the tree in flight of one that rests.
                 if one.is_ready:
-                    _do(SequenceDecoder.commit, one)
+                    attempt(SequenceDecoder.commit, one)
             batch.step(moving)
 
     def _move_in(self, sequence: SequenceDecoder) -> None:
@@ -212,11 +212,3 @@ def _taken(sequence: SequenceDecoder) -> tuple[list[Token], Exception | None]:
         return sequence.take(), None
     except Exception as error:
         return [], error
-
-
-def _do(do: Callable[[SequenceDecoder], object], sequence: SequenceDecoder) -> None:
-    """Call a function for a sequence, whose outbox gets its error."""
-    try:
-        do(sequence)
-    except Exception as error:
-        sequence.outbox.fail(error)

@@ -288,3 +288,11 @@ class SequenceDecoder:
             self.own_cache.settle(length)
         if self.drafting is not None:
             self.drafting.settle(length)
+
+
+def attempt(do: Callable[[SequenceDecoder], object], sequence: SequenceDecoder) -> None:
+    """Call a function for a sequence, whose outbox gets its error."""
+    try:
+        do(sequence)
+    except Exception as error:
+        sequence.outbox.fail(error)

@@ -26,7 +26,7 @@ from mlx_redrafter.decoding.protocols import (
     propose_all,
 )
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
-from mlx_redrafter.decoding.sequence import SequenceDecoder, Status
+from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
 from mlx_redrafter.trees.tree import TokenTree
 
 # Trees that the target is to process next, or roots, shape (1,); a first root in a batch may have
@@ -113,10 +113,7 @@ class _Step:
         """Call a function for several sequences; an error ends the step of its sequence only."""
         for one in sequences:
             if one.outbox.error is None:
-                try:
-                    do(one)
-                except Exception as error:
-                    one.outbox.fail(error)
+                attempt(do, one)
 
     def _request(self) -> Iterable[list[SequenceDecoder]]:
         """Let policies choose plans; return the sequences that ask for drafts, by plan."""

@@ -35,17 +35,15 @@ from mlx_redrafter.trees.tree_batch import TreeBatch
 
 
 def best_rows(log_probs: mx.array, count: int) -> mx.array:
-    """Find the K most probable tokens after each node, for `read_best`.
+    """Find the K most probable tokens after each node, for `Outcome.best`.
 
     Args:
         log_probs: Natural log-probabilities, shape (N, V).
-        count: K, less than V; 0 for none.
+        count: K, less than V.
 
     Returns:
         Their ids and the bits of their log-probabilities, int32, shape (N, 2 K).
     """
-    if not count:
-        return mx.zeros((log_probs.shape[0], 0), dtype=mx.int32)
     values, indices = top_k(log_probs, count)
     bits = values.astype(mx.float32).view(mx.int32)
     return mx.concatenate([indices.astype(mx.int32), bits], axis=1)
