@@ -7,6 +7,7 @@ for response in conversation.ask("Why is the sky blue?"):
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
@@ -122,18 +123,18 @@ class Conversation:
         num_system = int(bool(messages) and messages[0]["role"] == "system")
         system, turns = messages[:num_system], messages[num_system:]
 
-        def encode() -> list[int]:
-            return encode_chat(
-                tokenizer, [*system, *turns[self.num_left_out :]], self._options, limit=limit
-            )
+        def encode(start: int) -> list[int]:
+            return encode_chat(tokenizer, [*system, *turns[start:]], self._options, limit=limit)
 
-        tokens = encode()
+        tokens = encode(self.num_left_out)
         if limit is None or limit - len(tokens) >= limit * LEAST_ROOM:
             return tokens
-        while limit - len(tokens) < limit * MORE_ROOM and self.num_left_out + 2 < len(turns):
-            self.num_left_out += 2  # a question and its answer
-            tokens = encode()
-        return tokens
+        most = limit * (1 - MORE_ROOM)
+        # A question and its answer are left out together, and the newest question stays.
+        starts = range(self.num_left_out, len(turns), 2)
+        place = bisect_left(starts, True, lo=1, key=lambda start: len(encode(start)) <= most)
+        self.num_left_out = starts[min(place, len(starts) - 1)]
+        return encode(self.num_left_out)
 
     def _keep(self, tokens: list[int]) -> list[int]:
         """Trim the cache to the prefix that it shares with a text, and return that prefix."""
