@@ -13,6 +13,7 @@ from huggingface_hub import constants
 
 from mlx_redrafter import Drafter, Lookup, load
 from mlx_redrafter.checkpoints.bundled import find_bundled
+from mlx_redrafter.target.target import SLOW
 from tests.helpers.cli import Result, run
 from tests.helpers.fake_hub import FakeHub
 
@@ -199,7 +200,9 @@ def test_without_a_network_lookup_drafts(
     result = _generate(capsys, "--drafter", "auto")
     assert result.code == 0
     assert "on the Hugging Face Hub" in result.err
-    assert result.err.count("\n") == 2, result.err
+    # A CPU computes slowly with the 16 bits of this model, which is said, too.
+    lines = [line for line in result.err.splitlines() if line != SLOW]
+    assert len(lines) == 2, result.err
 
 
 def test_advice_names_the_drafter_and_whose_figure_its_gain_is(
