@@ -181,7 +181,8 @@ class Trainer:
         Args:
             on_step: Called with the progress after every step. A KeyboardInterrupt from the call
                 passes on after the state is written, so that no step is lost.
-            on_best: Called with the averaged drafter after each measurement better than all before.
+            on_best: Called with the averaged drafter after each measurement at least as good as all
+                before.
         """
         progress = self.progress
         if not progress.curve:
@@ -240,7 +241,8 @@ class Trainer:
         # A high learning rate may prevent improvement at first, above all from a trained start.
         is_early = 2 * progress.step < total
         progress.since_best = 0 if is_progress or is_early else progress.since_best + 1
-        if rate > progress.best or not self.best:
+        # Of equal measurements the later one: few or short texts often measure the same.
+        if rate >= progress.best or not self.best:
             progress.best, progress.best_step = rate, progress.step
             self.best = {name: mx.array(value) for name, value in self._optimiser.average.items()}
             mx.eval(self.best)

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -421,7 +422,9 @@ def test_the_order_of_variants() -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
-def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     loaded: list[dict[str, Any]] = []
 
     def load(*args: object, **options: Any) -> tuple[nn.Module, None, None]:
@@ -430,7 +433,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
     monkeypatch.setattr(loading, "load", load)
     monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
-    shown = run(capsys, "check", "--kernels", "--model", "a", "--drafter", "lookup")
+    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup")
     assert shown.code == 0
     assert [line.partition(" for ")[0] for line in shown.err.splitlines()] == [
         "timing the kernel"
@@ -448,11 +451,11 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 @needs_emulator
 @pytest.mark.usefixtures("broken")
 def test_the_table_of_what_does_not_compile(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(loading, "load", lambda *_, **__: (quantised_model(), None, None))
     monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
-    shown = run(capsys, "check", "--kernels", "--model", "a", "--drafter", "lookup", "--json")
+    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup", "--json")
     assert shown.code == 1
     (shape, *_) = json.loads(shown.out)["shapes"]
     assert shape["failure"].startswith("[metal::Device] Unable to build")

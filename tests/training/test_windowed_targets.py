@@ -56,9 +56,9 @@ def test_from_training_to_drafted_text(
         str(target),
         out,
         prompts=[file],
-        data_options=DataOptions(answer_tokens=4 * WINDOW),
+        data_options=DataOptions(answer_tokens=4 * WINDOW, temp=0),
         network=NetworkOptions(exit_dim=64, layers=1),
-        training=TrainingOptions(epochs=40, batch_tokens=64),
+        training=TrainingOptions(epochs=80, batch_tokens=64, num_evaluations=1),
     )
     assert train_drafter(request, Silent()) is not None
 
