@@ -241,7 +241,7 @@ class Trainer:
         # A high learning rate may prevent improvement at first, above all from a trained start.
         is_early = 2 * progress.step < total
         progress.since_best = 0 if is_progress or is_early else progress.since_best + 1
-        # Of equal measurements the later one: few or short texts often measure the same.
+        # The later of equal weights wins: a few short texts often measure the same.
         if rate >= progress.best or not self.best:
             progress.best, progress.best_step = rate, progress.step
             self.best = {name: mx.array(value) for name, value in self._optimiser.average.items()}
