@@ -50,7 +50,7 @@ class Batch:
     """
 
     def __init__(self, target: Target):
-        self.cache = target.new_batch_cache()
+        self.cache = target.caches.of_batch()
         self.policy: JointPolicy = OwnPolicies()
         self._target = target
         self._slots: dict[SequenceDecoder, Slot] = {}
