@@ -217,7 +217,7 @@ def _num_kept(sequence: SequenceDecoder) -> int:
     """Return the number of tokens that its caches will hold at least when a sequence ends."""
     if not sequence.request.leave_as_stock:
         return sys.maxsize
-    return sequence.outbox.end_of_prompt + sequence.stats.num_tokens
+    return sequence.outbox.end_of_prompt + sequence.delivery.stats.num_tokens
 
 
 def _sampled_nodes(drafts: mx.array | TokenTree) -> tuple[int, int]:

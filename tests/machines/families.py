@@ -76,7 +76,7 @@ def write(
     drafts = () if right is None else (ScriptedDrafts(right), FixedPolicy(PLAN))
     request = Request(prompt, max_tokens=count, prefill_step_size=chunk)
     sequence = SequenceDecoder(target, target.caches.new(), sampler, request, *drafts)
-    return [token.id for token in decode(sequence)], sequence.stats.steps
+    return [token.id for token in decode(sequence)], sequence.delivery.stats.steps
 
 
 def write_kept(target: Target, prompt: list[int], right: list[int]) -> list[int]:

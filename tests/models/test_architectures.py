@@ -170,7 +170,7 @@ def test_generated_tokens_and_cache(
         if not any(isinstance(part, SlidingCache) for part in cache.parts):
             assert bool(followed.count) == (model_type not in NOT_COMPILED)
     # Paths of all lengths were kept.
-    assert len([count for count in text.stats.accepted_counts if count > 0]) >= 4
+    assert len([count for count in text.delivery.stats.accepted_counts if count > 0]) >= 4
 
     for layer, stock_layer in zip(cache.stock, stock_cache, strict=True):
         assert num_tokens([layer]) == num_tokens([stock_layer])
