@@ -33,7 +33,9 @@ WEIGHTS_PATTERNS = ("model*.safetensors", "medusa_lm_head.safetensors")
 MAX_JSON_BYTES = 2**24
 
 
-def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None) -> Path:
+def find_checkpoint(
+    path_or_repo: str | Path, patterns: list[str] | None = None, target: str = ""
+) -> Path:
     """Find the folder of a checkpoint, and download it from the hub unless it exists locally.
 
     The network is used only if neither the Hugging Face cache nor LM Studio has the files.
@@ -42,6 +44,7 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         path_or_repo: A local folder, a repository id such as ``org/name``, or the last part of the
             id of a repository on this machine.
         patterns: Shell patterns of the files to download; all files by default.
+        target: Model that a drafter is for: never the name that was meant.
 
     Raises:
         CheckpointError: There is neither such a folder nor such a repository, there is no network,
@@ -78,7 +81,7 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         )
     from mlx_redrafter.hub import fetch  # takes 0.2 s, which most commands can save
 
-    return fetch(name, patterns)
+    return fetch(name, patterns, target)
 
 
 def check_regular(path: Path) -> None:
