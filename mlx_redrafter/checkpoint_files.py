@@ -21,7 +21,6 @@ from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
-from mlx_redrafter.hub import explain_files, fetch
 from mlx_redrafter.model_store import find_stored
 
 # Name of the config in a checkpoint.
@@ -77,6 +76,8 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
             f"no such folder: {path}; give a checkpoint folder or a hub repository like org/name, "
             "or a name that redrafter-mlx list shows"
         )
+    from mlx_redrafter.hub import fetch  # takes 0.2 s, which most commands can save
+
     return fetch(name, patterns)
 
 
@@ -188,6 +189,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _explain(folder: Path) -> str:
+    from mlx_redrafter.hub import explain_files
+
     return explain_files([path.name for path in folder.iterdir()] if folder.is_dir() else [])
 
 
