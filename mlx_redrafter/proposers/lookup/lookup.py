@@ -47,7 +47,7 @@ class Lookup:
             begins.
 
     Attributes:
-        contexts: Contexts of earlier texts, which its sequence adds to; None if each begins anew.
+        contexts: Contexts of earlier texts, which its sequence adds to; None to begin without.
     """
 
     num_layers = 0
