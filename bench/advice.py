@@ -98,7 +98,7 @@ def find_subject(model: str | None, drafter: str | None = None) -> Subject:
         return replace(subject, drafter=None)
     if is_word(drafter, "mtp"):
         return replace(subject, drafter=drafter)
-    return replace(subject, drafter=drafter, refusal=_refuse(str(drafter), subject.shape))
+    return replace(subject, drafter=drafter, refusal=_refuse(str(drafter), subject))
 
 
 def _find_model(model: str | None) -> tuple[Subject, Identity | None]:
@@ -139,10 +139,11 @@ def _find_drafter(subject: Subject, search: DrafterSearch) -> Subject:
     )
 
 
-def _refuse(drafter: str, shape: ModelShape) -> str | None:
+def _refuse(drafter: str, subject: Subject) -> str | None:
     try:
-        kind, config = recognise(drafter)
+        kind, config = recognise(drafter, subject.name)
         if kind is redrafter:
+            shape = subject.shape
             facts = TargetFacts(None, shape.hidden_size, shape.vocab_size)
             facts.check(DrafterConfig.from_dict(config))
     except RedrafterError as error:

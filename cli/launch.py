@@ -60,7 +60,13 @@ class ServerOptions:
 
 
 def launch(
-    agent: Annotated[str, typer.Argument(help=f"Agent to start: {', '.join(AGENTS)}.")],
+    agent: Annotated[
+        str,
+        typer.Argument(
+            help=f"Agent to start: {', '.join(AGENTS)}.",
+            autocompletion=lambda incomplete: [one for one in AGENTS if one.startswith(incomplete)],
+        ),
+    ],
     server: ServerOptions,
     arguments: Annotated[
         list[str] | None,

@@ -85,7 +85,8 @@ class LiveText:
         return Group(line, Text(self._speed, "dim"))
 
     def _counts(self, response: GenerationResponse) -> Iterator[str]:
-        yield f"{response.generation_tps:.1f} tokens/s"
+        if response.generation_tokens > 1:  # the first token belongs to the prompt's time
+            yield f"{response.generation_tps:.1f} tokens/s"
         if response.tokens_per_step is not None:
             yield f"{response.tokens_per_step:.2f} tokens/step"
         yield f"{self._num_drafted / response.generation_tokens:.0%} drafted"

@@ -107,7 +107,8 @@ def main(arguments: Sequence[str]) -> int:
             _silence_stdout()
         return _report(error)
     if result == interrupts.CODE:  # typer makes an exit of Ctrl-C
-        typer.echo(interrupts.last_line(), err=True)
+        beginning = "\n" if sys.stderr.isatty() else ""  # the terminal has written ^C
+        typer.echo(beginning + interrupts.last_line(), err=True)
     return result if isinstance(result, int) else 0
 
 

@@ -185,7 +185,7 @@ def _check_memory(
     folder = find_model(model)
     beside = None
     if drafter is not None and drafter not in WORDS:
-        recognise(drafter)  # refuses what cannot draft before anything is downloaded
+        recognise(drafter, model)  # refuses what cannot draft before anything is downloaded
         beside = find_checkpoint(drafter, PATTERNS)
         if beside.samefile(folder):
             note("the drafter is the model itself: its drafts cost what they save")

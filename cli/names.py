@@ -40,6 +40,16 @@ def complete_name(name: str) -> str:
     return f"{DEFAULT_OWNER}/{name}" if stored is None else repository_of(stored)
 
 
+def names_beginning(incomplete: str) -> list[str]:
+    """List repositories on this machine for the shell, by their names or else their last parts."""
+    from mlx_redrafter.model_store import stored_names
+
+    names = stored_names()
+    last_parts = [name.rpartition("/")[2] for name in names]
+    found = [name for name in names if name.startswith(incomplete)]
+    return found or [name for name in last_parts if name.startswith(incomplete)]
+
+
 def find_model(name: str, yes: bool) -> str:
     """Return the folder or repository of a model on this machine, after a download if agreed.
 

@@ -28,11 +28,15 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
-from typer.models import ArgumentInfo
+from typer.models import ArgumentInfo, ParameterInfo
+
+from mlx_redrafter.cli.names import names_beginning
 
 OptionGroup = TypeVar("OptionGroup")
 # Name of the parameter with the model in the form that the command does not declare.
 OTHER_FORM = "model_in_other_form"
+# Names of the parameters that the shell completes by the models on this machine.
+NAMES = {"model", OTHER_FORM, "name", "source", "drafter", "stock_draft_model"}
 # Columns of a terminal that tables of options fit.
 LEAST_COLUMNS = 80
 # Settings of every command.
@@ -109,6 +113,10 @@ def _expand_groups(command: Callable[..., None]) -> Callable[..., None]:
             options[name] = _option(name, parameter.default, hints[name])
 
     _add_other_form(options)
+    for name in NAMES & options.keys():
+        for part in get_args(options[name].annotation):
+            if isinstance(part, ParameterInfo):
+                part.autocompletion = names_beginning
 
     @wraps(command)
     def with_groups(**values: Any) -> None:

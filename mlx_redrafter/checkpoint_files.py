@@ -21,7 +21,6 @@ from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
-from mlx_redrafter.hub import explain_files, fetch
 from mlx_redrafter.model_store import find_stored
 
 # Name of the config in a checkpoint.
@@ -34,7 +33,9 @@ WEIGHTS_PATTERNS = ("model*.safetensors", "medusa_lm_head.safetensors")
 MAX_JSON_BYTES = 2**24
 
 
-def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None) -> Path:
+def find_checkpoint(
+    path_or_repo: str | Path, patterns: list[str] | None = None, target: str = ""
+) -> Path:
     """Find the folder of a checkpoint, and download it from the hub unless it exists locally.
 
     The network is used only if neither the Hugging Face cache nor LM Studio has the files.
@@ -43,6 +44,7 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
         path_or_repo: A local folder, a repository id such as ``org/name``, or the last part of the
             id of a repository on this machine.
         patterns: Shell patterns of the files to download; all files by default.
+        target: Model that a drafter is for: never the name that was meant.
 
     Raises:
         CheckpointError: There is neither such a folder nor such a repository, there is no network,
@@ -77,7 +79,9 @@ def find_checkpoint(path_or_repo: str | Path, patterns: list[str] | None = None)
             f"no such folder: {path}; give a checkpoint folder or a hub repository like org/name, "
             "or a name that redrafter-mlx list shows"
         )
-    return fetch(name, patterns)
+    from mlx_redrafter.hub import fetch  # takes 0.2 s, which most commands can save
+
+    return fetch(name, patterns, target)
 
 
 def check_regular(path: Path) -> None:
@@ -188,6 +192,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _explain(folder: Path) -> str:
+    from mlx_redrafter.hub import explain_files
+
     return explain_files([path.name for path in folder.iterdir()] if folder.is_dir() else [])
 
 

@@ -94,8 +94,8 @@ class Repository(NamedTuple):
         return sum(size for name, size in self.sizes.items() if _matches(name, patterns))
 
 
-def describe_repository(name: str) -> Repository | None:
-    """Ask the hub about a repository; None if there is none of this name.
+def describe_repository(name: str, target: str = "") -> Repository | None:
+    """Ask the hub about a repository, or the drafter of a target; None if there is none.
 
     Raises:
         CheckpointError: The hub cannot be reached, or the name is not one of a repository.
@@ -105,7 +105,7 @@ def describe_repository(name: str) -> Repository | None:
     except RepositoryNotFoundError:
         return None
     except Exception as error:  # the hub's libraries raise exceptions of many kinds
-        similar = _most_similar(name, [model.name for model in stored_models()])
+        similar = _most_similar(name, [model.name for model in stored_models()], target)
         hint = "check the name and the network, or give a folder"
         hint = f"did you mean {similar}, which is on this machine?" if similar else hint
         raise CheckpointError(
@@ -117,17 +117,20 @@ def describe_repository(name: str) -> Repository | None:
     return Repository(name, sizes, _licence(card), bool(info.gated))
 
 
-def find_repository(name: str, patterns: Sequence[str] | None = None) -> Repository:
+def find_repository(
+    name: str, patterns: Sequence[str] | None = None, target: str = ""
+) -> Repository:
     """Describe a repository that must have the files that the patterns name.
 
     That is ``config.json`` if it is a pattern, and a file of weights if patterns of them are given.
+    The error suggests a similar name, but to a drafter's never that of its target.
 
     Raises:
         CheckpointError: The hub cannot be reached, or has no such repository or files.
     """
-    repository = describe_repository(name)
+    repository = describe_repository(name, target)
     if repository is None:
-        similar = _most_similar(name, [one for one in _names_like(name) if one != name])
+        similar = _most_similar(name, _names_like(name), target)
         hint = f"did you mean {similar}?" if similar else "check the name;"
         raise CheckpointError(
             f"there is no {name!r} on this machine or on the hub; {hint} `hf auth login` shows "
@@ -185,13 +188,14 @@ def download(repository: Repository, patterns: Sequence[str] | None) -> Path:
         ) from error
 
 
-def fetch(name: str, patterns: Sequence[str] | None) -> Path:
+def fetch(name: str, patterns: Sequence[str] | None, target: str = "") -> Path:
     """Find a repository and download its files that match a pattern."""
-    return download(find_repository(name, patterns), patterns)
+    return download(find_repository(name, patterns, target), patterns)
 
 
-def _most_similar(name: str, known: Sequence[str]) -> str | None:
-    """Return the name that is most like another one as a whole, or else in its last part."""
+def _most_similar(name: str, known: Sequence[str], target: str) -> str | None:
+    """Return the other name that is most like a wrong one as a whole, or else in its last part."""
+    known = [one for one in known if one not in (name, target)]
     found = get_close_matches(name, known, n=1)
     if not found:
         last_parts = {one.rpartition("/")[2].lower(): one for one in known}

@@ -14,8 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import constants
 
 from mlx_redrafter.errors import CheckpointError
 
@@ -57,6 +56,13 @@ def stored_models() -> list[StoredModel]:
     found = [*(model for name in cached for model in _cached(name, [CONFIG])), *_of_lm_studio()]
     found = [model for model in found if is_complete(model.folder, None)]
     return sorted(found, key=lambda model: (model.name.lower(), model.place))
+
+
+def stored_names() -> list[str]:
+    """List the names of models that are or were on this machine, which takes no time."""
+    cached = Path(constants.HF_HUB_CACHE).glob(f"{CACHED}*--*/snapshots/*/{CONFIG}")
+    names = {_repository(config.parents[2].name) for config in cached}
+    return sorted(names | {model.name for model in _of_lm_studio()})
 
 
 def find_stored(name: str, patterns: Sequence[str] | None) -> Path | None:
@@ -126,6 +132,9 @@ def _cached(repository: str, patterns: Sequence[str] | None) -> Iterator[StoredM
 
     It is left out if files are missing that the hub has listed and that match the patterns.
     """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     allowed = None if patterns is None else list(patterns)
     with suppress(LocalEntryNotFoundError, HFValidationError):
         folder = snapshot_download(repository, allow_patterns=allowed, local_files_only=True)

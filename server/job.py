@@ -116,7 +116,7 @@ class Job:
             self._stream = engine.stream(
                 new,
                 prompt_cache=prefix.cache,
-                history=[known],
+                history=prefix.contexts,
                 logits_processors=_penalties(request, known),
                 grammar=request.grammar,
                 prompt_progress_callback=lambda done, total: prefix.note(done),

@@ -21,6 +21,7 @@ from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.server.prefix_store import PrefixStore
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.stored_cache import Arrays, count_entries, has_states
@@ -35,6 +36,8 @@ MIN_SAVED = 16
 MAX_TAIL = 64
 # Number of such distances that are remembered.
 MAX_TAILS = 3
+# Maximum number of texts with contexts of a lookup, of up to 20 MB each.
+MAX_CONTEXTS = 8
 
 
 @dataclass(eq=False)
@@ -68,6 +71,7 @@ class Prefix:
 
     Args:
         length: Number of tokens that the cache holds.
+        contexts: Contexts of a lookup in the text so far.
         stops: Positions at which a chunk of the prompt has to end, to keep the states there.
 
     Attributes:
@@ -79,12 +83,14 @@ class Prefix:
         target: Target,
         cache: list[Any],
         length: int,
+        contexts: Contexts,
         stops: Collection[int] = (),
     ):
         self._target = target
         self.cache = cache
         self.length = length
         self.states: dict[int, Arrays] = {}
+        self.contexts = contexts
         self._stops = sorted(stops)
 
     @property
@@ -133,6 +139,8 @@ class Prefixes:
         # A drafter's windows would have states of their own, at other positions than the target's.
         self._num_kept = num_layers if has_states(layers[num_layers:]) else len(layers)
         self._tails: list[int] = []
+        # Contexts of texts and the length of the text's prompt, by its last node.
+        self._contexts: dict[str, tuple[int, Contexts]] = {}
 
     def take(self, prompt: list[int], owner: str = "") -> Prefix:
         """Find the longest kept prefix of a prompt, at most all but its last token.
@@ -152,7 +160,8 @@ class Prefixes:
             if common - length >= MIN_SAVED:
                 stops.add(common)
         stops = {stop for stop in stops if stop > max(length, self._first)}
-        return Prefix(self._engine.target, cache, length, stops)
+        contexts = self._take_contexts(path) or Contexts(prompt[:length])
+        return Prefix(self._engine.target, cache, length, contexts, stops)
 
     def keep(self, tokens: list[int], num_prompt: int, prefix: Prefix, owner: str = "") -> None:
         """Keep a finished text with its prompt, as far as the cache of its prefix holds it."""
@@ -165,6 +174,9 @@ class Prefixes:
         if self._has_states and length == held:
             states[length] = self._engine.target.caches.copy_states(cache)
         path = self._add(tokens[:length], cache, owner)
+        self._contexts[path[-1].name] = num_prompt, prefix.contexts
+        if len(self._contexts) > MAX_CONTEXTS:
+            del self._contexts[next(iter(self._contexts))]
         for position, arrays in states.items():
             self._keep_states(path, position, arrays)
         for node in reversed(path):
@@ -190,6 +202,17 @@ class Prefixes:
             path.append(node)
             start = node.end
         return path
+
+    def _take_contexts(self, path: _Path) -> Contexts | None:
+        """Take the contexts of a text away if all of its prompt is on a path.
+
+        So nobody drafts from a text that he has not seen, and no two texts have one table.
+        """
+        length = sum(count for _, count in path)
+        for node, _ in reversed(path):
+            if self._contexts.get(node.name, (length + 1,))[0] <= length:
+                return self._contexts.pop(node.name)[1]
+        return None
 
     def _keep_states(self, path: Sequence[_Node], position: int, arrays: Arrays) -> None:
         for node in path:

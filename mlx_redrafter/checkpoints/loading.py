@@ -111,7 +111,7 @@ def load(
         drafter = _find_drafter(name)
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise CheckpointError(f"no such adapter folder: {adapter_path}")
-    kind = None if drafter is None else find_kind(drafter)
+    kind = None if drafter is None else find_kind(drafter, name)
     proposer: Proposer | None = None
     if kind is not None and drafter is not None:
         proposer = kind.load(drafter, TargetFacts.of(name, config))

@@ -40,15 +40,15 @@ def is_word(drafter: str | Path | None, word: str) -> bool:
     return True
 
 
-def find_kind(drafter: str | Path) -> Kind:
+def find_kind(drafter: str | Path, target: str = "") -> Kind:
     """Return the kind that a word, a folder or a repository stands for; see `recognise`."""
     named = (kind for word, kind in proposers.WORDS.items() if is_word(drafter, word))
-    return next(named, None) or recognise(drafter)[0]
+    return next(named, None) or recognise(drafter, target)[0]
 
 
-def recognise(drafter: str | Path) -> tuple[Kind, dict[str, Any]]:
+def recognise(drafter: str | Path, target: str = "") -> tuple[Kind, dict[str, Any]]:
     """Return the kind of a folder or repository, and its config; reads no weights."""
-    config = read_config(find_checkpoint(drafter, CONFIG_ONLY))
+    config = read_config(find_checkpoint(drafter, CONFIG_ONLY, target))
     folder = Path(drafter).expanduser()
     refused = find_refused(config)
     if refused is not None:

@@ -21,6 +21,7 @@ from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 
 # Minimum room for an answer, as a share of the context.
@@ -68,6 +69,7 @@ class Conversation:
         self._engine = engine
         self._options = template_options
         self._cache = engine.new_prompt_cache()
+        self._contexts = Contexts()
         # Token ids that the cache holds.
         self._tokens: list[int] = []
 
@@ -99,11 +101,10 @@ class Conversation:
             check_max_tokens(wanted)
             options["max_tokens"] = wanted if 0 < wanted <= left else left
         # A template may render earlier messages differently than the model wrote them.
-        known = self._keep(tokens)
-        new, answer = tokens[len(known) :], ""
+        new, answer = tokens[self._keep(tokens) :], ""
         try:
             with self._engine.stream(
-                new, prompt_cache=self._cache, history=[known], **options
+                new, prompt_cache=self._cache, history=self._contexts, **options
             ) as stream:
                 for response in stream:
                     tokens.append(response.token)
@@ -136,8 +137,8 @@ class Conversation:
         self.num_left_out = starts[min(place, len(starts) - 1)]
         return encode(self.num_left_out)
 
-    def _keep(self, tokens: list[int]) -> list[int]:
-        """Trim the cache to the prefix that it shares with a text, and return that prefix."""
+    def _keep(self, tokens: list[int]) -> int:
+        """Trim the cache to the prefix that it shares with a text, and return its length."""
         num_kept = min(num_same(self._tokens, tokens), len(tokens) - 1)
         num_gone = len(self._tokens) - num_kept
         # Neither the cache of a sliding window nor a recurrent state can go back.
@@ -145,4 +146,4 @@ class Conversation:
             self._cache, num_kept = self._engine.new_prompt_cache(), 0
         else:
             trim_prompt_cache(self._cache, num_gone)
-        return tokens[:num_kept]
+        return num_kept

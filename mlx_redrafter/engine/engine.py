@@ -51,7 +51,7 @@ from mlx_redrafter.policy.batch import BatchPolicy
 from mlx_redrafter.policy.plans import SHORTEST, WIDEST, FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.lookup import Lookup
+from mlx_redrafter.proposers.lookup import Contexts, Lookup
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
 from mlx_redrafter.thread_streams import end_streams_with_thread
 
@@ -114,7 +114,7 @@ class Engine:
         prompt_cache: Sequence[Any] | None = None,
         prompt_progress_callback: ProgressCallback | None = None,
         prompt_chunk_size: Callable[[int], int] | None = None,
-        history: Sequence[Sequence[int]] = (),
+        history: Sequence[Sequence[int]] | Contexts = (),
         grammar: Grammar | LateGrammar | None = None,
         shared: Scheduler | None = None,
         **options: Any,
@@ -135,7 +135,8 @@ class Engine:
             prompt_chunk_size: Function that returns the maximum size of the next chunk of the
                 prompt for the number of tokens processed, if less than ``prefill_step_size``.
             history: Token ids of earlier texts that prompt lookup searches, too, such as those
-                that ``prompt_cache`` holds.
+                that ``prompt_cache`` holds; or the `Contexts` of the texts before, to which this
+                one adds.
             grammar: Grammar of the text, or of its end; it allows every token, after the logits
                 processors. A text that ``max_tokens`` cuts may be incomplete.
             shared: Scheduler from `share`: the text shares its forward passes with the others of
@@ -177,11 +178,8 @@ class Engine:
             leave_as_stock=prompt_cache is not None or sampler is not None,
             chunk_size=prompt_chunk_size,
         )
-        earlier = Lookup(history)
-        earlier.check_fit(self.target, self.tokenizer)
-        sequence = self._open(
-            request, chosen, earlier.history, sampler, processors, prompt_cache, masks
-        )
+        Lookup().after(history).check_fit(self.target, self.tokenizer)
+        sequence = self._open(request, chosen, history, sampler, processors, prompt_cache, masks)
         stream = ResponseStream(sequence, self.tokenizer, shared)
         _claims.claim(layers, stream)
         self._streams.add(stream)
@@ -321,7 +319,7 @@ class Engine:
         self,
         request: Request,
         options: GenerationOptions,
-        history: Sequence[Sequence[int]] = (),
+        history: Sequence[Sequence[int]] | Contexts = (),
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         prompt_cache: Any = None,
@@ -399,7 +397,7 @@ class Engine:
     def _plan(
         self,
         options: GenerationOptions,
-        history: Sequence[Sequence[int]],
+        history: Sequence[Sequence[int]] | Contexts,
         length: int,
     ) -> tuple[Proposer, DraftPolicy]:
         """Choose the proposer and the policy of a text that begins with ``length`` tokens."""

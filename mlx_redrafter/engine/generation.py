@@ -17,6 +17,7 @@ from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.generation_options import OptionKeywords
 from mlx_redrafter.grammar import Grammar
+from mlx_redrafter.proposers.lookup import Contexts
 
 
 class GenerationKeywords(OptionKeywords, total=False):
@@ -27,7 +28,7 @@ class GenerationKeywords(OptionKeywords, total=False):
     grammar: Grammar | None
     prompt_cache: Sequence[Any] | None
     prompt_progress_callback: ProgressCallback | None
-    history: Sequence[Sequence[int]]
+    history: Sequence[Sequence[int]] | Contexts
 
 
 class LearnedStates:

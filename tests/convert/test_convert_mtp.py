@@ -123,7 +123,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
             mx.save_safetensors(str(folder / "model-00002.safetensors"), tensors)
         return folder
 
-    monkeypatch.setattr("mlx_redrafter.checkpoint_files.fetch", download)
+    monkeypatch.setattr("mlx_redrafter.hub.fetch", download)
     convert("org/model", tmp_path / "out")
     patterns = {pattern for one in asked for pattern in one}
     assert patterns == {"config.json", "model.safetensors.index.json", "model-00002.safetensors"}

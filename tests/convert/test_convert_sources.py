@@ -319,7 +319,7 @@ def test_a_hub_repository_keeps_its_name(tmp_path: Path, monkeypatch: pytest.Mon
         asked.append((repo, patterns))
         return snapshot
 
-    monkeypatch.setattr("mlx_redrafter.checkpoint_files.fetch", download)
+    monkeypatch.setattr("mlx_redrafter.hub.fetch", download)
     conversion = convert_drafter("org/drafter", tmp_path / "out", FLOAT32)
     assert conversion.provenance["source"] == "org/drafter"
     # First what tells whether it is a model with a module, of which no more would be fetched.

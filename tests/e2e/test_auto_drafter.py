@@ -137,6 +137,9 @@ def test_a_wrong_name_and_a_gate_are_one_line(
     refused = run(capsys, "run", MODEL.replace("Qwen3", "Qven3"), "Once", "--yes")
     assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
     assert f"did you mean {MODEL}?" in refused.err
+    missing = _generate(capsys, "--drafter", f"{MODEL}-drafter", "--yes")
+    assert f"there is no '{MODEL}-drafter' on this machine or on the hub; " in missing.err
+    assert f"did you mean {MODEL}?" not in missing.err
     hub.add("org/gated", find_bundled("target"), gated="manual")
     refused = run(capsys, "run", "org/gated", "Once", "--yes")
     assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,14 +73,33 @@ def test_no_command_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "expected"),
-    [("ge", ["generate"]), ("con", ["convert"]), ("generate --te", ["--temp"])],
+    [
+        ("ge", ["generate"]),
+        ("con", ["convert"]),
+        ("generate --te", ["--temp"]),
+        ("launch co", ["codex"]),
+        ("generate --model or", ["org/Tiny-4bit", "org/small"]),
+        ("generate --model Ti", ["Tiny-4bit"]),
+        ("generate --model other/", []),
+        ("run org/T", ["org/Tiny-4bit"]),
+        ("serve org/T", ["org/Tiny-4bit"]),
+        ("bench speed --drafter sm", ["small"]),
+        ("convert sm", ["small"]),
+    ],
 )
-def test_the_shell_completes(typed: str, expected: list[str]) -> None:
+def test_the_shell_completes(typed: str, expected: list[str], tmp_path: Path) -> None:
+    for name in ("org--Tiny-4bit", "org--small"):
+        snapshot = tmp_path / f"hub/models--{name}/snapshots/0123"
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+    (tmp_path / "hub/models--org--empty/snapshots").mkdir(parents=True)
     words = f"redrafter-mlx {typed}"
     completed = subprocess.run(
-        [sys.executable, "-m", "mlx_redrafter"],
+        [sys.executable, "-X", "importtime", "-m", "mlx_redrafter"],
         env={
             **os.environ,
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "HOME": str(tmp_path),
             "_REDRAFTER_MLX_COMPLETE": "complete_bash",
             "COMP_WORDS": words,
             "COMP_CWORD": str(len(words.split()) - 1),
@@ -90,3 +110,14 @@ def test_the_shell_completes(typed: str, expected: list[str]) -> None:
         timeout=300,
     )
     assert completed.stdout.split() == expected
+    assert "huggingface_hub.hf_api" not in completed.stderr  # takes 0.2 s
+
+
+def test_the_shell_completes_every_name_of_a_model() -> None:
+    for names in _commands()[1:]:
+        command: Any = get_command(app)
+        for name in names:
+            command = command.commands[name]
+        for one in command.params:
+            if {"--model", "--drafter"} & {*one.opts} or one.metavar == "MODEL":
+                assert one._custom_shell_complete is not None, (names, one.name)

@@ -24,6 +24,7 @@ def _check(ended: Ended, line: str) -> None:
     # The last line is the only one behind the signal's echo that is no part of the display.
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", ended.output).strip().splitlines()
     assert line in shown[-1]
+    assert not line or shown[-1].startswith("stopped")
 
 
 # Python's own start, of some 30 ms, is not this program's; its first import says that it is over.

@@ -7,6 +7,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from mlx_redrafter import DraftModel
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.proposers.lookup.contexts import following
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.models import LoadedModel
@@ -137,6 +139,18 @@ def test_another_clients_prompts_are_not_used(tmp_path: Path) -> None:
         assert _write(loaded, PROMPT, OPTIONS, "three" + str(len(list(tmp_path.iterdir()))))[1] == 0
         store.close()
     assert cached == [99, 99, 99]
+
+
+def test_a_lookups_contexts_belong_to_one_clients_conversation() -> None:
+    loaded = _load("windows", PrefixStore(1 << 30))
+    answer, _ = _write(loaded, PROMPT, OPTIONS, "one")
+    turn, prefixes = [*PROMPT, *answer, 7], loaded.prefixes
+    assert len(prefixes.take(turn, "two").contexts.tokens) == 0
+    assert len(prefixes.take([*PROMPT[:50], 7], "one").contexts.tokens) == 0, "other questions"
+    contexts = prefixes.take(turn, "one").contexts
+    assert contexts.tokens[: len(PROMPT) + 8].tolist() == turn[: len(PROMPT) + 8]
+    assert contexts.candidates(reduce(following, PROMPT, 0)) is not None
+    assert len(prefixes.take(turn, "one").contexts.tokens) == 0, "one text at a time has them"
 
 
 def test_another_models_prompts_are_not_used(tmp_path: Path) -> None:

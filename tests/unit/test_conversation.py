@@ -14,6 +14,8 @@ from mlx_redrafter.engine.conversation import Conversation
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.draft_model import DraftModel
+from mlx_redrafter.proposers.lookup import Contexts
+from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config
 
@@ -103,6 +105,29 @@ def test_only_what_is_new_is_read(model: nn.Module) -> None:
         list(conversation.ask(text, max_tokens=8, **options))
     # "[U]", the text and "[A]".
     assert sorted(set(read)) == sorted({len(text) + 6 for text in ASKED})
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "network"])
+def test_a_turn_drafts_from_the_turns_before_it(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    engine, begun = Engine(model, _tokenizer(), DRAFTERS[drafter](model)), list[Contexts]()
+
+    def begin(drafting: LookupDrafting, contexts: Contexts, *args: Any) -> None:
+        begun.append(contexts)
+        init(drafting, contexts, *args)
+
+    init = LookupDrafting.__init__
+    monkeypatch.setattr(LookupDrafting, "__init__", begin)
+    one, other = Conversation(engine), Conversation(engine)
+    for text in ASKED:
+        list(one.ask(text, max_tokens=8))
+    list(other.ask(ASKED[0], max_tokens=8))
+    assert begun[:3] == [begun[0]] * 3
+    assert begun[3] is not begun[0]
+    # Nothing is read twice, but drafts may be accepted beyond the end of an answer.
+    assert len(one._tokens) <= len(begun[0].tokens) < len(one._tokens) + 40
+    assert (begun[0].candidates(begun[0].end.key) is not None) == (drafter == "lookup")
 
 
 def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) -> None:

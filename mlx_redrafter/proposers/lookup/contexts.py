@@ -9,6 +9,7 @@ Axes: K most probable tokens.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from struct import Struct
 from typing import Any, NamedTuple
@@ -55,15 +56,19 @@ class Place(NamedTuple):
 class Contexts:
     """Table of contexts in the texts that it is given, token by token.
 
-    It knows the newest `MAX_CONTEXTS` to 2 `MAX_CONTEXTS` contexts, and the tokens of the texts.
+    It knows the newest `MAX_CONTEXTS` to 2 `MAX_CONTEXTS` contexts, and all tokens of the texts.
+
+    Args:
+        text: Token ids of an earlier text.
 
     Attributes:
         tokens: Tokens of all texts so far, with `NO_TOKEN` between texts.
         end: The end of the last text.
     """
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
+    def __init__(self, text: Sequence[int] = ()) -> None:
+        self.tokens = array("i")
+        self._waiting = list(text)
         self.end = Place(0, ())
         self._new: dict[int, Entry] = {}
         self._old: dict[int, Entry] = {}
@@ -72,6 +77,16 @@ class Contexts:
     def size(self) -> int:
         """Number of contexts that are known."""
         return len(self._new) + len(self._old)
+
+    def expect(self, text: Sequence[int]) -> None:
+        """Note that a text goes on; `index` adds it when there is time for that."""
+        self._waiting += text
+
+    def index(self) -> None:
+        """Add all tokens that wait for it."""
+        for token in self._waiting:
+            self.add(token)
+        self._waiting.clear()
 
     def add(self, token: int, row: bytes | None = None) -> None:
         """Add the next token, and the row of what was probable in its place, if that is known."""

@@ -45,6 +45,9 @@ class Lookup:
     Args:
         history: Token ids of earlier requests to look in as well; a sequence indexes them when it
             begins.
+
+    Attributes:
+        contexts: Contexts of earlier texts, which its sequence adds to; None to begin without.
     """
 
     num_layers = 0
@@ -56,11 +59,15 @@ class Lookup:
         check_instance("history", history, (list, tuple), "a list of texts' token ids")
         self.history = [token_ids("history[...]", tokens) for tokens in history]
         self.chances = Chances()
+        self.contexts: Contexts | None = None
 
-    def after(self, history: Sequence[Sequence[int]]) -> Lookup:
+    def after(self, history: Sequence[Sequence[int]] | Contexts) -> Lookup:
         """Return a lookup in more earlier requests that shares the chances of this one."""
         other = copy(self)
-        other.history = [*self.history, *Lookup(history).history]
+        if isinstance(history, Contexts):
+            other.contexts = history
+        else:
+            other.history = [*self.history, *Lookup(history).history]
         return other
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
@@ -71,9 +78,12 @@ class Lookup:
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> LookupDrafting:
-        earlier = [token for tokens in self.history for token in (*tokens, NO_TOKEN)]
+        contexts = self.contexts
+        if contexts is None:
+            contexts = Contexts([token for text in self.history for token in (*text, NO_TOKEN)])
+        contexts.expect(prompt)
         num_best = NUM_BEST if target.vocab_size > NUM_BEST else 0
-        return LookupDrafting([*earlier, *prompt], self.chances, num_best, couple_noise)
+        return LookupDrafting(contexts, self.chances, num_best, couple_noise)
 
 
 class LookupDrafting:
@@ -89,24 +99,16 @@ class LookupDrafting:
     reader = None
 
     def __init__(
-        self, prompt: Sequence[int], chances: Chances, num_best: int = 0, couple: bool = True
+        self, contexts: Contexts, chances: Chances, num_best: int = 0, couple: bool = True
     ):
+        self.contexts = contexts
         self.num_best = num_best
-        self._waiting = list(prompt)
-        self._contexts = Contexts()
         self._couple = couple
         self._chances = chances
         # The newest pass, until the next call reads its tokens: the host has waited for it by then.
         self._flight: Pass | None = None
         # Drafts after the newest token that the host has read.
         self._tree: DraftTree | None = None
-
-    @property
-    def contexts(self) -> Contexts:
-        for token in self._waiting:
-            self._contexts.add(token)
-        self._waiting.clear()
-        return self._contexts
 
     def outlook(self) -> list[float]:
         """Return probabilities of the most probable drafts after the token in flight.
@@ -134,14 +136,16 @@ class LookupDrafting:
         self._flight = flight
 
     def settle(self, length: int) -> None:
-        """Leave everything, as there are no caches."""
+        """Learn from the newest pass, for the next turn of the conversation."""
+        self._read()
 
     def _read(self) -> None:
         """Learn from the newest pass."""
-        flight, self._flight = self._flight, None
+        flight, contexts, self._flight = self._flight, self.contexts, None
+        contexts.index()
         if flight is None:
             return
-        contexts, tokens = self.contexts, flight.tokens
+        tokens = flight.tokens
         if len(tokens) < len(flight.rows):
             return  # logits that are NaN gave no token: the text ends
         if self._tree is not None:

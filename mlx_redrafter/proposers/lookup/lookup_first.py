@@ -65,4 +65,5 @@ class LookupFirstDrafting:
         self.network.skip(flight)
 
     def settle(self, length: int) -> None:
+        self.lookup.settle(length)
         self.network.settle(length)

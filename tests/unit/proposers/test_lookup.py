@@ -16,7 +16,7 @@ from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.chances import Chances, Child
-from mlx_redrafter.proposers.lookup.contexts import NUM_BEST
+from mlx_redrafter.proposers.lookup.contexts import NUM_BEST, Contexts
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirstDrafting
@@ -132,6 +132,20 @@ def test_what_the_target_found_probable_is_proposed_after_the_same_tokens() -> N
     assert children[:2] == [3, 30], "after 2, at which 3 was the best one"
     assert [3, 9] in _paths(tree)
     assert [3, 40] in _paths(tree)
+
+
+def test_a_second_turn_drafts_from_the_first_and_other_conversations_do_not() -> None:
+    conversation = Lookup().after(Contexts())
+    first = _open([1, 2], conversation)
+    first.skip(_flight(3, rows=[[3, 30, 31]]))
+    first.skip(_flight(4, rows=[[4]]))
+    first.settle(4)  # reads the newest pass
+    tree = _open([8, 9], conversation).propose(_flight(2), PLAN, None)
+    assert tree is not None
+    assert [path[0] for path in _paths(tree) if len(path) == 1][:2] == [3, 30]
+    assert [3, 4] in _paths(tree)
+    assert _open([8, 9], conversation.after([])).contexts.tokens[:2].tolist() == [1, 2]
+    assert _open([8, 9], Lookup().after(Contexts())).propose(_flight(2), PLAN, None) is None
 
 
 def test_nodes_that_were_not_accepted_teach_candidates() -> None:

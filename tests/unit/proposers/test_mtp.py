@@ -212,7 +212,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
             mx.save_safetensors(str(tmp_path / file), tensors)
         return tmp_path
 
-    monkeypatch.setattr("mlx_redrafter.checkpoint_files.fetch", download)
+    monkeypatch.setattr("mlx_redrafter.hub.fetch", download)
     assert load_mtp("org/model").config.vocab_size == 64
     assert asked[1:] == [["model-00000.safetensors", "model-00001.safetensors"]]
     for file, message in (("../x.safetensors", "name of a safetensors file"), (None, "no tensors")):
