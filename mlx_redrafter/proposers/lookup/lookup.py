@@ -31,8 +31,9 @@ from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY, DraftTr
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
-# Drafts to foresee if none are in flight, and their minimum probability.
+# Drafts to foresee if none are in flight.
 FORESEEN = DraftPlan(DraftShape(4, 16), 17, from_text=True)
+# Minimum probability of a draft that is foreseen.
 LEAST_FORESEEN = 0.05
 # Bytes of a row of `Pass.best`.
 _ROW = 8 * NUM_BEST
