@@ -165,7 +165,7 @@ def run_policy(
             drafts = text.drafts(position, chosen.shape.width)
             short = [i for i, depth in enumerate(drafts.depths) if depth < chosen.shape.length]
             tree: Any = SimulatedTree(drafts).subtree(short[: chosen.searched.num_nodes - 1])
-            kept = policy.keep(chosen, tree)
+            kept = policy.select(chosen, tree)
             is_read = policy.waits  # type: ignore[attr-defined]
             num_nodes, size = kept.num_nodes, kept.size
             num_accepted = sum(token > 0 for token in kept.read().tokens)
