@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     logger.setLevel(logging.INFO)
     logger.handlers = [_StderrHandler()]
     # A download that fails is one line, without a line for each retry.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     # The error for a prompt that is too long says all.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     try:
