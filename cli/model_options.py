@@ -114,7 +114,7 @@ class Pair:
         from mlx_redrafter.checkpoints.memory_estimate import Context
         from mlx_redrafter.machines.leading import target_of
         from mlx_redrafter.proposers.lookup import Lookup
-        from mlx_redrafter.target.target import SLOW
+        from mlx_redrafter.target.target import SLOW, is_slow
 
         group = launched_group()
         try:
@@ -130,7 +130,7 @@ class Pair:
             return self._load(LOOKUP, context, kv_bits, **options)
         if self.model is None:
             _say_bundled(model)
-        elif target_of(model).is_slow:
+        elif is_slow(target_of(model)):
             note(SLOW)
         return model, tokenizer, Lookup() if loaded is None else loaded
 

@@ -83,16 +83,16 @@ def _readings(config: BlockConfig, target: Target) -> Iterator[tuple[str, BlockC
         yield f"entry {slot} first", replace(config, first_slot=slot, depth_scales=None)
     for name, step in (("earlier layers", -1), ("later layers", 1)):
         layers = tuple(layer + step for layer in config.captured_layers)
-        if 0 <= min(layers) and max(layers) <= len(target.blocks):
+        if 0 <= min(layers) and max(layers) <= len(target.modules.layers):
             yield name, replace(config, captured_layers=layers)
     other = "halves" if config.rope_traditional else "neighbours"
     yield f"{other} rotated", replace(config, rope_traditional=not config.rope_traditional)
     if config.has_embedding:
         return
-    if target.has_embedding_norm:
+    if target.modules.has_embedding_norm:
         other = "normalised" if config.skips_embedding_norm else "not normalised"
         skips = not config.skips_embedding_norm
         yield f"embeddings {other}", replace(config, skips_embedding_norm=skips)
-    elif target.embedding_scale != 1:
-        scale = config.embed_scale / target.embedding_scale
+    elif target.modules.embedding_scale != 1:
+        scale = config.embed_scale / target.modules.embedding_scale
         yield "embeddings not scaled", replace(config, embed_scale=scale)

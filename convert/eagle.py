@@ -32,7 +32,8 @@ from mlx_redrafter.proposers.eagle.published import (
 )
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.proposers.speculators import resolve_offsets
-from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.target import Target
 
 
 class ForeignEagle(ForeignDrafter):
@@ -83,7 +84,7 @@ def _readings(eagle: Eagle, target: Target, rope: dict[str, Any]) -> Iterator[tu
     turned = with_rope(eagle, rope)
     for layers, step in ((AS_IT_SAYS, 0), ("earlier layers", -1), ("later layers", 1)):
         shifted = tuple(layer + step for layer in own)
-        if step and (FINAL in own or min(shifted) < 0 or max(shifted) > len(target.blocks)):
+        if step and (FINAL in own or min(shifted) < 0 or max(shifted) > len(target.modules.layers)):
             continue
         for head, suffix in ((eagle, ""), (turned, ", rotated as the target")):
             if head is not None:

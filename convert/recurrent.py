@@ -84,7 +84,7 @@ class ForeignRecurrent(ForeignDrafter):
         if copied.config.rnn and self.options.rnn_activation is None:
             readings["other recurrence"] = _with_other_recurrence(copied)
         found = choose_reading(readings, target, tokenizer, _predict)
-        fitted = calibrate(found.network, target.embed, found.texts)
+        fitted = calibrate(found.network, target.modules.embed, found.texts)
         network.config = fitted.applied(found.network.config)
         return found._replace(network=network)
 
@@ -155,4 +155,4 @@ def _with_other_recurrence(drafter: Drafter) -> Drafter:
 
 
 def _predict(drafter: Drafter, target: Target, text: ReadSequence) -> Prediction:
-    return predict(drafter, target.embed, text)[0]
+    return predict(drafter, target.modules.embed, text)[0]

@@ -23,7 +23,8 @@ from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.fit import TOP_TOKENS, Prediction, ReadSequence
-from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.topk import top_k
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def choose_reading(
     wanted = {name: layers_of(network) for name, network in readings.items()}
     layers = sorted({layer for one in wanted.values() for layer in one})
     if layers != [FINAL]:
-        target.watch(layers)
+        target.modules.watch(layers)
     decoded = decode_all(target, tokenizer, layers)
     texts = {
         name: [with_layers(text, layers, one) for text in decoded] for name, one in wanted.items()
@@ -140,7 +141,7 @@ def decode_all(
 
 def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSequence:
     """Continue a prompt greedily, and keep the states of the captured layers."""
-    tokens, cache = list(prompt), target.new_cache()
+    tokens, cache = list(prompt), target.caches.new()
     states: list[Any] = []
     columns: list[tuple[mx.array, mx.array]] = []
     ids = mx.array(prompt, dtype=mx.int32)

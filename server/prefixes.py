@@ -111,7 +111,7 @@ class Prefix:
         """Keep the states after ``done`` tokens of the rest of the prompt, if they are wanted."""
         position = self.length + done
         if position in self._stops:
-            self.states[position] = self._target.copy_states(self.cache)
+            self.states[position] = self._target.caches.copy_states(self.cache)
 
 
 class Prefixes:
@@ -172,7 +172,7 @@ class Prefixes:
             return
         states = dict(prefix.states)
         if self._has_states and length == held:
-            states[length] = self._engine.target.copy_states(cache)
+            states[length] = self._engine.target.caches.copy_states(cache)
         path = self._add(tokens[:length], cache, owner)
         self._contexts[path[-1].name] = num_prompt, prefix.contexts
         if len(self._contexts) > MAX_CONTEXTS:
@@ -196,7 +196,7 @@ class Prefixes:
             parent = path[-1] if path else root
             own = tokens[start : start + NODE_TOKENS]
             node = _Node(self._name(parent.name, start, own), start, own)
-            entries = self._engine.target.copy_entries(cache, start, node.end)
+            entries = self._engine.target.caches.copy_entries(cache, start, node.end)
             self._store.put(node.name, entries, _describe(node, parent))
             parent.children.append(node)
             path.append(node)
@@ -263,8 +263,8 @@ class Prefixes:
             length = nodes[len(pieces)][0].start
         cache, target = self._new_cache(), self._engine.target
         try:
-            target.fill(cache, pieces, state, length, self._quantisation)
-            target.stock_cache(cache[: target.num_layers])
+            target.caches.fill(cache, pieces, state, length, self._quantisation)
+            target.caches.stock(cache[: target.num_layers])
         except (RedrafterError, KeyError, ValueError) as error:  # foreign files
             for node, _ in nodes:
                 self._store.drop(node.name, error)

@@ -34,7 +34,7 @@ def filled_cache(target: Target, length: int) -> TreeCache:
 
     Blocks until MLX has evaluated the cache.
     """
-    cache = target.new_cache()
+    cache = target.caches.new()
     tokens = mx.arange(length, dtype=mx.int32) % target.vocab_size
     with mx.stream(generation_stream):
         forward = prefill(target, tokens, cache)

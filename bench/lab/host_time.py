@@ -107,7 +107,7 @@ def measure(config: Mapping[str, Any], nodes: int, compiled: bool, repeats: int)
     model = make_model("a random model", config)
     mx.eval(model.parameters())
     target, tree = Target(model), bushy_tree(nodes)
-    target.compiled = CompiledPasses() if compiled else None
+    target.compiled = CompiledPasses(compiled)
     cache = filled_cache(target, LENGTH)
     seconds = []
     for _ in range(repeats + WARM_UP + (USES if compiled else 0)):
@@ -151,10 +151,10 @@ def measure_steps(
     drafter = Drafter(DrafterConfig(COMMON["vocab_size"], size, size, 1, rnn=True))
     mx.eval(model.parameters(), drafter.parameters())
     target, prompt = Target(model), list(range(LENGTH))
-    target.compiled = CompiledPasses() if compiled else None
+    target.compiled = CompiledPasses(compiled)
     text = SequenceDecoder(
         target,
-        target.new_cache(),
+        target.caches.new(),
         KeyedSampler(SamplingParams(), target.vocab_size),
         Request(prompt),
         drafter.open(target, prompt, True, []),
@@ -188,7 +188,7 @@ def measure_steps(
 
     for _ in prefill([text]):
         pass
-    with patch.object(device_read, "waiting", count), target.warming_up():
+    with patch.object(device_read, "waiting", count), target.compiled.warming_up():
         for _ in range(steps + WARM_UP):
             start = reads
             step(lane, [text])

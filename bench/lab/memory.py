@@ -29,6 +29,7 @@ from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.policy.plans import FixedPolicy
@@ -161,10 +162,10 @@ def update_large_buffers(paths: Sequence[Sequence[int]]) -> Finding:
     config = {**COMMON, "model_type": "llama", "num_hidden_layers": 4, "head_dim": 512}
     model = make_model("a random model", config)
     target, tree = Target(model), bushy_tree(8)
-    target.compiled = CompiledPasses()
+    target.compiled = CompiledPasses(are_used=True)
     entry = 2 * 4 * 2 * 512 * mx.float32.size  # keys and values, layers, heads, their size
-    with gpu_like(), target.warming_up():
-        cache = target.blank_cache(LARGE // entry - BUCKET)
+    with gpu_like(), target.compiled.warming_up():
+        cache = blank_cache(target, LARGE // entry - BUCKET)
         for number in range(6):
             mx.eval(target.verify(tree, cache).logits)
             cache.commit(paths[number % len(paths)])
@@ -267,7 +268,7 @@ def _drafted_tokens(
     chooser = KeyedSampler(SamplingParams(), target.vocab_size)
     request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
     drafting = drafter.open(target, prompt, True, [])
-    cache = target.new_cache(caches)
+    cache = target.caches.new(caches)
     return caches, decode(
         SequenceDecoder(target, cache, chooser, request, drafting, FixedPolicy(plan))
     )

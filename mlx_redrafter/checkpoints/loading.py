@@ -128,7 +128,7 @@ def load(
     target = target_of(model)
     if proposer is not None:
         proposer.check_fit(target, tokenizer)
-        for network in proposer.networks if target.dtype == mx.float32 else ():
+        for network in proposer.networks if target.modules.dtype == mx.float32 else ():
             network.set_dtype(mx.float32)
             mx.eval(network.parameters())
     if kernels:

@@ -50,7 +50,7 @@ class Batch:
     """
 
     def __init__(self, target: Target):
-        self.cache = target.new_batch_cache()
+        self.cache = target.caches.of_batch()
         self.policy: JointPolicy = OwnPolicies()
         self._target = target
         self._slots: dict[SequenceDecoder, Slot] = {}
@@ -217,7 +217,7 @@ def _num_kept(sequence: SequenceDecoder) -> int:
     """Return the number of tokens that its caches will hold at least when a sequence ends."""
     if not sequence.request.leave_as_stock:
         return sys.maxsize
-    return sequence.outbox.end_of_prompt + sequence.stats.num_tokens
+    return sequence.outbox.end_of_prompt + sequence.delivery.stats.num_tokens
 
 
 def _sampled_nodes(drafts: mx.array | TokenTree) -> tuple[int, int]:

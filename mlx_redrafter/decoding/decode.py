@@ -34,7 +34,7 @@ def decode(sequence: SequenceDecoder, scheduler: Scheduler | None = None) -> Ite
             else:
                 scheduler.step(sequence)
             for token in sequence.delivery.deliver(sequence.take()):
-                if sequence.stats.num_tokens % CLEAR_CACHE_EVERY == 0:
+                if sequence.delivery.stats.num_tokens % CLEAR_CACHE_EVERY == 0:
                     mx.clear_cache()
                 yield token
     except GeneratorExit:

@@ -30,14 +30,14 @@ class LoneLane:
     def look_ahead(self, sequence: SequenceDecoder) -> bool:
         is_on_host = sequence.processors is not None
         is_on_host |= not isinstance(sequence.sampler, KeyedSampler)
-        return not is_on_host and sequence.target.looks_ahead(sequence.own_cache)
+        return not is_on_host and sequence.target.compiled.are_used
 
     def follow(self, sequence: SequenceDecoder, tree: TokenTree) -> bool:
         last = sequence.last
         assert last is not None
         assert last.path is not None
         longest, cache = last.max_accepted + 1, sequence.own_cache
-        follows = sequence.target.may_follow(tree, cache, sequence.layers, longest)
+        follows = sequence.target.compiled.may_follow(tree, cache, sequence.layers, longest)
         if follows:
             cache.follow(last.path, last.num_accepted)
         return follows
@@ -47,7 +47,7 @@ class LoneLane:
         if not isinstance(drafts, TokenTree):
             return {one: one.advance(drafts)}
         outputs = one.target.verify(drafts, one.own_cache, one.layers)
-        if one.target.is_first_use:
+        if one.target.compiled.is_first_use:
             one.delivery.clock.skip()
         return {one: one.sample(drafts, outputs, noises[one])}
 

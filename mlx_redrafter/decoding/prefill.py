@@ -114,7 +114,7 @@ def _prefill_together(
     group = sorted(sequences, key=lambda one: len(one.request.prompt), reverse=True)
     layers = next((one.layers for one in group if one.layers), ())
     target, done = group[0].target, 0
-    caches = target.stock_cache() if len(group) > 1 else []
+    caches = target.caches.stock() if len(group) > 1 else []
     while len(group) > 1:
         for one in group:
             try:

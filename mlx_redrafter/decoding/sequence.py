@@ -118,11 +118,6 @@ class SequenceDecoder:
         return self._own.cache
 
     @property
-    def stats(self) -> DecodingStats:
-        """Counts of its steps and tokens."""
-        return self.delivery.stats
-
-    @property
     def is_finished(self) -> bool:
         """Whether its last token is known, or it was closed."""
         return self.status >= Status.FINISHED
@@ -260,7 +255,7 @@ class SequenceDecoder:
         self.delivery.close()
         try:
             if self.request.leave_as_stock:
-                self._settle(self.stats.num_tokens, is_whole)
+                self._settle(self.delivery.stats.num_tokens, is_whole)
         finally:
             self.status = Status.CLOSED
 

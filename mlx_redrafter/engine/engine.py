@@ -330,7 +330,7 @@ class Engine:
         if cached is not None and len(cached) == target.num_layers + num_own:
             # mlx-lm's convention: the target's layers, then those of the draft model.
             cached, own = cached[: target.num_layers], cached[target.num_layers :]
-        cache = target.new_cache(cached, options.quantisation, prompt_cache)
+        cache = target.caches.new(cached, options.quantisation, prompt_cache)
         check_prompt(ids, cache.length, target)
         params = options.sampling(secrets.randbits(32))
         token_sampler: TokenSampler = (

@@ -27,6 +27,7 @@ from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.measured import fastest
 from mlx_redrafter.policy.plans import LOOKUP, SIZES
 from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
+from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -164,13 +165,27 @@ def _run(
     drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])
     max_length = None if proposer is None else proposer.max_length
     schedule = _Schedule(kinds_of(proposer), max_length)
-    cache = target.blank_cache(context, quantisation)
+    cache = blank_cache(target, context, quantisation)
     sampler = _Contrary(params, target.vocab_size)
     text = SequenceDecoder(target, cache, sampler, Request([0]), drafting, schedule)
-    with target.warming_up(), closing(decode(text)) as tokens:  # type: ignore[type-var]
+    with target.compiled.warming_up(), closing(decode(text)) as tokens:  # type: ignore[type-var]
         while not is_enough(schedule):
             next(tokens)
     return schedule.rounds
+
+
+def blank_cache(target: Target, length: int, quantisation: Quantisation | None = None) -> TreeCache:
+    """Create a cache with K/V entries of zeros in place of ``length`` tokens.
+
+    `TreeCache.settle` shortens the cache. Layers with a state hold that after one token. Blocks
+    until MLX has made the entries.
+    """
+    cache = target.caches.new(quantisation=quantisation)
+    mx.eval(target.advance(mx.array([0], dtype=mx.int32), cache).logits)
+    target.caches.reserve(cache, length)
+    cache.settle(length)
+    mx.eval([layer.state for layer in cache.stock])
+    return cache
 
 
 def is_doubtful(rounds: Sequence[Seconds]) -> bool:

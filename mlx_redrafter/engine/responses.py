@@ -64,7 +64,7 @@ class Responder:
 
     def respond(self, token: Token) -> GenerationResponse:
         """Make the response of the next token, the last one if memory is used up."""
-        stats, detokenizer = self._sequence.stats, self._detokenizer
+        stats, detokenizer = self._sequence.delivery.stats, self._detokenizer
         limit = self._sequence.target.context_length
         self.num_tokens += 1
         if self.num_tokens == 1:

@@ -132,7 +132,7 @@ def _description(
     """Return a description of the steps to time, the networks that they use, and their kinds."""
     kinds = kinds_of(proposer)
     modules = () if proposer is None else proposer.networks
-    passes = () if target.compiled is None else ("compiled",)
+    passes = ("compiled",) if target.compiled.are_used else ()
     used = *choices(target.model), *target.devices, *passes
     described = kinds, context, quantisation, *used
     return described, (target.model, *modules), kinds

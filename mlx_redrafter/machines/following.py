@@ -26,6 +26,7 @@ from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.stored_cache import Arrays
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.compiled_pass import CompiledPasses
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
@@ -60,12 +61,11 @@ class Follower:
     """The target and the caches of a rank that follows, with a method for each verb of `Do`."""
 
     def __init__(self, model: nn.Module, machines: Machines):
-        self._target = Target(model)
-        self._target.compiled = None  # as on rank 0
+        self._target = Target(model, CompiledPasses(are_used=False))  # as on rank 0
         self._group = machines.group
         # A number that rank 0 has not named yet is that of a new cache.
-        self._caches = defaultdict[int, TreeCache](self._target.new_cache)
-        self._batches = defaultdict[int, BatchCache](self._target.new_batch_cache)
+        self._caches = defaultdict[int, TreeCache](self._target.caches.new)
+        self._batches = defaultdict[int, BatchCache](self._target.caches.of_batch)
         self._copies: dict[int, Arrays] = {}
 
     def obey(self, frame: Frame) -> None:
@@ -99,14 +99,14 @@ class Follower:
         mx.async_eval(self._target.verify_batch(TreeBatch(trees, size), batch).logits)
 
     def call(self, cache: int, size: int) -> None:
-        mx.async_eval(self._target.call(self._shared(size)[None], self._caches[cache].stock))
+        mx.async_eval(self._target.model(self._shared(size)[None], cache=self._caches[cache].stock))
 
     def open(self, number: int, length: int, *quantisation: int) -> None:
         """Continue a cache in another text, at the length that it has on rank 0, or begin one."""
         cache = self._caches[number]
         cache.settle(length)
         how = Quantisation(*quantisation) if quantisation else None
-        self._caches[number] = self._target.new_cache(cache.stock, how)
+        self._caches[number] = self._target.caches.new(cache.stock, how)
         if self._caches[number].length != length:
             raise CheckpointError(
                 f"expected a cache of {length} tokens, as on rank 0, found "
@@ -120,13 +120,13 @@ class Follower:
         self._caches[cache].settle(length)
 
     def reserve(self, cache: int, num_rows: int) -> None:
-        self._target.reserve(self._caches[cache], num_rows)
+        self._target.caches.reserve(self._caches[cache], num_rows)
 
     def copy_entries(self, copy: int, cache: int, start: int, end: int) -> None:
-        self._copies[copy] = self._target.copy_entries(self._caches[cache].stock, start, end)
+        self._copies[copy] = self._target.caches.copy_entries(self._caches[cache].stock, start, end)
 
     def copy_states(self, copy: int, cache: int) -> None:
-        self._copies[copy] = self._target.copy_states(self._caches[cache].stock)
+        self._copies[copy] = self._target.caches.copy_states(self._caches[cache].stock)
 
     def fill(
         self,
@@ -137,11 +137,11 @@ class Follower:
         states: int,
     ) -> None:
         """Fill a new cache with the first tokens of an earlier text."""
-        stock, copies = self._target.stock_cache(), self._copies
+        stock, copies = self._target.caches.stock(), self._copies
         how = Quantisation(*quantisation) if quantisation else None
         entries = [(copies[number], count) for number, count in pieces]
-        self._target.fill(stock, entries, copies[states] if states else {}, length, how)
-        self._caches[cache] = self._target.new_cache(stock)
+        self._target.caches.fill(stock, entries, copies[states] if states else {}, length, how)
+        self._caches[cache] = self._target.caches.new(stock)
 
     def drop(self, number: int) -> None:
         for kept in (self._caches, self._batches, self._copies):

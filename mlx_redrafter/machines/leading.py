@@ -17,9 +17,12 @@ from mlx_redrafter.machines.leader import Handle, Leader
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor
+from mlx_redrafter.target.caches.model_caches import ModelCaches
 from mlx_redrafter.target.caches.quantised import QuantisingCache
 from mlx_redrafter.target.caches.stored_cache import Arrays
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.compiled_pass import CompiledPasses
+from mlx_redrafter.target.modules import TargetModules
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
@@ -95,33 +98,25 @@ class LedArrays(dict[str, mx.array]):
         self.handle = Handle(leader)
 
 
-class LeadingTarget(Target):
-    """A target whose passes run on all ranks.
-
-    Drafters, samplers and policies are on rank 0 alone.
+class LedCaches(ModelCaches):
+    """Maker of caches on rank 0, which tells the other ranks what becomes of theirs.
 
     Args:
-        model: The part of the model on rank 0.
-        leader: Its connection to the others.
+        leader: Connection to them.
+        *given: Arguments of `ModelCaches`.
     """
 
-    def __init__(self, model: nn.Module, leader: Leader):
+    def __init__(self, leader: Leader, *given: Any):
+        super().__init__(*given)
         self.leader = leader
-        self.devices = tuple(rank.device for rank in leader.machines.ranks)
-        super().__init__(model)
-        self.compiled = None  # each rank would compare bits, and compile, for itself
 
-    @property
-    def stock_model(self) -> Any:
-        return LedModel(self)
-
-    def new_cache(
+    def new(
         self,
         prompt_cache: Sequence[Any] | None = None,
         quantisation: Quantisation | None = None,
         given: list[Any] | None = None,
     ) -> TreeCache:
-        cache = super().new_cache(prompt_cache, quantisation, given)
+        cache = super().new(prompt_cache, quantisation, given)
         handle = self.handle_of(cache.stock, cache.length, _fields(quantisation))
         facts = self.leader, handle, cache.layers, cache.length
         if quantisation is None:
@@ -155,7 +150,7 @@ class LeadingTarget(Target):
         with self.leader.together(Do.RESERVE, _number(cache), num_rows):
             super().reserve(cache, num_rows)
 
-    def new_batch_cache(self) -> BatchCache:
+    def of_batch(self) -> BatchCache:
         return LedBatchCache(self.leader, self.has_buckets)
 
     def copy_entries(self, layers: Sequence[Any], start: int, end: int) -> Arrays:
@@ -184,14 +179,53 @@ class LeadingTarget(Target):
         with self.leader.together(Do.FILL, handle.number, length, _fields(quantisation), *copies):
             pass
 
+
+class LedModules(TargetModules):
+    """The model's modules on rank 0.
+
+    Args:
+        caches: Maker of caches.
+        *given: Arguments of `TargetModules`.
+    """
+
+    def __init__(self, caches: LedCaches, *given: Any):
+        super().__init__(*given)
+        self._caches = caches
+
+    def call(self, tokens: mx.array) -> mx.array:
+        return LedModel(self._model, self._caches)(tokens, self._caches.stock())
+
     def logits(self, hidden_states: mx.array) -> mx.array:
-        if has_split_head(self.model):
+        if has_split_head(self._model):
             raise UnsupportedTargetError(
                 "expected a drafter with a head of its own, as mlx-lm splits the head of this "
                 "model over the machines, found one that drafts with the model's head; use a "
                 "recurrent drafter, a smaller model or lookup"
             )
         return super().logits(hidden_states)
+
+
+class LeadingTarget(Target):
+    """A target whose passes run on all ranks.
+
+    Drafters, samplers and policies are on rank 0 alone.
+
+    Args:
+        model: The part of the model on rank 0.
+        leader: Its connection to the others.
+    """
+
+    def __init__(self, model: nn.Module, leader: Leader):
+        # Each rank would compare bits, and compile, for itself.
+        super().__init__(model, CompiledPasses(are_used=False))
+        self.leader = leader
+        self.devices = tuple(rank.device for rank in leader.machines.ranks)
+        self.caches: LedCaches = LedCaches(leader, model, self.caches.has_buckets)
+        self.modules = LedModules(self.caches, model, self.modules.parts)
+
+    @property
+    def stock_model(self) -> Any:
+        return LedModel(self.model, self.caches)
 
     def advance(
         self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()
@@ -227,27 +261,21 @@ class LeadingTarget(Target):
             dispatch_chunk(outputs, cache, bool(layers))
         return outputs
 
-    def call(self, tokens: mx.array, caches: list[Any] | None) -> mx.array:
-        if caches is not None:  # inside of a pass that is announced
-            return super().call(tokens, caches)
-        logits: mx.array = self.stock_model(tokens, self.stock_cache())
-        return logits
-
 
 class LedModel:
     """The model for loops that call it themselves, as mlx-lm's do, and compute each call."""
 
-    def __init__(self, target: LeadingTarget):
-        self._target = target
-        self.layers = target.model.layers
-        self.make_cache = getattr(target.model, "make_cache", None)
+    def __init__(self, model: nn.Module, caches: LedCaches):
+        self._model, self._caches = model, caches
+        self.layers = model.layers
+        self.make_cache = getattr(model, "make_cache", None)
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return the logits of one sequence's next tokens, shape (1, n) to (1, n, V)."""
-        target = self._target
-        handle = target.leader.handles.get(cache[0]) or target.handle_of(cache, 0)
-        with target.leader.passing(Do.CALL, [handle.number, tokens.shape[1]], [tokens[0]]):
-            logits: mx.array = target.model(tokens, cache=cache)
+        leader = self._caches.leader
+        handle = leader.handles.get(cache[0]) or self._caches.handle_of(cache, 0)
+        with leader.passing(Do.CALL, [handle.number, tokens.shape[1]], [tokens[0]]):
+            logits: mx.array = self._model(tokens, cache=cache)
             mx.async_eval(logits)
         return logits
 

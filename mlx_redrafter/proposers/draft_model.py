@@ -115,7 +115,7 @@ class ModelDrafting(CachedDrafting):
     ):
         self.model = network.target
         self.num_rows = min(vocab_size, network.num_rows)
-        layers = self.model.stock_cache(cached or None)
+        layers = self.model.caches.stock(cached or None)
         others = _other_caches(layers)
         if others:
             raise UnsupportedTargetError(

@@ -49,7 +49,7 @@ class KvNetwork(DraftNetwork):
 
     def embed(self, tokens: mx.array, target: Target) -> mx.array:
         """Look up the embeddings of tokens, shape (n,) to (n, H): the target's, or its own."""
-        return target.embed(tokens)
+        return target.modules.embed(tokens)
 
     @abstractmethod
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
@@ -64,7 +64,7 @@ class KvNetwork(DraftNetwork):
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         super().check_fit(target, tokenizer)
         self.hook()
-        target.watch(self.captured_layers(target))
+        target.modules.watch(self.captured_layers(target))
 
     def hook(self) -> None:
         """Let the layers work on trees: their attention, and their rotary embeddings."""

@@ -126,7 +126,7 @@ def follow_delta_rule(
     their differences inaccurate.
 
     The arguments are those of `follow_updates`, but values v of shape (B, H, N, V) and strengths b
-    of shape (B, H, N, 1) replace the updates. ``above`` is `TreePass.above`, and ``max_depth`` the
+    of shape (B, H, N, 1) replace the updates. ``above`` is `TreeBatch.above`, and ``max_depth`` the
     maximum depth of a node.
 
     Returns:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from operator import is_
@@ -123,17 +124,21 @@ class PassKind(NamedTuple):
 class CompiledPasses:
     """The compiled passes of one model, which its targets may share.
 
+    Args:
+        are_used: Whether to compile passes at all; by default if the device waits for the host.
+
     Attributes:
+        are_used: Whether passes are compiled.
         passes: The compiled passes, by kind.
         fault: Reason not to compile the model; None without one.
         is_first_use: Whether the newest pass was compiled, or the first of its size and bucket, for
             which a GPU's back end may build kernels.
-        is_warming_up: Whether to compile a pass at its first use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, are_used: bool | None = None) -> None:
+        self.are_used = waits_for_host() if are_used is None else are_used
         self.fault: str | None = None
-        self.is_first_use = self.is_warming_up = False
+        self.is_first_use = self._is_warming_up = False
         self.passes: dict[PassKind, _CompiledPass] = {}
         # The target in use, which holds this object, too.
         self.target: ref[TreeTarget] | None = None
@@ -156,10 +161,12 @@ class CompiledPasses:
         Returns:
             The outputs of ``process_trees``, None left out; None if no compiled pass serves.
         """
+        if not self.are_used:
+            return None
         self.target = ref(target)
         use = _use(tree, cache, captured, cache.bound)
         self.is_first_use = use not in self._uses
-        self._uses[use] += USES if self.is_warming_up else 1
+        self._uses[use] += USES if self._is_warming_up else 1
         if self._uses[use] < USES or not self._serves(tree, cache):
             return None
         loan = _Loan(cache, tree)
@@ -172,6 +179,15 @@ class CompiledPasses:
         for part, returned in zip(cache.parts, compiled.returned, strict=True):
             _give_back(part, returned, results)
         return outputs
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Compile passes at their first use inside."""
+        self._is_warming_up = True
+        try:
+            yield
+        finally:
+            self._is_warming_up = False
 
     def may_follow(
         self, tree: TokenTree, cache: TreeCache, captured: Sequence[int], max_length: int

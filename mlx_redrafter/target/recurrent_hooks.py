@@ -25,7 +25,6 @@ from mlx_redrafter.target.caches.tree_pass import (
     BranchPart,
     Paths,
     State,
-    TreePass,
 )
 from mlx_redrafter.target.hooks import Call, Scoped
 from mlx_redrafter.trees.tree_batch import TreeBatch
@@ -35,12 +34,10 @@ class _Layer(NamedTuple):
     """A layer during its call.
 
     Attributes:
-        step: The forward pass.
         trees: The trees of the pass.
         parts: The arrays of the layer's cache so far, for any paths of the trees.
     """
 
-    step: TreePass
     trees: TreeBatch
     parts: list[BranchPart]
 
@@ -78,7 +75,7 @@ def follow_branches(call: Call, *args: Any, **kwargs: Any) -> Any:
     if cache is None or cache.trees is None:
         return call(*args, **kwargs)
     parts: list[BranchPart] = []
-    with Scoped(_layer, _Layer(cache.step, cache.trees, parts)):
+    with Scoped(_layer, _Layer(cache.trees, parts)):
         result = call(*args, **kwargs)
     cache.branch(BranchedState(parts))
     return result
@@ -102,15 +99,15 @@ def follow_depths(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         result: mx.array = call(rows, *given, **named)
         return result
 
-    if cache.step.trees is None:
+    trees, rows = cache.step.trees, x.flatten(0, 1)
+    if trees is None:
         return run(x, cache.stock)
-    step, rows = cache.step, x.flatten(0, 1)
     # Depth of each node, and its place among the nodes of that depth.
-    places = {n: (d, i) for d, ns in enumerate(step.nodes_by_depth) for i, n in enumerate(ns)}
+    places = {n: (d, i) for d, ns in enumerate(trees.nodes_by_depth) for i, n in enumerate(ns)}
     states: list[State] = [list(cache.stock.cache)]
     outputs = []
-    for depth, nodes in enumerate(step.nodes_by_depth):
-        before = [places[step.parents[node]][1] for node in nodes]
+    for depth, nodes in enumerate(trees.nodes_by_depth):
+        before = [places[trees.parents_in_all[node]][1] for node in nodes]
         batch = ArraysCache(len(states[0]))
         for index, array in enumerate(states[depth]):
             if array is not None and before != list(range(len(array))):
@@ -128,7 +125,7 @@ def follow_depths(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         return [mx.concatenate(list(arrays)) for arrays in zip(*found, strict=True)]
 
     cache.branch(state_after)
-    order = np.argsort([node for nodes in step.nodes_by_depth for node in nodes])
+    order = np.argsort([node for nodes in trees.nodes_by_depth for node in nodes])
     return mx.concatenate(outputs)[mx.array(order)].reshape(*x.shape[:2], -1)
 
 
@@ -143,7 +140,7 @@ def convolve_branches(call: Call, x: mx.array) -> mx.array:
     if layer is None:
         return call(x)
     size, inputs = x.shape[1] - layer.trees.size + 1, x.flatten(0, 1)
-    rows = layer.step.window_rows(size)
+    rows = layer.trees.window_rows(size)
     layer.parts.append(_Rows(inputs, rows))
     convolved: mx.array = call(inputs[rows])
     return convolved.reshape(x.shape[0], layer.trees.size, -1)
@@ -173,7 +170,7 @@ def convolve_pairs(
         return call(x, weights, state=state)
     before = mx.zeros_like(x[:, :, :1]) if state is None else state
     inputs = _by_node(mx.concatenate([before, x], axis=2)).flatten(0, 1)[:, :, None]
-    above = inputs[layer.step.window_rows(2)[:, 0]]
+    above = inputs[layer.trees.window_rows(2)[:, 0]]
     nodes = _by_node(x).flatten(0, 1)[:, :, None]
     layer.parts.append(_Nodes(nodes))
     convolved: mx.array = call(nodes, weights, state=above)
@@ -222,7 +219,7 @@ def _follow_delta_rule(
         _by_head(log_gates[..., None], num_heads),
         before,
         layer.trees.ancestors,
-        layer.step.above,
+        layer.trees.above,
         max(layer.trees.max_depths),
     )
     layer.parts.append(BranchStates(before, keys, updates, log_decays))

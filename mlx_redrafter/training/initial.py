@@ -78,10 +78,10 @@ def compute_head_matrix(target: Target) -> mx.array | None:
     It is float32, shape (V, H). None if the model has no linear head.
     """
     head = _find_head(target.model)
-    apply = getattr(target.embedding, "as_linear", None) if head is None else head
+    apply = getattr(target.modules.embedding, "as_linear", None) if head is None else head
     if apply is None:
         return None
-    dtype = target.embed(mx.zeros((1,), dtype=mx.int32)).dtype
+    dtype = target.modules.dtype
     identity = mx.eye(target.hidden_size).astype(dtype)
     columns = []
     for start in range(0, target.hidden_size, CHUNK_SIZE):

@@ -12,7 +12,7 @@ from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.target.model_loading import find_model
-from mlx_redrafter.target.target import SLOW, Target
+from mlx_redrafter.target.target import SLOW, Target, is_slow
 from mlx_redrafter.training.corpus import (
     Corpus,
     Sources,
@@ -160,7 +160,7 @@ class Preparation:
         if minutes is not None:
             check_minutes(timetable, minutes)
         self._reporter.say(f"needs {timetable}")
-        if target.is_slow:
+        if is_slow(target):
             self._reporter.say(SLOW)
         return timetable
 

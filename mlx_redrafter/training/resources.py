@@ -6,7 +6,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.checkpoint_files import named_parameters
@@ -74,7 +73,7 @@ class TargetSize:
             target.hidden_size,
             target.vocab_size,
             sum(array.nbytes for array in named_parameters(target.model).values()),
-            target.embed(mx.zeros((1,), dtype=mx.int32)).dtype.size,
+            target.modules.dtype.size,
         )
 
 

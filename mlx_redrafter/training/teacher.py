@@ -138,7 +138,7 @@ def _read_batch(
     for index, row in enumerate(rows):
         padded[index, : len(sequences[row])] = sequences[row].tokens
     chunk = max(1, min(MAX_CHUNK_TOKENS, LOGITS_BYTES // 4 // target.vocab_size) // len(rows))
-    cache = target.new_cache().stock
+    cache = target.caches.new().stock
     k = outputs["top_ids"].shape[1]
     for begin in range(0, longest, chunk):
         tokens = mx.array(padded[:, begin : begin + chunk])

@@ -34,6 +34,7 @@ class TreeBatch:
             one.max_depth if isinstance(one, TokenTree) else one.size - 1 for one in drafts
         ]
         self.size = max([one.size for one in drafts]) if size is None else size
+        self._window_rows: dict[int, mx.array] = {}
 
     def __len__(self) -> int:
         return len(self.drafts)
@@ -86,6 +87,53 @@ class TreeBatch:
                 known = one.known.parents if one.known else []
             read.append([0, *known, *[0] * (self.size - 1 - len(known))])
         return read
+
+    @cached_property
+    def above(self) -> mx.array:
+        """Whether a node is an ancestor of another one, bool, shape (B, N, N)."""
+        return self.ancestors & ~mx.eye(self.size, dtype=mx.bool_)
+
+    def window_rows(self, size: int) -> mx.array:
+        """Find the inputs of a convolution over ``size`` tokens, for every node.
+
+        Returns:
+            The last ``size`` rows of each node's branch, int32, shape (B N, size). Each sequence
+            has ``size`` - 1 rows of tokens before the root, then those of its nodes; rows count
+            through all sequences.
+        """
+        if size not in self._window_rows:
+            count, root = len(self), size - 1
+            num_rows = root + self.size
+            # Row before each row of a branch. No window reaches beyond the first row.
+            before = mx.broadcast_to(mx.arange(-1, root), (count, size))
+            above = mx.concatenate([before, self.parents[:, 1:] + root], axis=1)
+            rows = [mx.broadcast_to(mx.arange(root, num_rows), (count, self.size))]
+            for _ in range(root):
+                rows.append(mx.take_along_axis(above, rows[-1], axis=1))
+            first = mx.arange(0, count * num_rows, num_rows)[:, None, None]
+            self._window_rows[size] = (mx.stack(rows[::-1], axis=2) + first).flatten(0, 1)
+        return self._window_rows[size]
+
+    @cached_property
+    def parents_in_all(self) -> list[int]:
+        """Parent of each node of all trees, counted through all trees; a root's is the root.
+
+        Blocks until the drafter has made the trees, if the host does not know them.
+        """
+        starts = range(0, len(self) * self.size, self.size)
+        parents = self.read_parents()
+        return [first + node for first, one in zip(starts, parents, strict=True) for node in one]
+
+    @cached_property
+    def nodes_by_depth(self) -> list[list[int]]:
+        """Nodes of all trees at each depth, roots first; blocks as `parents_in_all` does."""
+        depths: list[int] = []
+        for node, parent in enumerate(self.parents_in_all):
+            depths.append(0 if parent == node else depths[parent] + 1)
+        nodes: list[list[int]] = [[] for _ in range(max(depths) + 1)]
+        for node, depth in enumerate(depths):
+            nodes[depth].append(node)
+        return nodes
 
     @property
     def _only(self) -> TokenTree | None:

@@ -46,9 +46,9 @@ def fit_drafter(model: nn.Module, tokenizer: Any, text: Path, folder: Path) -> N
     drafter = Drafter(config)
 
     def loss(batch: Examples) -> mx.array:
-        state = drafter.start(drafter.project_input(target.embed(batch.roots)))
+        state = drafter.start(drafter.project_input(target.modules.embed(batch.roots)))
         total = nn.losses.cross_entropy(drafter.logits(batch.hidden_states, state), batch.firsts)
-        state = drafter.advance(state, drafter.project_input(target.embed(batch.firsts)))
+        state = drafter.advance(state, drafter.project_input(target.modules.embed(batch.firsts)))
         total += nn.losses.cross_entropy(drafter.logits(batch.hidden_states, state), batch.seconds)
         return total.mean()
 

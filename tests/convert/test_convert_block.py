@@ -25,6 +25,7 @@ from tests.conftest import Trained
 from tests.golden.block_layouts import LAYOUTS, tensors
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.cli import run
+from tests.helpers.models import layer_inputs
 
 
 def published(folder: Path, name: str) -> Path:
@@ -87,15 +88,15 @@ def test_the_entry_that_the_target_accepts_is_found(
     """Read a config that names the wrong one: texts stay right, but few drafts are accepted."""
     network = random_block(block_config(512, 64, captured_layers=(1, 2)))
     target = Target(stories.model)
-    target.watch((0, 1, 2, 3))
+    target.modules.watch((0, 1, 2, 3))
 
     def decode(found: Target, tokenizer: object, layers: Sequence[int]) -> list[ReadSequence]:
         """Make a text whose next tokens are the first drafts of the network's own entry."""
         tokens = mx.random.randint(0, 512, (60,), key=mx.random.key(1))
-        states = target.layer_inputs(tokens[:-1], layers)
+        states = layer_inputs(target, tokens[:-1], layers)
         ids = mx.random.randint(0, 512, (50, 4), key=mx.random.key(2))
         text = ReadSequence(tokens, 10, states, ids, mx.zeros((50, 4)))
-        own = text._replace(states=target.layer_inputs(tokens[:-1], (1, 2)))
+        own = text._replace(states=layer_inputs(target, tokens[:-1], (1, 2)))
         best = mx.argmax(predict(network, target, own)[0].logits, axis=-1)
         ids[1:, 0] = best
         return [text]

@@ -24,6 +24,7 @@ from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
 from mlx_redrafter.proposers.eagle.network import Eagle  # noqa: E402
 from mlx_redrafter.proposers.fit import Prediction, ReadSequence  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402
+from tests.helpers.models import layer_inputs  # noqa: E402
 from tests.helpers.published_eagle import LAYOUTS, write_head  # noqa: E402
 
 
@@ -129,8 +130,8 @@ def test_the_layers_are_those_that_the_target_accepts_most(
 
     def predict(eagle: Eagle, target: Target, text: ReadSequence) -> Prediction:
         tokens, chosen = text.tokens[:-1], text.top_ids[1:]
-        target.watch((1, 2))
-        inputs = target.layer_inputs(tokens, (1, 2))
+        target.modules.watch((1, 2))
+        inputs = layer_inputs(target, tokens, (1, 2))
         is_right = mx.allclose(inputs, text.states, atol=1e-3)
         ids = mx.arange(config.vocab_size) == mx.where(is_right, chosen[:, :1], chosen[:, 1:2])
         return Prediction(ids.astype(mx.float32), chosen, text.top_log_probs[1:])

@@ -142,12 +142,14 @@ def test_the_self_test_measures_what_drafting_does(
     target, shape = Target(stories.model), DraftShape(1, 2)
     matches = []
     for prompt in PROMPTS_OF_SELF_TEST:
-        cache = target.new_cache()
+        cache = target.caches.new()
         ids = mx.array(stories.tokenizer.encode(prompt), dtype=mx.int32)
         forward = prefill(target, ids, cache, 512)
         for _ in range(TOKENS_PER_PROMPT):
             root = mx.argmax(forward.logits, axis=-1)
-            draft = expand(drafter, target.embed, forward.hidden_states[0], root, shape).tokens[0]
+            draft = expand(
+                drafter, target.modules.embed, forward.hidden_states[0], root, shape
+            ).tokens[0]
             forward = target.advance(root, cache)
             matches.append(draft.item() == mx.argmax(forward.logits).item())
     measured = conversion.provenance["self_test"]

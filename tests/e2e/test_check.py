@@ -24,7 +24,7 @@ class BrokenText(SequenceDecoder):
 
     def take(self) -> list[Token]:
         tokens = super().take()
-        if tokens and self.drafting is not None and self.stats.num_tokens > 5:
+        if tokens and self.drafting is not None and self.delivery.stats.num_tokens > 5:
             tokens[-1] = tokens[-1]._replace(id=(tokens[-1].id + 1) % 512)
         return tokens
 

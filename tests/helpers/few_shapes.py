@@ -18,5 +18,5 @@ def use_few_shapes(patch: pytest.MonkeyPatch, size: int = 8) -> None:
 
 def compile_passes(patch: pytest.MonkeyPatch, uses: int) -> None:
     """Let new targets compile the passes over trees, from as many uses of a kind on."""
-    patch.setattr(target, "waits_for_host", lambda: True)
+    patch.setattr(compiled_pass, "waits_for_host", lambda: True)
     patch.setattr(compiled_pass, "USES", uses)

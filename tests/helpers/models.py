@@ -5,6 +5,7 @@ Axes: V vocabulary, H hidden size, D exit_dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.architectures import SUPPORTED
+from mlx_redrafter.target.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
@@ -177,6 +179,13 @@ class ByteTokenizer:
     def get_vocab(self) -> dict[str, int]:
         """Characters and their ids."""
         return {chr(token + 31): token for token in range(self.vocab_size)}
+
+
+def layer_inputs(target: Target, tokens: mx.array, layers: Sequence[int]) -> mx.array:
+    """Capture the inputs of layers at all tokens of a new sequence, shape (n,) to (n, S)."""
+    states = target.compute(tokens[None], None, layers).alone.states
+    assert states is not None
+    return states
 
 
 def wrapped_tokenizer(vocab_size: int, eos_token_ids: set[int] | None = None) -> TokenizerWrapper:

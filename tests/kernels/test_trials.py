@@ -195,7 +195,7 @@ def logits_of_tree(model: nn.Module, follow: bool) -> list[mx.array]:
     tokens, parents = grow(random.Random(0), 6, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
 
     def start() -> Any:
-        cache = target.new_cache()
+        cache = target.caches.new()
         prefill(target, text, cache, 512)
         return cache
 

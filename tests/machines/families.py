@@ -75,25 +75,25 @@ def write(
     sampler = KeyedSampler(SamplingParams(temp=temp, seed=7), target.vocab_size)
     drafts = () if right is None else (ScriptedDrafts(right), FixedPolicy(PLAN))
     request = Request(prompt, max_tokens=count, prefill_step_size=chunk)
-    sequence = SequenceDecoder(target, target.new_cache(), sampler, request, *drafts)
-    return [token.id for token in decode(sequence)], sequence.stats.steps
+    sequence = SequenceDecoder(target, target.caches.new(), sampler, request, *drafts)
+    return [token.id for token in decode(sequence)], sequence.delivery.stats.steps
 
 
 def write_kept(target: Target, prompt: list[int], right: list[int]) -> list[int]:
     """Tokens of a greedy text whose cache is filled with copies of another text's."""
     sampler, half = KeyedSampler(SamplingParams(), target.vocab_size), len(right) // 2
-    first = target.new_cache()
+    first = target.caches.new()
     begun = SequenceDecoder(target, first, sampler, Request(prompt, max_tokens=half))
     tokens = [token.id for token in decode(begun)]
-    entries, states = target.copy_entries(first.stock, 0, first.length), {}
+    entries, states = target.caches.copy_entries(first.stock, 0, first.length), {}
     if has_states(first.stock):
-        states = target.copy_states(first.stock)
-    stock, length = target.stock_cache(), first.length
+        states = target.caches.copy_states(first.stock)
+    stock, length = target.caches.stock(), first.length
     del first
-    target.fill(stock, [(entries, length)], states, length, None)
+    target.caches.fill(stock, [(entries, length)], states, length, None)
     del entries, states  # the other ranks drop their copies, too
     request = Request([*prompt, *tokens][length:], max_tokens=len(right) - half)
-    rest = SequenceDecoder(target, target.new_cache(stock), sampler, request)
+    rest = SequenceDecoder(target, target.caches.new(stock), sampler, request)
     return tokens + [token.id for token in decode(rest)]
 
 
@@ -104,7 +104,7 @@ def write_batch(target: Target, texts: list[list[int]], count: int, temp: float)
         sampler = KeyedSampler(SamplingParams(temp=temp, seed=7), target.vocab_size)
         drafts = (ScriptedDrafts(right), FixedPolicy(PLAN)) if number else ()
         request = Request(prompt, max_tokens=count)
-        sequences.append(SequenceDecoder(target, target.new_cache(), sampler, request, *drafts))
+        sequences.append(SequenceDecoder(target, target.caches.new(), sampler, request, *drafts))
     scheduler.begin(sequences)
     found: list[list[int]] = [[] for _ in sequences]
     while not all(one.is_closed for one in sequences):

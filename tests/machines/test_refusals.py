@@ -149,10 +149,10 @@ def test_options_for_one_machine_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         load("org/model", trust_remote_code=True, group=Group())
     model = build(tiny_config("llama"))
     target = LeadingTarget(model, Leader(replace(machines, lines=[])))
-    filled = target.stock_cache()
+    filled = target.caches.stock()
     mx.eval(model(mx.array([[1, 2]]), cache=filled))
     with pytest.raises(ConfigError, match="which the other machines lack"):
-        target.new_cache(filled)
+        target.caches.new(filled)
 
 
 def test_a_rank_that_nobody_joins_ends_with_one_line(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.few_shapes import compile_passes
+from tests.helpers.models import layer_inputs
 from tests.models.tiny_models import (
     COMMON,
     THRESHOLD,
@@ -125,7 +126,7 @@ def test_hidden_states_enter_the_head(model_type: str, rope: str) -> None:
     expected = decode_paths(model, tree)
     assert disagreement(forward.hidden_states, expected.hidden_states) <= TOLERANCE
     assert forward.hidden_states.shape == (tree.num_nodes, target.hidden_size)
-    assert target.embed(tree.tokens).shape == (tree.num_nodes, target.hidden_size)
+    assert target.modules.embed(tree.tokens).shape == (tree.num_nodes, target.hidden_size)
     assert target.vocab_size == VOCAB_SIZE
     # Models scale and cap their logits, which keeps the order.
     logits = apply_head(model, model_type, forward)
@@ -153,23 +154,23 @@ def test_generated_tokens_and_cache(
     stock = stock_tokens(model, NUM_TOKENS, stock_cache)
 
     target = Target(model)
-    cache = target.new_cache()
+    cache = target.caches.new()
     request = Request(PROMPT, max_tokens=NUM_TOKENS, leave_as_stock=True)
     chooser = KeyedSampler(SamplingParams(), target.vocab_size)
     drafts: Any = ScriptedDrafts(stock)
-    if target.compiled is not None:
+    if target.compiled.are_used:
         compile_passes(monkeypatch, uses=1)
         drafts = DraftsOnDevice([*PROMPT, *stock], is_chain=False)
     followed = Followed(monkeypatch)
     text = SequenceDecoder(target, cache, chooser, request, drafts, FixedPolicy(PLAN))
     assert [token.id for token in decode(text)] == stock
-    if target.compiled is not None:
+    if target.compiled.are_used:
         assert bool(target.compiled.passes) == (model_type not in NOT_COMPILED)
         # The buffer of a tiny window has no room for the longest path.
         if not any(isinstance(part, SlidingCache) for part in cache.parts):
             assert bool(followed.count) == (model_type not in NOT_COMPILED)
     # Paths of all lengths were kept.
-    assert len([count for count in text.stats.accepted_counts if count > 0]) >= 4
+    assert len([count for count in text.delivery.stats.accepted_counts if count > 0]) >= 4
 
     for layer, stock_layer in zip(cache.stock, stock_cache, strict=True):
         assert num_tokens([layer]) == num_tokens([stock_layer])
@@ -273,8 +274,8 @@ def test_packed_embedding() -> None:
     assert find_parts(model).embedding.weight.shape[-1] < 512
     target = Target(model)
     assert (target.hidden_size, target.vocab_size) == (512, VOCAB_SIZE)
-    target.watch([0])
-    assert target.layer_inputs(mx.array(PROMPT), [0]).shape == (len(PROMPT), target.hidden_size)
+    target.modules.watch([0])
+    assert layer_inputs(target, mx.array(PROMPT), [0]).shape == (len(PROMPT), target.hidden_size)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode"])

@@ -131,7 +131,7 @@ def decode_together(
             sampler = KeyedSampler(case.params, target.vocab_size)
             # Every third text decodes plainly.
             drafts = (ScriptedDrafts(case.text), FixedPolicy(PLAN)) if number % 3 else ()
-            cache = target.new_cache(quantisation=quantisation)
+            cache = target.caches.new(quantisation=quantisation)
             texts.append(SequenceDecoder(target, cache, sampler, request, *drafts))
             found.append([])
             readers[number] = decode(texts[number], scheduler)
@@ -177,7 +177,7 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
     for prompt in prompts:
         request = Request(prompt, max_tokens=6, prefill_step_size=25, leave_as_stock=True)
         sampler = KeyedSampler(SamplingParams(), VOCAB_SIZE)
-        texts[SequenceDecoder(target, target.new_cache(), sampler, request)] = list[int]()
+        texts[SequenceDecoder(target, target.caches.new(), sampler, request)] = list[int]()
     scheduler = Scheduler(target)
     scheduler.begin(list(texts))
     while not all(text.is_closed for text in texts):
@@ -231,7 +231,7 @@ def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
     texts = [
         SequenceDecoder(
             target,
-            target.new_cache(),
+            target.caches.new(),
             KeyedSampler(SamplingParams(), VOCAB_SIZE),
             Request(prompt, max_tokens=20),
         )

@@ -18,7 +18,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import DraftModel, stream_generate
-from mlx_redrafter.engine import engine, stored_costs
+from mlx_redrafter.engine import engine, profiling, stored_costs
+from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.target.caches.quantised import QuantisingCache
@@ -304,7 +305,7 @@ def test_a_text_that_is_closed_in_the_middle(model: nn.Module, count: int) -> No
 @pytest.mark.parametrize("length", [3, 600])
 def test_blank_caches(model: nn.Module, length: int) -> None:
     target = Target(model)
-    cache = target.blank_cache(length, Quantisation(8, GROUP_SIZE, 0))
+    cache = blank_cache(target, length, Quantisation(8, GROUP_SIZE, 0))
     for shorter in (length, length - 1):
         cache.settle(shorter)
         assert {(type(layer), layer.offset) for layer in cache.stock} == {
@@ -318,13 +319,13 @@ def test_blank_caches(model: nn.Module, length: int) -> None:
 def test_steps_are_timed_with_the_rows_that_a_text_begins_with(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, start: int, kind: type
 ) -> None:
-    made, blank_cache = [], Target.blank_cache
+    made = []
 
     def watch(target: Target, *args: Any) -> Any:
         made.append(blank_cache(target, *args))
         return made[-1]
 
-    monkeypatch.setattr(Target, "blank_cache", watch)
+    monkeypatch.setattr(profiling, "blank_cache", watch)
     monkeypatch.setattr(engine, "step_costs", stored_costs.step_costs)
     monkeypatch.setattr(stored_costs, "load_or_time", lambda *args: args[-1]())
     write(model, "lookup", max_tokens=2, **options_of(8, start))

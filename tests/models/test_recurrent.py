@@ -13,6 +13,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from mlx_redrafter import stream_generate
+from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches.cache_kinds import parts_of
@@ -296,7 +297,7 @@ def test_memory_does_not_hold_a_state_per_node() -> None:
 
     def memory(num_nodes: int) -> tuple[int, int]:
         """Bytes at the peak of a tree, and after it."""
-        cache, tree = target.blank_cache(100), wide_tree(num_nodes)
+        cache, tree = blank_cache(target, 100), wide_tree(num_nodes)
         mx.eval(tree.arrays)
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -313,7 +314,7 @@ def test_memory_does_not_hold_a_state_per_node() -> None:
 @pytest.mark.parametrize("model_type", KINDS)
 def test_blank_caches_of_any_length(model_type: str, length: int) -> None:
     target = Target(build(tiny_config(model_type)))
-    cache = target.blank_cache(length)
+    cache = blank_cache(target, length)
     for shorter in (length, length - 1):
         cache.settle(shorter)
         assert {layer.offset for layer in parts_of(cache.stock) if type(layer) is KVCache} <= {
@@ -363,22 +364,22 @@ def padded(cache: list[Any]) -> None:
 def test_damaged_prompt_caches_are_refused(damage: Any, words: str) -> None:
     model = build(tiny_config("qwen3_5"))
     cache = cache_after(model)
-    Target(model).new_cache(cache)
+    Target(model).caches.new(cache)
     damage(cache)
     with pytest.raises(ConfigError, match=words):
-        Target(model).new_cache(cache)
+        Target(model).caches.new(cache)
 
 
 def test_prompt_caches_of_others_are_refused() -> None:
     model = build(tiny_config("qwen3_5"))
     with pytest.raises(ConfigError, match="batch of 2 texts"):
-        Target(model).new_cache(cache_after(model, num_texts=2))
+        Target(model).caches.new(cache_after(model, num_texts=2))
     with pytest.raises(UnsupportedTargetError, match=r"expected ArraysCache\(\) .*found KVCache"):
-        Target(model).new_cache([KVCache(), KVCache()])
+        Target(model).caches.new([KVCache(), KVCache()])
     mamba = build(tiny_config("mamba2"))
-    Target(mamba).new_cache(make_prompt_cache(mamba))
+    Target(mamba).caches.new(make_prompt_cache(mamba))
     with pytest.raises(ConfigError, match="does not say how many tokens it holds"):
-        Target(mamba).new_cache(cache_after(mamba))
+        Target(mamba).caches.new(cache_after(mamba))
 
 
 @pytest.mark.parametrize("num_experts", [0, 8])

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import Engine, stream_generate
+from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches.cache_kinds import parts_of
@@ -315,7 +316,7 @@ def test_memory_does_not_grow_with_the_text() -> None:
     target = Target(build(config))
 
     def peak(length: int) -> int:
-        cache, tree = target.blank_cache(length), branching_tree()
+        cache, tree = blank_cache(target, length), branching_tree()
         for _ in range(2):  # the first tree makes the buffers
             mx.eval(target.verify(tree, cache).logits)
             cache.commit([0, 1])
@@ -368,7 +369,7 @@ def test_a_recurrent_drafter_and_lookup() -> None:
 @pytest.mark.parametrize("model_type", ["gemma3_text", "llama4"])
 def test_blank_caches_of_any_length(model_type: str, length: int) -> None:
     target = Target(build(windowed_config(model_type)))
-    cache = target.blank_cache(length)
+    cache = blank_cache(target, length)
     for shorter in (length, length - 1):
         cache.settle(shorter)
         assert {layer.offset for layer in cache.stock} == {shorter}
@@ -387,4 +388,4 @@ def test_caches_of_other_kinds_are_refused() -> None:
             UnsupportedTargetError,
             match=rf"found RotatingKVCache\(max_size={wrong.max_size}, keep={wrong.keep}\)",
         ):
-            target.new_cache([wrong, full])
+            target.caches.new([wrong, full])

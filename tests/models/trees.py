@@ -57,7 +57,7 @@ def verify_after_prompt(
     target: Target, tree: TokenTree, quantisation: Quantisation | None = None
 ) -> TargetOutputs:
     """Verify a tree whose root follows `PROMPT`."""
-    cache = target.new_cache(quantisation=quantisation)
+    cache = target.caches.new(quantisation=quantisation)
     prefill(target, mx.array(PROMPT), cache, 2048)
     return target.verify(tree, cache)
 

@@ -350,7 +350,7 @@ def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch: pytest.MonkeyP
     requests = [Request(prompt, max_tokens=end) for prompt, end in zip(prompts, ends, strict=True)]
     sampler = KeyedSampler(SamplingParams(), engine.target.vocab_size)
     texts = [
-        SequenceDecoder(engine.target, engine.target.new_cache(), sampler, request)
+        SequenceDecoder(engine.target, engine.target.caches.new(), sampler, request)
         for request in requests
     ]
     found: dict[SequenceDecoder, list[int]] = {text: [] for text in texts}

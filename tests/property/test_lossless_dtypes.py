@@ -114,7 +114,7 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
     model.set_dtype(HALVES[dtype])
     target = Target(model)
     text = [1, 5, 9]
-    cache = target.new_cache()
+    cache = target.caches.new()
     prefill(target, mx.array(text), cache, 512)
     tokens, parents = grow(random.Random(0), 7, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
     logits = target.verify(make_tree(tokens, parents, 4), cache).logits
@@ -122,7 +122,7 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
         path = [node]
         while path[-1]:
             path.append(parents[path[-1]])
-        alone = target.new_cache()
+        alone = target.caches.new()
         prefill(target, mx.array(text), alone, 512)
         for above in path[::-1]:
             last = target.advance(mx.array([tokens[above]]), alone).logits[0]

@@ -59,7 +59,7 @@ def test_simulated_equals_measured_within_five_percent(
     sequences, tokens, steps = _decode(stories, drafter, [{"sampler": sampler}])
     target = Target(stories.model)
     shard = read_sequences(target, sequences, 4)
-    found = simulate(RecurrentStudent(drafter, target.embed), [shard], LENGTH)
+    found = simulate(RecurrentStudent(drafter, target.modules.embed), [shard], LENGTH)
     assert found.num_tokens - 1 == tokens
     assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
     assert tokens / steps > 1.3  # the drafter has learnt something
@@ -74,8 +74,8 @@ def test_simulated_with_noise_equals_decoding_with_a_seed(stories: Trained, fini
     sequences, tokens, steps = _decode(stories, drafter, samplings)
     target = Target(stories.model)
     shard = read_sequences(target, sequences, 512)
-    found = simulate(RecurrentStudent(drafter, target.embed), [shard], LENGTH, temp)
-    without = simulate(RecurrentStudent(drafter, target.embed), [shard], LENGTH)
+    found = simulate(RecurrentStudent(drafter, target.modules.embed), [shard], LENGTH, temp)
+    without = simulate(RecurrentStudent(drafter, target.modules.embed), [shard], LENGTH)
     assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
     assert without.tokens_per_step < 0.95 * found.tokens_per_step
 
@@ -87,12 +87,12 @@ def test_counts_are_those_of_drafting(length: int) -> None:
     drafter = random_drafter(16, 32)
     text = np.random.default_rng(1).integers(0, 16, 60).astype(np.int32)
     shard = read_sequences(target, [TokenSequence(text, np.arange(60) >= 1)], 4)
-    student = RecurrentStudent(drafter, target.embed)
+    student = RecurrentStudent(drafter, target.modules.embed)
     found = student.count_accepted(shard, np.arange(1, 60), length, 0.0)
     shape = DraftPlan.of(1, length).shape
     for root, count in zip(range(1, 60), found, strict=True):
         drafts = expand(
-            drafter, target.embed, shard.hidden[root - 1], mx.array(text[root, None]), shape
+            drafter, target.modules.embed, shard.hidden[root - 1], mx.array(text[root, None]), shape
         )
         matches = [a == b for a, b in zip(drafts.tokens.tolist(), text[root + 1 :], strict=False)]
         assert count == [*matches, False].index(False)
@@ -103,6 +103,8 @@ def test_texts_with_nothing_to_draft_are_left_out() -> None:
     target = Target(tiny_llama(vocab_size=16))
     short = TokenSequence(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
     shard = read_sequences(target, [short], 4)
-    found = simulate(RecurrentStudent(random_drafter(16, 32), target.embed), [shard], LENGTH)
+    found = simulate(
+        RecurrentStudent(random_drafter(16, 32), target.modules.embed), [shard], LENGTH
+    )
     assert found.steps == 0
     assert found.tokens_per_step is None

@@ -93,7 +93,7 @@ def test_the_layers_of_a_head_are_read(target: Target, head: Head, layers: tuple
     if states is not None:
         assert states.shape == (9, len(layers) * target.hidden_size)
     with pytest.raises(UnsupportedTargetError, match="found 40"):
-        target.watch((*layers, 40))
+        target.modules.watch((*layers, 40))
 
 
 @pytest.mark.parametrize("head", CONTEXT)
@@ -110,12 +110,12 @@ def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -
     for start, end in ((0, 9), (9, 16)):
         for position in range(start, end - LENGTH):
             caches = [KVCache() for _ in range(student.network.num_layers)]
-            following = target.embed(shard.tokens[start + 1 : position + 2])
+            following = target.modules.embed(shard.tokens[start + 1 : position + 2])
             outputs = student.network(features[start : position + 1], following, caches)[-1:]
             for level in range(LENGTH - 1):
                 expected = student.network.logits(outputs, target)[0]
                 np.testing.assert_allclose(found[position, level], np.array(expected), atol=2e-5)
-                token = target.embed(shard.tokens[position + 2 + level][None])
+                token = target.modules.embed(shard.tokens[position + 2 + level][None])
                 outputs = student.network(student.network.feed_back(outputs), token, caches)
 
 

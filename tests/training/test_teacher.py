@@ -18,7 +18,7 @@ from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.fingerprinting import fingerprint_weights
 from mlx_redrafter.training.teacher import fill_cache, read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
-from tests.helpers.models import tiny_llama, tiny_qwen3
+from tests.helpers.models import layer_inputs, tiny_llama, tiny_qwen3
 from tests.models.tiny_models import build, tiny_config, windowed_config
 
 K = 8
@@ -45,7 +45,7 @@ def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setattr(teacher, "BATCH_SEQUENCES", 3)
     target = Target(MODELS[name]())
     sequences = _sequences([17, 3, 40, 9, 21])
-    target.watch((1, 2))
+    target.modules.watch((1, 2))
     shard = read_sequences(target, sequences, K, (1, 2))
     starts = np.array(shard.starts)
     assert starts.tolist() == [0, 17, 20, 60, 69, 90]
@@ -60,7 +60,7 @@ def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, nam
         np.testing.assert_allclose(
             np.array(shard.hidden[where]), np.array(outputs[-1][0]), rtol=2e-3, atol=1e-4
         )
-        states = np.array(target.layer_inputs(mx.array(sequence.tokens), (1, 2)))
+        states = np.array(layer_inputs(target, mx.array(sequence.tokens), (1, 2)))
         np.testing.assert_allclose(np.array(shard.states[where]), states, rtol=2e-3, atol=1e-3)
         kept = np.take_along_axis(log_probs, best, -1)
         np.testing.assert_allclose(np.array(shard.top_log_probs[where]), kept, rtol=2e-3, atol=1e-4)
@@ -78,11 +78,11 @@ def test_complete_shards_are_not_read_again(
 ) -> None:
     monkeypatch.setattr(teacher, "SHARD_TOKENS", 20)
     target = Target(tiny_llama())
-    target.watch((0,))
+    target.modules.watch((0,))
     sequences = _sequences([12, 12, 12, 12, 5])
     cache = TeacherCache(tmp_path, {"target": fingerprint_weights(target.model)})
     done: list[int] = []
-    target.watch((0,))
+    target.modules.watch((0,))
     fill_cache(cache, "train", target, sequences, K, (), done.append)
     fill_cache(cache, "train", target, sequences, K, (0,), lambda n: None)
     assert done == [0, 24, 24, 48, 48, 53], "before and after each shard"

@@ -66,8 +66,8 @@ def _batch(target: Target, student: Student) -> TrainingBatch:
 def _reference(target: Target, student: Student, weights: Any) -> Any:
     """Build the head in torch."""
     model: Any = target.model
-    embedding = target.embed(mx.arange(VOCAB))
-    head = target.logits(mx.eye(target.hidden_size)).T
+    embedding = target.modules.embed(mx.arange(VOCAB))
+    head = target.modules.logits(mx.eye(target.hidden_size)).T
     norm = model.model.norm
     frozen = torch_heads.Frozen(
         _double(embedding), _double(head), _double(norm.weight), norm.eps, EagleConfig.rms_norm_eps

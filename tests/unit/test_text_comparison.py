@@ -25,7 +25,7 @@ class WrongAt(SequenceDecoder):
 
     def take(self) -> list[Token]:
         tokens = super().take()
-        index = self.position - self.stats.num_tokens
+        index = self.position - self.delivery.stats.num_tokens
         if self.drafting is not None and 0 <= index < len(tokens):
             wrong = (tokens[index].id + 1) % VOCAB_SIZE
             tokens[index] = tokens[index]._replace(id=wrong)

@@ -21,7 +21,8 @@ from mlx_redrafter.proposers.assistant.config import FULL, SLIDING, AssistantCon
 from mlx_redrafter.proposers.autoregressive import AutoregressiveDrafting, AutoregressiveNetwork
 from mlx_redrafter.target.caches.draft_cache import DraftMask
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
-from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.target import Target
 
 # Entries and a mask of one kind of attention: keys and values, shape (1, G, S, D), bool (S,).
 Context = tuple[mx.array, mx.array, mx.array]
@@ -85,7 +86,10 @@ class Assistant(AutoregressiveNetwork):
 
     def captured_layers(self, target: Target) -> Sequence[int]:
         """Return the last layers of each kind that have entries of their own, and `FINAL`."""
-        kinds = [getattr(block, "layer_type", None) for block in target.blocks[: target.num_layers]]
+        kinds = [
+            getattr(block, "layer_type", None)
+            for block in target.modules.layers[: target.num_layers]
+        ]
         if not {FULL, SLIDING} <= set(kinds):
             raise UnsupportedTargetError(
                 f"expected a Gemma 4 target with {FULL} and {SLIDING} layers, found one without; "
@@ -98,8 +102,9 @@ class Assistant(AutoregressiveNetwork):
         super().check_fit(target, tokenizer)
         inputs = mx.zeros((1, target.hidden_size))
         for layer in self.captured_layers(target)[:2]:
-            kind = target.blocks[layer].layer_type
-            keys, _ = target.entries(layer, inputs, 0)  # never computed: their shapes are compared
+            kind = target.modules.layers[layer].layer_type
+            # Never computed: their shapes are compared.
+            keys, _ = target.modules.entries(layer, inputs, 0)
             for attention in (own.self_attn for own in self.model.layers if own.layer_type == kind):
                 if keys.shape[-1] != attention.head_dim or attention.n_heads % keys.shape[1]:
                     raise CheckpointError(
@@ -114,7 +119,7 @@ class Assistant(AutoregressiveNetwork):
         return AssistantDrafting(self, target, prompt, couple_noise, cached)
 
     def embed(self, tokens: mx.array, target: Target) -> mx.array:
-        return target.embed_input(tokens)
+        return target.modules.embed_input(tokens)
 
     def fuse(self, states: mx.array) -> mx.array:
         return states
@@ -165,7 +170,7 @@ class AssistantDrafting(AutoregressiveDrafting):
         """Copy the entries of the tokens that the states belong to; their last hidden states."""
         *inputs, hidden = mx.split(states, 3, axis=-1)
         for layer, rows, cache in zip(self.layers, inputs, caches, strict=False):
-            cache.update_and_fetch(*self.target.entries(layer, rows, cache.offset))
+            cache.update_and_fetch(*self.target.modules.entries(layer, rows, cache.offset))
         return hidden
 
     def read_flight(self, flight: Pass) -> mx.array:

@@ -102,7 +102,7 @@ class BlockNetwork(KvNetwork):
         return link
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        needed, count = self.config.num_target_layers, len(target.blocks)
+        needed, count = self.config.num_target_layers, len(target.modules.layers)
         if needed not in (None, count):
             raise CheckpointError(
                 f"expected a model of {needed} layers, which the drafter was trained for, found "
@@ -110,9 +110,10 @@ class BlockNetwork(KvNetwork):
             )
         super().check_fit(target, tokenizer)
         if not self.config.has_head:
-            target.project(mx.zeros((1, target.hidden_size)))  # refuses one without a plain head
+            # Refuses one without a plain head.
+            target.modules.project(mx.zeros((1, target.hidden_size)))
         if not self.config.has_embedding:
-            target.embed_input(mx.array([0]))  # refuses one that does more than to scale it
+            target.modules.embed_input(mx.array([0]))  # refuses one that does more than to scale it
 
     def become(self, config: BlockConfig) -> None:
         """Read the same weights by another config of the same sizes; copies stay as they are."""
@@ -167,7 +168,7 @@ class BlockNetwork(KvNetwork):
         if self.config.has_embedding:
             rows = self.embed_tokens(tokens)
         else:
-            rows = target.embed_input(tokens, normed=not self.config.skips_embedding_norm)
+            rows = target.modules.embed_input(tokens, normed=not self.config.skips_embedding_norm)
         if self.config.embed_scale != 1:
             rows = rows * self.config.embed_scale
         return rows.astype(self.dtype)
@@ -191,7 +192,7 @@ class BlockNetwork(KvNetwork):
         if self.config.has_head:
             found = self.lm_head(outputs)
         else:
-            found = target.project(outputs)
+            found = target.modules.project(outputs)
         found = found[:, : self.config.head_rows].astype(mx.float32)
         if self.config.output_multiplier != 1:
             found = found * self.config.output_multiplier

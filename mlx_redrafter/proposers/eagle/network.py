@@ -26,7 +26,8 @@ from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.scores import NoiseRank, log_probs
 from mlx_redrafter.proposers.yarn import complete_yarn
-from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
 
@@ -116,14 +117,15 @@ class Eagle(AutoregressiveNetwork):
         return super().open(target, prompt, couple_noise, cached)
 
     def embed(self, tokens: mx.array, target: Target) -> mx.array:
-        return self.embed_tokens(tokens) if self.config.own_embedding else target.embed(tokens)
+        embed = self.embed_tokens if self.config.own_embedding else target.modules.embed
+        return embed(tokens)
 
     def captured_layers(self, target: Target) -> Sequence[int]:
         if self.config.version == 1 or self.config.reads_hidden_state:
             return (FINAL,)
         if self.config.captured_layers is not None:
             return self.config.captured_layers
-        num_blocks = len(target.blocks)
+        num_blocks = len(target.modules.layers)
         return 2, num_blocks // 2, num_blocks - 3
 
     def fuse(self, states: mx.array) -> mx.array:
@@ -157,7 +159,7 @@ class Eagle(AutoregressiveNetwork):
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
         if self.config.version == 1:
-            return target.logits(outputs)
+            return target.modules.logits(outputs)
         return self.lm_head(self.norm(outputs))
 
 

@@ -23,7 +23,8 @@ from mlx_redrafter.proposers.mtp.families import (
     published_name,
 )
 from mlx_redrafter.proposers.target_facts import text_values
-from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.target import Target
 
 # Keys of a model's config.json that a folder with its module alone does not need.
 OF_THE_MODEL = ("architectures", "quantization", "quantization_config")
@@ -127,7 +128,7 @@ class Mtp(AutoregressiveNetwork):
         return self.norm(outputs) if self.family.feeds_norm else outputs
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
-        return target.logits(self.norm(outputs))
+        return target.modules.logits(self.norm(outputs))
 
     def stored_config(self) -> dict[str, Any]:
         """Return the model's config, with the model type of a folder with its module alone."""

@@ -25,12 +25,12 @@ def input_lookup(drafter: RecurrentNetwork, target: Target) -> Embed:
     """
 
     def compute(ids: mx.array) -> mx.array:
-        return drafter.project_input(target.embed(ids))
+        return drafter.project_input(target.modules.embed(ids))
 
     num_bytes = target.vocab_size * target.hidden_size * drafter.dtype.size
     if not drafter.config.rnn or num_bytes > MAX_BYTES:
         return compute
-    modules = drafter.rnn_w, target.embedding
+    modules = drafter.rnn_w, target.modules.embedding
     sources = [array for module in modules for array in named_parameters(module).values()]
     table = drafter.input_table
     if table is None or _places(table.sources) != _places(sources):

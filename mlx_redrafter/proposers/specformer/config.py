@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
-from mlx_redrafter.target.target import FINAL
+from mlx_redrafter.target.modules import FINAL
 
 MODEL_TYPE = "redrafter_specformer"
 # Largest number of slots that a config file may claim, far above any network.

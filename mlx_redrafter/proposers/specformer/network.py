@@ -88,7 +88,8 @@ class SpecFormer(KvNetwork):
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         super().check_fit(target, tokenizer)
-        target.normalise(mx.zeros((1, target.hidden_size)))  # refuses one without such a norm
+        # Refuses one without such a norm.
+        target.modules.normalise(mx.zeros((1, target.hidden_size)))
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
@@ -122,7 +123,7 @@ class SpecFormer(KvNetwork):
 
     def logits(self, slots: mx.array, target: Target) -> mx.array:
         """Compute logits of the tokens of slots, shape (n, H) to (n, V), or more columns."""
-        return target.logits(target.normalise(slots))
+        return target.modules.logits(target.modules.normalise(slots))
 
 
 class SpecFormerDrafting(KvDrafting[SpecFormer]):

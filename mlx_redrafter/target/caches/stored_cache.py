@@ -39,7 +39,7 @@ def count_entries(layers: Sequence[Any]) -> int:
     return min(counts, default=0)
 
 
-def copy_entries_of(layers: Sequence[Any], start: int, end: int) -> Arrays:
+def copy_entries(layers: Sequence[Any], start: int, end: int) -> Arrays:
     """Copy the K/V entries of the tokens ``start`` to ``end`` - 1; blocks until MLX has done it."""
     return _copied(
         {
@@ -51,7 +51,7 @@ def copy_entries_of(layers: Sequence[Any], start: int, end: int) -> Arrays:
     )
 
 
-def copy_states_of(layers: Sequence[Any]) -> Arrays:
+def copy_states(layers: Sequence[Any]) -> Arrays:
     """Copy the windows and states; blocks until MLX has done it."""
     return _copied(
         {
@@ -74,9 +74,9 @@ def fill(
 
     Args:
         layers: Empty caches as mlx-lm makes them; quantised ones replace some of them.
-        pieces: Arrays of `copy_entries_of`, whose tokens follow each other, and the number of
+        pieces: Arrays of `copy_entries`, whose tokens follow each other, and the number of
             tokens of each.
-        states: Arrays of `copy_states_of` for ``length`` tokens.
+        states: Arrays of `copy_states` for ``length`` tokens.
         length: Number of tokens.
         quantisation: KV cache quantization of the entries, or None.
 

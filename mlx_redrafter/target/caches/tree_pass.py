@@ -144,7 +144,6 @@ class TreePass:
 
     Attributes:
         lengths: Number of committed tokens of each sequence before the pass.
-        length: The largest of them.
         trees: The trees that the target verifies; None for a pass over committed tokens.
         history: Passes before this one, and this one.
         has_buckets: Whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
@@ -166,7 +165,6 @@ class TreePass:
         before: Sequence[Move] = (),
     ):
         self.lengths = list(lengths)
-        self.length = max(self.lengths)
         self.trees = trees
         self.history = history or History(len(self.lengths))
         self.has_buckets = has_buckets
@@ -175,13 +173,17 @@ class TreePass:
         self.moves: list[Move] = [((), length) for length in self.lengths]
         self.paths: list[Sequence[int]] = [()] * len(self.lengths)
         self.records: list[StateRecord] = []
-        self._window_rows: dict[int, mx.array] = {}
         self._layouts: dict[tuple[int, int | None], Layout] = {}
         self._places: dict[int, Places] = {}
 
+    @property
+    def length(self) -> int:
+        """The largest number of committed tokens."""
+        return max(self.lengths)
+
     def place(self, length: int) -> None:
         """Set the number of committed tokens, of which the pass of one sequence knew a bound."""
-        self.length = self.lengths[0] = length
+        self.lengths[0] = length
         self.moves[0] = (), length
 
     def num_rows(self, first: int = 0) -> int:
@@ -250,57 +252,6 @@ class TreePass:
         """The accepted paths, or the root alone if a sequence has accepted none."""
         assert self.trees is not None
         return Paths([path or (0,) for path in self.paths], self.trees.size)
-
-    @cached_property
-    def above(self) -> mx.array:
-        """Whether a node is an ancestor of another one, bool, shape (B, N, N)."""
-        assert self.trees is not None
-        is_itself = mx.eye(self.trees.size, dtype=mx.bool_)
-        return self.trees.ancestors & ~is_itself
-
-    def window_rows(self, size: int) -> mx.array:
-        """Find the inputs of a convolution over ``size`` tokens, for every node.
-
-        Returns:
-            The last ``size`` rows of each node's branch, int32, shape (B N, size). Each sequence
-            has ``size`` - 1 rows of tokens before the root, then those of its nodes; rows count
-            through all sequences.
-        """
-        if size not in self._window_rows:
-            assert self.trees is not None
-            count, root = len(self.lengths), size - 1
-            num_rows = root + self.trees.size
-            # Row before each row of a branch. No window reaches beyond the first row.
-            before = mx.broadcast_to(mx.arange(-1, root), (count, size))
-            above = mx.concatenate([before, self.trees.parents[:, 1:] + root], axis=1)
-            rows = [mx.broadcast_to(mx.arange(root, num_rows), (count, self.trees.size))]
-            for _ in range(root):
-                rows.append(mx.take_along_axis(above, rows[-1], axis=1))
-            first = mx.arange(0, count * num_rows, num_rows)[:, None, None]
-            self._window_rows[size] = (mx.stack(rows[::-1], axis=2) + first).flatten(0, 1)
-        return self._window_rows[size]
-
-    @cached_property
-    def parents(self) -> list[int]:
-        """Parent of each node of all trees, counted through all trees; a root's is the root.
-
-        Blocks until the drafter has made the trees, if the host does not know them.
-        """
-        assert self.trees is not None
-        starts = range(0, len(self.trees) * self.trees.size, self.trees.size)
-        parents = self.trees.read_parents()
-        return [first + node for first, one in zip(starts, parents, strict=True) for node in one]
-
-    @cached_property
-    def nodes_by_depth(self) -> list[list[int]]:
-        """Nodes of all trees at each depth, beginning with the roots; blocks as `parents` does."""
-        depths: list[int] = []
-        for node, parent in enumerate(self.parents):
-            depths.append(0 if parent == node else depths[parent] + 1)
-        nodes: list[list[int]] = [[] for _ in range(max(depths) + 1)]
-        for node, depth in enumerate(depths):
-            nodes[depth].append(node)
-        return nodes
 
 
 class Visit:

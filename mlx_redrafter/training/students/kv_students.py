@@ -21,7 +21,8 @@ from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_drafting import KvNetwork
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.specformer.network import SpecFormer
-from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.students.student import Student
 
@@ -55,7 +56,7 @@ class AutoregressiveStudent(KvStudent):
 
     def levels(self, network: AutoregressiveNetwork, batch: TrainingBatch) -> Iterator[mx.array]:
         """Compute the logits of each level; the positions are those of one stretch."""
-        embeddings = self.target.embed(batch.following)
+        embeddings = self.target.modules.embed(batch.following)
         features = network.fuse(batch.states)
         caches = [LevelEntries() for _ in range(network.num_layers)]
         for level, mask in enumerate(level_masks(batch.sequences, batch.tokens.shape[1] - 1)):

@@ -22,7 +22,8 @@ from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
-from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.students.block_student import BlockStudent
 from mlx_redrafter.training.students.kv_students import (
     EagleStudent,
@@ -86,7 +87,7 @@ def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) 
     network.set_dtype(mx.float32)
     mx.eval(network.parameters())
     if isinstance(network, Drafter):
-        return RecurrentStudent(network, target.embed)
+        return RecurrentStudent(network, target.modules.embed)
     found = LINKED.get(network.config.link, "dspark")
     if found != head:
         raise ConfigError(f"expected a drafter for --head {head}, found one for --head {found}")
@@ -99,7 +100,7 @@ def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) 
 def _watching(student: Student, target: Target) -> Student:
     """Let the target capture the layers that a student reads."""
     if student.layers:
-        target.watch(student.layers)
+        target.modules.watch(student.layers)
     return student
 
 
@@ -119,7 +120,7 @@ def choose_drafter_config(
 
 def _new_recurrent(target: Target, options: NetworkOptions) -> Student:
     config = choose_drafter_config(target.hidden_size, target.vocab_size, options)
-    return RecurrentStudent(Drafter(config), target.embed)
+    return RecurrentStudent(Drafter(config), target.modules.embed)
 
 
 def _new_medusa(target: Target, options: NetworkOptions) -> Student:
@@ -175,7 +176,7 @@ def _new_specformer(target: Target, options: NetworkOptions) -> Student:
 def _new_block(target: Target, options: NetworkOptions) -> Student:
     """Create a block drafter, whose first draft's place in the block is the published one."""
     is_dspark, hidden = options.head == "dspark", target.hidden_size
-    num_layers = options.layers or (BLOCK_LAYERS if len(target.blocks) >= DEEP else 2)
+    num_layers = options.layers or (BLOCK_LAYERS if len(target.modules.layers) >= DEEP else 2)
     sizes: dict[str, Any] = {}
     if options.head != "dflash":
         rank = min(LINK_RANK, max(LINK_MULTIPLE, hidden // 2 // LINK_MULTIPLE * LINK_MULTIPLE))
@@ -188,8 +189,8 @@ def _new_block(target: Target, options: NetworkOptions) -> Student:
             sizes["num_candidates"] = NUM_CANDIDATES
     config = BlockConfig(
         num_hidden_layers=num_layers,
-        captured_layers=_spread_layers(len(target.blocks), num_layers),
-        num_target_layers=len(target.blocks),
+        captured_layers=_spread_layers(len(target.modules.layers), num_layers),
+        num_target_layers=len(target.modules.layers),
         block_size=options.length - is_dspark,
         first_slot=int(not is_dspark),
         # The last token is a rare one, or only pads the vocabulary.
@@ -213,7 +214,7 @@ def _spread_layers(count: int, number: int) -> tuple[int, ...]:
 
 def _captured_layers(target: Target) -> tuple[int, int, int]:
     """Choose a low, a middle and a high layer, as in EAGLE-3."""
-    count = len(target.blocks)
+    count = len(target.modules.layers)
     first, last = (2, count - 3) if count >= DEEP else (min(1, count - 1), count - 1)
     return first, count // 2, last
 

@@ -67,9 +67,9 @@ def _decode(target: Target, drafts: bool, seed: int, **options: Any) -> list[int
     anything = Scripted([], VOCAB_SIZE, accuracy=0, seed=seed)
     drafting = anything.open(target, request.prompt, True, []) if drafts else None
     policy = FixedPolicy(plan) if drafts else None
-    text = SequenceDecoder(target, target.new_cache(), chooser, request, drafting, policy)
+    text = SequenceDecoder(target, target.caches.new(), chooser, request, drafting, policy)
     tokens = [token.id for token in decode(text)]
-    stats = text.stats
+    stats = text.delivery.stats
     assert stats.num_tokens == len(tokens)
     accepted = sum(count * n for n, count in enumerate(stats.accepted_counts))
     # The first token, and for every step its accepted drafts and one more, before the cut.

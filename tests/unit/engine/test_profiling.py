@@ -98,13 +98,13 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
     model, _, drafter = load()
     assert isinstance(drafter, Drafter)
     target, caches = Target(model), []
-    blank_cache = target.blank_cache
+    blank_cache = profiling.blank_cache
 
-    def remembered(length: int, quantisation: None) -> TreeCache:
-        caches.append(blank_cache(length))
+    def remembered(target: Target, length: int, quantisation: None) -> TreeCache:
+        caches.append(blank_cache(target, length))
         return caches[-1]
 
-    monkeypatch.setattr(target, "blank_cache", remembered)
+    monkeypatch.setattr(profiling, "blank_cache", remembered)
     profiling.time_steps(target, drafter, CONTEXT)
     steps = profiling.MAX_ROUNDS * profiling.STEPS * len(profiling.kinds_of(drafter))
     assert caches[0].length <= 1.1 * (CONTEXT + steps)

@@ -198,7 +198,7 @@ def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(
     )
     engine._costs(engine.proposer)
     compiled = engine.target.compiled
-    assert compiled is not None
+    assert compiled.are_used
     used, passes, before = set(compiled._uses), set(compiled.passes), compiled._uses.total()
     assert {use[0] for use in used} == set(SIZES)
     for seed in range(4):

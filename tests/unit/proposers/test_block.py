@@ -25,7 +25,7 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import Drafts
 from tests.golden.block_layouts import LAYOUTS, NUM_TARGET_LAYERS, tensors
 from tests.helpers.block import LINKS, block_config, random_block
-from tests.helpers.models import tiny_llama, wrapped_tokenizer
+from tests.helpers.models import layer_inputs, tiny_llama, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config
 
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -232,11 +232,13 @@ def test_drafters_for_other_targets_are_refused() -> None:
 def test_the_head_and_the_embedding_of_the_target(name: str) -> None:
     """Logits without scale and limit, and inputs of the first layer with the embedding's scale."""
     target = Target(build(tiny_config(name)))
-    target.watch([0])
+    target.modules.watch([0])
     ids = mx.array([3, 8, 5])
-    assert mx.allclose(target.embed_input(ids), target.layer_inputs(ids, [0]), rtol=1e-4).item()
+    assert mx.allclose(
+        target.modules.embed_input(ids), layer_inputs(target, ids, [0]), rtol=1e-4
+    ).item()
     states = mx.random.normal((2, target.hidden_size), key=mx.random.key(1))
-    raw, logits = target.project(states), target.logits(states)
+    raw, logits = target.modules.project(states), target.modules.logits(states)
     assert mx.array_equal(mx.argsort(raw), mx.argsort(logits)).item()
     cap = getattr(target.model, "final_logit_softcapping", None)
     if cap is not None:

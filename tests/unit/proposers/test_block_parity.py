@@ -176,4 +176,6 @@ def test_the_stored_numbers_are_those_of_the_packages(
 
 def test_the_target_that_the_layouts_read(target: Target) -> None:
     assert target.hidden_size == HIDDEN
-    assert mx.allclose(target.embed_input(mx.array([3])), target.embed(mx.array([3]))).item()
+    assert mx.allclose(
+        target.modules.embed_input(mx.array([3])), target.modules.embed(mx.array([3]))
+    ).item()

@@ -29,9 +29,10 @@ from mlx_redrafter.proposers.eagle import load as load_eagle  # noqa: E402
 from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
 from mlx_redrafter.proposers.eagle.published import CAPTURED  # noqa: E402
 from mlx_redrafter.proposers.quantization import quantize_drafter  # noqa: E402
-from mlx_redrafter.target.target import FINAL, Target  # noqa: E402
+from mlx_redrafter.target.modules import FINAL  # noqa: E402
+from mlx_redrafter.target.target import Target  # noqa: E402
 from tests.helpers.flights import flight_of  # noqa: E402
-from tests.helpers.models import tiny_llama, wrapped_tokenizer  # noqa: E402
+from tests.helpers.models import layer_inputs, tiny_llama, wrapped_tokenizer  # noqa: E402
 from tests.helpers.published_eagle import (  # noqa: E402
     HIDDEN,
     LAYOUTS,
@@ -120,7 +121,7 @@ def test_a_shared_cache_holds_the_pairs_of_the_text_in_the_end(tmp_path: Path) -
     drafting.propose(flight_of([9, 30, 31], 2, 32, 4, states[4:7]), PLANS[0], None)
     drafting.skip(flight_of([32], 0, 33, 7, states[7:8]))
     expected = eagle.make_cache()
-    eagle(eagle.fuse(states), target.embed(mx.array(text[1:])), expected)
+    eagle(eagle.fuse(states), target.modules.embed(mx.array(text[1:])), expected)
     for length in (8, 7, 5):
         drafting.settle(length)
         for layer, reference in zip(cached, expected, strict=True):
@@ -174,10 +175,10 @@ def test_layer_ids_mean_outputs_where_specforge_writes_them(
 def test_the_state_after_the_last_layer_is_its_output_before_the_norm() -> None:
     model: Any = tiny_llama(seed=4, vocab_size=VOCAB)
     target = Target(model)
-    num_layers = len(target.blocks)
-    target.watch([num_layers - 1, num_layers])
+    num_layers = len(target.modules.layers)
+    target.modules.watch([num_layers - 1, num_layers])
     text = mx.array([5, 17, 3])
-    states = target.layer_inputs(text, [num_layers - 1, num_layers, FINAL])
+    states = layer_inputs(target, text, [num_layers - 1, num_layers, FINAL])
     before, last, normed = mx.split(states, 3, axis=-1)
     assert mx.allclose(model.layers[-1](before[None], "causal")[0], last, atol=TOLERANCE).item()
     assert mx.array_equal(model.model.norm(last), normed).item()

@@ -34,7 +34,7 @@ def drafter() -> Drafter:
 
 
 def _check(drafter: Drafter, target: Target) -> None:
-    expected = np.array(drafter.project_input(target.embed(IDS)).astype(mx.float32))
+    expected = np.array(drafter.project_input(target.modules.embed(IDS)).astype(mx.float32))
     found = input_lookup(drafter, target)(IDS)
     assert found.dtype == drafter.dtype
     np.testing.assert_allclose(np.array(found.astype(mx.float32)), expected, rtol=1e-2, atol=1e-5)
@@ -61,7 +61,7 @@ def test_it_is_made_once_per_pair_of_weights(drafter: Drafter, target: Target) -
     _check(drafter, target)
     second = drafter.input_table
     assert second is not first
-    target.embedding.weight = -target.embedding.weight
+    target.modules.embedding.weight = -target.modules.embedding.weight
     _check(drafter, target)
     assert drafter.input_table is not second
     third = drafter.input_table

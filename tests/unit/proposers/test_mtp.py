@@ -116,7 +116,7 @@ def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
     else:
         published = TorchModule(torch, config, tensors)
     drafting = module.open(target, PROMPT, True, [])
-    embed = lambda tokens: np.array(target.embed(mx.array(tokens)))  # noqa: E731
+    embed = lambda tokens: np.array(target.modules.embed(mx.array(tokens)))  # noqa: E731
     drafting.reader.read(mx.array(states_of(model, PROMPT)[:-1]))
     text = [*PROMPT]
     for drafts, num_accepted, bonus, skips in (
@@ -139,7 +139,7 @@ def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
         pairs = np.concatenate([states_of(model, text)[:-1], embed(text[1:])], axis=1)
         for token, score in zip(chain, scores, strict=True):
             normed, fed = (rows[-1:].numpy() for rows in published(pairs))
-            logits = target.logits(mx.array(normed))[0]
+            logits = target.modules.logits(mx.array(normed))[0]
             log_probs = np.array(logits - mx.logsumexp(logits))
             assert score == pytest.approx(float(log_probs[token]), abs=1e-5)
             pairs = np.concatenate([pairs, np.concatenate([fed, embed([token])], axis=1)])

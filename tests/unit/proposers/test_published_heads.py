@@ -53,7 +53,8 @@ def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None
     assert recognise(tmp_path)[0].NAME == "EAGLE head"
     head = load_eagle(tmp_path)
     table = mx.array(tensors["embed_tokens.weight"])
-    target: Any = SimpleNamespace(embed=lambda tokens: table[tokens])
+    modules = SimpleNamespace(embed=lambda tokens: table[tokens])
+    target: Any = SimpleNamespace(modules=modules)
     text, states = text_and_states()
     expected = log_softmax(RECORDED[name])
     for end in (2, 4, 7, len(states) - NUM_DRAFTS):

@@ -210,7 +210,7 @@ def test_other_targets_are_refused() -> None:
         generate(MODEL, tokenizer, [1, 2], **options)
     without = Target(build(tiny_config("nanochat")))  # its last norm has no weight
     with pytest.raises(UnsupportedTargetError, match="LM head gets the output of a norm"):
-        without.normalise(mx.zeros((1, without.hidden_size)))
+        without.modules.normalise(mx.zeros((1, without.hidden_size)))
 
 
 @pytest.mark.parametrize(
@@ -229,4 +229,4 @@ def test_the_norm_before_the_head_is_found(name: str, path: str) -> None:
     target = Target(model)
     states = mx.random.normal((3, target.hidden_size), key=mx.random.key(0))
     norm = reduce(getattr, path.split("."), model)
-    assert mx.array_equal(target.normalise(states), norm(states)).item()
+    assert mx.array_equal(target.modules.normalise(states), norm(states)).item()

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
-from mlx_redrafter.target.caches.tree_pass import History, Paths, TreePass
+from mlx_redrafter.target.caches.tree_pass import Paths
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
@@ -78,9 +78,8 @@ def by_matrix(inputs: Inputs, tree: TokenTree, is_delta: bool) -> tuple[mx.array
     trees = TreeBatch([tree])
     given = log_gates[..., None], state, trees.ancestors
     if is_delta:
-        above = TreePass([0], trees, History(1)).above
         read, updates, log_decays = follow_delta_rule(
-            queries, keys, values, strengths, *given, above, tree.max_depth
+            queries, keys, values, strengths, *given, trees.above, tree.max_depth
         )
     else:
         updates = values

@@ -16,7 +16,7 @@ from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.target.target import Target, TargetOutputs
 from tests.helpers.few_shapes import compile_passes
 from tests.models.tiny_models import build, main_rope, tiny_config
 from tests.models.trees import PLAN, PROMPT, DraftsOnDevice, Followed, rows_of
@@ -42,7 +42,7 @@ def begin(
     )
     return SequenceDecoder(
         target,
-        target.new_cache(cache),
+        target.caches.new(cache),
         KeyedSampler(SamplingParams(**params), target.vocab_size),
         request,
         drafts,
@@ -103,13 +103,13 @@ def test_nan_after_a_path_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None
     target = Target(build(tiny_config("llama", main_rope("llama"))))
     text = text_of(begin(target, None))
     first = next(i for i in range(12, 40) if text[i] not in {*PROMPT, *text[:i]})
-    followed, call = Followed(monkeypatch), Target.call
+    followed, compute = Followed(monkeypatch), Target.compute
 
-    def call_with_nan(self: Target, tokens: mx.array, caches: Any) -> mx.array:
-        is_bad = (tokens == text[first])[..., None]
-        return mx.where(is_bad, mx.nan, call(self, tokens, caches))
+    def compute_nan(self: Target, tokens: mx.array, *others: Any) -> TargetOutputs:
+        is_bad, found = (tokens == text[first])[..., None], compute(self, tokens, *others)
+        return found._replace(logits=mx.where(is_bad, mx.nan, found.logits))
 
-    monkeypatch.setattr(Target, "call", call_with_nan)
+    monkeypatch.setattr(Target, "compute", compute_nan)
     for drafts in (None, DraftsOnDevice([*PROMPT, *text], is_chain=False)):
         tokens = decode(begin(target, drafts))
         found: list[int] = []

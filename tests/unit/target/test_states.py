@@ -16,7 +16,8 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.target.target import FINAL, Target
+from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.models import tiny_llama
 from tests.models.tiny_models import build, tiny_config
@@ -60,12 +61,12 @@ def test_states_of_prompts_that_share_their_passes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(decoding_prefill, "MAX_END", 3)
     model = tiny_llama(seed=4)
     target = Target(model)
-    target.watch(LAYERS)
+    target.modules.watch(LAYERS)
     texts = []
     for length in (12, 7, 8, 1, 7):
         request = Request([*PROMPT, *range(20, 30)][:length], max_tokens=3)
         sampler = KeyedSampler(SamplingParams(), target.vocab_size)
-        texts.append(SequenceDecoder(target, target.new_cache(), sampler, request, _States()))
+        texts.append(SequenceDecoder(target, target.caches.new(), sampler, request, _States()))
     scheduler = Scheduler(target)
     scheduler.begin(texts)
     while not all(text.is_finished for text in texts):
@@ -80,10 +81,10 @@ def test_states_are_those_of_the_layers_and_logits_stay() -> None:
     model = tiny_llama(seed=4)
     plain = Target(tiny_llama(seed=4))
     target = Target(model)
-    target.watch(LAYERS)
+    target.modules.watch(LAYERS)
     prompt = mx.array(PROMPT)
     expected = _layer_inputs(model, [*PROMPT, 8, 9])
-    cache, other = target.new_cache(), plain.new_cache()
+    cache, other = target.caches.new(), plain.caches.new()
     parts = prompt[:4], prompt[4:6]
     chunks = [target.process_chunk(part, cache, LAYERS).states for part in parts]
     outputs = target.advance(prompt[6:], cache, LAYERS)
@@ -102,10 +103,12 @@ def test_states_are_those_of_the_layers_and_logits_stay() -> None:
 def test_logits_of_states_are_the_models(model_type: str) -> None:
     """With the scales and caps that models have after their heads."""
     target = Target(build(tiny_config(model_type)))
-    outputs = target.advance(mx.array([7]), target.new_cache())
-    assert mx.allclose(target.logits(outputs.hidden_states), outputs.logits, atol=1e-5).item()
+    outputs = target.advance(mx.array([7]), target.caches.new())
+    assert mx.allclose(
+        target.modules.logits(outputs.hidden_states), outputs.logits, atol=1e-5
+    ).item()
 
 
 def test_layers_that_are_not_there_are_refused() -> None:
     with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 2 of the target .* found 4"):
-        Target(tiny_llama()).watch((0, 4))
+        Target(tiny_llama()).modules.watch((0, 4))

@@ -75,7 +75,7 @@ def _random_path(rng: random.Random, parents: list[int]) -> list[int]:
 def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, steps: int) -> None:
     rng = random.Random(seed)
     text = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
-    cache = target.new_cache()
+    cache = target.caches.new()
     prefill(target, mx.array(text), cache, 4)
     for _ in range(steps):
         root = rng.randrange(VOCAB_SIZE)
@@ -94,7 +94,7 @@ def test_every_node_is_scored_as_if_decoded_alone(build: Any) -> None:
     target = Target(model)
     rng = random.Random(3)
     text = [5, 9, 11, 40]
-    cache = target.new_cache()
+    cache = target.caches.new()
     prefill(target, mx.array(text), cache, 512)
     for _ in range(3):  # the second and third trees also write the rows of a path
         tokens, parents = grow(rng, 7, [], DraftPlan.of(4, 5, 20), VOCAB_SIZE, accuracy=0)
@@ -114,7 +114,7 @@ def test_every_node_is_scored_as_if_decoded_alone(build: Any) -> None:
 
 def test_plain_tokens_follow_trees(target: Target) -> None:
     text = [1, 2, 3]
-    cache = target.new_cache()
+    cache = target.caches.new()
     prefill(target, mx.array(text), cache, 512)
     _decode_tree(target, cache, [4, 5, 6, 7], [0, 0, 1, 1], [0, 1, 3])
     target.advance(mx.array([8]), cache)
@@ -124,7 +124,7 @@ def test_plain_tokens_follow_trees(target: Target) -> None:
 
 
 def test_settling_forgets_the_end_of_a_path(target: Target) -> None:
-    cache = target.new_cache()
+    cache = target.caches.new()
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5, 6, 7], [0, 0, 1, 2], [0, 1, 2, 3])
     cache.settle(5)
@@ -132,7 +132,7 @@ def test_settling_forgets_the_end_of_a_path(target: Target) -> None:
 
 
 def test_settling_keeps_the_root_of_a_tree_in_flight(target: Target) -> None:
-    cache = target.new_cache()
+    cache = target.caches.new()
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1])
     target.verify(make_tree([7, 8, 9], [0, 0, 0], 1), cache)
@@ -141,7 +141,7 @@ def test_settling_keeps_the_root_of_a_tree_in_flight(target: Target) -> None:
 
 
 def test_interruption_between_two_layers(target: Target) -> None:
-    cache = target.new_cache()
+    cache = target.caches.new()
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1, 2])
     layer = cache.layers[1]
@@ -159,7 +159,7 @@ def _interrupt(keys: mx.array, values: mx.array) -> None:
 
 def test_continuing_from_a_cache_of_stock_mlx_lm(target: Target) -> None:
     stock = prefilled(target.model, [1, 2, 3])
-    cache = target.new_cache(stock)
+    cache = target.caches.new(stock)
     assert cache.length == 3
     _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1])
     cache.settle(5)
@@ -170,7 +170,7 @@ def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) 
     """At most plain decoding's rows + N + L, rounded up to one block of 256."""
     block = KVCache.step
     nodes, length = 9, 5
-    cache, plain = target.new_cache(), target.new_cache()
+    cache, plain = target.caches.new(), target.caches.new()
     rng = random.Random(0)
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     prefill(target, mx.array([1, 2, 3]), plain, 512)
@@ -192,13 +192,13 @@ def test_other_caches_are_refused(target: Target) -> None:
         pass
 
     with pytest.raises(UnsupportedTargetError, match=r"KVCache\(\).*found Other\(\).*mlx-lm"):
-        target.new_cache([Other() for _ in range(3)])
+        target.caches.new([Other() for _ in range(3)])
     with pytest.raises(ConfigError, match=r"2 layers, the model needs 3; .*make_prompt_cache"):
-        target.new_cache([KVCache() for _ in range(2)])
+        target.caches.new([KVCache() for _ in range(2)])
 
 
 def test_buffers_go_with_the_request(target: Target) -> None:
-    cache = target.new_cache()
+    cache = target.caches.new()
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5], [0, 0], [0, 1])
     layer = weakref.ref(cache.layers[0])
@@ -211,7 +211,7 @@ def test_buffers_go_with_the_request(target: Target) -> None:
 
 
 def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
-    cache = target.new_cache()
+    cache = target.caches.new()
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     tree, parents = [4, 5, 6, 7], [0, 0, 1, 0]
     _decode_tree(target, cache, tree, parents, [0, 1, 2])

@@ -1,0 +1,276 @@
+"""Modules of a model that drafters apply by themselves: embedding, final norm and LM head.
+
+mlx-lm's families name, scale and limit them differently, so they are found by what they compute.
+
+Axes: V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_redrafter.device_read import to_floats
+from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.target.hooks import (
+    HookPoint,
+    capture_input,
+    captured_inputs,
+    captured_output,
+    install,
+    replaced_output,
+)
+from mlx_redrafter.target.model_parts import Parts
+
+# Terms under the root of a norm of embeddings that models may have; None for no norm.
+ENTRY_TERMS = (None, 1e-6, 1e-5)
+# Largest relative error of inputs of the first layer that are computed so, by bfloat16's rounding.
+ENTRY_TOLERANCE = 0.01
+# Number of tokens to compare for it.
+ENTRY_TOKENS = 8
+# Minimum correlation of two heads' logits that differ by a scale or a limit only.
+MIN_CORRELATION = 0.9
+
+# In a list of layers to capture, the last layer's output after the final norm.
+FINAL = -1
+
+
+class TargetModules:
+    """The modules of a model, with the functions that its own forward pass computes of them.
+
+    Args:
+        model: The model.
+        parts: Its parts, whose hooks are installed.
+
+    Attributes:
+        parts: The model's parts.
+        embedding: The input embedding.
+        layers: The layers, in order.
+    """
+
+    def __init__(self, model: nn.Module, parts: Parts):
+        self._model, self.parts = model, parts
+        self.embedding = parts.embedding
+        self.layers: list[nn.Module] = list(model.layers)
+
+    def call(self, tokens: mx.array) -> mx.array:
+        """Call the model for a new sequence, shape (1, n), to compute all of the call."""
+        logits: mx.array = self._model(tokens)
+        return logits
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of the rows of the input embedding."""
+        return self.embed(mx.zeros((1,), dtype=mx.int32)).dtype
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Look up rows of the input embedding, from ids of shape (n,) to shape (n, H)."""
+        return self.embedding(tokens)
+
+    def logits(self, hidden_states: mx.array) -> mx.array:
+        """Apply the LM head to `TargetOutputs.hidden_states`, from shape (n, H) to (n, V)."""
+        # MLX never computes the part of the model before the head.
+        tokens = mx.zeros((1, hidden_states.shape[0]), dtype=mx.int32)
+        # The head's dtype; MLX would cast all weights of the head to another one.
+        states = hidden_states[None].astype(self.dtype)
+        with replaced_output(states):
+            logits: mx.array = self._model(tokens)
+        return logits[0]
+
+    def entries(self, layer: int, inputs: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        """Compute the K/V entries that a layer makes of its inputs, and nothing else of it.
+
+        Args:
+            layer: A layer with entries of its own.
+            inputs: Its inputs at consecutive tokens, shape (n, H).
+            offset: Position of the first of them.
+
+        Returns:
+            Keys and values, shape (1, key heads, n, head size).
+        """
+        recorder = _Recorder(offset)
+        self.layers[layer](inputs.astype(self.dtype)[None], None, recorder)
+        assert recorder.entries is not None
+        return recorder.entries
+
+    def project(self, hidden_states: mx.array) -> mx.array:
+        """Apply the matrix of the LM head alone, from shape (n, H) to (n, V).
+
+        `logits` also applies the model's own scale and limit of logits, if it has them. The first
+        call blocks until MLX has computed the logits of one state.
+        """
+        projected: mx.array = self._head_matrix(hidden_states.astype(self.dtype))
+        return projected
+
+    def embed_input(self, tokens: mx.array, normed: bool = True) -> mx.array:
+        """Look up the inputs of the first layer, from ids of shape (n,) to shape (n, H).
+
+        ``normed=False`` leaves out a norm of embeddings, but no scale.
+
+        The first call blocks until MLX has computed those of some tokens.
+        """
+        term, factor = self._entry
+        rows = self.embed(tokens)
+        if term is not None and not normed:
+            return rows
+        return _normed(rows, term) * factor
+
+    @property
+    def has_embedding_norm(self) -> bool:
+        """Whether embeddings are normalised before the first layer; see `embedding_scale`."""
+        return self._entry[0] is not None
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embeddings before the first layer.
+
+        The first use blocks until MLX has computed some tokens.
+        """
+        return self._entry[1]
+
+    def normalise(self, states: mx.array) -> mx.array:
+        """Apply the final norm to the last layer's output, shape (n, H).
+
+        The first call blocks until MLX has computed one token, to find the norm.
+        """
+        normalised: mx.array = self.final_norm(states.astype(self.dtype))
+        return normalised
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """Hook layers, so that forward passes can capture their inputs.
+
+        Blocks as `normalise` does if the last layer's output is among them.
+        """
+        for layer in layers:
+            if layer == FINAL:
+                continue
+            if not 0 <= layer <= len(self.layers):
+                raise UnsupportedTargetError(
+                    f"expected inputs of layers 0 to {len(self.layers) - 1} of the target to draft "
+                    f"from, or {len(self.layers)} for the last output, found {layer}; use a "
+                    "drafter trained for this model"
+                )
+            install(HookPoint(self.reader_of(layer), "__call__", capture_input))
+        with captured_output() as outputs, captured_inputs() as inputs:
+            self._model(mx.array([[0]]))
+        watched = [
+            outputs[-1] if layer == FINAL else inputs.get(id(self.reader_of(layer)))
+            for layer in layers
+        ]
+        size = self.parts.hidden_size
+        if any(one is None or one.shape != (1, 1, size) for one in watched):
+            raise UnsupportedTargetError(
+                f"expected inputs of {size} numbers per token in layers {list(layers)} "
+                "of the target, found others; use a recurrent drafter for this model"
+            )
+
+    def reader_of(self, layer: int) -> nn.Module:
+        """Return the module whose input is a captured state: a layer, or the norm after the last.
+
+        mlx-lm's models pass the residual stream from one to the next.
+        """
+        is_layer = layer < len(self.layers)
+        reader: nn.Module = self.layers[layer] if is_layer else self.final_norm
+        return reader
+
+    @cached_property
+    def _entry(self) -> tuple[float | None, float]:
+        """Term of the norm of embeddings before the first layer, or None, and their factor."""
+        tokens, first = mx.arange(min(ENTRY_TOKENS, self.parts.vocab_size)), self.layers[0]
+        self.watch([0])
+        with captured_inputs() as found:
+            self.call(tokens[None])
+        inputs, rows = found[id(first)][0].astype(mx.float32), self.embed(tokens).astype(mx.float32)
+        errors, factors = [], []
+        for term in ENTRY_TERMS:
+            given = _normed(rows, term)
+            factors.append(mx.sum(inputs * given) / mx.sum(given * given))
+            error = mx.max(mx.abs(inputs - given * factors[-1]))
+            errors.append(error / mx.max(mx.abs(inputs)))
+        failed = to_floats(mx.stack(errors))
+        best = failed.index(min(failed))
+        if failed[best] > ENTRY_TOLERANCE:
+            raise UnsupportedTargetError(
+                "expected a model that at most normalises and scales its embeddings, found "
+                "another; use another kind of drafter for it"
+            )
+        return ENTRY_TERMS[best], to_floats(mx.stack(factors))[best]
+
+    @cached_property
+    def _head_matrix(self) -> Callable[[mx.array], mx.array]:
+        """The LM head without the model's scale and limit of logits."""
+        state = mx.random.normal((1, self.parts.hidden_size), key=mx.random.key(0)).astype(
+            self.dtype
+        )
+        expected = self.logits(state).astype(mx.float32)
+        for module in self._model.modules():
+            if not _is_matrix(module, (expected.shape[-1], self.parts.hidden_size)):
+                continue
+            head: Callable[[mx.array], mx.array] = getattr(module, "as_linear", module)
+            if _correlation(head(state), expected) > MIN_CORRELATION:
+                return head
+        raise UnsupportedTargetError(
+            "expected a model whose logits come from one matrix, found another; use a drafter with "
+            "a head of its own"
+        )
+
+    @cached_property
+    def final_norm(self) -> Any:
+        """The norm whose output is the output of the backbone."""
+        backbone: Any = self.parts.hooks[0].owner
+        modules = [backbone, *backbone.children().values()]
+        candidates = [one for one in modules if _is_norm(one, self.parts.hidden_size)]
+        for module in candidates:
+            install(HookPoint(module, "__call__", capture_input))
+        with captured_output() as outputs, captured_inputs() as inputs:
+            self.call(mx.array([[0]]))
+        for module in candidates:
+            given = inputs.get(id(module))
+            if given is not None and mx.array_equal(module(given), outputs[-1]).item():
+                return module
+        raise UnsupportedTargetError(
+            "expected a model whose LM head gets the output of a norm, found another; use another "
+            "kind of drafter for it"
+        )
+
+
+class _Recorder:
+    """A cache that records the entries of one pass."""
+
+    def __init__(self, offset: int):
+        self.offset = offset
+        self.entries: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.entries = keys, values
+        return self.entries
+
+
+def _is_norm(module: Any, hidden_size: int) -> bool:
+    weight = module.get("weight") if isinstance(module, nn.Module) else None
+    return weight is not None and weight.shape == (hidden_size,)
+
+
+def _normed(rows: mx.array, term: float | None) -> mx.array:
+    """Apply an RMS norm without weights, unless ``term`` is None."""
+    return rows if term is None else mx.fast.rms_norm(rows, None, term)
+
+
+def _is_matrix(module: Any, shape: tuple[int, int]) -> bool:
+    """Whether a module is a matrix of this shape, quantised or not."""
+    weight = module.get("weight")
+    if weight is None or weight.ndim != 2:
+        return False
+    rows, columns = weight.shape
+    return (rows, columns * 32 // module.bits if "scales" in module else columns) == shape
+
+
+def _correlation(a: mx.array, b: mx.array) -> float:
+    """Return the correlation of two arrays of numbers."""
+    a, b = (array.astype(mx.float32) - mx.mean(array.astype(mx.float32)) for array in (a, b))
+    correlation = mx.sum(a * b) / mx.sqrt(mx.sum(a * a) * mx.sum(b * b))
+    return to_floats(correlation[None])[0]
