@@ -51,6 +51,7 @@ app.command()(advise)
 app.command()(train)
 app.command()(convert)
 app.command("list")(list_models)
+app.command("ls", hidden=True)(list_models)
 app.command("show")(show_model)
 app.command()(pull)
 app.command("rm")(remove)
@@ -121,6 +122,8 @@ def _silence_stdout() -> None:
 def _report(error: Exception) -> int:
     if isinstance(error, typer.TyperException):
         message, code = error.format_message(), error.exit_code
+        if message.startswith("No such command") and "Did you mean" not in message:
+            message += " redrafter-mlx --help lists all."
     elif isinstance(error, OSError):
         message, code = _describe(error), 1
     else:

@@ -193,7 +193,7 @@ def download(repository: Repository, patterns: Sequence[str] | None) -> Path:
 
 
 def _end_download(repository: Repository) -> Callable[[], str]:
-    """Return what is to be done and said at Ctrl-C: the hub's client would begin files anew."""
+    """Return what is to be done and said at Ctrl-C: its client continues no file."""
     folder = cached_repository(repository.name) / "blobs"
     before = {*folder.glob(PARTS)}
 
