@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from math import exp, log1p
 
 # Shortest match of each group whose chances are counted together, in tokens.
@@ -15,6 +16,8 @@ LOG_ODDS = tuple(4 - step / 1.5 for step in range(15))
 MEMORY = 64
 # Weight of a chance before its first draft, in drafts.
 PRIOR = 4
+# Number of drafts after a token that was no draft whose probabilities are known.
+NUM_RANKS = 8
 # Lower bound of a chance, far below that of any draft; its logarithm is finite.
 LEAST_RATE = 1e-4
 
@@ -55,6 +58,7 @@ class Chances:
 
     Attributes:
         rates: Chance of a draft whose parent is right, by feature.
+        surprised: Mean probabilities of the drafts after a token that was no draft, by rank.
     """
 
     def __init__(self) -> None:
@@ -67,6 +71,8 @@ class Chances:
             for group in groups
         ]
         self._counts = [PRIOR] * len(self.rates)
+        self.surprised = [LEAST_RATE] * NUM_RANKS
+        self._num_surprises = PRIOR
 
     def learn(self, children: Sequence[Child], token: int) -> None:
         """Count which child of a node that was right is the token that came."""
@@ -75,6 +81,12 @@ class Chances:
             count = counts[feature] = min(counts[feature] + 1, MEMORY)
             rate = rates[feature] + ((draft == token) - rates[feature]) / count
             rates[feature] = max(rate, LEAST_RATE)
+
+    def note_surprise(self, probabilities: Sequence[float]) -> None:
+        """Count the drafts after a token that was no draft, the most probable first."""
+        self._num_surprises = count = min(self._num_surprises + 1, MEMORY)
+        found = zip_longest(self.surprised, probabilities[:NUM_RANKS], fillvalue=0.0)
+        self.surprised = [mean + (new - mean) / count for mean, new in found]
 
     def stored(self) -> dict[str, list[float]]:
         """Return the rates that drafts have shown and their counts, by feature, for a file."""

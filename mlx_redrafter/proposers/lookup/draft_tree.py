@@ -25,8 +25,6 @@ from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 # Minimum probability of a draft.
 LEAST_PROBABILITY = 0.002
 
-_LEAST = log(LEAST_PROBABILITY)
-
 
 class DraftTree:
     """Drafts after the end of a text; each node is a token, the first one the text's last.
@@ -47,8 +45,19 @@ class DraftTree:
         # Children of each node, the most probable first; None until they are needed.
         self._children: list[list[Child] | None] = [None]
 
-    def grow(self, plan: DraftPlan) -> TokenTree | None:
-        """Build the tree of the most probable drafts; None if nothing is probable enough."""
+    @property
+    def probabilities(self) -> list[float]:
+        """Probabilities of the drafts, the most probable first."""
+        return [exp(score) for score in self._scores[1:]]
+
+    def grow(self, plan: DraftPlan, least: float = LEAST_PROBABILITY) -> TokenTree | None:
+        """Build the tree of the most probable drafts; None if nothing is probable enough.
+
+        Args:
+            plan: Bounds of the tree.
+            least: Minimum probability of a draft.
+        """
+        least_score = log(least)
         waiting: list[tuple[float, int, int]] = []
         most, levels = plan.shape.level_nodes, plan.shape.levels
 
@@ -57,7 +66,7 @@ class DraftTree:
             children = self.children(node)
             if rank < min(len(children), most):
                 score = self._scores[node] + log(children[rank][0])
-                if score >= _LEAST:
+                if score >= least_score:
                     heappush(waiting, (-score, node, rank))
 
         offer(0, 0)
@@ -71,26 +80,22 @@ class DraftTree:
             return None
         return TokenTree.of(self._tokens, self._parents, self._scores[1:])
 
-    def follow(self, most: int, least: float) -> list[float]:
-        """Return probabilities of drafts that follow each other, each the best child.
+    def foresee(self, others: Sequence[float]) -> list[float]:
+        """Return probabilities of drafts after the next token, the most probable first.
 
         Args:
-            most: Maximum number of drafts.
-            least: Minimum probability.
+            others: Probabilities of drafts after a next token that is no draft of the tree.
         """
-        found: list[float] = []
-        node, probability = 0, 1.0
-        while len(found) < most:
-            children = self.children(node)
-            probability *= children[0][0] if children else 0.0
-            if probability < least:
-                break
-            found.append(probability)
-            node = self._add(node, children[0][1], log(probability))
-        return found
+        first, later = 0.0, list[float]()
+        for depth, score in zip(self._depths, self._scores, strict=True):
+            if depth == 1:
+                first += exp(score)
+            elif depth > 1:
+                later.append(exp(score))
+        return sorted(later + [max(1 - first, 0.0) * one for one in others], reverse=True)
 
-    def learn(self, tokens: Sequence[int]) -> None:
-        """Learn from the tokens that came after the text."""
+    def learn(self, tokens: Sequence[int]) -> bool:
+        """Learn from the tokens that came after the text; return whether all were drafts."""
         node: int | None = 0
         below = {
             (parent, token): node
@@ -99,9 +104,10 @@ class DraftTree:
         }
         for token in tokens:
             if node is None:
-                return
+                return False
             self._chances.learn(self._children[node] or (), token)
             node = below.get((node, token))
+        return node is not None
 
     def children(self, node: int) -> list[Child]:
         """Return tokens that may follow a node, the most probable first."""

@@ -24,17 +24,17 @@ import mlx.nn as nn
 from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.lookup.chances import Chances
 from mlx_redrafter.proposers.lookup.contexts import NUM_BEST, Contexts, following
-from mlx_redrafter.proposers.lookup.draft_tree import DraftTree
+from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY, DraftTree
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
-# Minimum probability of a draft in `Drafting.outlook`.
+# Drafts to foresee if none are in flight.
+FORESEEN = DraftPlan(DraftShape(4, 16), 17, from_text=True)
+# Minimum probability of a draft that is foreseen.
 LEAST_FORESEEN = 0.05
-# Maximum number of drafts in `Drafting.outlook`.
-OUTLOOK = 16
 # Bytes of a row of `Pass.best`.
 _ROW = 8 * NUM_BEST
 
@@ -107,19 +107,20 @@ class LookupDrafting:
         self._chances = chances
         # The newest pass, until the next call reads its tokens: the host has waited for it by then.
         self._flight: Pass | None = None
-        # Drafts after the newest token that the host has read.
+        # Drafts after the newest token that the host has read, and whether that was one before.
         self._tree: DraftTree | None = None
+        self._is_draft = True
 
     def outlook(self) -> list[float]:
         """Return probabilities of the most probable drafts after the token in flight.
 
-        If that token is unlikely, there may be drafts for others, so there is always a little.
+        If that token is no draft of the tree, there are as many as usual after such a token.
         """
         self._read()
         if self._tree is None:
-            self._tree = DraftTree(self.contexts, self._chances)
-        found = self._tree.follow(OUTLOOK + 1, LEAST_FORESEEN)
-        return found[1:] or [LEAST_FORESEEN]  # the first is not a draft but the token in flight
+            self._grow(FORESEEN, LEAST_FORESEEN, None)
+        assert self._tree is not None
+        return self._tree.foresee(self._chances.surprised)
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         """Propose after a pass, which the host waits for."""
@@ -127,8 +128,7 @@ class LookupDrafting:
             mx.async_eval(noise.values)  # behind the pass, so that no other wait is for them
         self.skip(flight)
         self._read()
-        self._tree = DraftTree(self.contexts, self._chances, noise if self._couple else None)
-        return self._tree.grow(plan)
+        return self._grow(plan, LEAST_PROBABILITY, noise if self._couple else None)
 
     def skip(self, flight: Pass) -> None:
         """Keep the pass for the next call; the host does not wait for it."""
@@ -138,6 +138,14 @@ class LookupDrafting:
     def settle(self, length: int) -> None:
         """Learn from the newest pass, for the next turn of the conversation."""
         self._read()
+
+    def _grow(self, plan: DraftPlan, least: float, noise: GumbelNoise | None) -> TokenTree | None:
+        """Build the tree after the newest token that the host has read."""
+        self._tree = DraftTree(self.contexts, self._chances, noise)
+        found = self._tree.grow(plan, least)
+        if not self._is_draft:
+            self._chances.note_surprise(self._tree.probabilities)
+        return found
 
     def _read(self) -> None:
         """Learn from the newest pass."""
@@ -149,7 +157,7 @@ class LookupDrafting:
         if len(tokens) < len(flight.rows):
             return  # logits that are NaN gave no token: the text ends
         if self._tree is not None:
-            self._tree.learn(tokens)
+            self._is_draft = self._tree.learn(tokens)
             self._tree = None
         best = array("i", flight.outcome.best).tobytes()
         rows = [best[start : start + _ROW] for start in range(0, len(best), _ROW)]

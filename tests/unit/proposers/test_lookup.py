@@ -18,7 +18,7 @@ from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.chances import Chances, Child
 from mlx_redrafter.proposers.lookup.contexts import NUM_BEST, Contexts
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY
-from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
+from mlx_redrafter.proposers.lookup.lookup import LEAST_FORESEEN, LookupDrafting
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirstDrafting
 from mlx_redrafter.trees.tree import Drafts
 
@@ -89,9 +89,22 @@ def test_the_outlook_is_of_the_drafts_after_the_token_in_flight() -> None:
     outlook = list(drafting.outlook())
     tree = drafting.propose(_flight(20), PLAN, None)
     assert tree is not None
-    assert 8 < len(outlook) < 16, "the drafts of a copy, less the first"
+    likely = [one for one in outlook if one >= LEAST_FORESEEN]
+    assert 8 < len(likely) < 16, "the drafts of a copy, less the first"
     assert outlook == sorted(outlook, reverse=True)
     assert 0.3 < outlook[0] < 1
+
+
+def test_the_outlook_knows_what_drafts_unforeseen_tokens_have() -> None:
+    """Each new word is one that nothing foresees, and one that the prompt goes on from."""
+    drafting = _open(list(range(1, 200)))
+    before = sum(drafting.outlook())
+    for word in range(3, 190, 9):
+        drafting.propose(_flight(word), PLAN, None)
+        drafting.propose(_flight(word + 1, word + 2), PLAN, None)
+        after = sum(drafting.outlook())
+    assert before < 0.01
+    assert after > 0.3
 
 
 def test_chances_are_learnt_from_tokens_that_were_not_drafted() -> None:
