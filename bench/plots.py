@@ -159,15 +159,8 @@ def _map(axes: Any, points: Sequence[Point]) -> None:
 
 
 @contextmanager
-def figure(
-    path: Path,
-    heading: str,
-    size: tuple[float, float] = SIZE,
-    rows: int = 1,
-    columns: int = 1,
-    shares_x: bool = True,
-) -> Iterator[Any]:
-    """Yield axes to draw on, in rows and columns, then write the file atomically."""
+def figure(path: Path, heading: str, size: tuple[float, float] = SIZE) -> Iterator[Any]:
+    """Yield axes to draw on, then write the file atomically."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -176,7 +169,7 @@ def figure(
     drawn = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(drawn)
     drawn.suptitle(heading, fontsize=11)
-    yield drawn.subplots(rows, columns, sharex="col" if shares_x else False)
+    yield drawn.subplots()
     path.parent.mkdir(parents=True, exist_ok=True)
     save: Callable[[Path], object] = lambda temporary: drawn.savefig(temporary, dpi=120)  # noqa: E731
     write_atomically(path, save)

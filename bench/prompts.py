@@ -135,24 +135,15 @@ def select_prompts(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]
     return alternating[:count]
 
 
-def encode_prompts(
-    tokenizer: TokenizerWrapper,
-    prompts: Sequence[Prompt],
-    use_template: bool = True,
-) -> list[EncodedPrompt]:
+def encode_prompts(tokenizer: TokenizerWrapper, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
     """Encode prompts as token ids, in the chat format if the tokenizer has one.
 
     Raises:
         ConfigError: The chat template rejects a prompt.
     """
     return [
-        EncodedPrompt(
-            prompt.name,
-            prompt.category,
-            encode_question(tokenizer, prompt.text, use_template),
-            prompt.text,
-        )
-        for prompt in prompts
+        EncodedPrompt(one.name, one.category, encode_question(tokenizer, one.text), one.text)
+        for one in prompts
     ]
 
 

@@ -51,6 +51,7 @@ app.command()(advise)
 app.command()(train)
 app.command()(convert)
 app.command("list")(list_models)
+app.command("ls", hidden=True)(list_models)
 app.command("show")(show_model)
 app.command()(pull)
 app.command("rm")(remove)
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     logger.setLevel(logging.INFO)
     logger.handlers = [_StderrHandler()]
     # A download that fails is one line, without a line for each retry.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     # The error for a prompt that is too long says all.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     try:
@@ -121,6 +122,8 @@ def _silence_stdout() -> None:
 def _report(error: Exception) -> int:
     if isinstance(error, typer.TyperException):
         message, code = error.format_message(), error.exit_code
+        if message.startswith("No such command") and "Did you mean" not in message:
+            message += " redrafter-mlx --help lists all."
     elif isinstance(error, OSError):
         message, code = _describe(error), 1
     else:

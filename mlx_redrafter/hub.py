@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -23,10 +23,14 @@ from huggingface_hub.utils.tqdm import tqdm
 from mlx_redrafter.errors import CheckpointError, ResourceError, first_line
 from mlx_redrafter.interrupts import keeping
 from mlx_redrafter.memory_sizes import format_bytes
-from mlx_redrafter.model_store import CONFIG, WEIGHTS, stored_models
+from mlx_redrafter.model_store import CONFIG, WEIGHTS, cached_repository, stored_models
 
 # Minimum number of bytes of a download whose progress is shown.
 MIN_SHOWN = 10**6
+# Names of files that are being downloaded.
+PARTS = "*.incomplete"
+# Progress of a download, in the words of tqdm.
+PROGRESS = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left"
 # Maximum number of repositories that each of two searches for a similar name returns.
 MAX_SIMILAR = 100
 # Files that are not a model in MLX's format: a pattern of their names, their description, and the
@@ -50,17 +54,18 @@ OTHER_FORMATS = (
 
 @contextmanager
 def _bars(size: int) -> Iterator[type[tqdm]]:
-    """Yield a class of progress bars that are closed at the end: the hub leaves some open.
+    """Yield a class of progress bars, of which the one that counts written bytes is shown.
 
-    What is printed next would be on their line. Small downloads have none.
+    Small downloads have none. The hub leaves bars open: the next output would be on their line.
     """
     opened: list[tqdm] = []
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(
-                *args, **(options | {"disable": True} if size < MIN_SHOWN else options)
-            )
+            counts_bytes = options.get("unit") == "B" and "transfer" not in str(options.get("name"))
+            if size < MIN_SHOWN or not counts_bytes:
+                options["disable"] = True
+            super().__init__(*args, **options | {"bar_format": PROGRESS})
             opened.append(self)
 
     try:
@@ -173,8 +178,7 @@ def download(repository: Repository, patterns: Sequence[str] | None) -> Path:
         )
     try:
         allowed = None if patterns is None else list(patterns)
-        kept = "stopped; the same command continues the download"
-        with keeping(lambda: kept), _bars(needed) as bar:
+        with keeping(_end_download(repository)), _bars(needed) as bar:
             return Path(snapshot_download(repository.name, allow_patterns=allowed, tqdm_class=bar))
     except GatedRepoError as error:
         raise CheckpointError(
@@ -183,9 +187,22 @@ def download(repository: Repository, patterns: Sequence[str] | None) -> Path:
         ) from error
     except Exception as error:  # the hub's libraries raise exceptions of many kinds
         raise CheckpointError(
-            f"cannot download {repository.name} ({first_line(error)}); try again, which continues "
-            "the download"
+            f"cannot download {repository.name} ({first_line(error)}); try again, which downloads "
+            "the missing files"
         ) from error
+
+
+def _end_download(repository: Repository) -> Callable[[], str]:
+    """Return what is to be done and said at Ctrl-C: its client continues no file."""
+    folder = cached_repository(repository.name) / "blobs"
+    before = {*folder.glob(PARTS)}
+
+    def end() -> str:
+        for part in {*folder.glob(PARTS)} - before:
+            part.unlink(missing_ok=True)
+        return "stopped; complete files are kept, and the same command downloads the others"
+
+    return end
 
 
 def fetch(name: str, patterns: Sequence[str] | None, target: str = "") -> Path:

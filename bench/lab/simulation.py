@@ -165,7 +165,7 @@ def run_policy(
             drafts = text.drafts(position, chosen.shape.width)
             short = [i for i, depth in enumerate(drafts.depths) if depth < chosen.shape.length]
             tree: Any = SimulatedTree(drafts).subtree(short[: chosen.searched.num_nodes - 1])
-            kept = policy.keep(chosen, tree)
+            kept = policy.select(chosen, tree)
             is_read = policy.waits  # type: ignore[attr-defined]
             num_nodes, size = kept.num_nodes, kept.size
             num_accepted = sum(token > 0 for token in kept.read().tokens)
@@ -233,7 +233,6 @@ def play_first(
     scenario: Scenario,
     begin: Begin,
     forget: Callable[[Any], Any],
-    make_text: Callable[[Scenario], SimulatedText] = SimulatedText,
 ) -> tuple[float, float]:
     """Let a policy decode the first text of a process, which fixed plans decode, too.
 
@@ -241,7 +240,6 @@ def play_first(
         scenario: The scenario.
         begin: As in `play`.
         forget: Makes what a second process begins with from the policy of the first one.
-        make_text: Makes the text.
 
     Returns:
         Speed by that of the best fixed plan in a first process and in the second one.
@@ -249,7 +247,7 @@ def play_first(
     start, stop, seconds = FIRST_TEXT, 2 * FIRST_TEXT, np.zeros(2)
     fixed: dict[DraftPlan | None, float] = dict.fromkeys((None, *FIXED), 0.0)
     for seed in range(TEXTS):
-        text = make_text(replace(scenario, seed=TEXTS * scenario.seed + seed))
+        text = SimulatedText(replace(scenario, seed=TEXTS * scenario.seed + seed))
         first = begin(scenario.timed, None)
         run_policy(text, first, 0, FIRST_TEXT)
         for i, before in enumerate((None, forget(first))):

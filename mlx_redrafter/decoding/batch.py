@@ -19,7 +19,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import read_states
-from mlx_redrafter.decoding.protocols import JointPolicy, OwnPolicies, num_best_of
+from mlx_redrafter.decoding.protocols import JointPolicy, num_best_of
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import Inputs, Noises, step
@@ -51,7 +51,7 @@ class Batch:
 
     def __init__(self, target: Target):
         self.cache = target.caches.of_batch()
-        self.policy: JointPolicy = OwnPolicies()
+        self.policy: JointPolicy | None = None
         self._target = target
         self._slots: dict[SequenceDecoder, Slot] = {}
         # Steps in a row with half of the slots idle.
@@ -74,13 +74,14 @@ class Batch:
             number = cache.idle_slot()
             cache.insert(number, sequence.own_cache, partial(_num_kept, sequence))
         self._slots[sequence] = cache.slots[number]
-        sequence.move(cache.slots[number], self.policy.join(sequence.policy))
+        own = sequence.policy
+        sequence.move(cache.slots[number], self.policy.join(own) if self.policy else own)
 
     def leave(self, sequence: SequenceDecoder) -> None:
         """Move a sequence out; its own caches get its K/V entries if they may be needed."""
         slot = self._slots.pop(sequence)
         is_over = sequence.is_finished or sequence.is_cancelled
-        is_needed = sequence.request.leave_as_stock or not is_over
+        is_needed = sequence.request.keeps_cache or not is_over
         with mx.stream(generation_stream):
             self.cache.leave(slot.number, slot.own if is_needed else None)
         sequence.move(None)
@@ -215,7 +216,7 @@ def _samplers(sequences: Iterable[SequenceDecoder]) -> list[KeyedSampler]:
 
 def _num_kept(sequence: SequenceDecoder) -> int:
     """Return the number of tokens that its caches will hold at least when a sequence ends."""
-    if not sequence.request.leave_as_stock:
+    if not sequence.request.keeps_cache:
         return sys.maxsize
     return sequence.outbox.end_of_prompt + sequence.delivery.stats.num_tokens
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import prefill
-from mlx_redrafter.decoding.protocols import JointPolicy, OwnPolicies
+from mlx_redrafter.decoding.protocols import JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder, Status
 from mlx_redrafter.decoding.step import Inputs, Noises, step
@@ -16,7 +16,7 @@ from mlx_redrafter.trees.tree import TokenTree
 class LoneLane:
     """A `Lane` of one sequence, with the cheapest operations for it."""
 
-    policy: JointPolicy = OwnPolicies()
+    policy: JointPolicy | None = None
 
     def noises(
         self, sequences: Sequence[SequenceDecoder], num_levels: int

@@ -34,7 +34,7 @@ class Outbox:
     @property
     def needs_next(self) -> bool:
         """Whether the target has to process the token in flight, too."""
-        return self._request.leave_as_stock or not self.is_last_next
+        return self._request.keeps_cache or not self.is_last_next
 
     @property
     def is_last_next(self) -> bool:

@@ -1,6 +1,6 @@
 """Protocols of decoding: proposers of tokens, and policies that choose how many to draft.
 
-Axes: N nodes of a tree, L beam length, M nodes of the largest tree on offer.
+Axes: N nodes of a tree, L beam length.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class DraftPolicy(Protocol):
     """Chooses how much every step drafts and verifies; no token depends on it.
 
     If `choose` returns a plan that `DraftPlan.is_probe`, the step is a plain one. The proposer
-    draws the drafts next to it, and `keep` gets them after the outcome, but none are verified.
+    draws the drafts next to it, and `select` gets them after the outcome, but none are verified.
     """
 
     @property
@@ -216,7 +216,7 @@ class DraftPolicy(Protocol):
         """
         ...
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """Return the nodes to verify, as a tree; the root alone to decode plainly.
 
         Args:
@@ -226,42 +226,16 @@ class DraftPolicy(Protocol):
         """
         ...
 
-    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
-        """Do what `keep` does before the step before is observed; None if that is too early.
+    def select_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
+        """Do what `select` does before the step before is observed; None if that is too early.
 
-        Never waits for the drafts. `keep` is not called for the same drafts again.
+        Never waits for the drafts. `select` is not called for the same drafts again.
         """
         ...
 
     def observe(self, step: Step) -> None:
         """Learn from a finished step."""
         ...
-
-
-class Outlook(NamedTuple):
-    """Outlook of one of several sequences.
-
-    Attributes:
-        policy: Policy of the sequence in the batch.
-        probabilities: Result of `Drafting.outlook`.
-    """
-
-    policy: DraftPolicy | None
-    probabilities: Sequence[float] | None
-
-
-class Offer(NamedTuple):
-    """Drafts of one of several sequences, before some of them are verified.
-
-    Attributes:
-        policy: Policy of the sequence.
-        plan: Plan of the drafts.
-        tree: The drafts.
-    """
-
-    policy: DraftPolicy
-    plan: DraftPlan
-    tree: TokenTree
 
 
 class JointPolicy(Protocol):
@@ -271,28 +245,17 @@ class JointPolicy(Protocol):
         """Return the policy of a sequence in the batch for its own one; None to decode plainly."""
         ...
 
-    def look(self, outlooks: Sequence[Outlook], count: int) -> None:
+    def choose_all(
+        self, outlooks: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
+    ) -> None:
         """Prepare `DraftPolicy.choose` of the next step.
 
         Args:
-            outlooks: Outlooks of the sequences whose policies choose.
+            outlooks: Policies that choose, each with the result of `Drafting.outlook`.
             count: Number of all sequences of the step.
         """
         ...
 
-    def weigh(self, offers: Sequence[Offer]) -> None:
-        """Prepare `DraftPolicy.keep` of the sequences that have drafts, probes excepted."""
+    def select_all(self, trees: Sequence[tuple[DraftPolicy, TokenTree]]) -> None:
+        """Prepare `DraftPolicy.select` of the sequences that have drafts, probes excepted."""
         ...
-
-
-class OwnPolicies:
-    """A `JointPolicy` that leaves every sequence its own policy."""
-
-    def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
-        return policy
-
-    def look(self, outlooks: Sequence[Outlook], count: int) -> None:
-        """Do nothing."""
-
-    def weigh(self, offers: Sequence[Offer]) -> None:
-        """Do nothing, either."""

@@ -28,7 +28,7 @@ class Request:
         chunk_size: Function that returns a smaller number, or not, for the prompt tokens
             processed so far; such a prompt shares no passes. None for none.
         on_progress: Callback for the prompt tokens processed and their number.
-        leave_as_stock: Whether to leave the K/V cache and the random state as mlx-lm does, with
+        keeps_cache: Whether to leave the K/V cache and the random state as mlx-lm does, with
             the last token processed as well, which costs one more forward pass.
     """
 
@@ -38,7 +38,7 @@ class Request:
     prefill_step_size: int = 2048
     chunk_size: Callable[[int], int] | None = None
     on_progress: ProgressCallback = field(default=lambda done, total: None)
-    leave_as_stock: bool = False
+    keeps_cache: bool = False
 
     def find_end(self, tokens: Sequence[int], num_before: int) -> tuple[str | None, int]:
         """Return why and after how many of these tokens decoding ends; (None, all) if not."""

@@ -146,7 +146,7 @@ class SequenceDecoder:
         """Continue in a slot of a batch with its policy there, or in the sequence's own cache."""
         self.place = self._own if cache is None else Place(cache, policy)
 
-    def ask_for_drafts(self, plan: DraftPlan) -> DraftRequest:
+    def request_drafts(self, plan: DraftPlan) -> DraftRequest:
         """Return a request for drafts of what may follow the newest pass."""
         assert self.drafting is not None
         assert self.last is not None
@@ -250,11 +250,11 @@ class SequenceDecoder:
         self.drafting = None
 
     def close(self) -> None:
-        """End the sequence; with ``leave_as_stock`` the caches hold what the caller has taken."""
+        """End the sequence; with ``keeps_cache`` the caches hold what the caller has taken."""
         is_whole, self.status = self.status is not Status.VERIFYING, Status.FINISHED
         self.delivery.close()
         try:
-            if self.request.leave_as_stock:
+            if self.request.keeps_cache:
                 self._settle(self.delivery.stats.num_tokens, is_whole)
         finally:
             self.status = Status.CLOSED

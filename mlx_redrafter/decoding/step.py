@@ -21,8 +21,6 @@ from mlx_redrafter.decoding.prefill import num_unread
 from mlx_redrafter.decoding.protocols import (
     DraftRequest,
     JointPolicy,
-    Offer,
-    Outlook,
     propose_all,
 )
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
@@ -39,10 +37,10 @@ class Lane(Protocol):
     """The part of a step that depends on its caches: one's own, or those of a batch.
 
     Attributes:
-        policy: Decides how much the sequences draft.
+        policy: Decides how much the sequences draft together; None if each decides alone.
     """
 
-    policy: JointPolicy
+    policy: JointPolicy | None
 
     def noises(
         self, sequences: Sequence[SequenceDecoder], num_levels: int
@@ -120,26 +118,27 @@ class _Step:
         outlooks: dict[SequenceDecoder, Sequence[float] | None] = {}
         groups: defaultdict[Any, list[SequenceDecoder]] = defaultdict(list)
 
-        def look(one: SequenceDecoder) -> None:
+        def find_outlook(one: SequenceDecoder) -> None:
             has_none = one.last is None or one.policy is None or one.outbox.is_last_next
             if one.drafting is not None and not has_none:
                 outlooks[one] = one.drafting.outlook()
 
-        def ask(one: SequenceDecoder) -> None:
+        def choose(one: SequenceDecoder) -> None:
             if one.last is not None and one.last is one.committed:
                 one.last.check_finite()  # NaN may follow drafts that were accepted
             plan = one.policy.choose(outlooks[one]) if one.policy and one in outlooks else None
             if plan is not None:
-                request = self._requests[one] = one.ask_for_drafts(plan)
+                request = self._requests[one] = one.request_drafts(plan)
                 kind = one.sampler.kind if isinstance(one.sampler, KeyedSampler) else ()
                 groups[type(request.drafting), plan, kind].append(one)
             elif one.last is one.committed:
                 one.skip_drafts()
 
-        self._each(look, self._live)
-        found = [Outlook(one.policy, outlook) for one, outlook in outlooks.items()]
-        self._lane.policy.look(found, len(self._live))
-        self._each(ask, self._live)
+        self._each(find_outlook, self._live)
+        if self._lane.policy is not None:
+            found = [(one.policy, outlook) for one, outlook in outlooks.items() if one.policy]
+            self._lane.policy.choose_all(found, len(self._live))
+        self._each(choose, self._live)
         return groups.values()
 
     def _draft(self, groups: Iterable[list[SequenceDecoder]]) -> None:
@@ -205,7 +204,7 @@ class _Step:
             return False
         if not self._lane.look_ahead(one):
             return False
-        early = self._early[one] = one.policy.keep_early(self._requests[one].plan, tree)
+        early = self._early[one] = one.policy.select_early(self._requests[one].plan, tree)
         if early is None or not self._lane.follow(one, early):
             return False
         self._inputs[one] = early
@@ -213,23 +212,19 @@ class _Step:
 
     def _select(self) -> None:
         """Let policies choose the drafts to verify, after the commits: they use their times."""
-        if self._requests:
-            offers = [
-                Offer(one.policy, self._requests[one].plan, self._trees[one])
-                for one in self._choosing
-                if one.policy is not None
-            ]
-            self._lane.policy.weigh(offers)
-            self._each(self._choose, self._choosing)
+        if self._requests and self._lane.policy is not None:
+            trees = [(one.policy, self._trees[one]) for one in self._choosing if one.policy]
+            self._lane.policy.select_all(trees)
+        self._each(self._choose, self._choosing)
 
     def _choose(self, one: SequenceDecoder) -> None:
-        tree, last = self._early.get(one) or self._kept(one), one.last
+        tree, last = self._early.get(one) or self._selected(one), one.last
         assert last is not None
         self._inputs[one] = tree if tree.size > 1 and one.cache.takes(tree) else last.root
 
-    def _kept(self, one: SequenceDecoder) -> TokenTree:
+    def _selected(self, one: SequenceDecoder) -> TokenTree:
         assert one.policy is not None
-        return one.policy.keep(self._requests[one].plan, self._trees[one])
+        return one.policy.select(self._requests[one].plan, self._trees[one])
 
     def _commit(self, one: SequenceDecoder) -> None:
         """Commit the pass before the newest one."""
@@ -241,4 +236,4 @@ class _Step:
             one.push(self._found[one], self._inputs[one], request)
         is_probe = request is not None and request.plan.is_probe and one in self._trees
         if is_probe and not one.is_finished:
-            self._kept(one)  # the policy updates its estimates from them
+            self._selected(one)  # the policy updates its estimates from them

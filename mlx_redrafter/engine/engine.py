@@ -175,7 +175,7 @@ class Engine:
             prompt,
             chosen,
             on_progress=prompt_progress_callback or (lambda done, total: None),
-            leave_as_stock=prompt_cache is not None or sampler is not None,
+            keeps_cache=prompt_cache is not None or sampler is not None,
             chunk_size=prompt_chunk_size,
         )
         Lookup().after(history).check_fit(self.target, self.tokenizer)
@@ -302,7 +302,7 @@ class Engine:
         prompt: str | Sequence[int] | mx.array,
         options: GenerationOptions,
         on_progress: ProgressCallback = lambda done, total: None,
-        leave_as_stock: bool = False,
+        keeps_cache: bool = False,
         chunk_size: Callable[[int], int] | None = None,
     ) -> Request:
         return Request(
@@ -311,7 +311,7 @@ class Engine:
             max_tokens=options.max_tokens,
             prefill_step_size=options.prefill_step_size,
             on_progress=MemoryGuard().watching(on_progress),
-            leave_as_stock=leave_as_stock,
+            keeps_cache=keeps_cache,
             chunk_size=chunk_size,
         )
 

@@ -274,7 +274,7 @@ class _Schedule:
         self._num_chosen += 1
         return plan and plan.within(self._max_length)
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         kind = self._kind(self._num_chosen - 1)
         if kind.waits:
             tree.read()
@@ -283,9 +283,9 @@ class _Schedule:
         assert kind.plan is not None
         return tree.padded(kind.plan.num_nodes)
 
-    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
+    def select_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
         kind = self._kind(self._num_chosen - 1)
-        return self.keep(plan, tree) if kind.verifies and not kind.waits else None
+        return self.select(plan, tree) if kind.verifies and not kind.waits else None
 
     def observe(self, step: Step) -> None:
         # The clock leaves out single steps, such as those at which MLX's cache is cleared.

@@ -57,10 +57,10 @@ class AdaptivePolicy:
     def choose(self, outlook: Sequence[float] | None = None) -> DraftPlan | None:
         return self._planner.choose([outlook] if outlook else [], 1).plan
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         return self._planner.select([(self._drafts, tree)], 1)[0]
 
-    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
+    def select_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
         if plan.from_text or self._planner.newest.num_nodes is None:
             return None
         return self._planner.select([(self._drafts, tree)], 1, is_early=True)[0]

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from mlx_redrafter.decoding.protocols import DraftPolicy, Offer, Outlook, Step
+from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.planner import Planner
@@ -85,7 +85,7 @@ class BatchPolicy:
     Attributes:
         plan: Plan of the step that is being decided.
         count: Number of all sequences of that step.
-        kept: Selected drafts of its members.
+        selected: Selected drafts of its members.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class BatchPolicy:
         self._steps: list[Step] = []
         self.plan: DraftPlan | None = None
         self.count = 1
-        self.kept: dict[MemberPolicy, TokenTree] = {}
+        self.selected: dict[MemberPolicy, TokenTree] = {}
 
     def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
         """Replace a policy that rests on the step times of a lone sequence."""
@@ -118,23 +118,25 @@ class BatchPolicy:
             return MemberPolicy(self)
         return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
 
-    def look(self, outlooks: Sequence[Outlook], count: int) -> None:
+    def choose_all(
+        self, outlooks: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
+    ) -> None:
         """Decide the plan of the next step for all members."""
         members = [found for one, found in outlooks if isinstance(one, MemberPolicy)]
-        self.kept = {}
+        self.selected = {}
         self._learn_time()
         if members:
             self.count = count
             self.plan = self.current().choose([one for one in members if one], count).plan
 
-    def weigh(self, offers: Sequence[Offer]) -> None:
+    def select_all(self, trees: Sequence[tuple[DraftPolicy, TokenTree]]) -> None:
         """Select the drafts of all members to verify."""
-        found = {one: tree for one, _, tree in offers if isinstance(one, MemberPolicy)}
+        found = {one: tree for one, tree in trees if isinstance(one, MemberPolicy)}
         self._learn_time()
         if found:
             drafts = [(member.drafts, tree) for member, tree in found.items()]
-            kept = self.current().select(drafts, self.count)
-            self.kept = dict(zip(found, kept, strict=True))
+            selected = self.current().select(drafts, self.count)
+            self.selected = dict(zip(found, selected, strict=True))
 
     def observe(self, step: Step) -> None:
         """Note a step of a member that was chosen for it."""
@@ -195,15 +197,15 @@ class MemberPolicy:
         has_nothing = plan is not None and plan.from_text and not outlook
         return None if has_nothing else plan
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         batch = self._batch
-        if self in batch.kept:
-            return batch.kept[self]
-        (kept,) = batch.current().select([(self.drafts, tree)], batch.count)  # of a probe
-        return kept
+        if self in batch.selected:
+            return batch.selected[self]
+        (selected,) = batch.current().select([(self.drafts, tree)], batch.count)  # of a probe
+        return selected
 
-    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> None:
-        """Leave the choice to `keep`: the cache of a batch must know the outcome."""
+    def select_early(self, plan: DraftPlan, tree: TokenTree) -> None:
+        """Leave the choice to `select`: the cache of a batch must know the outcome."""
 
     def observe(self, step: Step) -> None:
         if self._num_chosen:  # the last step of a sequence is observed without having been chosen

@@ -79,12 +79,12 @@ class FixedPolicy:
         has_nothing = outlook is not None and len(outlook) == 0
         return None if has_nothing else self.plan
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """Keep all nodes, with padding if a larger size costs less."""
         return tree if self.costs is None else tree.padded(self.costs.cheapest_size(tree.size))
 
-    def keep_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        return self.keep(plan, tree)
+    def select_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        return self.select(plan, tree)
 
     def observe(self, step: Step) -> None:
         """Do nothing."""

@@ -21,7 +21,7 @@ def _commands() -> list[tuple[str, ...]]:
     names: list[tuple[str, ...]] = [()]
     for name, command in top.commands.items():  # type: ignore[attr-defined]
         inner = getattr(command, "commands", {})
-        names += [(name,), *((name, one) for one in inner)]
+        names += [(name,), *((name, one) for one in inner)] if not command.hidden else []
     return names
 
 
@@ -63,6 +63,14 @@ def test_names_of_options_are_whole(columns: int) -> None:
         shown = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
         for option in get_command(app).commands[name].params:  # type: ignore[attr-defined]
             assert all(one in shown.stdout for one in option.opts if one.startswith("--")), option
+
+
+def test_names_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "ls", "--json").out == run(capsys, "list", "--json").out
+    assert run(capsys, "genrate").err.endswith("Did you mean 'generate'?\n")
+    unknown = run(capsys, "ps")
+    assert (unknown.code, unknown.err.count("\n")) == (2, 1)
+    assert unknown.err.endswith("No such command 'ps'. redrafter-mlx --help lists all.\n")
 
 
 def test_no_command_is_left_out() -> None:

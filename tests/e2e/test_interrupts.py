@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mlx_redrafter.checkpoints.bundled import find_bundled
 from tests.conftest import Trained
+from tests.helpers.fake_hub import FakeHub
 from tests.helpers.terminal import Ended, interrupt
 
 # Seconds from Ctrl-C to the end; the machine of a test may be busy.
@@ -56,6 +58,19 @@ def test_a_text(stories: Trained, times: int) -> None:
 
 def test_the_question_of_a_chat(chat_folder: Path) -> None:
     _check(interrupt(["chat", "--model", chat_folder], ">> ", 0.2), "stopped")
+
+
+def test_a_download(tmp_path: Path) -> None:
+    hub = FakeHub()
+    hub.add("org/slow", find_bundled("target"))
+    hub.pause = 2.0
+    variables = {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path)}
+    with hub.serving():
+        variables["HF_ENDPOINT"] = hub.address
+        ended = interrupt(["pull", "org/slow"], "?B/s, ? left", 1.0, variables=variables)
+    _check(ended, "stopped; complete files are kept, and the same command downloads the others")
+    assert {path.name for path in tmp_path.rglob("*.json")} > {"config.json"}
+    assert not [*tmp_path.rglob("*.incomplete")]
 
 
 @pytest.mark.parametrize("after", ["needs about", "rehearsal", "generating"])

@@ -166,7 +166,7 @@ class RandomShapes:
             return replace(plan, num_nodes=1)
         return plan
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         self.last = None
         if plan.shape.select == "beam":
             return tree

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -15,6 +16,8 @@ from urllib.parse import unquote, urlsplit
 
 # The one commit of every repository.
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# Size of the pieces in which a file is sent, in bytes.
+PIECE = 2**20
 
 
 class FakeHub:
@@ -25,6 +28,7 @@ class FakeHub:
         cards: Metadata of every card.
         fetched: Files that were downloaded, as ``org/name/file``.
         address: Address of the server.
+        pause: Seconds between two pieces of a file.
     """
 
     def __init__(self) -> None:
@@ -32,6 +36,7 @@ class FakeHub:
         self.cards: dict[str, dict[str, Any]] = {}
         self.fetched: list[str] = []
         self.address = ""
+        self.pause = 0.0
 
     def add(self, name: str, folder: Path, **card: Any) -> None:
         """Publish a folder."""
@@ -139,7 +144,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self.send_header(key, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            if with_body:
-                self.wfile.write(content)
+            with suppress(ConnectionError):  # the client has ended
+                for begin in range(0, len(content) if with_body else 0, PIECE):
+                    self.wfile.write(content[begin : begin + PIECE])
+                    time.sleep(hub.pause)
 
     return Handler

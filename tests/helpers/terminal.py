@@ -77,3 +77,4 @@ def _own_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    termios.tcsetwinsize(0, (24, 80))

@@ -155,7 +155,7 @@ def test_generated_tokens_and_cache(
 
     target = Target(model)
     cache = target.caches.new()
-    request = Request(PROMPT, max_tokens=NUM_TOKENS, leave_as_stock=True)
+    request = Request(PROMPT, max_tokens=NUM_TOKENS, keeps_cache=True)
     chooser = KeyedSampler(SamplingParams(), target.vocab_size)
     drafts: Any = ScriptedDrafts(stock)
     if target.compiled.are_used:

@@ -127,7 +127,7 @@ def decode_together(
     while readers or len(texts) < NUM_TEXTS:
         if len(texts) < NUM_TEXTS and (not readers or rng.random() < 0.3):
             case, number = cases[len(texts)], len(texts)
-            request = Request(case.prompt, max_tokens=len(case.text), leave_as_stock=True)
+            request = Request(case.prompt, max_tokens=len(case.text), keeps_cache=True)
             sampler = KeyedSampler(case.params, target.vocab_size)
             # Every third text decodes plainly.
             drafts = (ScriptedDrafts(case.text), FixedPolicy(PLAN)) if number % 3 else ()
@@ -175,7 +175,7 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
     prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (12, 8, 9, 8, 11)]
     texts = {}
     for prompt in prompts:
-        request = Request(prompt, max_tokens=6, prefill_step_size=25, leave_as_stock=True)
+        request = Request(prompt, max_tokens=6, prefill_step_size=25, keeps_cache=True)
         sampler = KeyedSampler(SamplingParams(), VOCAB_SIZE)
         texts[SequenceDecoder(target, target.caches.new(), sampler, request)] = list[int]()
     scheduler = Scheduler(target)

@@ -33,8 +33,8 @@ from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
 # Drafts to foresee if none are in flight.
 FORESEEN = DraftPlan(DraftShape(4, 16), 17, from_text=True)
-# Minimum probability of a draft that is foreseen.
-LEAST_FORESEEN = 0.05
+# Minimum probability of a draft that may pay, for a policy that chooses from the drafts.
+LEAST_PAYING = 0.02
 # Bytes of a row of `Pass.best`.
 _ROW = 8 * NUM_BEST
 
@@ -118,7 +118,7 @@ class LookupDrafting:
         """
         self._read()
         if self._tree is None:
-            self._grow(FORESEEN, LEAST_FORESEEN, None)
+            self._grow(FORESEEN, None)
         assert self._tree is not None
         return self._tree.foresee(self._chances.surprised)
 
@@ -128,7 +128,7 @@ class LookupDrafting:
             mx.async_eval(noise.values)  # behind the pass, so that no other wait is for them
         self.skip(flight)
         self._read()
-        return self._grow(plan, LEAST_PROBABILITY, noise if self._couple else None)
+        return self._grow(plan, noise if self._couple else None)
 
     def skip(self, flight: Pass) -> None:
         """Keep the pass for the next call; the host does not wait for it."""
@@ -139,10 +139,10 @@ class LookupDrafting:
         """Learn from the newest pass, for the next turn of the conversation."""
         self._read()
 
-    def _grow(self, plan: DraftPlan, least: float, noise: GumbelNoise | None) -> TokenTree | None:
+    def _grow(self, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         """Build the tree after the newest token that the host has read."""
         self._tree = DraftTree(self.contexts, self._chances, noise)
-        found = self._tree.grow(plan, least)
+        found = self._tree.grow(plan, LEAST_PAYING if plan.from_text else LEAST_PROBABILITY)
         if not self._is_draft:
             self._chances.note_surprise(self._tree.probabilities)
         return found

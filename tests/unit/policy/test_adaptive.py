@@ -69,8 +69,8 @@ class Watched:
     def choose(self, outlook: Any) -> DraftPlan | None:
         return self.policy.choose(outlook)
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        return self.policy.keep(plan, tree)
+    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+        return self.policy.select(plan, tree)
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)
@@ -172,8 +172,8 @@ def test_drafts_out_of_the_text_are_taken_where_they_promise_more() -> None:
     assert policy.choose([0.05]) is None
     plan = policy.choose([0.9, 0.8, 0.7])
     assert plan == LOOKUP
-    assert policy.keep(plan, _tree(0.9, 0.9, 0.9, 0.01, 0.5)).size == 4
-    assert policy.keep(plan, _tree(0.01)).size == 1
+    assert policy.select(plan, _tree(0.9, 0.9, 0.9, 0.01, 0.5)).size == 4
+    assert policy.select(plan, _tree(0.01)).size == 1
 
 
 def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
@@ -250,7 +250,7 @@ def test_a_search_with_fewer_drafts_than_asked_for_is_verified_as_far_as_it_goes
     policy = AdaptivePolicy(_costs())
     plan = policy.choose(None)
     assert plan is not None
-    kept = policy.keep(plan, _tree(0.99, 0.99))
+    kept = policy.select(plan, _tree(0.99, 0.99))
     assert kept.size in (2, 3)
 
 
@@ -260,7 +260,7 @@ def test_a_fixed_plan_stays_and_waits_for_nothing() -> None:
     assert fixed.choose(None) == SHORTEST
     assert fixed.choose([]) is None
     tree: Any = SimpleNamespace(read=lambda: pytest.fail("drafts were read"))
-    assert fixed.keep(SHORTEST, tree) is tree
+    assert fixed.select(SHORTEST, tree) is tree
 
 
 def test_a_tree_is_padded_where_a_larger_one_costs_less() -> None:
@@ -270,7 +270,7 @@ def test_a_tree_is_padded_where_a_larger_one_costs_less() -> None:
     assert costs == pytest.approx([1.02, 1.04, 1.04])
     for count, size in ((1, 2), (2, 4), (3, 4)):
         policy._planner.newest = Choice(LONGEST, count + 1)
-        assert policy.keep(LONGEST, _tree(*[0.9] * 10)).size == size
+        assert policy.select(LONGEST, _tree(*[0.9] * 10)).size == size
 
 
 @pytest.mark.parametrize(("num_nodes", "size"), [(6, 6), (8, 8), (9, 16), (12, 16), (16, 16)])
@@ -280,7 +280,7 @@ def test_trees_of_a_fixed_plan_are_padded_where_that_takes_less_time(
     costs = StepCosts(1.0, {size: 1.0 + 0.01 * size for size in SIZES} | {12: 1.8})
     fixed = FixedPolicy(SHORTEST, costs)
     tree = TokenTree.of(range(num_nodes), [0, *range(num_nodes - 1)])
-    kept = fixed.keep(SHORTEST, tree)
+    kept = fixed.select(SHORTEST, tree)
     assert (kept.size, kept.num_nodes) == (size, num_nodes)
 
 
@@ -357,11 +357,11 @@ def test_a_guard_turns_drafts_in_flight_into_a_plain_step() -> None:
     tree = _tree(0.9, 0.8, 0.7)
     first = policy.choose(None)
     assert first is not None
-    policy.keep(first, tree)
+    policy.select(first, tree)
     second = policy.choose(None)
     assert second is not None
     policy.observe(Step(first, 4, [1], 30.0))
-    assert policy.keep(second, tree).size == 1
+    assert policy.select(second, tree).size == 1
     assert policy.choose(None) is None
 
 
@@ -409,7 +409,7 @@ def test_lookups_that_cost_more_than_timed_are_used_less_often() -> None:
     chosen: DraftPlan | None = LOOKUP
     for _ in range(40):
         if chosen is not None:
-            policy.keep(chosen, _tree(0.7, 0.7))
+            policy.select(chosen, _tree(0.7, 0.7))
         policy.observe(
             Step(chosen, 3 if chosen else 1, [1, 1] if chosen else [1], 2.5 if chosen else 1.0)
         )
@@ -420,7 +420,7 @@ def test_lookups_that_cost_more_than_timed_are_used_less_often() -> None:
 def test_a_lookup_must_gain_more_than_one_of_which_nothing_is_kept_loses() -> None:
     policy, outlook = _lookup_policy(), [0.7, 0.5]
     assert policy.choose(outlook) == LOOKUP
-    assert policy.keep(LOOKUP, _tree(0.01)).size == 1
+    assert policy.select(LOOKUP, _tree(0.01)).size == 1
     ratios = policy.state.ratios
     for _ in range(2):  # one slow step changes nothing
         policy.observe(Step(LOOKUP, 1, [1], 2.0))

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_redrafter.bench.lab.scenarios import LEVELS, Scenario
 from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
-from mlx_redrafter.decoding.protocols import Offer, Outlook, Step
+from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
@@ -40,13 +40,13 @@ class Watched(MemberPolicy):
         self.steps: list[Step] = []
 
     def choose(self, outlook: Sequence[float] | None = None) -> DraftPlan | None:
-        self.batch.look([Outlook(self, outlook)], 1)
+        self.batch.choose_all([(self, outlook)], 1)
         return super().choose(outlook)
 
-    def keep(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
+    def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         if not plan.is_probe:
-            self.batch.weigh([Offer(self, plan, tree)])
-        return super().keep(plan, tree)
+            self.batch.select_all([(self, tree)])
+        return super().select(plan, tree)
 
     def observe(self, step: Step) -> None:
         self.steps.append(step)
@@ -137,13 +137,10 @@ def test_no_batch_is_slower_than_plain_decoding(num_slots: int, ease: float) -> 
         assert run_policy(text, watched, start, stop) < 1.04 * plain
 
 
-def _offers(members: list[MemberPolicy], plan: DraftPlan, *chances: list[float]) -> list[Offer]:
-    """Chains of drafts with these probabilities, one for each member."""
-    return [
-        Offer(member, plan, TokenTree.of([0, *[1] * len(one)], [0, *range(len(one))], logs))
-        for member, one in zip(members, chances, strict=True)
-        for logs in [[log(chance) for chance in one]]
-    ]
+def _chain(chances: list[float]) -> TokenTree:
+    """Return a chain of drafts with these probabilities."""
+    logs = [log(chance) for chance in chances]
+    return TokenTree.of([0, *[1] * len(chances)], [0, *range(len(chances))], logs)
 
 
 def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them() -> None:
@@ -155,17 +152,14 @@ def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them() -> None:
         batch = BatchPolicy(lambda: slow, lambda: 4, {})
         members = [batch.join(AdaptivePolicy(slow)) for _ in chances]
         found = [member for member in members if isinstance(member, MemberPolicy)]
-        batch.look([Outlook(*pair) for pair in zip(found, chances, strict=True)], 4)
+        batch.choose_all(list(zip(found, chances, strict=True)), 4)
         plans = [member.choose(one) for member, one in zip(found, chances, strict=True)]
         if plans[0] is None:
             sizes.append([1] * 4)
             continue
-        batch.weigh(_offers(found, plans[0], *chances))
-        kept = [
-            member.keep(plans[0], offer.tree)
-            for member, offer in zip(found, _offers(found, plans[0], *chances), strict=True)
-        ]
-        sizes.append([tree.size for tree in kept])
+        trees = list(zip(found, map(_chain, chances), strict=True))
+        batch.select_all(trees)
+        sizes.append([member.select(plans[0], tree).size for member, tree in trees])
     assert sizes[0] == [1] * 4
     assert sizes[1] == [sizes[1][0]] * 4
     assert sizes[1][0] > 1
@@ -176,7 +170,7 @@ def test_members_without_a_lookup_decode_plainly_next_to_those_with_one() -> Non
     batch = BatchPolicy(lambda: costs, lambda: 2, {})
     members = [MemberPolicy(batch) for _ in range(2)]
     outlooks: list[list[float]] = [[0.9, 0.9, 0.8], []]
-    batch.look([Outlook(*pair) for pair in zip(members, outlooks, strict=True)], 2)
+    batch.choose_all(list(zip(members, outlooks, strict=True)), 2)
     plans = [member.choose(one) for member, one in zip(members, outlooks, strict=True)]
     assert plans[0] is not None
     assert plans[0].from_text
@@ -187,11 +181,10 @@ def test_members_without_a_lookup_decode_plainly_next_to_those_with_one() -> Non
 def test_the_largest_tree_of_a_step_may_have_a_size_that_was_not_timed(num_nodes: int) -> None:
     batch = BatchPolicy(lambda: COSTS, lambda: 2, {})
     member = MemberPolicy(batch)
-    outlook = Outlook(member, [0.9] * 15)
-    batch.look([outlook], 2)
+    batch.choose_all([(member, [0.9] * 15)], 2)
     member.choose([0.9] * 15)
     member.observe(Step(LOOKUP, num_nodes, [1] * 4, 0.01))
-    batch.look([outlook], 2)
+    batch.choose_all([(member, [0.9] * 15)], 2)
     counted = [
         one.plan.num_nodes for one in batch.current().learner.shapes() if one.plan and one.steps
     ]

@@ -18,7 +18,7 @@ from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.chances import Chances, Child
 from mlx_redrafter.proposers.lookup.contexts import NUM_BEST, Contexts
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY
-from mlx_redrafter.proposers.lookup.lookup import LEAST_FORESEEN, LookupDrafting
+from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from mlx_redrafter.proposers.lookup.lookup_first import LookupFirstDrafting
 from mlx_redrafter.trees.tree import Drafts
 
@@ -89,7 +89,7 @@ def test_the_outlook_is_of_the_drafts_after_the_token_in_flight() -> None:
     outlook = list(drafting.outlook())
     tree = drafting.propose(_flight(20), PLAN, None)
     assert tree is not None
-    likely = [one for one in outlook if one >= LEAST_FORESEEN]
+    likely = [one for one in outlook if one >= 0.05]
     assert 8 < len(likely) < 16, "the drafts of a copy, less the first"
     assert outlook == sorted(outlook, reverse=True)
     assert 0.3 < outlook[0] < 1

@@ -38,7 +38,7 @@ def begin(
         PROMPT,
         frozenset() if stop is None else frozenset({stop}),
         max_tokens=params.pop("max_tokens", NUM_TOKENS),
-        leave_as_stock=True,
+        keeps_cache=True,
     )
     return SequenceDecoder(
         target,
