@@ -30,6 +30,7 @@ class LoneLane:
     def look_ahead(self, sequence: SequenceDecoder) -> bool:
         is_on_host = sequence.processors is not None
         is_on_host |= not isinstance(sequence.sampler, KeyedSampler)
+        is_on_host |= sequence.own_cache.needs_notice
         return not is_on_host and sequence.target.compiled.are_used
 
     def follow(self, sequence: SequenceDecoder, tree: TokenTree) -> bool:

@@ -117,7 +117,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     asked: list[list[str]] = []
 
-    def download(repo: str, patterns: list[str]) -> Path:
+    def download(repo: str, patterns: list[str], *_: object) -> Path:
         asked.append(patterns)
         if patterns == ["model-00002.safetensors"]:
             mx.save_safetensors(str(folder / "model-00002.safetensors"), tensors)

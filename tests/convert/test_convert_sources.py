@@ -315,7 +315,7 @@ def test_a_hub_repository_keeps_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     snapshot = write(tmp_path / "snapshot", handmade.tensors(), CONFIG)
     asked: list[tuple[str, list[str]]] = []
 
-    def download(repo: str, patterns: list[str]) -> Path:
+    def download(repo: str, patterns: list[str], *_: object) -> Path:
         asked.append((repo, patterns))
         return snapshot
 

@@ -97,7 +97,7 @@ def failure(capsys: Capture, *arguments: object, codes: tuple[int, ...]) -> str:
 
 def test_every_command_would_do_its_work(capsys: Capture, yard: Path) -> None:
     """So that what is refused below is refused for what is wrong with it."""
-    assert set(COMMANDS) == OPTIONS.keys()
+    assert set(COMMANDS) == OPTIONS.keys() - {"ls"}  # another name of list
     for name in ("generate", "check", "convert", "run", "list"):
         shutil.rmtree("new", ignore_errors=True)
         result = run(capsys, *name.split(), *COMMANDS[name])

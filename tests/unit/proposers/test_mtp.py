@@ -205,7 +205,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     asked: list[list[str]] = []
 
-    def download(repo: str, patterns: list[str]) -> Path:
+    def download(repo: str, patterns: list[str], *_: object) -> Path:
         asked.append(patterns)
         for file in set(files.values()) & set(patterns):
             tensors = {n: t for n, t in module_tensors().items() if files[n] == file}
