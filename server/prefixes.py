@@ -36,7 +36,7 @@ MIN_SAVED = 16
 MAX_TAIL = 64
 # Number of such distances that are remembered.
 MAX_TAILS = 3
-# Maximum number of texts with contexts of a lookup, of up to 20 MB each.
+# Maximum number of texts with contexts of a lookup, which take 18 MB at 113,634 contexts.
 MAX_CONTEXTS = 8
 
 

@@ -28,10 +28,10 @@ class LoneLane:
         return [one.sampler.noise(last.length + 1, num_levels, *further)]
 
     def look_ahead(self, sequence: SequenceDecoder) -> bool:
-        is_on_host = sequence.processors is not None
-        is_on_host |= not isinstance(sequence.sampler, KeyedSampler)
-        is_on_host |= sequence.own_cache.needs_notice
-        return not is_on_host and sequence.target.compiled.are_used
+        reads_first = sequence.processors is not None
+        reads_first |= not isinstance(sequence.sampler, KeyedSampler)
+        reads_first |= sequence.own_cache.needs_notice
+        return not reads_first and sequence.target.compiled.are_used
 
     def follow(self, sequence: SequenceDecoder, tree: TokenTree) -> bool:
         last = sequence.last

@@ -121,7 +121,7 @@ class TargetModules:
 
     @property
     def has_embedding_norm(self) -> bool:
-        """Whether embeddings are normalised before the first layer; see `embedding_scale`."""
+        """True if embeddings are normalised before the first layer; see `embedding_scale`."""
         return self._entry[0] is not None
 
     @property
@@ -261,7 +261,7 @@ def _normed(rows: mx.array, term: float | None) -> mx.array:
 
 
 def _is_matrix(module: Any, shape: tuple[int, int]) -> bool:
-    """Whether a module is a matrix of this shape, quantised or not."""
+    """Return whether a module is a matrix of this shape, quantised or not."""
     weight = module.get("weight")
     if weight is None or weight.ndim != 2:
         return False

@@ -211,7 +211,7 @@ class Target:
 
 
 def is_slow(target: Target) -> bool:
-    """Whether a model would be many times faster here in float32."""
+    """Return whether a model would be many times faster here in float32."""
     is_half = target.modules.dtype in (mx.float16, mx.bfloat16)
     is_packed = "scales" in target.modules.embedding
     return is_half and not is_packed and mx.default_device().type == mx.DeviceType.cpu

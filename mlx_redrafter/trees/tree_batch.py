@@ -90,7 +90,7 @@ class TreeBatch:
 
     @cached_property
     def above(self) -> mx.array:
-        """Whether a node is an ancestor of another one, bool, shape (B, N, N)."""
+        """Ancestors of each node, without the node itself, bool, shape (B, N, N)."""
         return self.ancestors & ~mx.eye(self.size, dtype=mx.bool_)
 
     def window_rows(self, size: int) -> mx.array:

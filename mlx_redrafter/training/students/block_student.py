@@ -83,7 +83,6 @@ class BlockStudent(KvStudent):
 def _norm_weight(target: Target) -> mx.array:
     """Compute the factors of the target's final norm, float32, shape (H,); its biases cancel."""
     signs = 1.0 - 2.0 * (mx.arange(target.hidden_size) % 2)
-    rows = target.modules.normalise(mx.stack([signs, -signs]).astype(target.modules.dtype)).astype(
-        mx.float32
-    )
+    modules = target.modules
+    rows = modules.normalise(mx.stack([signs, -signs]).astype(modules.dtype)).astype(mx.float32)
     return signs * (rows[0] - rows[1]) / 2
