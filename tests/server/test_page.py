@@ -124,6 +124,7 @@ def _set(page: Any, name: str, value: str) -> None:
     page.click("#settings")
     page.fill(f"#{name}", value)
     page.keyboard.press("Escape")
+    _wait_for_focus(page, "text")
 
 
 def _press(page: Any, name: str, index: int = -1) -> None:
@@ -143,8 +144,9 @@ def _notes(page: Any) -> list[str]:
     return list(page.locator("article p.note").all_text_contents())
 
 
-def _focus(page: Any) -> str:
-    return str(page.evaluate("document.activeElement.id"))
+def _wait_for_focus(page: Any, name: str) -> None:
+    # A dialog's event "close" comes after the key that closes it.
+    _until(page, f"document.activeElement.id === '{name}'")
 
 
 # With a model
@@ -617,7 +619,7 @@ def test_a_missing_key_opens_settings(open_page: Open, script: Scripted) -> None
     script.key = "secret"
     page = open_page(script.url)
     page.locator("#refused").wait_for()
-    assert _focus(page) == "key"
+    _wait_for_focus(page, "key")
     page.keyboard.press("Escape")
     page.fill("#text", "ASK")
     page.press("#text", "Enter")
@@ -687,21 +689,21 @@ def test_a_model_without_a_chat_template(page: Any, script: Scripted) -> None:
 
 
 def test_the_focus_is_where_one_types(page: Any, script: Scripted) -> None:
-    assert _focus(page) == "text"
+    _wait_for_focus(page, "text")
     page.click("#new")
-    assert _focus(page) == "text"
+    _wait_for_focus(page, "text")
     _begin_held(page, script, "ASK", "one two three", 2)
     page.keyboard.press("Escape")
     _wait(page)
-    assert _focus(page) == "text"
+    _wait_for_focus(page, "text")
     assert _notes(page) == ["Stopped."]
     _begin_held(page, script, "ASK", "one two three", 2)
     page.click("#send")
     _wait(page)
-    assert _focus(page) == "text"
+    _wait_for_focus(page, "text")
     page.click("#settings")
     page.keyboard.press("Escape")
-    assert _focus(page) == "text"
+    _wait_for_focus(page, "text")
 
 
 def test_composing_sends_nothing(page: Any, script: Scripted) -> None:
