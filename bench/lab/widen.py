@@ -2,7 +2,7 @@
 
 For speed work without a large model: text and acceptance are the small model's, memory traffic and
 arithmetic those of a large one. No measurement on a widened model says anything about the quality
-of a model of that size. Only a longer context changes the results.
+of a model of that size.
 
 The widened hidden state is the small one followed by zeros. With k the growth of the hidden size,
 a norm over it computes the old values if its weight is divided by sqrt(k) and its epsilon by k.
@@ -19,7 +19,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -44,8 +44,6 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 
 # Standard deviation of arbitrary weights; any finite one would do.
 NOISE = 0.02
-# RoPE's base in a config that names none, as mlx-lm's Llama reads it.
-ROPE_THETA = 10000.0
 
 Array = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
@@ -56,7 +54,6 @@ def widen_target(
     destination: str | Path,
     num_parameters: int,
     num_layers: int | None = None,
-    context_length: int | None = None,
     seed: int = 0,
 ) -> LlamaShape:
     """Write a widened float32 copy of a Llama checkpoint, tokenizer files included.
@@ -66,8 +63,6 @@ def widen_target(
         destination: Folder to write.
         num_parameters: Approximate number of parameters of the copy.
         num_layers: Layers of the copy, by default the small model's; new ones come last.
-        context_length: Value for ``max_position_embeddings``. RoPE's base grows with it, so that
-            longer texts go on meaning something; the copy then no longer computes exactly the same.
         seed: Random seed of the arbitrary weights.
 
     Returns:
@@ -90,7 +85,6 @@ def widen_target(
         **config,
         **sizes,
         "rms_norm_eps": config["rms_norm_eps"] / growth,
-        **_longer_context(config, old.head_dim, context_length),
         "torch_dtype": "float32",
         "widened_from": {"parameters": old.num_parameters, **vars(old)},
     }
@@ -99,24 +93,6 @@ def widen_target(
         write_checkpoint(staging, config, dict(tensors))
         copy_tokenizer(folder, staging)
     return new
-
-
-def _longer_context(
-    config: Mapping[str, Any], head_dim: int, context_length: int | None
-) -> dict[str, Any]:
-    """Config of a model for s times the context, without training.
-
-    The base of RoPE times s ** (D / (D - 2)) leaves the fastest pair as it is and slows the slowest
-    down by s ("NTK-aware" interpolation; YaRN, arXiv 2309.00071, section 3.1).
-    """
-    trained = config.get("max_position_embeddings")
-    if context_length is None or trained is None:
-        return {"max_position_embeddings": context_length or trained}
-    growth = max(1.0, context_length / trained) ** (head_dim / (head_dim - 2))
-    return {
-        "max_position_embeddings": context_length,
-        "rope_theta": config.get("rope_theta", ROPE_THETA) * growth,
-    }
 
 
 def widen_drafter(

@@ -1,7 +1,6 @@
 """Widen a small Llama by zero-padded growth: it computes the same, at the cost of a large model.
 
-Text and acceptance are the small model's, for speed work. Only a context longer than the small
-model's changes the text, so that long texts stay readable.
+Text and acceptance are the small model's, for speed work.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="layers of the copy; added ones do nothing")
     parser.add_argument("--drafter", help="recurrent drafter made for the small model")
     parser.add_argument("--drafter-out", type=Path, help="folder for the drafter's copy")
-    parser.add_argument("--context", type=at_least(1), help="context of the copy, in tokens")
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of arbitrary weights")
 
 
@@ -42,9 +40,7 @@ def run(arguments: Namespace) -> None:
         check_output(drafter_out, find_checkpoint(drafter))
         if drafter_out.resolve() == destination.resolve():
             raise ConfigError(f"expected two folders to write, got {drafter_out} twice")
-    shape = widen_target(
-        arguments.source, destination, count, arguments.layers, arguments.context, seed
-    )
+    shape = widen_target(arguments.source, destination, count, arguments.layers, seed)
     typer.echo(f"{destination}: {shape.num_parameters / 1e6:.1f}M parameters, {shape}")
     if drafter is None:
         return
