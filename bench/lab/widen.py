@@ -54,7 +54,6 @@ def widen_target(
     destination: str | Path,
     num_parameters: int,
     num_layers: int | None = None,
-    seed: int = 0,
 ) -> LlamaShape:
     """Write a widened float32 copy of a Llama checkpoint, tokenizer files included.
 
@@ -63,7 +62,6 @@ def widen_target(
         destination: Folder to write.
         num_parameters: Approximate number of parameters of the copy.
         num_layers: Layers of the copy, by default the small model's; new ones come last.
-        seed: Random seed of the arbitrary weights.
 
     Returns:
         The shape of the copy.
@@ -88,7 +86,7 @@ def widen_target(
         "torch_dtype": "float32",
         "widened_from": {"parameters": old.num_parameters, **vars(old)},
     }
-    tensors = _Widening(old, new, np.random.default_rng(seed)).tensors(read_tensors(folder))
+    tensors = _Widening(old, new, np.random.default_rng(0)).tensors(read_tensors(folder))
     with publish(destination) as staging:
         write_checkpoint(staging, config, dict(tensors))
         copy_tokenizer(folder, staging)
@@ -99,7 +97,6 @@ def widen_drafter(
     source: str | Path,
     destination: str | Path,
     hidden_size: int,
-    seed: int = 0,
 ) -> DrafterConfig:
     """Write a float32 copy of a drafter for the widened target; it proposes the same drafts.
 
@@ -107,7 +104,6 @@ def widen_drafter(
         source: Folder or hub repository of the small target's drafter.
         destination: Folder to write.
         hidden_size: Hidden size of the widened target.
-        seed: Random seed of the arbitrary weights.
 
     Returns:
         The copy's config.
@@ -119,20 +115,20 @@ def widen_drafter(
     folder, destination = find_checkpoint(source), Path(destination)
     check_output(destination, folder)
     drafter = load_drafter(folder)
-    widened = widened_drafter(drafter, hidden_size, seed)
+    widened = widened_drafter(drafter, hidden_size)
     with publish(destination) as staging:
         write_drafter(widened, staging, {"widened_from": drafter.config.to_dict()})
     return widened.config
 
 
-def widened_drafter(drafter: Drafter, hidden_size: int, seed: int = 0) -> Drafter:
+def widened_drafter(drafter: Drafter, hidden_size: int) -> Drafter:
     """Make a drafter that computes the same from a hidden state that ends in zeros."""
     old = drafter.config
     if quantization_of(drafter) is not None:
         raise ConfigError("a quantised drafter cannot be widened; use the one it was made from")
     if hidden_size < old.hidden_size:
         raise ConfigError(f"hidden_size must be at least {old.hidden_size}, got {hidden_size}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     hidden = np.arange(old.hidden_size)
     pair = np.concatenate([hidden, hidden + hidden_size])  # places of [h, s] in [h, 0, s, 0]
     exit_dim = old.exit_dim if old.has_input_proj else 2 * hidden_size
