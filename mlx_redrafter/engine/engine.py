@@ -51,8 +51,7 @@ from mlx_redrafter.policy.batch import BatchPolicy
 from mlx_redrafter.policy.plans import SHORTEST, WIDEST, FixedPolicy
 from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.lookup import Contexts, Lookup
-from mlx_redrafter.proposers.lookup.lookup_first import LookupFirst
+from mlx_redrafter.proposers.lookup import Contexts, Lookup, LookupFirst
 from mlx_redrafter.thread_streams import end_streams_with_thread
 
 # A cache may go from one engine to another.

@@ -38,7 +38,7 @@ class LearnedState:
     def recall(self, networks: Sequence[nn.Module]) -> None:
         """Begin, once, with the estimates that an earlier process has stored."""
         if self.file is None:
-            self.file = StateFile(networks, self.lookup.chances)
+            self.file = StateFile(networks)
             policy, batches = self.file.read()
             self.policy = self.policy or policy
             self.batches.update({size: batches[size] for size in batches.keys() - self.batches})

@@ -18,12 +18,11 @@ import numpy as np
 from mlx_redrafter.checkpoint_files import named_parameters, write_text
 from mlx_redrafter.measured import DAMAGED, cache_folder, fingerprint
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.proposers.lookup.chances import Chances
 
 logger = logging.getLogger(__name__)
 
 # Form of the file; files of other forms are not found.
-FORM = 1
+FORM = 2
 # Maximum size of a file, in bytes; it has some 5 kB for each number of slots.
 MOST_BYTES = 1_000_000
 
@@ -36,14 +35,12 @@ class StateFile:
 
     Args:
         networks: The model, and the networks of the drafter.
-        chances: Rates of lookups, which the file holds, too.
     """
 
-    def __init__(self, networks: Sequence[nn.Module], chances: Chances):
+    def __init__(self, networks: Sequence[nn.Module]):
         folder = cache_folder()
         name = fingerprint(("state", FORM, _digest(networks)), networks)
         self._path = folder and folder / f"{name}.state"
-        self._chances = chances
         # Number of texts so far, and at the next time that the file is written.
         self._num_texts, self._next = 0, 1
 
@@ -57,7 +54,6 @@ class StateFile:
             batches = {
                 int(size): PolicyState.restored(one) for size, one in stored["batches"].items()
             }
-            self._chances.restore(stored["lookups"])
         except DAMAGED:
             return None, {}
         return policy or None, batches
@@ -71,7 +67,6 @@ class StateFile:
         stored = {
             "policy": policy and policy.stored(),
             "batches": {str(size): one.stored() for size, one in dict(batches).items()},
-            "lookups": self._chances.stored(),
         }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -127,7 +127,7 @@ def test_a_turn_drafts_from_the_turns_before_it(
     assert begun[3] is not begun[0]
     # Nothing is read twice, but drafts may be accepted beyond the end of an answer.
     assert len(one._tokens) <= len(begun[0].tokens) < len(one._tokens) + 40
-    assert (begun[0].candidates(begun[0].end.key) is not None) == (drafter == "lookup")
+    assert bool(begun[0].candidates(begun[0].end.key)[0]) == (drafter == "lookup")
 
 
 def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) -> None:

@@ -45,7 +45,6 @@ LOOP = [
     "proposers/draft_model",
     "proposers/expansion",
     "proposers/lookup/lookup",
-    "proposers/lookup/lookup_first",
     "proposers/redrafter/network",
     "proposers/redrafter/recurrence",
     "proposers/search",
@@ -246,14 +245,6 @@ ALLOWED = {
     "proposers/draft_model": [
         "bool(cached)",  # a list
         "mx.eval([layer.stock.state for layer in self.cache.layers])",
-    ],
-    # Numbers of a file, before a text.
-    "proposers/lookup/chances": [
-        "int(feature)",
-        "float(rate)",
-        "int(feature)",
-        "int(feature)",
-        "int(count)",
     ],
     "target/compiled_pass": [
         "mx.eval(matrix)",  # while a pass is traced

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.lookup.contexts import Contexts
-from mlx_redrafter.proposers.lookup.lookup import Lookup
+from mlx_redrafter.proposers.lookup.lookup import Lookup, LookupFirst
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "prompt lookup"
@@ -24,4 +24,4 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Lookup:
     return Lookup()
 
 
-__all__ = ["NAME", "Contexts", "Lookup", "load", "recognise"]
+__all__ = ["NAME", "Contexts", "Lookup", "LookupFirst", "load", "recognise"]

@@ -3,8 +3,6 @@
 Token Recycling (arXiv 2408.08696) keeps the most probable tokens after the last token; here they
 are kept after the last three, two and one. SuffixDecoding (arXiv 2411.04975) drafts from counts in
 a suffix tree; here the newest few occurrences of a context count, and know how long they match.
-
-Axes: K most probable tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +11,9 @@ from array import array
 from collections.abc import Sequence
 from struct import Struct
 from typing import Any, NamedTuple
+
+from mlx_redrafter.checks import check_vocabulary
+from mlx_redrafter.errors import ConfigError
 
 # Number of most probable tokens after a context, K.
 NUM_BEST = 8
@@ -35,21 +36,12 @@ Entry = tuple[Any, ...]
 _NOTHING: Entry = (None,)
 
 
-# Number of tokens of a context, the K tokens that were most probable after it, and their natural
-# log-probabilities, descending.
-Candidates = tuple[int, Sequence[int], Sequence[float]]
-
-
 class Place(NamedTuple):
-    """The end of a text, with or without drafts after it.
+    """The end of a text, with or without drafts after it."""
 
-    Attributes:
-        key: Its last three tokens.
-        matches: Positions of tokens that followed its end earlier, and the number of tokens in
-            common before each.
-    """
-
+    # Its last three tokens.
     key: int
+    # Positions of tokens that followed its end earlier, and the tokens in common before each.
     matches: Sequence[tuple[int, int]]
 
 
@@ -70,16 +62,22 @@ class Contexts:
         self.tokens = array("i")
         self._waiting = list(text)
         self.end = Place(0, ())
+        self._vocab_size: int | None = None
         self._new: dict[int, Entry] = {}
         self._old: dict[int, Entry] = {}
 
-    @property
-    def size(self) -> int:
-        """Number of contexts that are known."""
-        return len(self._new) + len(self._old)
+    def check_fit(self, vocab_size: int) -> None:
+        """Raise `ConfigError` unless the texts are those of a model with so many token ids."""
+        check_vocabulary("history token ids", self._waiting, vocab_size)
+        if self._vocab_size not in (None, vocab_size):
+            raise ConfigError(
+                f"history must be of a model with {vocab_size} token ids, got one of "
+                f"{self._vocab_size}; begin with new Contexts() for each model"
+            )
 
-    def expect(self, text: Sequence[int]) -> None:
+    def expect(self, text: Sequence[int], vocab_size: int) -> None:
         """Note that a text goes on; `index` adds it when there is time for that."""
+        self._vocab_size = vocab_size
         self._waiting += text
 
     def index(self) -> None:
@@ -116,14 +114,17 @@ class Contexts:
                     break
         return Place(key, matches[:OCCURRENCES])
 
-    def candidates(self, key: int) -> Candidates | None:
-        """Return what was probable after the longest context with a row; None without any."""
-        for order, context in zip(range(LONGEST, 0, -1), _suffixes(key), strict=False):
+    def candidates(self, key: int) -> tuple[Sequence[int], Sequence[float]]:
+        """Return the K most probable tokens after the longest context with a row, if there is one.
+
+        Natural log-probabilities are beside them, descending.
+        """
+        for context in _suffixes(key):
             row = self._entry(context)[0]
             if row is not None:
                 values = _ROW.unpack(row)
-                return order, values[:NUM_BEST], values[NUM_BEST:]
-        return None
+                return values[:NUM_BEST], values[NUM_BEST:]
+        return (), ()
 
     def _entry(self, context: int) -> Entry:
         return self._new.get(context) or self._old.get(context, _NOTHING)

@@ -7,8 +7,8 @@ Two sources make one tree, the most probable drafts first:
 - tokens that the target itself found most probable after the same last three, two or one tokens,
   at any node that it has verified (Token Recycling, arXiv 2408.08696).
 
-With a temperature, the target's own noise is added to what it found probable, as only the target's
-own program can: the result is what it draws if its distribution is the same.
+With a temperature, the target's own noise is added to what it found probable: the result is what it
+draws if its distribution is the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -23,11 +24,19 @@ import mlx.nn as nn
 
 from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
 from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import (
+    Drafting,
+    DraftRequest,
+    Proposer,
+    StateReader,
+    propose_all,
+)
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.lookup.chances import Chances
 from mlx_redrafter.proposers.lookup.contexts import NUM_BEST, Contexts, following
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY, DraftTree
+from mlx_redrafter.proposers.wrapper import Wrapper
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
@@ -35,8 +44,6 @@ from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 FORESEEN = DraftPlan(DraftShape(4, 16), 17, from_text=True)
 # Minimum probability of a draft that may pay, for a policy that chooses from the drafts.
 LEAST_PAYING = 0.02
-# Bytes of a row of `Pass.best`.
-_ROW = 8 * NUM_BEST
 
 
 class Lookup:
@@ -74,6 +81,8 @@ class Lookup:
         """Raise `ConfigError` unless the target has all tokens of the history."""
         for tokens in self.history:
             check_vocabulary("history token ids", tokens, target.vocab_size)
+        if self.contexts is not None:
+            self.contexts.check_fit(target.vocab_size)
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
@@ -81,11 +90,28 @@ class Lookup:
         contexts = self.contexts
         if contexts is None:
             contexts = Contexts([token for text in self.history for token in (*text, NO_TOKEN)])
-        contexts.expect(prompt)
+        contexts.expect(prompt, target.vocab_size)
         num_best = NUM_BEST if target.vocab_size > NUM_BEST else 0
         return LookupDrafting(contexts, self.chances, num_best, couple_noise)
 
 
+class LookupFirst(Wrapper[Proposer]):
+    """Prompt lookup for plans that are ``from_text``, and a network for all others."""
+
+    def __init__(self, lookup: Lookup, network: Proposer):
+        super().__init__(network)
+        self._lookup = lookup
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> LookupDrafting:
+        drafting = self._lookup.open(target, prompt, couple_noise, [])
+        drafting.network = self.proposer.open(target, prompt, couple_noise, cached)
+        drafting.num_best = 0
+        return drafting
+
+
+@dataclass(eq=False)
 class LookupDrafting:
     """Drafts of one sequence.
 
@@ -94,22 +120,26 @@ class LookupDrafting:
 
     Attributes:
         contexts: Contexts of the texts that the host has read.
+        chances: Chances of drafts.
+        num_best: K, the number of candidates after each node; 0 for none.
+        couple: Whether the target's noise is added to what it found probable.
+        network: Drafts for plans that are not ``from_text``; None to look up for all plans.
     """
 
-    reader = None
+    contexts: Contexts
+    chances: Chances
+    num_best: int = 0
+    couple: bool = True
+    network: Drafting | None = None
+    # The newest pass, until the next call reads its tokens: the host has waited for it by then.
+    _flight: Pass | None = None
+    # Drafts after the newest token that the host has read, and whether that was one before.
+    _tree: DraftTree | None = None
+    _is_draft: bool = True
 
-    def __init__(
-        self, contexts: Contexts, chances: Chances, num_best: int = 0, couple: bool = True
-    ):
-        self.contexts = contexts
-        self.num_best = num_best
-        self._couple = couple
-        self._chances = chances
-        # The newest pass, until the next call reads its tokens: the host has waited for it by then.
-        self._flight: Pass | None = None
-        # Drafts after the newest token that the host has read, and whether that was one before.
-        self._tree: DraftTree | None = None
-        self._is_draft = True
+    @property
+    def reader(self) -> StateReader | None:
+        return None if self.network is None else self.network.reader
 
     def outlook(self) -> list[float]:
         """Return probabilities of the most probable drafts after the token in flight.
@@ -117,63 +147,71 @@ class LookupDrafting:
         If that token is no draft of the tree, there are as many as usual after such a token.
         """
         self._read()
-        if self._tree is None:
-            self._grow(FORESEEN, None)
-        assert self._tree is not None
-        return self._tree.foresee(self._chances.surprised)
+        tree = self._tree or self._grow(FORESEEN, None)
+        return tree.foresee(self.chances.surprised)
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
-        """Propose after a pass, which the host waits for."""
-        if noise is not None and self._couple:
+        """Propose after a pass; the host waits for it, unless the network drafts."""
+        self._read(flight)
+        if self.network is not None and not plan.from_text:
+            return self.network.propose(flight, plan, noise)
+        if noise is not None and self.couple:
             mx.async_eval(noise.values)  # behind the pass, so that no other wait is for them
-        self.skip(flight)
         self._read()
-        return self._grow(plan, noise if self._couple else None)
+        tree = self._grow(plan, noise if self.couple else None).build()
+        if self.network is not None:
+            self.network.skip(flight)
+        return tree
+
+    def propose_all(self, requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
+        if self.network is None or requests[0].plan.from_text:
+            return [one.drafting.propose(one.flight, one.plan, one.noise) for one in requests]
+        for_networks = []
+        for one in requests:
+            drafting: Any = one.drafting
+            drafting._read(one.flight)
+            for_networks.append(one._replace(drafting=drafting.network))
+        return propose_all(for_networks)
 
     def skip(self, flight: Pass) -> None:
         """Keep the pass for the next call; the host does not wait for it."""
-        self._read()
-        self._flight = flight
+        self._read(flight)
+        if self.network is not None:
+            self.network.skip(flight)
 
     def settle(self, length: int) -> None:
         """Learn from the newest pass, for the next turn of the conversation."""
         self._read()
+        if self.network is not None:
+            self.network.settle(length)
 
-    def _grow(self, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
-        """Build the tree after the newest token that the host has read."""
-        self._tree = DraftTree(self.contexts, self._chances, noise)
-        found = self._tree.grow(plan, LEAST_PAYING if plan.from_text else LEAST_PROBABILITY)
+    def _grow(self, plan: DraftPlan, noise: GumbelNoise | None) -> DraftTree:
+        """Find drafts after the newest token that the host has read."""
+        least = LEAST_PAYING if plan.from_text else LEAST_PROBABILITY
+        self._tree = tree = DraftTree(self.contexts, self.chances, plan, noise, least)
         if not self._is_draft:
-            self._chances.note_surprise(self._tree.probabilities)
-        return found
+            self.chances.note_surprise(tree.probabilities)
+        return tree
 
-    def _read(self) -> None:
-        """Learn from the newest pass."""
-        flight, contexts, self._flight = self._flight, self.contexts, None
+    def _read(self, newest: Pass | None = None) -> None:
+        """Learn from the pass that is kept, and keep another one."""
+        flight, contexts, self._flight = self._flight, self.contexts, newest
         contexts.index()
         if flight is None:
             return
         tokens = flight.tokens
-        if len(tokens) < len(flight.rows):
-            return  # logits that are NaN gave no token: the text ends
         if self._tree is not None:
             self._is_draft = self._tree.learn(tokens)
             self._tree = None
-        best = array("i", flight.outcome.best).tobytes()
-        rows = [best[start : start + _ROW] for start in range(0, len(best), _ROW)]
+        best, size = array("i", flight.outcome.best), 2 * NUM_BEST
+        rows = [best[start : start + size].tobytes() for start in range(0, len(best), size)]
         if rows and flight.known is not None:
-            _teach(contexts, flight, rows)
-        for token, node in zip(tokens, flight.rows, strict=True):
+            keys = [contexts.end.key]
+            for parent, token in zip(flight.known.parents, flight.known.tokens, strict=True):
+                keys.append(following(keys[parent], token))
+            for node, key in enumerate(keys):
+                if node not in flight.rows:
+                    contexts.teach(key, rows[node])
+        # Logits that are NaN gave no last token: the text ends.
+        for token, node in zip(tokens, flight.rows, strict=False):
             contexts.add(token, rows[node] if rows else None)
-
-
-def _teach(contexts: Contexts, flight: Pass, rows: Sequence[bytes]) -> None:
-    """Teach what was probable after the nodes that were not accepted."""
-    assert flight.known is not None
-    place, path = contexts.end.key, set(flight.rows)
-    keys = [place]
-    drafts = zip(flight.known.parents, flight.known.tokens, strict=True)
-    for node, (parent, token) in enumerate(drafts, start=1):
-        keys.append(following(keys[parent], token))
-        if node not in path:
-            contexts.teach(keys[node], rows[node])

@@ -24,7 +24,6 @@ from mlx_redrafter.policy.calibration import Calibration
 from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.policy.step_times import TRUST, Guard
-from mlx_redrafter.proposers.lookup.chances import MEMORY, PRIOR, Chances
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE, PROMPT = 64, list(range(3, 20))
@@ -168,8 +167,6 @@ def _damages() -> dict[str, Callable[[bytes], bytes]]:
         "no guard": changed("policy", "guard", value={}),
         "no plain steps": changed("policy", "guard", "plain", value=[]),
         "a size": changed("policy", "ratios", value={"7": [0.0, 0.1]}),
-        "a rate": changed("lookups", value={"3": [1.5, 20]}),
-        "a feature": changed("lookups", value={"99999": [0.5, 20]}),
         "a batch": changed("batches", value={"many": None}),
     }
 
@@ -182,7 +179,7 @@ def test_damaged_files_are_ignored_without_a_word(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    StateFile(_engine(model).networks, Chances()).count_text(_learned(), {4: _learned()})
+    StateFile(_engine(model).networks).count_text(_learned(), {4: _learned()})
     path = _file(folder)
     path.write_bytes(damage[1](path.read_bytes()))
     engine = _engine(model)
@@ -191,7 +188,7 @@ def test_damaged_files_are_ignored_without_a_word(
     assert engine.memory.batches == {}
     assert "estimates" not in caplog.text
     _tokens(engine)
-    assert StateFile(engine.networks, Chances()).read()[0] is not None, "replaced"
+    assert StateFile(engine.networks).read()[0] is not None, "replaced"
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temp": 0.8, "seed": 3}], ids=str)
@@ -205,7 +202,7 @@ def test_no_file_changes_a_text(sampling: dict[str, Any], seed: int) -> None:
     for size in SIZES:
         state.ratios.learn(size, float(rng.uniform(0.1, 10.0)))
     engine = _engine(model)
-    StateFile(engine.networks, Chances()).count_text(state, {})
+    StateFile(engine.networks).count_text(state, {})
     plain = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
     assert _tokens(engine, **sampling) == _tokens(plain, **sampling)
     assert engine.memory.file is not None
@@ -214,7 +211,7 @@ def test_no_file_changes_a_text(sampling: dict[str, Any], seed: int) -> None:
 def test_processes_that_write_at_once_leave_a_whole_file(model: nn.Module) -> None:
     networks = _engine(model).networks
     files, states = (
-        [StateFile(networks, Chances()) for _ in range(8)],
+        [StateFile(networks) for _ in range(8)],
         [_learned(float(i)) for i in range(8)],
     )
 
@@ -224,7 +221,7 @@ def test_processes_that_write_at_once_leave_a_whole_file(model: nn.Module) -> No
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
-    policy, batches = StateFile(networks, Chances()).read()
+    policy, batches = StateFile(networks).read()
     assert policy is not None
     assert len(batches) == 1
 
@@ -284,16 +281,3 @@ def test_a_restored_calibration_is_as_sure_as_a_quarter_of_a_window() -> None:
     evidence = known.stored()["evidence"]
     again = Calibration.restored(known.stored()).stored()["evidence"]
     assert np.trace(again) == pytest.approx(np.trace(evidence) / 2)
-
-
-def test_rates_of_lookups_are_stored_at_half_their_weight() -> None:
-    chances, again, third = Chances(), Chances(), Chances()
-    for _ in range(2 * MEMORY):
-        chances.learn([(0.5, 7, 11)], 7)
-    again.restore(json.loads(json.dumps(chances.stored())))
-    third.restore(json.loads(json.dumps(again.stored())))
-    assert again.rates == pytest.approx(chances.rates, abs=1e-4)
-    assert again.rates == pytest.approx(third.rates, abs=1e-4)
-    counts = [one.stored()["11"][1] for one in (chances, again, third)]
-    assert counts == [MEMORY, MEMORY // 2, MEMORY // 4]
-    assert set(chances.stored()) == {"11"}, f"more than {PRIOR} drafts"

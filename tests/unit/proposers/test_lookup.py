@@ -13,13 +13,13 @@ import pytest
 from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.lookup.chances import Chances, Child
 from mlx_redrafter.proposers.lookup.contexts import NUM_BEST, Contexts
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
-from mlx_redrafter.proposers.lookup.lookup_first import LookupFirstDrafting
 from mlx_redrafter.trees.tree import Drafts
 
 PLAN = DraftPlan(DraftShape(4, 16), 16)
@@ -234,7 +234,8 @@ class _Network:
 
 def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     network: Any = _Network()
-    drafting = LookupFirstDrafting(_open([1, 2, 3, 4, 5, 1]), network)
+    drafting = _open([1, 2, 3, 4, 5, 1])
+    drafting.network = network
     assert drafting.propose(_flight(2), PLAN, None) is None
     drafting.skip(_flight(3))
     from_text = DraftPlan(PLAN.shape, PLAN.num_nodes, from_text=True)
@@ -242,8 +243,7 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     assert tree is not None
     assert to_ints(tree.tokens)[:2] == [4, 5]
     assert network.seen == [("propose", [2]), ("skip", [3]), ("skip", [4])]
-    assert drafting.lookup.contexts.end.matches[0] == (4, 4)  # after 1, 2, 3, 4
-    assert drafting.outlook() == pytest.approx(drafting.lookup.outlook())
+    assert drafting.contexts.end.matches[0] == (4, 4)  # after 1, 2, 3, 4
 
 
 def test_chances_stay_above_zero_however_they_come() -> None:
@@ -251,5 +251,28 @@ def test_chances_stay_above_zero_however_they_come() -> None:
     for _ in range(60_000):
         chances.learn([(0.5, 7, 3)], 8)
     assert chances.rates[3] > 0
-    chances.restore({"5": [0.0, 64]})
-    assert chances.rates[5] > 0
+
+
+@pytest.mark.parametrize("log_prob", [0.0, 1e-6, -1e9, -float("inf"), float("nan")])
+def test_any_number_in_place_of_a_log_probability_is_taken(log_prob: float) -> None:
+    """Masks leave infinities, and nodes off the path may have NaN."""
+    for noise in (None, GumbelNoise(SamplingParams(temp=0.5, seed=1), mx.zeros((8, 300)))):
+        drafting = _open([1, 2])
+        flight = _flight(9, rows=[[7]])
+        flight.outcome.best[NUM_BEST:] = unpack(f"{NUM_BEST}i", pack("8f", *[log_prob] * NUM_BEST))
+        drafting.skip(flight)
+        assert drafting.propose(_flight(2), PLAN, noise) is not None
+
+
+def test_contexts_of_another_model_are_refused() -> None:
+    target: Any = SimpleNamespace(vocab_size=200)
+    contexts = Contexts()
+    lookup = Lookup().after(contexts)
+    lookup.check_fit(target, None)
+    _open([1, 2], lookup)
+    for given in (lookup, Lookup().after(Contexts([1, 250]))):
+        with pytest.raises(ConfigError, match=r"^history .*must be .* got "):
+            given.check_fit(target, None)
+    Lookup().after(Contexts([1, 199])).check_fit(target, None)
+    target.vocab_size = 300
+    lookup.check_fit(target, None)
