@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from math import exp, sqrt
+from math import exp, floor, sqrt
 
 # Number of groups of shares; the last one holds those below 0.0009.
 NUM_SHARES = 16
@@ -31,7 +31,7 @@ def match_feature(length: int) -> int:
 
 def share_feature(log_share: float) -> int:
     """Return the feature of a candidate; with a match before it, that of both is their sum."""
-    return 1 + int(min(4 * sqrt(max(0.0, -log_share)), NUM_SHARES - 1))  # NaN counts as 0
+    return 1 + floor(min(4 * sqrt(max(0.0, -log_share)), NUM_SHARES - 1))  # NaN counts as 0
 
 
 class Chances:
