@@ -149,7 +149,7 @@ def test_a_lookups_contexts_belong_to_one_clients_conversation() -> None:
     assert len(prefixes.take([*PROMPT[:50], 7], "one").contexts.tokens) == 0, "other questions"
     contexts = prefixes.take(turn, "one").contexts
     assert contexts.tokens[: len(PROMPT) + 8].tolist() == turn[: len(PROMPT) + 8]
-    assert contexts.candidates(reduce(following, PROMPT, 0)) is not None
+    assert contexts.candidates(reduce(following, PROMPT, 0))[0]
     assert len(prefixes.take(turn, "one").contexts.tokens) == 0, "one text at a time has them"
 
 
