@@ -164,14 +164,14 @@ class LookupDrafting:
         return tree
 
     def propose_all(self, requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
-        if self.network is None or requests[0].plan.from_text:
+        drafts: list[Any] = [one.drafting for one in requests]
+        is_mixed = len({type(one.network) for one in drafts}) > 1
+        if self.network is None or is_mixed or requests[0].plan.from_text:
             return [one.drafting.propose(one.flight, one.plan, one.noise) for one in requests]
-        for_networks = []
-        for one in requests:
-            drafting: Any = one.drafting
+        for drafting, one in zip(drafts, requests, strict=True):
             drafting._read(one.flight)
-            for_networks.append(one._replace(drafting=drafting.network))
-        return propose_all(for_networks)
+        found = zip(requests, drafts, strict=True)
+        return propose_all([one._replace(drafting=drafting.network) for one, drafting in found])
 
     def skip(self, flight: Pass) -> None:
         """Keep the pass for the next call; the host does not wait for it."""

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_redrafter.decoding.protocols import DraftRequest
 from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
@@ -244,6 +245,17 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     assert to_ints(tree.tokens)[:2] == [4, 5]
     assert network.seen == [("propose", [2]), ("skip", [3]), ("skip", [4])]
     assert drafting.contexts.end.matches[0] == (4, 4)  # after 1, 2, 3, 4
+
+
+def test_drafts_with_and_without_a_network_do_not_share_its_passes() -> None:
+    network: Any = _Network()
+    one, other = _open([1, 2, 3, 4, 5, 1]), _open([1, 2, 3, 4, 5, 1])
+    one.network = network
+    for drafts in ([one, other], [other, one]):
+        requests = [DraftRequest(drafting, _flight(2), PLAN) for drafting in drafts]
+        found = drafts[0].propose_all(requests)
+        assert [tree is None for tree in found] == [drafting is one for drafting in drafts]
+    assert network.seen == [("propose", [2])] * 2
 
 
 def test_chances_stay_above_zero_however_they_come() -> None:
