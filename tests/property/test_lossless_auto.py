@@ -39,7 +39,7 @@ def test_text_does_not_depend_on_the_shapes(
     plain = [
         (response.token, response.logprobs)
         for response in stream_generate(
-            model, tokenizer, PROMPT, drafter=None, max_tokens=150, **sampling
+            model, tokenizer, PROMPT, drafter=None, max_tokens=90, **sampling
         )
     ]
     policy = RandomShapes(3)
@@ -49,7 +49,7 @@ def test_text_does_not_depend_on_the_shapes(
     found = [
         response.token
         for response in stream_generate(
-            model, tokenizer, PROMPT, drafter=drafter, max_tokens=150, **sampling
+            model, tokenizer, PROMPT, drafter=drafter, max_tokens=90, **sampling
         )
     ]
     assert_same_tokens(plain, found, sampling)

@@ -13,7 +13,6 @@ import pytest
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
-from mlx_redrafter.server.job import Job
 from tests.server.serving import ABSENT, KEY, Served
 
 pytest.importorskip("uvicorn", reason=ABSENT)
@@ -208,13 +207,7 @@ def test_a_chat_has_the_texts_of_the_library(tiny: Any, served: Served) -> None:
 def test_a_stopped_answer_ends_at_the_server(
     tiny: Any, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = served.worker._step
-
-    def slowly(job: Job) -> None:
-        time.sleep(0.03)
-        step(job)
-
-    monkeypatch.setattr(served.worker, "_step", slowly)
+    served.slow_down(monkeypatch, 0.03)
     _set(tiny, "max_tokens", "480")
     _begin(tiny, "HOW")
     _until(tiny, "running.turn.tokens > 3")
