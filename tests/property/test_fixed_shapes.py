@@ -17,7 +17,7 @@ def test_every_shape_is_recorded() -> None:
 
 
 # The prompts in turn; the recording script compares both.
-@pytest.mark.parametrize(("number", "row"), enumerate(ROWS))
+@pytest.mark.parametrize(("number", "row"), list(enumerate(ROWS)))
 def test_texts_and_steps_are_as_recorded(number: int, row: dict[str, Any]) -> None:
     which = number % len(PROMPTS)
     found = record(PROMPTS[which], tuple(row["shape"]), row["sampling"])

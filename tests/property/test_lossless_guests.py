@@ -118,7 +118,7 @@ def test_sampled_texts_are_those_of_plain_decoding(
     assert _tokens(guest, couple=couple, **options, **shape) == _plain(temp)
 
 
-@pytest.mark.parametrize(("number", "shape"), enumerate(SHAPES))
+@pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
 def test_stock_samplers(guest: Any, number: int, shape: dict[str, Any]) -> None:
     expected = _sampled_by_stock(number)
     mx.random.seed(3)
@@ -133,7 +133,7 @@ def test_stock_logits_processors(guest: Any, number: int, shape: dict[str, Any])
     assert_same_tokens(_processed_by_stock(number), found)
 
 
-@pytest.mark.parametrize(("number", "shape"), enumerate(SHAPES))
+@pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
 def test_stop_tokens_end_inside_a_draft(guest: Any, number: int, shape: dict[str, Any]) -> None:
     text = ids(_greedy())[:24]  # several drafts of every shape
     for stop in list(dict.fromkeys(text))[number :: len(SHAPES)]:

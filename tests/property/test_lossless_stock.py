@@ -87,7 +87,7 @@ def _check(
                 assert _random_state() == state
 
 
-@pytest.mark.parametrize(("seed", "shape"), enumerate(SHAPES))
+@pytest.mark.parametrize(("seed", "shape"), list(enumerate(SHAPES)))
 @pytest.mark.parametrize("options", SAMPLERS, ids=str)
 def test_stock_sampler(
     model: nn.Module,
