@@ -181,8 +181,7 @@ def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, l
     assert_texts_of_any_shapes(monkeypatch, build(tiny_config(model_type)), length)
 
 
-@pytest.mark.parametrize("model_type", KINDS)
-@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+@pytest.mark.parametrize(("model_type", "options"), list(zip(KINDS, itertools.cycle(SAMPLERS))))
 def test_sampled_texts(
     monkeypatch: pytest.MonkeyPatch, model_type: str, options: dict[str, Any]
 ) -> None:
@@ -199,8 +198,10 @@ def test_a_recurrent_drafter_and_lookup() -> None:
         assert_same_tokens(stock, [response.token for response in found])
 
 
-@pytest.mark.parametrize("model_type", WITH_ROWS)
-@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "has_drafts"),
+    [(name, True) for name in WITH_ROWS] + [(name, False) for name in WITH_ROWS[::3]],
+)
 def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> None:
     assert_conversation(build(long_config(model_type)), has_drafts)
 
@@ -252,9 +253,10 @@ def written_by_four_layers() -> list[int]:
     return ids(stock_tokens(build(four_layers()), PROMPT, 40))
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("kind", "number"), [*(("token", n) for n in range(1, 7)), *(("tree", n) for n in range(4))]
+    ("kind", "number", "layer"),
+    [("token", n, (n + more) % 3) for n in range(1, 7) for more in (0, 1)]
+    + [("tree", n, (n + more) % 3) for n in range(4) for more in (0, 1)],
 )
 def test_an_interruption_between_two_layers(
     monkeypatch: pytest.MonkeyPatch, kind: str, number: int, layer: int

@@ -356,10 +356,10 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
 @pytest.mark.parametrize("model_type", ["gemma3_text", "llama4"])
 def test_a_long_text_past_many_wraps(model_type: str) -> None:
     model = build(windowed_config(model_type, 20))
-    stock = stock_tokens(model, PROMPT, 600)
+    stock = stock_tokens(model, PROMPT, 300)
     drafter: Any = Scripted(ids(stock), VOCAB_SIZE)
     found = stream_generate(
-        model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter, max_tokens=600
+        model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter, max_tokens=300
     )
     assert_same_tokens(stock, [response.token for response in found])
 
