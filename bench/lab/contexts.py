@@ -30,7 +30,7 @@ def prefill(
 
 
 def filled_cache(target: Target, length: int) -> TreeCache:
-    """Make a cache that holds ``length`` tokens; `TreeCache.settle` shortens it.
+    """Make a cache that holds ``length`` tokens; `TreeCache.trim_to` shortens it.
 
     Blocks until MLX has evaluated the cache.
     """

@@ -89,7 +89,7 @@ class Drafting(Protocol):
         """Reader of the states of every pass; None if the drafts need none."""
         ...
 
-    def outlook(self) -> Sequence[float] | None:
+    def matches(self) -> Sequence[float] | None:
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
         Empty if the lookup finds nothing; None for a network, which always proposes something. It
@@ -119,7 +119,7 @@ class Drafting(Protocol):
         """Note a pass after which nothing is drafted; the host has read its tokens."""
         ...
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """End the sequence: the caller's caches hold exactly the first ``length`` tokens."""
         ...
 
@@ -199,7 +199,7 @@ class Step(NamedTuple):
 class DraftPolicy(Protocol):
     """Chooses how much every step drafts and verifies; no token depends on it.
 
-    If `choose` returns a plan that `DraftPlan.is_probe`, the step is a plain one. The proposer
+    If `choose` returns a plan that `DraftPlan.is_shadow`, the step is a plain one. The proposer
     draws the drafts next to it, and `select` gets them after the outcome, but none are verified.
     """
 
@@ -208,11 +208,11 @@ class DraftPolicy(Protocol):
         """Whether it may read drafts, so that their scores are computed with them."""
         ...
 
-    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+    def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
         """Choose the plan of the next step; None for plain decoding.
 
         Args:
-            outlook: Probabilities from `Drafting.outlook`.
+            matches: Probabilities from `Drafting.matches`.
         """
         ...
 
@@ -221,7 +221,7 @@ class DraftPolicy(Protocol):
 
         Args:
             plan: The plan that `choose` returned.
-            tree: The drafts, for which the policy may wait. Those of a probe may still be computed,
+            tree: The drafts, for which the policy may wait. Shadow drafts may still be computed,
                 so that a wait delays the next step.
         """
         ...
@@ -246,16 +246,16 @@ class JointPolicy(Protocol):
         ...
 
     def choose_all(
-        self, outlooks: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
+        self, all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
     ) -> None:
         """Prepare `DraftPolicy.choose` of the next step.
 
         Args:
-            outlooks: Policies that choose, each with the result of `Drafting.outlook`.
+            all_matches: Policies that choose, each with the result of `Drafting.matches`.
             count: Number of all sequences of the step.
         """
         ...
 
     def select_all(self, trees: Sequence[tuple[DraftPolicy, TokenTree]]) -> None:
-        """Prepare `DraftPolicy.select` of the sequences that have drafts, probes excepted."""
+        """Prepare `DraftPolicy.select` of the sequences that have drafts to verify."""
         ...

@@ -210,7 +210,7 @@ class SequenceDecoder:
             self.status = Status.RUNNING
         if first:
             if self.drafting is not None:
-                self.drafting.outlook()  # a lookup indexes the prompt while the device is busy
+                self.drafting.matches()  # a lookup indexes the prompt while the device is busy
             self.commit()
 
     def commit(self) -> None:
@@ -255,11 +255,11 @@ class SequenceDecoder:
         self.delivery.close()
         try:
             if self.request.keeps_cache:
-                self._settle(self.delivery.stats.num_tokens, is_whole)
+                self._trim_to(self.delivery.stats.num_tokens, is_whole)
         finally:
             self.status = Status.CLOSED
 
-    def _settle(self, num_taken: int, is_whole: bool) -> None:
+    def _trim_to(self, num_taken: int, is_whole: bool) -> None:
         """Leave the caches with the prompt and the first ``num_taken`` tokens.
 
         Unless ``is_whole``, the caches may hold a part of an interrupted pass.
@@ -280,9 +280,9 @@ class SequenceDecoder:
         finally:
             # After an interruption the cache may lack entries of tokens that were taken.
             length = min(self.outbox.end_of_prompt + num_taken, self.cache.length + has_root)
-            self.own_cache.settle(length)
+            self.own_cache.trim_to(length)
         if self.drafting is not None:
-            self.drafting.settle(length)
+            self.drafting.trim_to(length)
 
 
 def attempt(do: Callable[[SequenceDecoder], object], sequence: SequenceDecoder) -> None:

@@ -115,18 +115,20 @@ class _Step:
 
     def _request(self) -> Iterable[list[SequenceDecoder]]:
         """Let policies choose plans; return the sequences that ask for drafts, by plan."""
-        outlooks: dict[SequenceDecoder, Sequence[float] | None] = {}
+        all_matches: dict[SequenceDecoder, Sequence[float] | None] = {}
         groups: defaultdict[Any, list[SequenceDecoder]] = defaultdict(list)
 
-        def find_outlook(one: SequenceDecoder) -> None:
+        def find_matches(one: SequenceDecoder) -> None:
             has_none = one.last is None or one.policy is None or one.outbox.is_last_next
             if one.drafting is not None and not has_none:
-                outlooks[one] = one.drafting.outlook()
+                all_matches[one] = one.drafting.matches()
 
         def choose(one: SequenceDecoder) -> None:
             if one.last is not None and one.last is one.committed:
                 one.last.check_finite()  # NaN may follow drafts that were accepted
-            plan = one.policy.choose(outlooks[one]) if one.policy and one in outlooks else None
+            plan = (
+                one.policy.choose(all_matches[one]) if one.policy and one in all_matches else None
+            )
             if plan is not None:
                 request = self._requests[one] = one.request_drafts(plan)
                 kind = one.sampler.kind if isinstance(one.sampler, KeyedSampler) else ()
@@ -134,9 +136,9 @@ class _Step:
             elif one.last is one.committed:
                 one.skip_drafts()
 
-        self._each(find_outlook, self._live)
+        self._each(find_matches, self._live)
         if self._lane.policy is not None:
-            found = [(one.policy, outlook) for one, outlook in outlooks.items() if one.policy]
+            found = [(one.policy, matches) for one, matches in all_matches.items() if one.policy]
             self._lane.policy.choose_all(found, len(self._live))
         self._each(choose, self._live)
         return groups.values()
@@ -182,7 +184,7 @@ class _Step:
             tokens = one.request.prompt[-num_unread(one) :]
             self._inputs[one] = mx.array(tokens, dtype=mx.int32)
             return
-        is_plain = request is None or request.plan.is_probe
+        is_plain = request is None or request.plan.is_shadow
         if last is not one.committed:
             if last.path is None and is_plain:
                 if one.outbox.needs_next:
@@ -234,6 +236,6 @@ class _Step:
             one.skip_drafts()
         if one in self._found:
             one.push(self._found[one], self._inputs[one], request)
-        is_probe = request is not None and request.plan.is_probe and one in self._trees
-        if is_probe and not one.is_finished:
+        is_shadow = request is not None and request.plan.is_shadow and one in self._trees
+        if is_shadow and not one.is_finished:
             self._selected(one)  # the policy updates its estimates from them

@@ -54,8 +54,8 @@ class AdaptivePolicy:
         """Whether the host waited for the drafts of the last step before it verified them."""
         return self._planner.newest.waits
 
-    def choose(self, outlook: Sequence[float] | None = None) -> DraftPlan | None:
-        return self._planner.choose([outlook] if outlook else [], 1).plan
+    def choose(self, matches: Sequence[float] | None = None) -> DraftPlan | None:
+        return self._planner.choose([matches] if matches else [], 1).plan
 
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         return self._planner.select([(self._drafts, tree)], 1)[0]

@@ -12,7 +12,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.choice import Choice
 from mlx_redrafter.policy.scored_drafts import ScoredDrafts
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_times import EMPTY, PROBE, SPARE, CurrentCosts
+from mlx_redrafter.policy.step_times import EMPTY, SHADOW, SPARE, CurrentCosts
 
 # Totals of a kind of step before its first one.
 _NONE = (0.0,) * 5
@@ -65,7 +65,7 @@ class Learner:
         plan, kind, state = step.plan, step.num_nodes, self.state
         timed = self._costs.timed(plan, kind, choice.waits)
         if plan is not None and kind == 1:
-            kind = EMPTY if plan.from_text else PROBE
+            kind = EMPTY if plan.from_text else SHADOW
         expected = timed * state.ratios.of(kind)
         seconds = expected if step.seconds is None else step.seconds
         key, news = (plan, step.num_nodes), (1, num_tokens, choice.tokens, seconds, expected)

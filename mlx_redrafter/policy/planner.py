@@ -131,7 +131,7 @@ class Planner:
             if wanted != 1 and not self.learner.guard.allows_drafts:
                 # The step in flight when this one was chosen has cost too much.
                 wanted = 1
-                self._explorer.stop_trial()
+                self._explorer.stop_switch()
                 self._revise(tokens=1.0)
             if wanted is not None:
                 most = min(wanted, *(tree.size for tree in trees))

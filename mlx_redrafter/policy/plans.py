@@ -75,8 +75,8 @@ class FixedPolicy:
     costs: StepCosts | None = None
     reads_drafts: ClassVar[bool] = False
 
-    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        has_nothing = outlook is not None and len(outlook) == 0
+    def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
+        has_nothing = matches is not None and len(matches) == 0
         return None if has_nothing else self.plan
 
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:

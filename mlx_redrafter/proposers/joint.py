@@ -88,7 +88,7 @@ class NetworkDrafting(ABC):
         """Whether this sequence can be drafted for together with others."""
         return True
 
-    def outlook(self) -> None:  # noqa: B027
+    def matches(self) -> None:  # noqa: B027
         """Return None, as a network always has something to propose."""
 
     def begin(self, flight: Pass) -> None:  # noqa: B027
@@ -115,5 +115,5 @@ class NetworkDrafting(ABC):
     def skip(self, flight: Pass) -> None:  # noqa: B027
         """Ignore a pass without drafts."""
 
-    def settle(self, length: int) -> None:  # noqa: B027
+    def trim_to(self, length: int) -> None:  # noqa: B027
         """Leave everything, as there are no caches."""

@@ -86,8 +86,8 @@ def test_drafts_that_are_only_looked_at(
     monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
     rng = random.Random(2)
-    probes = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
-    choices = [Choice(), *probes, Choice(WIDEST, 3)]
+    shadows = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
+    choices = [Choice(), *shadows, Choice(WIDEST, 3)]
     monkeypatch.setattr(Explorer, "choose", lambda explorer, allows_drafts: rng.choice(choices))
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     prompts, options = _prompts(5), {"max_tokens": 30, **sampling}

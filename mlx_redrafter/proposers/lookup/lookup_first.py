@@ -39,8 +39,8 @@ class LookupFirstDrafting:
         self.network = network
         self.reader = network.reader
 
-    def outlook(self) -> Sequence[float]:
-        return self.lookup.outlook()
+    def matches(self) -> Sequence[float]:
+        return self.lookup.matches()
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         if plan.from_text:
@@ -64,6 +64,6 @@ class LookupFirstDrafting:
         self.lookup.skip(flight)
         self.network.skip(flight)
 
-    def settle(self, length: int) -> None:
-        self.lookup.settle(length)
-        self.network.settle(length)
+    def trim_to(self, length: int) -> None:
+        self.lookup.trim_to(length)
+        self.network.trim_to(length)
