@@ -139,45 +139,41 @@ def num_best_of(drafting: Drafting | None) -> int:
     return drafting.num_best if isinstance(drafting, Recycling) else 0
 
 
-class DraftRequest(NamedTuple):
-    """A request for drafts of what may follow a sequence's newest pass.
-
-    Attributes:
-        drafting: The sequence's drafts.
-        flight: The pass.
-        plan: Plan of the drafts.
-        noise: Noise of the target's choices after them; None without noise.
-    """
-
-    drafting: Drafting
-    flight: Pass
-    plan: DraftPlan
-    noise: GumbelNoise | None = None
-
-
 @runtime_checkable
 class JointDrafting(Protocol):
     """Drafts of a network that can draft for several sequences in the same passes."""
 
-    def propose_all(self, requests: Sequence[DraftRequest], /) -> list[TokenTree | None]:
+    def propose_all(
+        self,
+        draftings: Sequence[Any],
+        flights: Sequence[Pass],
+        plan: DraftPlan,
+        noises: Sequence[GumbelNoise | None],
+        /,
+    ) -> list[TokenTree | None]:
         """Do what `Drafting.propose` does for several sequences, this one's the first.
 
         Args:
-            requests: Requests of sequences with drafts of this class. All have one plan, which is
-                `DraftPlan.searched`, and noise of one form or none.
+            draftings: Drafts of this class, one for each sequence.
+            flights: Their passes.
+            plan: Their plan, which is `DraftPlan.searched`.
+            noises: Their noise, of one form, or none.
         """
         ...
 
 
-def propose_all(requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
-    """Draft for several sequences, in the same passes of their network if it can do that.
-
-    The arguments are those of `JointDrafting.propose_all`.
-    """
-    first = requests[0].drafting
-    if len(requests) > 1 and isinstance(first, JointDrafting):
-        return first.propose_all(requests)
-    return [one.drafting.propose(one.flight, one.plan, one.noise) for one in requests]
+def propose_all(
+    draftings: Sequence[Drafting],
+    flights: Sequence[Pass],
+    plan: DraftPlan,
+    noises: Sequence[GumbelNoise | None],
+) -> list[TokenTree | None]:
+    """Do what `JointDrafting.propose_all` does, in turn if the drafts come from no such network."""
+    first = draftings[0]
+    if len(draftings) > 1 and isinstance(first, JointDrafting):
+        return first.propose_all(draftings, flights, plan, noises)
+    each = zip(draftings, flights, noises, strict=True)
+    return [one.propose(flight, plan, noise) for one, flight, noise in each]
 
 
 class Step(NamedTuple):

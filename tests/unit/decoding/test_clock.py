@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mlx_redrafter.decoding import clock as step_clock
-from mlx_redrafter.decoding.clock import StepClock
+from mlx_redrafter.decoding.delivery import StepClock
 
 
 class Time:
