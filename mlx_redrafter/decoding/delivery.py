@@ -53,7 +53,7 @@ class Outbox:
     def put(self, newest: Pass) -> bool:
         """Add the tokens of a pass that belong to the sequence; return whether it ends there."""
         rows, found = newest.rows, newest.tokens
-        reason, count = self._request.find_end(found, self.num_tokens)
+        reason, count = find_end(self._request, found, self.num_tokens)
         self.num_tokens += count
         self.num_cut = len(found) - count
         if newest.path is None:  # `squeeze` costs the host less time than an index
@@ -78,6 +78,18 @@ class Outbox:
         if not tokens and self.error is not None:
             raise self.error
         return tokens
+
+
+def find_end(request: Request, tokens: Sequence[int], num_before: int) -> tuple[str | None, int]:
+    """Return why and after how many of these tokens decoding ends; (None, all) if not."""
+    has_limit = request.max_tokens >= 0
+    left = request.max_tokens - num_before if has_limit else len(tokens)
+    for i, token in enumerate(tokens[:left]):
+        if token in request.stop_tokens:
+            return "stop", i + 1
+    if has_limit and left <= len(tokens):
+        return "length", left
+    return None, len(tokens)
 
 
 class StepClock:

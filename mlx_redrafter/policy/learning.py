@@ -9,7 +9,7 @@ from operator import add
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.choice import Choice
+from mlx_redrafter.policy.plans import Choice
 from mlx_redrafter.policy.scored_drafts import ScoredDrafts
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.policy.step_times import EMPTY, SHADOW, SPARE, CurrentCosts

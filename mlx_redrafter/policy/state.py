@@ -8,59 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_redrafter.policy.calibration import Calibration
+from mlx_redrafter.policy.exploration import Budget
 from mlx_redrafter.policy.plans import checked
 from mlx_redrafter.policy.step_times import SPARE, Guard, TimeRatios
 from mlx_redrafter.policy.value import ExpectedDrafts
-
-# Share of the time for exploring, half for drafts and half for switches, see `exploration`.
-EXPLORE = 0.01
-# Share of the time for learning on the host; the cost of one plain step is lent.
-LEARNING = 0.03
-
-
-@dataclass
-class Budget:
-    """Seconds that are saved for exploration, and for learning on the host.
-
-    Attributes:
-        drafts: Seconds for shadow drafts and larger ones.
-        switches: Seconds for switches.
-        learning: Seconds for learning.
-        num_larger: Number of times that larger drafts were paid for.
-    """
-
-    drafts: float = 0.0
-    switches: float = 0.0
-    learning: float = 0.0
-    num_larger: int = 0
-
-    def save(self, seconds: float, most: float) -> None:
-        """Save shares of a step's cost, up to ``most`` seconds for each purpose."""
-        self.drafts = min(most, self.drafts + EXPLORE / 2 * seconds)
-        self.switches = min(most, self.switches + EXPLORE / 2 * seconds)
-        self.learning = min(most, self.learning + LEARNING * seconds)
-
-    def pay_drafts(self, seconds: float, is_larger: bool) -> bool:
-        """Pay for shadow drafts, or larger ones, if there is enough; return whether there was."""
-        if self.drafts < seconds:
-            return False
-        self.drafts -= seconds
-        self.num_larger += is_larger
-        return True
-
-    def pay_switch(self, seconds: float) -> bool:
-        """Spend all that is saved for switches if that is enough; return whether it was.
-
-        Nothing is kept: a switch that gains would pay for the next one.
-        """
-        if self.switches < seconds:
-            return False
-        self.switches = 0.0
-        return True
-
-    def pay_learning(self, seconds: float) -> None:
-        """Pay for the host's time."""
-        self.learning -= seconds
 
 
 @dataclass

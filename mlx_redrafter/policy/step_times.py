@@ -13,8 +13,17 @@ from typing import Any
 import numpy as np
 
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, PLANS, SIZES, Floats, checked
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import (
+    COUNTS,
+    FITS,
+    LENGTHS,
+    PLACES,
+    PLANS,
+    SIZES,
+    Floats,
+    StepCosts,
+    checked,
+)
 
 # Variance, from one step to the next, of what slows all steps; one step's noise has variance 1.
 CHANGE = 0.25

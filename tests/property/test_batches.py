@@ -20,9 +20,8 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.choice import Choice
 from mlx_redrafter.policy.exploration import Explorer
-from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST
+from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST, Choice
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree_batch import TreeBatch
 from tests.helpers.memory import peak_of

@@ -16,7 +16,6 @@ from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_pol
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
-from mlx_redrafter.policy.choice import Choice
 from mlx_redrafter.policy.exploration import SWITCH
 from mlx_redrafter.policy.plans import (
     COUNTS,
@@ -25,10 +24,11 @@ from mlx_redrafter.policy.plans import (
     PLANS,
     SHORTEST,
     SIZES,
+    Choice,
     FixedPolicy,
+    StepCosts,
 )
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.step_times import EMPTY
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 

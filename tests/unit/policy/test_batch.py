@@ -14,9 +14,8 @@ from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
-from mlx_redrafter.policy.plans import LOOKUP, SIZES
+from mlx_redrafter.policy.plans import LOOKUP, SIZES, StepCosts
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import TokenTree
 
 SLOTS, TOKENS = 4, 60

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_redrafter.policy.plans import LENGTHS, PLACES, PLANS, SIZES
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import LENGTHS, PLACES, PLANS, SIZES, StepCosts
 from mlx_redrafter.policy.step_times import (
     LOSS,
     SHADOW,
