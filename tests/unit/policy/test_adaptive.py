@@ -433,6 +433,22 @@ def test_a_lookup_must_gain_more_than_one_of_which_nothing_is_kept_loses() -> No
     assert policy.choose([0.99] * 15) == LOOKUP
 
 
+def test_empty_lookups_are_not_charged_for_the_plain_step_after_them() -> None:
+    """Where dispatching waits for the device, the first step of a row takes the next one's time."""
+    policy, plain, promised = _lookup_policy(), Step(None, 1, [1], 1.0), [0.99] * 15
+    policy.choose([])
+    for _ in range(20):
+        for _ in range(4):
+            policy.choose([])
+            policy.observe(plain)
+        assert policy.choose(promised) == LOOKUP
+        policy.observe(plain._replace(seconds=0.1))
+        assert policy.select(LOOKUP, _tree(0.01)).size == 1
+        policy.choose([])
+        policy.observe(Step(LOOKUP, 1, [1], 1.9))
+    assert policy.state.ratios.of(EMPTY) == pytest.approx(1.0, abs=0.05)
+
+
 def test_plain_steps_without_a_network_are_all_counted() -> None:
     policy = _lookup_policy()
     for _ in range(30):
