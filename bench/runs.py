@@ -40,7 +40,6 @@ class TimedRun:
         accepted_counts: Number of steps that accepted a drafts, at index a; empty for stock mlx-lm.
         num_verified: Number of nodes verified in all steps.
         num_unmerged: Number of nodes without merging of prefixes.
-        num_plain: Number of steps that verified one token only: plain decoding.
     """
 
     group: str
@@ -56,7 +55,6 @@ class TimedRun:
     accepted_counts: list[int]
     num_verified: int
     num_unmerged: int
-    num_plain: int = 0  # older files lack it
 
     @property
     def steps(self) -> int:
@@ -192,7 +190,6 @@ class _TextInProgress:
         self.text = ""
         self._first = self._last = 0.0
         self._response: Any = None
-        self._num_plain = self._num_verified = 0
 
     def add(self, response: Any) -> None:
         """Add the response of the next token."""
@@ -202,9 +199,6 @@ class _TextInProgress:
         self.tokens.append(response.token)
         self.text += response.text
         self._response = response
-        if isinstance(response, GenerationResponse):
-            self._num_plain += response.stats.num_verified == self._num_verified + 1
-            self._num_verified = response.stats.num_verified
 
     def as_run(self, name: str, turn: Turn, start: float) -> TimedRun:
         """Return the counts of the finished text; ``start`` is in seconds of `perf_counter`."""
@@ -222,9 +216,8 @@ class _TextInProgress:
             decode_seconds=self._last - self._first,
             tokens=self.tokens,
             accepted_counts=list(stats.accepted_counts) if stats else [],
-            num_verified=self._num_verified,
+            num_verified=stats.num_verified if stats else 0,
             num_unmerged=stats.num_unmerged if stats else 0,
-            num_plain=self._num_plain,
         )
 
 

@@ -106,11 +106,11 @@ class Comparison:
                 own[name] = one_by_one(name, drafted_arm(settings, plan))
         else:
             model, tokenizer = settings.model, settings.tokenizer
-            own[PLAIN] = partial(_decode, PLAIN, Engine(model, tokenizer, None), settings, {})
+            own[PLAIN] = partial(decode_batch, PLAIN, Engine(model, tokenizer, None), settings, {})
             engine = Engine(model, tokenizer, settings.drafter)
             for name, plan in plans.items():
                 options = {} if plan is None else plan.options
-                own[name] = partial(_decode, name, engine, settings, options)
+                own[name] = partial(decode_batch, name, engine, settings, options)
         return own | {f"{one.name} (server)": partial(_ask, settings, one) for one in self.servers}
 
 
@@ -216,13 +216,14 @@ def _batch(
     return [Turn(str(setting), block, prompts[i % len(prompts)], repeat) for i in numbers]
 
 
-def _decode(
+def decode_batch(
     name: str,
     engine: Engine,
     settings: CommonSettings,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     batch: Sequence[Turn],
 ) -> TimedTexts:
+    """Decode the texts of a batch together, and time them."""
     stream = engine.stream_batch(
         [turn.prompt.ids for turn in batch],
         batch_size=len(batch),

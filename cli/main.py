@@ -74,9 +74,7 @@ def run() -> None:
     interrupts.watch(is_alone=RANK not in os.environ)
     code = main(sys.argv[1:])
     leave_machines(code)
-    if code == interrupts.CODE:
-        interrupts.leave()
-    sys.exit(code)
+    interrupts.leave(code)
 
 
 def main(arguments: Sequence[str]) -> int:

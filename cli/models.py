@@ -13,6 +13,7 @@ from mlx_redrafter.checkpoint_files import read_json
 from mlx_redrafter.cli.bench_output import show_lines
 from mlx_redrafter.cli.names import agrees, complete_name
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
+from mlx_redrafter.escaping import quote
 
 if TYPE_CHECKING:
     from mlx_redrafter.model_store import StoredModel
@@ -115,6 +116,8 @@ def pull(model: Name = None) -> None:
 
     A name without an owner is completed by models on this machine, or else by mlx-community.
     """
+    full = complete_name(_given(model))
+    typer.echo(f"looking for {quote(full)} on the hub ...", err=True)
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     from mlx_redrafter.hub import download, find_repository
@@ -122,12 +125,11 @@ def pull(model: Name = None) -> None:
     from mlx_redrafter.model_store import find_stored
 
     patterns = [*DEFAULT_ALLOW_PATTERNS, "*.safetensors", "README.md"]
-    full = complete_name(_given(model))
     repository = find_repository(full, patterns)
     licence = repository.licence or "not stated"
     size = format_bytes(repository.size(patterns))
     is_here = find_stored(full, patterns) is not None
-    doing = "looking for a newer version of" if is_here else "downloading"
+    doing = "checking the files of" if is_here else "downloading"
     typer.echo(f"{doing} {full} ({size}, licence {licence})", err=True)
     folder = download(repository, patterns)
     typer.echo(f"{full} is in {folder}", err=True)

@@ -13,6 +13,7 @@ import typer
 
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
 from mlx_redrafter.cli.names import find_model
+from mlx_redrafter.cli.notes import note
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
@@ -74,11 +75,14 @@ def train(
     from mlx_redrafter.training.training_request import RUN_FILE
 
     path = run.out / RUN_FILE
-    if run.resume and path.exists():
+    is_new = not path.exists()
+    if run.resume and not is_new:
         given = _restore(context, given, path)
     request = _make_request(given)
     request.check_output()
     request = replace(request, model=find_model(request.model, run.yes))
+    if run.resume and is_new:
+        note(f"no run was begun in {run.out}; this one begins at its first step")
 
     resume = f"stopped; continue with: redrafter-mlx train --out {run.out} --resume"
     with (

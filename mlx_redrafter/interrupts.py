@@ -115,8 +115,14 @@ def last_line() -> str:
     return line
 
 
-def leave() -> NoReturn:
-    """End this process without Python's own end, which waits for threads."""
+def leave(code: int) -> NoReturn:
+    """End this process; Ctrl-C changes nothing any more.
+
+    After Ctrl-C it ends without Python's own end, which waits for threads.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code != CODE:
+        sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed or gone
             stream.flush()

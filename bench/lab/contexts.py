@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
@@ -27,19 +26,6 @@ def prefill(
         target.process_chunk(chunk, cache, ())
         mx.eval([layer.state for layer in cache.stock])
     return target.advance(prompt[-1:], cache)
-
-
-def filled_cache(target: Target, length: int) -> TreeCache:
-    """Make a cache that holds ``length`` tokens; `TreeCache.settle` shortens it.
-
-    Blocks until MLX has evaluated the cache.
-    """
-    cache = target.caches.new()
-    tokens = mx.arange(length, dtype=mx.int32) % target.vocab_size
-    with mx.stream(generation_stream):
-        forward = prefill(target, tokens, cache)
-        mx.eval(forward.logits)
-    return cache
 
 
 def bushy_tree(size: int) -> TokenTree:

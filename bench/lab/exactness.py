@@ -21,10 +21,10 @@ from mlx_redrafter.bench.runs import (
     EncodedPrompt,
     TimedRun,
     Turn,
-    run_together,
 )
+from mlx_redrafter.bench.speed import decode_batch
 from mlx_redrafter.bench.timing import OnProgress
-from mlx_redrafter.bench.turns import Method, arm_name
+from mlx_redrafter.bench.turns import Method, TimedTexts, arm_name, one_by_one
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.draft_plan import DraftPlan
@@ -150,7 +150,7 @@ def _methods(
             yield partial(_decode_in_turn, f"{name}, {shape}", stream, settings, one)
             if not one.is_kept:
                 arm = f"{name}, {shape}, in a batch"
-                yield partial(_decode_together, arm, engine, settings, {**one.options, **options})
+                yield partial(decode_batch, arm, engine, settings, {**one.options, **options})
 
 
 def _stock(settings: CommonSettings, ids: list[int], **options: Any) -> Iterator[Any]:
@@ -169,28 +169,8 @@ def _decode_in_turn(
     settings: CommonSettings,
     one: Conditions,
     batch: Sequence[Turn],
-) -> list[tuple[TimedRun, str]]:
-    options = one.begin(settings)
-    stream = (
-        (number, response)
-        for number, turn in enumerate(batch)
-        for response in decode(turn.prompt.ids, **options)
-    )
-    return run_together(name, stream, batch)
-
-
-def _decode_together(
-    name: str,
-    engine: Engine,
-    settings: CommonSettings,
-    options: Mapping[str, Any],
-    batch: Sequence[Turn],
-) -> list[tuple[TimedRun, str]]:
-    prompts = [turn.prompt.ids for turn in batch]
-    stream = engine.stream_batch(
-        prompts, batch_size=len(prompts), max_tokens=settings.max_tokens, **options
-    )
-    return run_together(name, stream, batch)
+) -> TimedTexts:
+    return one_by_one(name, partial(decode, **one.begin(settings)))(batch)
 
 
 def _compare(

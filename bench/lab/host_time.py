@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_redrafter import device_read
-from mlx_redrafter.bench.lab.contexts import bushy_tree, filled_cache
+from mlx_redrafter.bench.lab.contexts import bushy_tree
 from mlx_redrafter.decoding.lone_lane import LoneLane
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import prefill
@@ -26,6 +26,7 @@ from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import Inputs, Noises, step
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -108,7 +109,7 @@ def measure(config: Mapping[str, Any], nodes: int, compiled: bool, repeats: int)
     mx.eval(model.parameters())
     target, tree = Target(model), bushy_tree(nodes)
     target.compiled = CompiledPasses(compiled)
-    cache = filled_cache(target, LENGTH)
+    cache = blank_cache(target, LENGTH)
     seconds = []
     for _ in range(repeats + WARM_UP + (USES if compiled else 0)):
         start = time.thread_time()
@@ -121,7 +122,7 @@ def measure(config: Mapping[str, Any], nodes: int, compiled: bool, repeats: int)
         cache.commit([0, 2])
         seconds.append((built - start, time.thread_time() - waited, dispatched - built))
         if cache.length > LENGTH + 100:
-            cache.settle(LENGTH)
+            cache.trim_to(LENGTH)
     first = seconds[USES - 1][0] if compiled else None
     build, commit, dispatch = np.array(seconds[-repeats:]).T
     medians = (float(np.median(one)) for one in (build, dispatch))

@@ -11,19 +11,17 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.bench.lab.contexts import PREFILL_STEP, bushy_tree
 from mlx_redrafter.bench.lab.host_time import COMMON, gpu_like
-from mlx_redrafter.bench.lab.rounds import take_turns
-from mlx_redrafter.bench.timing import OnProgress, estimate, timed
+from mlx_redrafter.bench.timing import OnProgress
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
@@ -36,7 +34,6 @@ from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.caches.cache_kinds import parts_of
-from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.compiled_pass import CompiledPasses
 from mlx_redrafter.target.few_shapes import BUCKET
 from mlx_redrafter.target.model_loading import make_model
@@ -44,10 +41,6 @@ from mlx_redrafter.target.target import Target
 
 # Tokens to decode.
 NUM_TOKENS = 64
-# Capacities of K/V buffers to compare, relative to the tokens in them.
-CAPACITIES = (1, 16)
-# Samples of each capacity.
-CAPACITY_ROUNDS = 30
 # Allowed peak of the prefill, relative to mlx-lm's.
 PREFILL_RATIO = 1.05
 # Allowed peak of decoding, relative to mlx-lm's.
@@ -56,8 +49,6 @@ PEAK_RATIO = 1.10
 LARGE = 2**30
 # Allowed memory of such a pass, relative to the buffers.
 IN_PLACE_RATIO = 0.01
-# Allowed step time with the larger buffers, relative to the smaller ones.
-TIME_RATIO = 1.10
 
 
 @dataclass(frozen=True)
@@ -140,18 +131,16 @@ def measure_memory(
     target = Target(model)
     prompt = [i % target.vocab_size for i in range(prompt_tokens)]
     stock = _peaks(lambda: _stock_tokens(model, prompt))
-    on_progress(1, 5)
+    on_progress(1, 3)
     drafted = _peaks(lambda: _drafted_tokens(target, drafter, plan, prompt))
-    on_progress(2, 5)
+    on_progress(2, 3)
     prefill = drafted.prefill - num_bytes(model) - num_bytes(drafter)
     logits = prompt_tokens * target.vocab_size * mx.float32.size
     name = "prefill beyond the weights; bound: logits of the whole prompt"
     findings = [Finding(name, prefill / 1e6, logits / 1e6, "MB")]
     findings += _compare(stock, drafted, drafter, plan)
-    findings += _capacities(target, drafter, plan, prompt[: prompt_tokens // 4])
-    on_progress(4, 5)
     findings.append(update_large_buffers([[0, 2], [0, 1, 3], [0]]))
-    on_progress(5, 5)
+    on_progress(3, 3)
     return findings
 
 
@@ -182,7 +171,6 @@ def update_large_buffers(paths: Sequence[Sequence[int]]) -> Finding:
 
 
 def _compare(stock: Peaks, drafted: Peaks, drafter: Drafter, plan: DraftPlan) -> list[Finding]:
-    weights = num_bytes(drafter)
     extra = plan.num_nodes + plan.shape.length
     block = KVCache.step
     rows = [
@@ -190,34 +178,23 @@ def _compare(stock: Peaks, drafted: Peaks, drafter: Drafter, plan: DraftPlan) ->
         for plain, found in zip(stock.rows, drafted.rows, strict=True)
     ]
     found, bound = max(rows, key=lambda pair: pair[0] - pair[1])
-    return [
-        # All peaks, stock's too, include the weights of both models.
-        Finding(
-            "peak of the prefill against stock's",
-            drafted.prefill / 1e6,
-            PREFILL_RATIO * stock.prefill / 1e6,
-            "MB",
-        ),
-        Finding(
-            "peak of decoding against stock's",
-            drafted.decoding / 1e6,
-            PEAK_RATIO * stock.decoding / 1e6,
-            "MB",
-        ),
-        Finding(
-            "peak of decoding against stock's, without the drafter's weights",
-            (drafted.decoding - weights) / 1e6,
-            PEAK_RATIO * (stock.decoding - weights) / 1e6,
-            "MB",
-        ),
-        Finding("K/V rows allocated per layer", found, bound, "rows"),
-    ]
+    # All peaks, stock's too, include the weights of both models.
+    peaks = (
+        ("peak of the prefill", PREFILL_RATIO, stock.prefill, drafted.prefill, 0),
+        ("peak of decoding", PEAK_RATIO, stock.decoding, drafted.decoding, 0),
+        ("peak of decoding", PEAK_RATIO, stock.decoding, drafted.decoding, num_bytes(drafter)),
+    )
+    findings = []
+    for what, ratio, plain, own, weights in peaks:
+        name = f"{what} against stock's" + (", without the drafter's weights" if weights else "")
+        most = ratio * (plain - weights)
+        findings.append(Finding(name, (own - weights) / 1e6, most / 1e6, "MB"))
+    return [*findings, Finding("K/V rows allocated per layer", found, bound, "rows")]
 
 
 def num_bytes(module: nn.Module) -> int:
     """Bytes of a module's weights."""
-    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))
-    return sum(tensor.nbytes for _, tensor in parameters)
+    return sum(tensor.nbytes for tensor in named_parameters(module).values())
 
 
 def _peaks(decode: Callable[[], tuple[Sequence[KVCache], Iterator[object]]]) -> Peaks:
@@ -263,9 +240,8 @@ def _drafted_tokens(
     drafter: Drafter,
     plan: DraftPlan,
     prompt: Sequence[int],
-    caches: Sequence[Any] | None = None,
 ) -> tuple[Sequence[KVCache], Iterator[object]]:
-    caches = make_prompt_cache(target.model) if caches is None else caches
+    caches = make_prompt_cache(target.model)
     chooser = KeyedSampler(SamplingParams(), target.vocab_size)
     request = Request(list(prompt), prefill_step_size=PREFILL_STEP)
     drafting = drafter.open(target, prompt, True, [])
@@ -273,65 +249,3 @@ def _drafted_tokens(
     return caches, decode(
         SequenceDecoder(target, cache, chooser, request, drafting, FixedPolicy(plan))
     )
-
-
-def _capacities(
-    target: Target, drafter: Drafter, plan: DraftPlan, prompt: Sequence[int]
-) -> list[Finding]:
-    """Decoding with buffers of the usual capacity and of a much larger one.
-
-    Memory is the peak within a step beyond the memory in use before it.
-    """
-    peaks: dict[str, list[int]] = {}
-    jobs = {}
-    for factor in CAPACITIES:
-        tokens = _decoding_with_capacity(target, drafter, plan, prompt, factor)
-        name = str(factor)
-        peaks[name] = []
-
-        def step(tokens: Iterator[object] = tokens, name: str = name) -> float:
-            next(tokens)  # the pipeline is empty after the wait
-            mx.synchronize(generation_stream)
-            held = mx.get_active_memory()
-            mx.reset_peak_memory()
-            seconds = timed(lambda: next(tokens))
-            mx.synchronize(generation_stream)
-            peaks[name].append(mx.get_peak_memory() - held)
-            return seconds
-
-        jobs[name] = step
-    samples = take_turns(jobs, CAPACITY_ROUNDS, warm_up=2)
-    small, large = (str(factor) for factor in CAPACITIES)
-    times = {name: estimate(values).median * 1e3 for name, values in samples.items()}
-    memory = {name: estimate(values).median / 1e6 for name, values in peaks.items()}
-    growth = CAPACITIES[1] // CAPACITIES[0]
-    return [
-        Finding(
-            f"time of a step with buffers of {growth} times the capacity",
-            times[large],
-            TIME_RATIO * times[small],
-            "ms",
-        ),
-        Finding(
-            f"memory a step takes with buffers of {growth} times the capacity",
-            memory[large],
-            PEAK_RATIO * memory[small],
-            "MB",
-        ),
-    ]
-
-
-def _decoding_with_capacity(
-    target: Target, drafter: Drafter, plan: DraftPlan, prompt: Sequence[int], factor: int
-) -> Iterator[object]:
-    """Start a decoder whose buffers have at least ``factor`` times the prompt's K/V entries."""
-    caches, tokens = _stock_tokens(target.model, prompt)
-    next(tokens)
-    mx.synchronize(generation_stream)
-    del tokens
-    for cache in caches:
-        cache.trim(cache.offset - len(prompt) + 1)
-    reserve_rows(caches, factor * (len(prompt) // KVCache.step + 4) * KVCache.step)
-    _, drafted = _drafted_tokens(target, drafter, plan, prompt[-1:], caches)
-    next(drafted)
-    return drafted

@@ -3,10 +3,9 @@
     python -m mlx_redrafter.bench.lab.real_pairs PAIRS.json OUT --texts 8 --minutes 30
 
 PAIRS.json is a list of pairs, in the order to measure: objects with "name", "target", "drafter"
-(folders beside the file, or "lookup"), "prompts" (a file beside it) and perhaps "change", a key of
-`altered_drafters.CHANGES`. OUT receives one file per pair and temperature; a pair with such a file
-is not measured again. Step times are stored in OUT, too, and not shared with other runs. Then a
-table of all files in OUT is printed.
+(folders beside the file, or "lookup") and "prompts" (a file beside it). OUT receives one file per
+pair and temperature; a pair with such a file is not measured again. Step times are stored in OUT,
+too, and not shared with other runs. Then a table of all files in OUT is printed.
 
 Runs are interleaved: all methods decode a text before the next one begins, each time in another
 order. After every second text the slower half of the fixed shapes leaves, until two are left. Needs
@@ -28,13 +27,11 @@ from typing import Any
 import numpy as np
 
 from mlx_redrafter import load
-from mlx_redrafter.bench.lab.altered_drafters import CHANGES
 from mlx_redrafter.bench.prompts import read_prompts, select_prompts
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.errors import RedrafterError
-from mlx_redrafter.proposers.redrafter.network import Drafter
 
 # Fixed shapes; a drafter whose beams are shorter drafts as far as it does.
 SHAPES = tuple(
@@ -108,9 +105,6 @@ class Methods:
             drafter=drafter if drafter == "lookup" else str(folder / drafter),
         )
         self.model, self.tokenizer, self.drafter = loaded
-        if "change" in pair:
-            assert isinstance(self.drafter, Drafter)
-            CHANGES[pair["change"]](self.drafter)
         longest = getattr(self.drafter, "max_length", None)
         shapes = {plan.within(longest) for plan in SHAPES}
         self.plans = {

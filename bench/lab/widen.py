@@ -2,7 +2,7 @@
 
 For speed work without a large model: text and acceptance are the small model's, memory traffic and
 arithmetic those of a large one. No measurement on a widened model says anything about the quality
-of a model of that size. Only a longer context changes the results.
+of a model of that size.
 
 The widened hidden state is the small one followed by zeros. With k the growth of the hidden size,
 a norm over it computes the old values if its weight is divided by sqrt(k) and its epsilon by k.
@@ -19,7 +19,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -44,8 +44,6 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 
 # Standard deviation of arbitrary weights; any finite one would do.
 NOISE = 0.02
-# RoPE's base in a config that names none, as mlx-lm's Llama reads it.
-ROPE_THETA = 10000.0
 
 Array = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
@@ -56,8 +54,6 @@ def widen_target(
     destination: str | Path,
     num_parameters: int,
     num_layers: int | None = None,
-    context_length: int | None = None,
-    seed: int = 0,
 ) -> LlamaShape:
     """Write a widened float32 copy of a Llama checkpoint, tokenizer files included.
 
@@ -66,9 +62,6 @@ def widen_target(
         destination: Folder to write.
         num_parameters: Approximate number of parameters of the copy.
         num_layers: Layers of the copy, by default the small model's; new ones come last.
-        context_length: Value for ``max_position_embeddings``. RoPE's base grows with it, so that
-            longer texts go on meaning something; the copy then no longer computes exactly the same.
-        seed: Random seed of the arbitrary weights.
 
     Returns:
         The shape of the copy.
@@ -90,40 +83,20 @@ def widen_target(
         **config,
         **sizes,
         "rms_norm_eps": config["rms_norm_eps"] / growth,
-        **_longer_context(config, old.head_dim, context_length),
         "torch_dtype": "float32",
         "widened_from": {"parameters": old.num_parameters, **vars(old)},
     }
-    tensors = _Widening(old, new, np.random.default_rng(seed)).tensors(read_tensors(folder))
+    tensors = _Widening(old, new, np.random.default_rng(0)).tensors(read_tensors(folder))
     with publish(destination) as staging:
         write_checkpoint(staging, config, dict(tensors))
         copy_tokenizer(folder, staging)
     return new
 
 
-def _longer_context(
-    config: Mapping[str, Any], head_dim: int, context_length: int | None
-) -> dict[str, Any]:
-    """Config of a model for s times the context, without training.
-
-    The base of RoPE times s ** (D / (D - 2)) leaves the fastest pair as it is and slows the slowest
-    down by s ("NTK-aware" interpolation; YaRN, arXiv 2309.00071, section 3.1).
-    """
-    trained = config.get("max_position_embeddings")
-    if context_length is None or trained is None:
-        return {"max_position_embeddings": context_length or trained}
-    growth = max(1.0, context_length / trained) ** (head_dim / (head_dim - 2))
-    return {
-        "max_position_embeddings": context_length,
-        "rope_theta": config.get("rope_theta", ROPE_THETA) * growth,
-    }
-
-
 def widen_drafter(
     source: str | Path,
     destination: str | Path,
     hidden_size: int,
-    seed: int = 0,
 ) -> DrafterConfig:
     """Write a float32 copy of a drafter for the widened target; it proposes the same drafts.
 
@@ -131,7 +104,6 @@ def widen_drafter(
         source: Folder or hub repository of the small target's drafter.
         destination: Folder to write.
         hidden_size: Hidden size of the widened target.
-        seed: Random seed of the arbitrary weights.
 
     Returns:
         The copy's config.
@@ -143,20 +115,20 @@ def widen_drafter(
     folder, destination = find_checkpoint(source), Path(destination)
     check_output(destination, folder)
     drafter = load_drafter(folder)
-    widened = widened_drafter(drafter, hidden_size, seed)
+    widened = widened_drafter(drafter, hidden_size)
     with publish(destination) as staging:
         write_drafter(widened, staging, {"widened_from": drafter.config.to_dict()})
     return widened.config
 
 
-def widened_drafter(drafter: Drafter, hidden_size: int, seed: int = 0) -> Drafter:
+def widened_drafter(drafter: Drafter, hidden_size: int) -> Drafter:
     """Make a drafter that computes the same from a hidden state that ends in zeros."""
     old = drafter.config
     if quantization_of(drafter) is not None:
         raise ConfigError("a quantised drafter cannot be widened; use the one it was made from")
     if hidden_size < old.hidden_size:
         raise ConfigError(f"hidden_size must be at least {old.hidden_size}, got {hidden_size}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     hidden = np.arange(old.hidden_size)
     pair = np.concatenate([hidden, hidden + hidden_size])  # places of [h, s] in [h, 0, s, 0]
     exit_dim = old.exit_dim if old.has_input_proj else 2 * hidden_size

@@ -17,13 +17,13 @@ from functools import partial
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_redrafter.decoding.accept import sample_and_accept_all, sample_roots
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import read_states
 from mlx_redrafter.decoding.protocols import JointPolicy, num_best_of
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import Inputs, Noises, step
-from mlx_redrafter.decoding.target_choice import sample_and_accept_all, sample_roots
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree

@@ -4,6 +4,7 @@ import pytest
 
 from mlx_redrafter.bench.report import summarise, tabulate
 from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun, repetition
+from mlx_redrafter.cli.bench_output import show_speeds
 
 
 def make_run(arm, seconds, tokens=(1, 2, 3), accepted=(), prompt="p", repeat=0, block=0):
@@ -39,6 +40,19 @@ def test_a_table_leaves_out_columns_without_values():
         (STOCK, "1.00"), ("a", "2.00"),
     ]  # fmt: skip
     assert [one["nodes/step"] for one in cells] == ["", "3.0"]
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_a_table_fits_the_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rows = summarise([make_run(STOCK, 4.0), make_run("4x5x9", 2.0, accepted=[2])])
+    show_speeds(rows, "all prompts")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    text = " ".join(lines)
+    names, _, drafted = tabulate(rows)
+    for name, cell in zip(names, drafted, strict=True):
+        assert f"{name}: {cell}" in text or (not cell and f"{name}: " not in text)
 
 
 def test_noise_of_stock_is_not_ours():

@@ -1,9 +1,12 @@
 """Result files say what was measured on what, and survive a round trip."""
 
 import json
+import re
+import subprocess
 
 import pytest
 
+from mlx_redrafter.bench import machine
 from mlx_redrafter.bench.result_file import (
     checkpoint_name,
     new_result,
@@ -28,6 +31,30 @@ def test_round_trip(tmp_path):
     assert found["machine"]["processor"]
     assert "commit" in found
     assert str(tmp_path) not in json.dumps(found)
+
+
+def test_a_commit_is_one_of_this_code(tmp_path, monkeypatch):
+    """A repository around an installed package is the user's."""
+
+    def git(*arguments):
+        names = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+        subprocess.run(["git", "-C", tmp_path, *names, *arguments], check=True, capture_output=True)
+
+    installed = tmp_path / "site-packages" / "mlx_redrafter" / "bench" / "machine.py"
+    own = tmp_path / "bench" / "machine.py"
+    for folder in (installed.parent, own.parent, tmp_path / "mlx_redrafter"):
+        folder.mkdir(parents=True)
+    own.write_text("")
+    git("init")
+    git("add", "bench")
+    git("commit", "-m", "x")
+    monkeypatch.setattr(machine, "__file__", str(installed))
+    assert machine.commit() is None
+    monkeypatch.setattr(machine, "__file__", str(own))
+    head = machine.commit()
+    assert re.fullmatch("[0-9a-f]{40}", head)
+    own.write_text("edited")
+    assert machine.commit() == f"{head}+changes"
 
 
 def test_lists_of_numbers_take_one_line(tmp_path):

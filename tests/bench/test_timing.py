@@ -1,30 +1,8 @@
-"""Turns, medians and their intervals."""
+"""Medians and their intervals."""
 
 import pytest
 
-from mlx_redrafter.bench.lab.rounds import take_turns
 from mlx_redrafter.bench.timing import estimate
-
-
-def test_every_round_starts_with_another_job():
-    calls, progress = [], []
-
-    def job(name, seconds):
-        def run():
-            calls.append(name)
-            return seconds + len(calls)
-
-        return run
-
-    samples = take_turns(
-        {"a": job("a", 100), "b": job("b", 200)},
-        rounds=2,
-        warm_up=1,
-        on_progress=lambda *done: progress.append(done),
-    )
-    assert calls == ["a", "b", "b", "a", "a", "b"]
-    assert samples == {"a": [104, 105], "b": [203, 206]}
-    assert progress == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_estimate():

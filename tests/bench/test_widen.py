@@ -83,21 +83,6 @@ def test_logits_stay(tmp_path, is_tied, num_layers):
     assert not mx.any(wide_hidden[..., 48:])
 
 
-@pytest.mark.parametrize(
-    ("trained", "context", "growth"), [(128, 1024, 8), (128, 64, 1), (None, 999, 1)]
-)
-def test_a_longer_context_slows_the_slowest_rotation_down(tmp_path, trained, context, growth):
-    write_model(tmp_path / "small", {**CONFIG, "max_position_embeddings": trained})
-    widen_target(tmp_path / "small", tmp_path / "wide", 5_000_000, context_length=context)
-    wide = read_model(tmp_path / "wide")
-    assert wide.args.max_position_embeddings == context
-    # Pair i of a head of 8 turns by rope_theta ** (-i / 4) a token; the last is i = 3.
-    assert wide.args.rope_theta ** (3 / 4) == pytest.approx(growth * 10000.0 ** (3 / 4))
-    small = make_model({**CONFIG, "rope_theta": wide.args.rope_theta})
-    tokens = mx.random.randint(0, 97, (1, 200))
-    assert mx.allclose(wide(tokens), small(tokens), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["stories260k", "books-6m"])
 def test_greedy_text_of_a_trained_model_stays(tmp_path, name):
     folder = shared_model(name)

@@ -191,7 +191,7 @@ def test_a_model_that_is_too_large_is_one_line(
     disk = "mlx_redrafter.hub.shutil.disk_usage"
     monkeypatch.setattr(disk, lambda _: shutil._ntuple_diskusage(1, 0, 1))
     full = run(capsys, "pull", DRAFTER)
-    assert (full.code, full.err.count("\n")) == (1, 2), full.err
+    assert (full.code, full.err.count("\n")) == (1, 3), full.err
     assert "of disk in" in full.err
 
 
@@ -240,11 +240,14 @@ def test_models_are_listed_pulled_and_removed(
 ) -> None:
     assert "no models in MLX's format on this machine" in run(capsys, "list").err
     pulled = run(capsys, "pull", MODEL.partition("/")[2])
-    assert f"downloading {MODEL} (" in pulled.err, "the owner is completed"
+    assert pulled.err.startswith(f"looking for '{MODEL}' on the hub ..."), "the owner is completed"
+    assert f"\ndownloading {MODEL} (" in pulled.err
     assert "licence apache-2.0" in pulled.err
     assert f"\n{MODEL} is in " in pulled.err, "not on the line of a progress bar"
     offered = "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash (DFlash, to download)"
     assert f"drafter: {offered}" in pulled.err
+    again = run(capsys, "pull", MODEL)
+    assert f"\nchecking the files of {MODEL} (" in again.err
     assert run(capsys, "pull", DRAFTER).code == 0
     rows = json.loads(run(capsys, "list", "--json").out)["models"]
     assert [(row["name"], row["kind"]) for row in rows] == [

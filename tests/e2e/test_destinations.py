@@ -90,6 +90,9 @@ def test_training_that_continues_nothing_says_so(
     found = run(capsys, "train", "--out", "new", "--resume")
     assert (found.code, len(found.err.splitlines())) == (2, 1)
     assert "no run was begun in new" in found.err
+    begun = ("--model", "model", "--data", "texts.txt", "--tokens", 1000, "--dry-run")
+    found = run(capsys, "train", "--out", "new", "--resume", *begun)
+    assert found.err.startswith("no run was begun in new; this one begins at its first step\n")
 
 
 def _convert(home: Path, out: str, *options: str) -> list[str]:

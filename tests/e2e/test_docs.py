@@ -41,7 +41,7 @@ PAGES = [
 CHANGELOG = ROOT / "CHANGELOG.md"
 # Options of mlx.launch, of uv, and of scripts of the bundled pair.
 FOREIGN = {"--work", "--extra", "--from", "--hostfile", "--backend"}
-FOREIGN |= {"--hosts", "--over", "--auto-setup", "--output"}
+FOREIGN |= {"--hosts", "--over", "--auto-setup", "--output", "--hf-path", "--mlx-path"}
 # Commands of these pages run in seconds; others train or measure.
 RUN = ("generate", "check", "chat")
 

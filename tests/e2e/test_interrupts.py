@@ -83,6 +83,21 @@ def test_training(stories: Trained, tmp_path: Path, after: str) -> None:
     _check(ended, f"--out {out} --resume" if begun else "stopped; nothing was begun")
 
 
+def test_the_end_of_python() -> None:
+    """A command that has ended has its own exit code."""
+    code = (
+        "import atexit, time\n"
+        "from mlx_redrafter.cli import main\n"
+        "atexit.register(time.sleep, 1)\n"
+        "atexit.register(print, 'ending', flush=True)\n"
+        "main.main = lambda arguments: 0\n"
+        "main.run()\n"
+    )
+    ended = interrupt([], "ending", 0.2, python=("-c", code))
+    assert (ended.code, ended.seconds > 0) == (0, True)
+    assert ended.output.split() == ["ending", "^C"]
+
+
 def test_what_holds_the_main_thread() -> None:
     """A computation of MLX that takes minutes."""
     code = (

@@ -314,7 +314,7 @@ def test_blank_caches(model: nn.Module, length: int) -> None:
     target = Target(model)
     cache = blank_cache(target, length, Quantisation(8, GROUP_SIZE, 0))
     for shorter in (length, length - 1):
-        cache.settle(shorter)
+        cache.trim_to(shorter)
         assert {(type(layer), layer.offset) for layer in cache.stock} == {
             (QuantizedKVCache, shorter)
         }

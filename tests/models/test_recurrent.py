@@ -327,7 +327,7 @@ def test_blank_caches_of_any_length(model_type: str, length: int) -> None:
     target = Target(build(tiny_config(model_type)))
     cache = blank_cache(target, length)
     for shorter in (length, length - 1):
-        cache.settle(shorter)
+        cache.trim_to(shorter)
         assert {layer.offset for layer in parts_of(cache.stock) if type(layer) is KVCache} <= {
             shorter
         }

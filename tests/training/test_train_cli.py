@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import threading
 import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from mlx_redrafter.cli.train import ConsoleReporter
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.proposers.quantization import quantize_drafter
@@ -128,14 +127,17 @@ def test_minutes_are_for_the_whole_run(
 
 
 def test_a_small_run_interrupted_and_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    texts: Path,
 ) -> None:
     out = tmp_path / "drafter"
     options = ("--answer-tokens", 24, "--epochs", 400)
-    stop = threading.Thread(target=_interrupt_once, args=(out / "config.json",))
-    stop.start()
-    result = run(capsys, "train", "--model", model, "--data", texts, "--out", out, *options)
-    stop.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(ConsoleReporter, "progress", _interrupt_training)
+        result = run(capsys, "train", "--model", model, "--data", texts, "--out", out, *options)
     assert result.code == 130
     assert f"continue with: redrafter-mlx train --out {out} --resume" in result.err
     again = run(capsys, "train", "--model", model, "--data", texts, "--out", out)
@@ -179,11 +181,14 @@ def test_options_of_another_version_are_named(
     assert "run.json, found fused; finish the run with the version" in _refusal(result)
 
 
-def _interrupt_once(path: Path) -> None:
-    """Press Ctrl-C once training has begun."""
-    while not path.exists():
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)
+def _interrupt_training(reporter: ConsoleReporter, stage: str, done: int, _: int | None) -> None:
+    """Press Ctrl-C after the first step.
+
+    At any time, it might come amid a garbage collection of this process, whose callbacks (those of
+    hypothesis) may raise nothing: Python would lose it.
+    """
+    if stage == "training" and done:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _refusal(result: Result) -> str:

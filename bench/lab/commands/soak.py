@@ -31,6 +31,7 @@ MAX_LOG = 4 << 20
 
 def add_options(parser: ArgumentParser) -> None:
     """Add the command's options."""
+    parser.add_argument("--model", type=Path, help="folder of the model; default: bundled")
     parser.add_argument("--requests", type=at_least(1), default=2000)
     parser.add_argument("--clients", type=at_least(1), default=16, help="concurrent clients")
     parser.add_argument("--kills", type=at_least(0), default=3, help="times to kill the server")
@@ -49,10 +50,10 @@ def run(arguments: Namespace) -> None:
         raise DataError(f"{len(problems)} problems, the first: {problems[0]}")
 
 
-def _make_models(folder: Path) -> list[str]:
-    """Copy the bundled model twice, each with a chat template."""
+def _make_models(model: Path, folder: Path) -> list[str]:
+    """Copy a model twice, each with a chat template."""
     for name, template in TEMPLATES.items():
-        shutil.copytree(find_bundled("target"), folder / name)
+        shutil.copytree(model, folder / name)
         path = folder / name / "tokenizer_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     return list(TEMPLATES)
@@ -61,7 +62,7 @@ def _make_models(folder: Path) -> list[str]:
 def _soak(arguments: Namespace, folder: Path) -> list[str]:
     models = folder / "models"
     models.mkdir()
-    names = _make_models(models)
+    names = _make_models(arguments.model or find_bundled("target"), models)
     size = sum(path.stat().st_size for path in (models / names[0]).iterdir())
     options = ["--model", str(models), "--drafter", "lookup", "--max-model-bytes", str(3 * size)]
     options += ["--prompt-cache-bytes", str(32 << 20), "--prompt-disk-bytes", str(64 << 20)]

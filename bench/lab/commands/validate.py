@@ -33,7 +33,7 @@ def add_options(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> None:
     """Run the command."""
     found = leave_one_out(read_apple_sweeps(arguments.sweeps))
-    show(_errors_table(found), _shapes_table(found))
+    show(_errors_table(found))
     overall = median(abs(error) for one in found for error in one.errors)
     worst = min(best.share for one in found for best in one.best)
     show(
@@ -55,15 +55,4 @@ def _errors_table(found: Sequence[LeftOut]) -> Table:
             one.chip, str(len(one.errors)), f"{one.median_error:.1%}", f"{median(one.errors):+.1%}",
             f"{largest:+.1%}",
         )  # fmt: skip
-    return table
-
-
-def _shapes_table(found: Sequence[LeftOut]) -> Table:
-    columns = ("chip", "dtype", "tokens", "predicted best", "measured best", "share of its speedup")
-    table = Table(*columns, title="best shape (W, L)")
-    for one in found:
-        for best in one.best:
-            sampling = "greedy" if best.greedy else "sampled"
-            shapes = (str(best.predicted), str(best.measured))
-            table.add_row(one.chip, best.dtype, sampling, *shapes, f"{best.share:.1%}")
     return table

@@ -1,7 +1,6 @@
 """Widen a small Llama by zero-padded growth: it computes the same, at the cost of a large model.
 
-Text and acceptance are the small model's, for speed work. Only a context longer than the small
-model's changes the text, so that long texts stay readable.
+Text and acceptance are the small model's, for speed work.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import typer
 
-from mlx_redrafter.bench.lab.options import at_least
 from mlx_redrafter.bench.lab.widen import widen_drafter, widen_target
 from mlx_redrafter.checkpoint_files import find_checkpoint
 from mlx_redrafter.cli.bench_output import parse_count
@@ -27,13 +25,11 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="layers of the copy; added ones do nothing")
     parser.add_argument("--drafter", help="recurrent drafter made for the small model")
     parser.add_argument("--drafter-out", type=Path, help="folder for the drafter's copy")
-    parser.add_argument("--context", type=at_least(1), help="context of the copy, in tokens")
-    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of arbitrary weights")
 
 
 def run(arguments: Namespace) -> None:
     """Run the command."""
-    destination, seed = arguments.destination, arguments.seed
+    destination = arguments.destination
     drafter, drafter_out = arguments.drafter, arguments.drafter_out
     if (drafter is None) != (drafter_out is None):
         raise ConfigError("--drafter and --drafter-out belong together; give both or neither")
@@ -42,11 +38,9 @@ def run(arguments: Namespace) -> None:
         check_output(drafter_out, find_checkpoint(drafter))
         if drafter_out.resolve() == destination.resolve():
             raise ConfigError(f"expected two folders to write, got {drafter_out} twice")
-    shape = widen_target(
-        arguments.source, destination, count, arguments.layers, arguments.context, seed
-    )
+    shape = widen_target(arguments.source, destination, count, arguments.layers)
     typer.echo(f"{destination}: {shape.num_parameters / 1e6:.1f}M parameters, {shape}")
     if drafter is None:
         return
-    config = widen_drafter(drafter, drafter_out, shape.hidden_size, seed)
+    config = widen_drafter(drafter, drafter_out, shape.hidden_size)
     typer.echo(f"{drafter_out}: {config}")

@@ -14,9 +14,8 @@ import lzma
 import re
 from pathlib import Path
 
-HERE = Path(__file__).parent
-HELDOUT_TITLES = HERE / "heldout_titles.txt"
-TRAIN_TITLES = HERE / "train_titles.txt"
+HELDOUT_TITLES = Path(__file__).with_name("heldout_titles.txt")
+TRAIN_TITLES = Path(__file__).with_name("train_titles.txt")
 
 PROMPT_PLACES = (0.1, 0.3, 0.5, 0.7, 0.9)  # where in a held-out book its prompts are taken
 PROMPT_WORDS = 32
@@ -62,9 +61,8 @@ def clean_book(raw: str) -> list[str]:
     if raw.count('"') < 1.5e-3 * len(raw):
         paragraphs = [_double_quotes(p) for p in paragraphs]
     broken = [p for p in paragraphs if "\n" in p]
-    hard_wrapped = (
-        len(broken) > len(paragraphs) / 3
-    )  # else a paragraph of several lines is verse or a table
+    # Otherwise a paragraph of several lines is verse or a table.
+    hard_wrapped = len(broken) > len(paragraphs) / 3
     kept = []
     for paragraph in paragraphs:
         if "\n" in paragraph and not hard_wrapped:
@@ -95,11 +93,10 @@ def _is_prose(paragraph: str) -> bool:
     )
 
 
-def training_books(
-    corpus: Path, titles: Path = TRAIN_TITLES, heldout: Path = HELDOUT_TITLES
-) -> list[tuple[int, str]]:
+def training_books(corpus: Path) -> list[tuple[int, str]]:
     """(weight, cleaned text) of every selected book; held-out books are refused."""
-    books, weights, forbidden = read_corpus(corpus), read_titles(titles), read_titles(heldout)
+    books = read_corpus(corpus)
+    weights, forbidden = read_titles(TRAIN_TITLES), read_titles(HELDOUT_TITLES)
     if overlap := sorted(set(weights) & set(forbidden)):
         raise SystemExit(f"error: held-out books in the training selection: {', '.join(overlap)}")
     if missing := sorted(set(weights) - set(books)):
@@ -107,10 +104,10 @@ def training_books(
     return [(weight, "\n\n".join(clean_book(books[title]))) for title, weight in weights.items()]
 
 
-def heldout_books(corpus: Path, heldout: Path = HELDOUT_TITLES) -> dict[str, list[str]]:
+def heldout_books(corpus: Path) -> dict[str, list[str]]:
     """Cleaned paragraphs of every held-out book, by title."""
     books = read_corpus(corpus)
-    return {title: clean_book(books[title]) for title in read_titles(heldout)}
+    return {title: clean_book(books[title]) for title in read_titles(HELDOUT_TITLES)}
 
 
 def prompts_of(paragraphs: list[str]) -> list[str]:
@@ -126,13 +123,13 @@ def prompts_of(paragraphs: list[str]) -> list[str]:
     return list(dict.fromkeys(prompts))
 
 
-def write_heldout(corpus: Path, out: Path, heldout: Path = HELDOUT_TITLES) -> None:
+def write_heldout(corpus: Path, out: Path) -> None:
     """Write `<slug>.txt` per held-out book, and the prompts in `prompts.jsonl`.
 
     A line is {"prompt", "category"}, the category being the title.
     """
     out.mkdir(parents=True, exist_ok=True)
-    books = heldout_books(corpus, heldout)
+    books = heldout_books(corpus)
     for title, paragraphs in books.items():
         slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
         (out / f"{slug}.txt").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@
 Needs torch, numpy, sentencepiece and safetensors. The text and the held-out books are those of
 `corpus.py`; the model and its optimiser those of `llama.py`. There is no step count: progress runs
 from 0 to 1 over the time that is left. So a slow, stopped or resumed run still ends on time with
-its learning rate decayed. Every resume may set another `--minutes` or `--deadline`.
+its learning rate decayed. Every resume may set other `--minutes`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -42,12 +41,10 @@ TOKENS = "tokens.npz"
 LOG = "log.csv"
 BOS, EOS = 1, 2
 
-SPAN = (
-    LlamaConfig.max_position_embeddings
-)  # the longest context; the data are shuffled in spans of this many tokens
-SPANS_PER_BLOCK = (
-    64  # a block is cut into contexts, shuffled again and trained on; the unit of resuming
-)
+# The longest context; the data are shuffled in spans of this many tokens.
+SPAN = LlamaConfig.max_position_embeddings
+# A block is cut into contexts, shuffled again and trained on; the unit of resuming.
+SPANS_PER_BLOCK = 64
 BATCH_TOKENS = 8192
 MICRO_TOKENS = 1024
 CONTEXTS = ((0.10, 128), (0.60, 256), (math.inf, SPAN))  # (until this progress, context length)
@@ -58,9 +55,8 @@ MUON_RATE, ADAM_RATE = 0.025, 6e-3
 LOG_STEPS = 5
 POLL_SECONDS = 20
 CHECKPOINT_SECONDS = 300
-EVALUATION_CONTEXT = (
-    512  # each token is scored with at least half of this before it, as far as its book has it
-)
+# Each token is scored with at least half of this before it, as far as its book has it.
+EVALUATION_CONTEXT = 512
 EVALUATION_BATCH = 16
 
 
@@ -291,33 +287,22 @@ class TrainingState:
         self.counts = Counts(**content["state"])
 
 
-def train(
-    work: Path,
-    deadline: float,
-    seed: int,
-    workers: int,
-    export_minutes: float,
-    progress: float | None,
-) -> None:
+def train(work: Path, deadline: float, seed: int, workers: int) -> None:
     """Train until the deadline, from the checkpoint in `work` if there is one."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     data, run = Data(work, seed), TrainingState(work, LlamaConfig(), workers)
     if (work / CHECKPOINT).exists():
         run.restore()
-        run.counts.progress = run.counts.progress if progress is None else progress
         print(f"resumed at {run.counts}", flush=True)
     clock = Clock(run.counts.progress, deadline)
-    saved = exported = time.time()
+    saved = time.time()
     with (work / LOG).open("a", buffering=1) as log:
         while clock.progress < 1:
             train_block(run, data, clock, log)
             if time.time() - saved > CHECKPOINT_SECONDS or clock.progress >= 1:
                 run.save()
                 saved = time.time()
-            if time.time() - exported > 60 * export_minutes:
-                export(work, work / "snapshot")
-                exported = time.time()
 
 
 def train_block(run: TrainingState, data: Data, clock: Clock, log: TextIO) -> None:
@@ -422,10 +407,6 @@ def _score(row: np.ndarray) -> str:
     return f"{nats / tokens:10.4f} {nats / math.log(2) / size:10.4f} {tokens:8.0f}  "
 
 
-def _utc(text: str) -> float:
-    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -440,21 +421,7 @@ def main() -> None:
     command.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="processes of one thread each"
     )
-    command.add_argument(
-        "--export-minutes", type=float, default=30.0, help="how often to export to WORK/snapshot"
-    )
-    command.add_argument(
-        "--progress",
-        type=float,
-        help="go on from here instead: 0.5 takes a finished run to its peak rate",
-    )
-    end = command.add_mutually_exclusive_group(required=True)
-    end.add_argument(
-        "--minutes", dest="deadline", type=lambda minutes: time.time() + 60 * float(minutes)
-    )
-    end.add_argument(
-        "--deadline", dest="deadline", type=_utc, help="in UTC, such as 2030-01-31T18:00"
-    )
+    command.add_argument("--minutes", type=float, required=True)
     command = commands.add_parser(
         "export", help="write the checkpoint as a float16 Hugging Face folder"
     )
@@ -468,7 +435,7 @@ def main() -> None:
     if a.command == "prepare":
         prepare(a.corpus, a.work)
     elif a.command == "train":
-        train(a.work, a.deadline, a.seed, a.workers, a.export_minutes, a.progress)
+        train(a.work, time.time() + 60 * a.minutes, a.seed, a.workers)
     elif a.command == "export":
         export(a.work, a.out)
     else:
