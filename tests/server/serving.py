@@ -90,8 +90,8 @@ class Served:
         step = self.worker._step
 
         def slowly(job: Job) -> None:
-            time.sleep(seconds)
             step(job)
+            time.sleep(seconds)
 
         patch.setattr(self.worker, "_step", slowly)
 
