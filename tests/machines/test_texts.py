@@ -27,7 +27,7 @@ def _rows(*arguments: str, size: int = 2) -> dict[str, dict[str, bool]]:
 
 def test_two_ranks_write_what_one_process_writes() -> None:
     families = ("llama", "qwen3_5")
-    found = _rows("tests.machines.families", *families, "tokens=16")
+    found = _rows("tests.machines.families", *families)
     assert found.keys() == set(families)
     assert all(all(checks.values()) for checks in found.values()), found
 
@@ -47,6 +47,5 @@ def test_proposers_batches_and_caches_on_two_ranks(kind: str, folder: Path) -> N
 
 
 def test_sums_in_rank_order_keep_drafted_texts_plain_on_three_ranks() -> None:
-    options = "dtype=bfloat16", "tokens=16"
-    found = _rows("tests.machines.families", "llama", *options, size=3)["llama"]
+    found = _rows("tests.machines.families", "llama", "dtype=bfloat16", size=3)["llama"]
     assert all(found[check] for check in ("drafted", "batch", "kept"))

@@ -33,7 +33,7 @@ pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
 VOCAB_SIZE = 288
 # Random schemas of each format.
-NUM_SCHEMAS = 40
+NUM_SCHEMAS = 60
 MODEL = tiny_llama(vocab_size=VOCAB_SIZE, spread=2.0, context=1024)
 TOKENIZERS = {(kind, thinks): tool_tokenizer(kind, thinks) for kind in MARKS for thinks in (0, 1)}
 MESSAGES = [{"role": "user", "content": "GO"}]
