@@ -113,7 +113,7 @@ class Talk:
         elif name not in SETTINGS:
             raise ConfigError(f"expected one of {', '.join(SETTINGS)} or system, got {name!r}")
         else:
-            kind = type(getattr(SamplingParams, name, 0))
+            kind: Any = type(getattr(SamplingParams, name, 0))
             try:
                 number: Any = kind(value)
             except ValueError:

@@ -9,9 +9,10 @@ for the outcome, the device is idle while the host builds the next pass.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -30,15 +31,16 @@ Inputs = dict[SequenceDecoder, mx.array | TokenTree]
 Noises = dict[SequenceDecoder, GumbelNoise | None]
 
 
-class Lane(Protocol):
+class Lane(ABC):
     """The part of a step that depends on its caches: one's own, or those of a batch.
 
     Attributes:
         policy: Decides how much the sequences draft together; None if each decides alone.
     """
 
-    policy: JointPolicy | None
+    policy: JointPolicy | None = None
 
+    @abstractmethod
     def noises(
         self, sequences: Sequence[SequenceDecoder], num_levels: int
     ) -> Sequence[GumbelNoise | None]:
@@ -46,22 +48,21 @@ class Lane(Protocol):
 
         The sequences have samplers of one kind.
         """
-        ...
 
     def look_ahead(self, sequence: SequenceDecoder) -> bool:
         """Whether a pass might follow the sequence's newest one before the host has read that."""
-        ...
+        return False
 
     def follow(self, sequence: SequenceDecoder, tree: TokenTree) -> bool:
         """Commit the newest pass on the device alone, if a pass over the tree can follow that."""
-        ...
+        return False
 
+    @abstractmethod
     def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
         """Run the target on roots and trees, sample, and dispatch that.
 
         An error of one sequence goes to its outbox.
         """
-        ...
 
 
 def step(lane: Lane, sequences: Iterable[SequenceDecoder]) -> None:

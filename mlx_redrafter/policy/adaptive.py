@@ -42,7 +42,8 @@ class Planner:
         max_length: Longest beams that the proposer can draft; None if it has no bound.
 
     Attributes:
-        learner: The estimates, and updates of them.
+        state: The estimates.
+        learner: Updates of them.
         newest: The newest choice.
     """
 
@@ -53,6 +54,7 @@ class Planner:
         clock: Callable[[], float] = time.perf_counter,
         max_length: int | None = None,
     ):
+        self.state = state
         self._timed = timed
         self._costs = CurrentCosts(timed, max_length)
         self.learner = Learner(self._costs, state)
@@ -63,11 +65,6 @@ class Planner:
         self._in_flight: deque[Choice] = deque(maxlen=2)
         self.newest = Choice()
         self._best = self._find_best()
-
-    @property
-    def state(self) -> PolicyState:
-        """The estimates."""
-        return self.learner.state
 
     def choose(self, matches: Sequence[Sequence[float]], count: int) -> Choice:
         """Choose the plan of the next step.
