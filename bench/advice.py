@@ -10,14 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mlx_redrafter.bench.chips import Chip
 from mlx_redrafter.bench.forecast import Forecast
 from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
+from mlx_redrafter.bench.smaller_copy import advise_copy, find_copy
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.drafter_search import (
     DrafterSearch,
     FoundDrafter,
+    can_draft,
     describe_offer,
 )
 from mlx_redrafter.checkpoints.identity import Identity
@@ -26,7 +29,7 @@ from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.hub import Repository
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
 from mlx_redrafter.model_store import is_complete
-from mlx_redrafter.proposers import redrafter
+from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.target_facts import TargetFacts
@@ -55,6 +58,7 @@ class Subject:
         found: The drafter that was found; None if the user named one.
         repository: Repository to download the found drafter from; None if it is on this machine.
         notes: Drafters that cannot be used, each with the reason.
+        can_draft: Whether the model attends to all tokens, so that a copy of it could draft.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Subject:
     found: FoundDrafter | None = None
     repository: Repository | None = None
     notes: Sequence[str] = ()
+    can_draft: bool = False
 
     @property
     def usable_drafter(self) -> str | None:
@@ -78,7 +83,9 @@ class Subject:
         return self.is_bundled and self.drafter == str(find_bundled("drafter"))
 
 
-def find_subject(model: str | None, drafter: str | None = None) -> Subject:
+def find_subject(
+    model: str | None, drafter: str | None = None, chip: Chip | None = None
+) -> Subject:
     """Find the model, and check the drafter or find one.
 
     Of repositories only configs and descriptions are read.
@@ -86,6 +93,7 @@ def find_subject(model: str | None, drafter: str | None = None) -> Subject:
     Args:
         model: A folder or a repository; None is the bundled model.
         drafter: A folder, a repository, "lookup" or "mtp"; "auto" or None to find one.
+        chip: Chip on which a copy of the model must pay as its drafter; None for no copies.
 
     Raises:
         CheckpointError: The model's config cannot be read.
@@ -93,7 +101,9 @@ def find_subject(model: str | None, drafter: str | None = None) -> Subject:
     """
     subject, identity = _find_model(model)
     if drafter in (None, "auto"):
-        return subject if identity is None else _find_drafter(subject, DrafterSearch(identity))
+        if identity is None:
+            return subject
+        return _find_drafter(subject, DrafterSearch(identity), chip)
     if is_word(drafter, "lookup"):
         return replace(subject, drafter=None)
     if is_word(drafter, "mtp"):
@@ -114,11 +124,12 @@ def _find_model(model: str | None) -> tuple[Subject, Identity | None]:
     is_folder = Path(model).expanduser().is_dir()
     shape = shape_of_config(path.resolve().name if is_folder else model, identity.config)
     has_weights = is_complete(path, None)
-    subject = Subject(model, shape, path if has_weights else None)
+    able = can_draft(model, identity.config)
+    subject = Subject(model, shape, path if has_weights else None, can_draft=able)
     return subject, identity if has_weights else identity._replace(folder=None)
 
 
-def _find_drafter(subject: Subject, search: DrafterSearch) -> Subject:
+def _find_drafter(subject: Subject, search: DrafterSearch, chip: Chip | None) -> Subject:
     """Find a drafter on this machine, or a published one."""
     found, repository, failures = search.stored(), None, []
     if found is None:
@@ -129,6 +140,8 @@ def _find_drafter(subject: Subject, search: DrafterSearch) -> Subject:
         except CheckpointError as error:
             failures.append(str(error))
     found = found or search.draft_model()
+    if found is None and chip is not None:
+        found = find_copy(search, chip)
     path = None if found is None or repository is not None else found.option
     return replace(
         subject,
@@ -201,7 +214,8 @@ def _choose(
         offer = describe_offer(found, subject.repository)
         return " --drafter auto --yes", *_published_gain(subject), [f"It downloads {offer}."]
     if subject.usable_drafter is not None and (trial is None or trial >= WORTH_USING):
-        is_default = found is not None or subject.has_bundled_drafter
+        was_made = found is not None and found.method != draft_model.NAME
+        is_default = was_made or subject.has_bundled_drafter
         named = "" if is_default else f" --drafter {shlex.quote(subject.usable_drafter)}"
         where = subject.usable_drafter if found is None else f"{found.name} ({found.reason})"
         where = "the one in this package" if subject.has_bundled_drafter else where
@@ -255,14 +269,21 @@ def advise(
     forecast: Forecast,
     recommended: Recommendation,
     cost: TrainingCost,
+    chip: Chip | None = None,
 ) -> Sections:
-    """Write the advice: sentences by headline."""
+    """Write the advice: sentences by headline.
+
+    ``chip`` is the machine's, None if no figures are known for it.
+    """
     sections: dict[str, Sequence[str]] = {
         "Recommended": [recommended.command, recommended.gain, *recommended.reasons],
         "When drafting will not pay": recommended.limits,
     }
     if subject.usable_drafter is None and subject.repository is None:
         sections["No drafter was found: training one"] = _training(subject, machine, forecast, cost)
+        if subject.can_draft:
+            advice = advise_copy(subject.name, subject.shape, chip)
+            sections["A smaller copy of the model as its drafter"] = advice
     sections["Model"] = [f"{subject.shape}. It is supported: the text is the model's own."]
     outlook = [_outlook(forecast)] if subject.usable_drafter is None else []
     sections[f"Forecast for {machine}"] = [

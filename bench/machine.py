@@ -12,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_redrafter.bench.chips import Chip, find_chip
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.memory_sizes import read_total_memory
 from mlx_redrafter.version import __version__
 
@@ -50,6 +52,14 @@ def processor_name() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def this_chip() -> Chip | None:
+    """Return this machine's chip; None if no figures are known for it."""
+    try:
+        return find_chip(processor_name())
+    except ConfigError:
+        return None
 
 
 def commit() -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -16,7 +16,6 @@ from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.advice import Subject
-    from mlx_redrafter.bench.chips import Chip
     from mlx_redrafter.bench.forecast import Forecast
     from mlx_redrafter.bench.training_cost import TrainingCost
 
@@ -46,6 +45,8 @@ def advise(
     """Recommend one command for a model, with the expected gain, here or on another chip."""
     count = parse_count(tokens)
     from mlx_redrafter.bench import advice
+    from mlx_redrafter.bench.chips import find_chip
+    from mlx_redrafter.bench.machine import this_chip
     from mlx_redrafter.bench.several_machines import SplitModel, describe
     from mlx_redrafter.bench.training_cost import TrainingCost
 
@@ -54,7 +55,8 @@ def advise(
     elif model is not None:
         model = complete_name(model)
     try:
-        subject = advice.find_subject(model, drafter)
+        known = this_chip() if chip is None else find_chip(chip)
+        subject = advice.find_subject(model, drafter, known)
     except UnsupportedTargetError as error:
         refusal = f"Not supported: {error}."
         typer.echo(json.dumps({"supported": False, "reason": str(error)}) if as_json else refusal)
@@ -66,12 +68,12 @@ def advise(
     else:
         from mlx_redrafter.bench.forecast import predict_forecast
 
-        known = _find_chip(chip)
+        known = known or _refuse_machine()
         machine, trial = known.name, None
         forecast = predict_forecast(subject.shape, known, cost)
     recommended = advice.recommend(subject, forecast, trial)
-    sections = advice.advise(subject, machine, forecast, recommended, cost)
-    if machines != 1:
+    sections = advice.advise(subject, machine, forecast, recommended, cost, known)
+    if machines != 1 and known is not None:
         split = SplitModel(subject.shape, known, machines, link)
         headline = f"Expected speed on {machines} x {machine} over {link}"
         sections = {**sections, headline: describe(split)}
@@ -112,17 +114,10 @@ def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, float]:
     return forecast, trial
 
 
-def _find_chip(name: str | None) -> Chip:
-    """Find the named chip, or this machine's chip without a name."""
-    from mlx_redrafter.bench.chips import find_chip
+def _refuse_machine() -> NoReturn:
     from mlx_redrafter.bench.machine import processor_name
 
-    if name is not None:
-        return find_chip(name)
-    try:
-        return find_chip(processor_name())
-    except ConfigError:
-        raise ConfigError(
-            f"no chip given, and no figures are known for this machine ({processor_name()}); say "
-            "--chip 'M2 Pro', or give a model's folder, to measure it here"
-        ) from None
+    raise ConfigError(
+        f"no chip given, and no figures are known for this machine ({processor_name()}); say "
+        "--chip 'M2 Pro', or give a model's folder, to measure it here"
+    )

@@ -24,7 +24,7 @@ def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
 
     Without ``--drafter`` it must be on this machine and made for the model. ``auto`` also offers a
     published one, which ``yes`` downloads without a question, and a smaller model with the same
-    tokens.
+    tokens. Last comes a copy of the model in fewer bits, where that is predicted to pay.
 
     Raises:
         CheckpointError: The model's files cannot be found or read.
@@ -37,7 +37,7 @@ def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
     search = DrafterSearch.of(model)
     found = search.stored()
     if found is None and drafter == AUTO:
-        found = _offer(search, yes) or search.draft_model()
+        found = _offer(search, yes) or search.draft_model() or _copy(search)
     if found is not None:
         note(f"drafter: {found.name} ({found.method}; {found.reason})")
         return found.option
@@ -63,6 +63,14 @@ def _offer(search: DrafterSearch, yes: bool) -> FoundDrafter | None:
     except RedrafterError as error:
         note(f"not used: {error}")
         return None
+
+
+def _copy(search: DrafterSearch) -> FoundDrafter | None:
+    from mlx_redrafter.bench.machine import this_chip
+    from mlx_redrafter.bench.smaller_copy import find_copy
+
+    chip = this_chip()
+    return None if chip is None else find_copy(search, chip)
 
 
 def _agrees(found: FoundDrafter, repository: Repository, yes: bool) -> bool:

@@ -129,6 +129,31 @@ class DrafterSearch:
                 return FoundDrafter(one.name, str(one.folder), draft_model.NAME, reason)
         return None
 
+    def copies(self) -> Iterator[FoundDrafter]:
+        """Yield the copies of the model on this machine that have fewer bytes and can draft."""
+        model = self.model.folder
+        if model is None:
+            return
+        for folder in self._folders():
+            if _weight_bytes(folder) < _weight_bytes(model) and self._is_copy(folder, model):
+                yield FoundDrafter(
+                    repository_of(folder), str(folder), draft_model.NAME, "a copy of the model"
+                )
+
+    def _is_copy(self, folder: Path, model: Path) -> bool:
+        """Return whether a folder has the model's name, sizes and tokens, and can draft."""
+        try:
+            other = Identity.of_folder(folder)
+        except RedrafterError:
+            return False
+        sizes = {**other.config, "num_target_layers": other.config.get("num_hidden_layers")}
+        return (
+            self.model.is_named(*other.names)
+            and self.model.contradiction(sizes) is None
+            and _is_model(folder, attends_to_all=True)
+            and has_same_tokens(folder, model)
+        )
+
     def _stored(self) -> Iterator[FoundDrafter]:
         for line in published_for(self.model, read_table()):
             folder = find_stored(line.drafter, PATTERNS)
@@ -194,6 +219,15 @@ def is_auto(drafter: str | Path | None) -> bool:
     return drafter == AUTO
 
 
+def can_draft(name: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a model attends to all tokens: it has no windows or states.
+
+    Raises:
+        CheckpointError: mlx-lm cannot make the model.
+    """
+    return all(type(cache) is KVCache for cache in make_prompt_cache(make_model(name, config)))
+
+
 def describe_offer(found: FoundDrafter, repository: Repository) -> str:
     """Describe a download: its kind, size and licence, and the gain that others measured."""
     line = found.published
@@ -213,11 +247,9 @@ def _is_model(folder: Path, attends_to_all: bool = False) -> bool:
     """Return whether a folder holds a model, not a drafter; one without windows or states."""
     try:
         kind, config = recognise(folder)
-        must_attend = attends_to_all and kind is draft_model
-        caches = make_prompt_cache(make_model(folder.name, config)) if must_attend else []
+        return kind is draft_model and (not attends_to_all or can_draft(folder.name, config))
     except RedrafterError:
         return False
-    return kind is draft_model and all(type(cache) is KVCache for cache in caches)
 
 
 def _has_module(folder: Path, config: Mapping[str, Any]) -> bool:

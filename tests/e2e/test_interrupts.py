@@ -13,7 +13,7 @@ from tests.helpers.fake_hub import FakeHub
 from tests.helpers.terminal import Ended, interrupt
 
 # Seconds from Ctrl-C to the end; the machine of a test may be busy.
-LONGEST = 6.0
+LONGEST = 20.0
 TEXT = "Once upon a time there were two little cats in a big house. " * 40
 
 

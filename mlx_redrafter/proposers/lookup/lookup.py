@@ -111,7 +111,7 @@ class LookupDrafting:
         self._tree: DraftTree | None = None
         self._is_draft = True
 
-    def outlook(self) -> list[float]:
+    def matches(self) -> list[float]:
         """Return probabilities of the most probable drafts after the token in flight.
 
         If that token is no draft of the tree, there are as many as usual after such a token.
@@ -135,7 +135,7 @@ class LookupDrafting:
         self._read()
         self._flight = flight
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """Learn from the newest pass, for the next turn of the conversation."""
         self._read()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.protocols import Drafting, DraftRequest, Proposer, propose_all
+from mlx_redrafter.decoding.protocols import Drafting, Proposer, propose_all
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.lookup.lookup import Lookup, LookupDrafting
@@ -39,8 +39,8 @@ class LookupFirstDrafting:
         self.network = network
         self.reader = network.reader
 
-    def outlook(self) -> Sequence[float]:
-        return self.lookup.outlook()
+    def matches(self) -> Sequence[float]:
+        return self.lookup.matches()
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         if plan.from_text:
@@ -50,20 +50,24 @@ class LookupFirstDrafting:
         self.lookup.skip(flight)
         return self.network.propose(flight, plan, noise)
 
-    def propose_all(self, requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
-        if requests[0].plan.from_text:
-            return [one.drafting.propose(one.flight, one.plan, one.noise) for one in requests]
-        for_networks = []
-        for one in requests:
-            drafting: Any = one.drafting
-            drafting.lookup.skip(one.flight)
-            for_networks.append(one._replace(drafting=drafting.network))
-        return propose_all(for_networks)
+    def propose_all(
+        self,
+        draftings: Sequence[Any],
+        flights: Sequence[Pass],
+        plan: DraftPlan,
+        noises: Sequence[GumbelNoise | None],
+    ) -> list[TokenTree | None]:
+        if plan.from_text:
+            each = zip(draftings, flights, noises, strict=True)
+            return [one.propose(flight, plan, noise) for one, flight, noise in each]
+        for one, flight in zip(draftings, flights, strict=True):
+            one.lookup.skip(flight)
+        return propose_all([one.network for one in draftings], flights, plan, noises)
 
     def skip(self, flight: Pass) -> None:
         self.lookup.skip(flight)
         self.network.skip(flight)
 
-    def settle(self, length: int) -> None:
-        self.lookup.settle(length)
-        self.network.settle(length)
+    def trim_to(self, length: int) -> None:
+        self.lookup.trim_to(length)
+        self.network.trim_to(length)

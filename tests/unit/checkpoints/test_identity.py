@@ -201,3 +201,27 @@ def test_the_smallest_model_with_the_same_tokens_may_draft(cache: Path) -> None:
     assert found.path == str(draft)
     (draft / "tokenizer.model").write_bytes(b"other")
     assert search.draft_model() is None
+
+
+def test_a_copy_of_the_model_may_draft_and_another_model_may_not(
+    cache: Path,
+) -> None:
+    target = _cached(cache, "org/Tiny-Instruct", find_bundled("target"))
+    with (target / "model.safetensors").open("r+b") as file:
+        file.truncate(10**8)
+    search, four = DrafterSearch(Identity.of_folder(target)), {"quantization": {"bits": 4}}
+    for name, changes in (
+        ("org/Tiny-4bit", {}),
+        ("org/Tiny-Instruct-tuned-4bit", {}),
+        ("me/Tiny-Instruct-4bit", {"num_hidden_layers": 1}),
+        ("you/Tiny-Instruct-4bit", {"hidden_size": 64}),
+        ("mlx/Tiny-Instruct-4bit", {"model_type": "unheard-of"}),
+    ):
+        _cached(cache, name, find_bundled("target"), **four, **changes)
+    foreign = _cached(cache, "org/Tiny-Instruct-MLX-4bit", find_bundled("target"), **four)
+    (foreign / "tokenizer.model").write_bytes(b"other")
+    assert list(search.copies()) == []
+    copy = _cached(cache, "mlx/Tiny-Instruct-8bit", find_bundled("target"), **four)
+    beside = shutil.copytree(copy, target.parent / "Tiny-Instruct-4bit")
+    assert [one.path for one in search.copies()] == [str(copy), str(beside)]
+    assert list(DrafterSearch(Identity.of_folder(copy)).copies()) == [], "as large as the copy"
