@@ -94,13 +94,11 @@ def sweep(
     repeats: int,
     recording: Recording,
     cool_down: float = 0.0,
-    max_repeated: float = 1.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Point]:
     """Measure every plan of the grid, ``repeats`` times per prompt.
 
-    Turns that the recording already has are not repeated. Texts with more than ``max_repeated``
-    repeated 4-grams do not count.
+    Turns that the recording already has are not repeated.
     """
     plans = grid.plans
     parts = [
@@ -121,9 +119,9 @@ def sweep(
     for temp in grid.temps:
         runs = [run for run in recording.runs if run.group == _group(temp)]
         reference = reference_arm(replace(settings, temp=temp))
-        rows = {row.arm: row for row in summarise(runs, reference, max_repeated)}
+        rows = {row.arm: row for row in summarise(runs, reference)}
         points += [Point(temp, plan, rows[arm_name(plan)]) for plan in plans]
-    recording.finish(points=points, max_repeated=max_repeated)
+    recording.finish(points=points)
     return points
 
 

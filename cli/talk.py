@@ -15,7 +15,7 @@ import typer
 from mlx_redrafter.cli.live_text import live_text
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.errors import ConfigError, explain
-from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions
+from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions, SamplingParams
 from mlx_redrafter.interrupts import handling
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Talk:
         elif name not in SETTINGS:
             raise ConfigError(f"expected one of {', '.join(SETTINGS)} or system, got {name!r}")
         else:
-            kind = float if name in ("temp", "top_p", "min_p") else int
+            kind: Any = type(getattr(SamplingParams, name, 0))
             try:
                 number: Any = kind(value)
             except ValueError:

@@ -73,7 +73,7 @@ class DraftPlan:
 
     Attributes:
         shape: Shape of the search, which bounds the depth of the tree to L - 1.
-        num_nodes: Maximum number of nodes that are verified, root included, N; 1 for a probe.
+        num_nodes: Maximum number of nodes that are verified, root included, N; 1 for shadow drafts.
         from_text: Whether the drafts come from prompt lookup instead of a network.
     """
 
@@ -110,13 +110,13 @@ class DraftPlan:
         return cls(shape, num_nodes)
 
     @property
-    def is_probe(self) -> bool:
+    def is_shadow(self) -> bool:
         """Whether the drafts are drawn next to a plain step, only to be compared with the text."""
         return self.num_nodes == 1
 
     @property
     def searched(self) -> DraftPlan:
-        """The plan for the proposer: that of a probe has all nodes that its search scores."""
+        """The plan for the proposer: with shadow drafts, all nodes that its search scores."""
         return replace(self, num_nodes=self.shape.max_nodes) if self.num_nodes == 1 else self
 
     def within(self, max_length: int | None) -> DraftPlan:

@@ -37,7 +37,7 @@ MAX_TAIL = 64
 # Number of such distances that are remembered.
 MAX_TAILS = 3
 # Maximum number of texts with contexts of a lookup, which take 18 MB at 113,634 contexts.
-MAX_CONTEXTS = 8
+MAX_LOOKUP_TEXTS = 8
 
 
 @dataclass(eq=False)
@@ -175,7 +175,7 @@ class Prefixes:
             states[length] = self._engine.target.caches.copy_states(cache)
         path = self._add(tokens[:length], cache, owner)
         self._contexts[path[-1].name] = num_prompt, prefix.contexts
-        if len(self._contexts) > MAX_CONTEXTS:
+        if len(self._contexts) > MAX_LOOKUP_TEXTS:
             del self._contexts[next(iter(self._contexts))]
         for position, arrays in states.items():
             self._keep_states(path, position, arrays)

@@ -22,8 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import load
 from mlx_redrafter.engine import engine
-from mlx_redrafter.policy.plans import SIZES, WIDTHS
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import SIZES, WIDTHS, StepCosts
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.models import ABSENT, SHARED, random_drafter, shared_model

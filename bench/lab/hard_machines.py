@@ -19,7 +19,7 @@ from mlx_redrafter.bench.lab.regret import begin_policy
 from mlx_redrafter.bench.lab.scenarios import FIRST_TEXT, SECOND_TEXT, Scenario, make_scenario
 from mlx_redrafter.bench.lab.simulation import Begin, SimulatedText, run_fixed, run_policy
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import StepCosts
 
 # Positions at which the cases with a jump cost five times as much.
 JUMP = range(100, 150)

@@ -122,7 +122,7 @@ def measure(config: Mapping[str, Any], nodes: int, compiled: bool, repeats: int)
         cache.commit([0, 2])
         seconds.append((built - start, time.thread_time() - waited, dispatched - built))
         if cache.length > LENGTH + 100:
-            cache.settle(LENGTH)
+            cache.trim_to(LENGTH)
     first = seconds[USES - 1][0] if compiled else None
     build, commit, dispatch = np.array(seconds[-repeats:]).T
     medians = (float(np.median(one)) for one in (build, dispatch))

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from mlx_redrafter.errors import ResourceError
 
-# Seconds after which ranks that still run are killed.
-LIMIT = 120.0
+# Seconds after which ranks that still run are killed: generous, as machines may be busy.
+LIMIT = 270.0
 
 
 class NotStarted(ResourceError):

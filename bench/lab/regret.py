@@ -13,8 +13,8 @@ from mlx_redrafter.bench.lab.scenarios import make_scenario
 from mlx_redrafter.bench.lab.simulation import Outcome, play, play_first
 from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
+from mlx_redrafter.policy.plans import StepCosts
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_costs import StepCosts
 
 # Simulated time to update the estimates after one step, in seconds.
 LEARNING_SECONDS = 0.25e-3

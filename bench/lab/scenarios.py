@@ -15,8 +15,7 @@ import numpy.typing as npt
 from mlx_redrafter.bench.chips import CURVES as PUBLISHED
 from mlx_redrafter.bench.chips import VerifyCurve
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.policy.plans import SIZES
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import SIZES, StepCosts
 
 Floats = npt.NDArray[np.float64]
 

@@ -19,8 +19,7 @@ import numpy.typing as npt
 from mlx_redrafter.bench.lab.scenarios import FIRST_TEXT, LEVELS, QUIET, SECOND_TEXT, Scenario
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.policy.plans import LENGTHS
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import LENGTHS, StepCosts
 from mlx_redrafter.trees.tree import Drafts
 
 Floats = npt.NDArray[np.float64]

@@ -17,13 +17,13 @@ from functools import partial
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_redrafter.decoding.accept import sample_and_accept_all, sample_roots
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import read_states
 from mlx_redrafter.decoding.protocols import JointPolicy, num_best_of
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
 from mlx_redrafter.decoding.sequence import SequenceDecoder
-from mlx_redrafter.decoding.step import Inputs, Noises, step
-from mlx_redrafter.decoding.target_choice import sample_and_accept_all, sample_roots
+from mlx_redrafter.decoding.step import Inputs, Lane, Noises, step
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
@@ -36,7 +36,7 @@ PATIENCE = 4
 _IDLE = mx.array([0], dtype=mx.int32)
 
 
-class Batch:
+class Batch(Lane):
     """A `Lane` of several sequences, each in a slot of its own.
 
     Slots come in powers of two, and grow and shrink with the number of sequences.
@@ -121,14 +121,6 @@ class Batch:
         return [
             GumbelNoise(sampler.params, one) for sampler, one in zip(samplers, values, strict=True)
         ]
-
-    def look_ahead(self, sequence: SequenceDecoder) -> bool:
-        """Return False: the cache of a batch must know the length of each sequence."""
-        return False
-
-    def follow(self, sequence: SequenceDecoder, tree: TokenTree) -> bool:
-        """Return False, as `look_ahead` does."""
-        return False
 
     def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
         drafts: list[mx.array | TokenTree] = [_IDLE] * self.cache.num_slots

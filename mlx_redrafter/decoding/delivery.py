@@ -1,15 +1,127 @@
-"""Delivery of a sequence's tokens to its caller, with the counts and times of its steps."""
+"""Tokens of a sequence on the way to its caller, and the counts and times of its steps."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from mlx_redrafter.decoding.clock import StepClock
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.stats import DecodingStats
+
+# Maximum share of a step's time that the caller may spend with a token. The device goes on
+# meanwhile, so the time of a step with more is unknown.
+MAX_ABSENCE = 0.1
+
+
+class Outbox:
+    """Tokens of committed passes until they are taken, and then the reason that no others come.
+
+    Args:
+        request: The request, which says at which token to end.
+        end_of_prompt: Number of tokens before its first one.
+
+    Attributes:
+        num_tokens: Number of all its tokens so far.
+        num_cut: Number of tokens of the newest pass that are not the sequence's, as it ends before.
+        error: Reason why it cannot go on; None if it can.
+    """
+
+    def __init__(self, request: Request, end_of_prompt: int):
+        self._request = request
+        self.end_of_prompt = end_of_prompt
+        self.num_tokens = self.num_cut = 0
+        self.error: Exception | None = None
+        self._tokens: list[Token] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to take, neither tokens nor an error."""
+        return not self._tokens and self.error is None
+
+    @property
+    def needs_next(self) -> bool:
+        """Whether the target has to process the token in flight, too."""
+        return self._request.keeps_cache or not self.is_last_next
+
+    @property
+    def is_last_next(self) -> bool:
+        """Whether the next token is the last one that the request allows."""
+        return self.num_tokens + 1 == self._request.max_tokens
+
+    def put(self, newest: Pass) -> bool:
+        """Add the tokens of a pass that belong to the sequence; return whether it ends there."""
+        rows, found = newest.rows, newest.tokens
+        reason, count = find_end(self._request, found, self.num_tokens)
+        self.num_tokens += count
+        self.num_cut = len(found) - count
+        if newest.path is None:  # `squeeze` costs the host less time than an index
+            self._tokens.append(Token(found[0], False, newest.log_probs.squeeze(0), reason))
+        else:
+            for i, (token, row) in enumerate(zip(found[:count], rows, strict=False)):
+                end = reason if i == count - 1 else None
+                self._tokens.append(Token(token, i < len(rows) - 1, newest.log_probs[row], end))
+        return reason is not None
+
+    def fail(self, error: Exception) -> None:
+        """Note why the sequence cannot go on behind the tokens that are there."""
+        self.error = error
+
+    def take(self) -> list[Token]:
+        """Return the tokens, and leave none.
+
+        Raises:
+            Exception: The error, if there are no tokens before it.
+        """
+        tokens, self._tokens = self._tokens, []
+        if not tokens and self.error is not None:
+            raise self.error
+        return tokens
+
+
+def find_end(request: Request, tokens: Sequence[int], num_before: int) -> tuple[str | None, int]:
+    """Return why and after how many of these tokens decoding ends; (None, all) if not."""
+    has_limit = request.max_tokens >= 0
+    left = request.max_tokens - num_before if has_limit else len(tokens)
+    for i, token in enumerate(tokens[:left]):
+        if token in request.stop_tokens:
+            return "stop", i + 1
+    if has_limit and left <= len(tokens):
+        return "length", left
+    return None, len(tokens)
+
+
+class StepClock:
+    """Times steps, leaving out those that tell nothing of their kind.
+
+    The caller kept the decoder waiting, or the step prepared what later ones use again.
+    """
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        # Seconds that the caller has spent with tokens since the last outcome.
+        self._away = 0.0
+
+    def leave_out(self, seconds: float) -> None:
+        """Count seconds that the caller has spent with tokens."""
+        self._away += seconds
+
+    def skip(self) -> None:
+        """Leave out the step that goes on."""
+        self._last = None
+
+    def lap(self) -> float | None:
+        """Return the seconds since the last call.
+
+        None the first time, after `skip` or after a long absence.
+        """
+        now = time.perf_counter()
+        last, self._last = self._last, now
+        away, self._away = self._away, 0.0
+        if last is None or away > MAX_ABSENCE * (now - last):
+            return None
+        return now - last
 
 
 class Delivery:

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import prefill
-from mlx_redrafter.decoding.protocols import JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder, Status
-from mlx_redrafter.decoding.step import Inputs, Noises, step
+from mlx_redrafter.decoding.step import Inputs, Lane, Noises, step
 from mlx_redrafter.trees.tree import TokenTree
 
 
-class LoneLane:
+class LoneLane(Lane):
     """A `Lane` of one sequence, with the cheapest operations for it."""
-
-    policy: JointPolicy | None = None
 
     def noises(
         self, sequences: Sequence[SequenceDecoder], num_levels: int

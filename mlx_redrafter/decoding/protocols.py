@@ -89,7 +89,7 @@ class Drafting(Protocol):
         """Reader of the states of every pass; None if the drafts need none."""
         ...
 
-    def outlook(self) -> Sequence[float] | None:
+    def matches(self) -> Sequence[float] | None:
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
         Empty if the lookup finds nothing; None for a network, which always proposes something. It
@@ -119,7 +119,7 @@ class Drafting(Protocol):
         """Note a pass after which nothing is drafted; the host has read its tokens."""
         ...
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """End the sequence: the caller's caches hold exactly the first ``length`` tokens."""
         ...
 
@@ -139,45 +139,41 @@ def num_best_of(drafting: Drafting | None) -> int:
     return drafting.num_best if isinstance(drafting, Recycling) else 0
 
 
-class DraftRequest(NamedTuple):
-    """A request for drafts of what may follow a sequence's newest pass.
-
-    Attributes:
-        drafting: The sequence's drafts.
-        flight: The pass.
-        plan: Plan of the drafts.
-        noise: Noise of the target's choices after them; None without noise.
-    """
-
-    drafting: Drafting
-    flight: Pass
-    plan: DraftPlan
-    noise: GumbelNoise | None = None
-
-
 @runtime_checkable
 class JointDrafting(Protocol):
     """Drafts of a network that can draft for several sequences in the same passes."""
 
-    def propose_all(self, requests: Sequence[DraftRequest], /) -> list[TokenTree | None]:
+    def propose_all(
+        self,
+        draftings: Sequence[Any],
+        flights: Sequence[Pass],
+        plan: DraftPlan,
+        noises: Sequence[GumbelNoise | None],
+        /,
+    ) -> list[TokenTree | None]:
         """Do what `Drafting.propose` does for several sequences, this one's the first.
 
         Args:
-            requests: Requests of sequences with drafts of this class. All have one plan, which is
-                `DraftPlan.searched`, and noise of one form or none.
+            draftings: Drafts of this class, one for each sequence.
+            flights: Their passes.
+            plan: Their plan, which is `DraftPlan.searched`.
+            noises: Their noise, of one form, or none.
         """
         ...
 
 
-def propose_all(requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
-    """Draft for several sequences, in the same passes of their network if it can do that.
-
-    The arguments are those of `JointDrafting.propose_all`.
-    """
-    first = requests[0].drafting
-    if len(requests) > 1 and isinstance(first, JointDrafting):
-        return first.propose_all(requests)
-    return [one.drafting.propose(one.flight, one.plan, one.noise) for one in requests]
+def propose_all(
+    draftings: Sequence[Drafting],
+    flights: Sequence[Pass],
+    plan: DraftPlan,
+    noises: Sequence[GumbelNoise | None],
+) -> list[TokenTree | None]:
+    """Do what `JointDrafting.propose_all` does, in turn if the drafts come from no such network."""
+    first = draftings[0]
+    if len(draftings) > 1 and isinstance(first, JointDrafting):
+        return first.propose_all(draftings, flights, plan, noises)
+    each = zip(draftings, flights, noises, strict=True)
+    return [one.propose(flight, plan, noise) for one, flight, noise in each]
 
 
 class Step(NamedTuple):
@@ -199,7 +195,7 @@ class Step(NamedTuple):
 class DraftPolicy(Protocol):
     """Chooses how much every step drafts and verifies; no token depends on it.
 
-    If `choose` returns a plan that `DraftPlan.is_probe`, the step is a plain one. The proposer
+    If `choose` returns a plan that `DraftPlan.is_shadow`, the step is a plain one. The proposer
     draws the drafts next to it, and `select` gets them after the outcome, but none are verified.
     """
 
@@ -208,11 +204,11 @@ class DraftPolicy(Protocol):
         """Whether it may read drafts, so that their scores are computed with them."""
         ...
 
-    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+    def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
         """Choose the plan of the next step; None for plain decoding.
 
         Args:
-            outlook: Probabilities from `Drafting.outlook`.
+            matches: Probabilities from `Drafting.matches`.
         """
         ...
 
@@ -221,7 +217,7 @@ class DraftPolicy(Protocol):
 
         Args:
             plan: The plan that `choose` returned.
-            tree: The drafts, for which the policy may wait. Those of a probe may still be computed,
+            tree: The drafts, for which the policy may wait. Shadow drafts may still be computed,
                 so that a wait delays the next step.
         """
         ...
@@ -246,16 +242,16 @@ class JointPolicy(Protocol):
         ...
 
     def choose_all(
-        self, outlooks: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
+        self, all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
     ) -> None:
         """Prepare `DraftPolicy.choose` of the next step.
 
         Args:
-            outlooks: Policies that choose, each with the result of `Drafting.outlook`.
+            all_matches: Policies that choose, each with the result of `Drafting.matches`.
             count: Number of all sequences of the step.
         """
         ...
 
     def select_all(self, trees: Sequence[tuple[DraftPolicy, TokenTree]]) -> None:
-        """Prepare `DraftPolicy.select` of the sequences that have drafts, probes excepted."""
+        """Prepare `DraftPolicy.select` of the sequences that have drafts to verify."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,17 +39,6 @@ class Request:
     chunk_size: Callable[[int], int] | None = None
     on_progress: ProgressCallback = field(default=lambda done, total: None)
     keeps_cache: bool = False
-
-    def find_end(self, tokens: Sequence[int], num_before: int) -> tuple[str | None, int]:
-        """Return why and after how many of these tokens decoding ends; (None, all) if not."""
-        has_limit = self.max_tokens >= 0
-        left = self.max_tokens - num_before if has_limit else len(tokens)
-        for i, token in enumerate(tokens[:left]):
-            if token in self.stop_tokens:
-                return "stop", i + 1
-        if has_limit and left <= len(tokens):
-            return "length", left
-        return None, len(tokens)
 
 
 class Token(NamedTuple):

@@ -14,15 +14,14 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.decoding.delivery import Delivery
-from mlx_redrafter.decoding.outbox import Outbox
+from mlx_redrafter.decoding.accept import sample_and_accept, sample_root
+from mlx_redrafter.decoding.delivery import Delivery, Outbox
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.processors import ProcessorChain
-from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, DraftRequest, num_best_of
+from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, num_best_of
 from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, TokenSampler
 from mlx_redrafter.decoding.stats import DecodingStats
-from mlx_redrafter.decoding.target_choice import sample_and_accept, sample_root
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.caches.tree_cache import TreeCache
@@ -146,12 +145,11 @@ class SequenceDecoder:
         """Continue in a slot of a batch with its policy there, or in the sequence's own cache."""
         self.place = self._own if cache is None else Place(cache, policy)
 
-    def request_drafts(self, plan: DraftPlan) -> DraftRequest:
-        """Return a request for drafts of what may follow the newest pass."""
-        assert self.drafting is not None
+    def pass_for_drafts(self) -> Pass:
+        """Return the newest pass, after which the drafting is about to propose."""
         assert self.last is not None
         self._seen = self.last
-        return DraftRequest(self.drafting, self.last, plan)
+        return self.last
 
     def skip_drafts(self) -> None:
         """Give the drafting the newest pass, if it has not seen that, and ask for no drafts."""
@@ -184,14 +182,14 @@ class SequenceDecoder:
         noise = self.sampler.noise(self.cache.length - 1, 1)
         return sample_root(self.sampler, outputs, noise, num_best)
 
-    def push(self, found: Pass, drafts: mx.array | TokenTree, request: DraftRequest | None) -> None:
+    def push(self, found: Pass, drafts: mx.array | TokenTree, plan: DraftPlan | None) -> None:
         """Make a dispatched pass over a root or tree the newest one, once that before is committed.
 
         A pass behind a path that turned out to end in NaN is dropped. The first one is committed at
         once: nothing is dispatched behind it, as to dispatch may mean to wait.
         """
         first = self.last is None
-        plan, length = None if request is None else request.plan, self.cache.length
+        length = self.cache.length
         if isinstance(drafts, TokenTree):
             sizes, known = (drafts.num_nodes, drafts.num_unmerged), drafts.known
         else:  # the root is committed already
@@ -210,7 +208,7 @@ class SequenceDecoder:
             self.status = Status.RUNNING
         if first:
             if self.drafting is not None:
-                self.drafting.outlook()  # a lookup indexes the prompt while the device is busy
+                self.drafting.matches()  # a lookup indexes the prompt while the device is busy
             self.commit()
 
     def commit(self) -> None:
@@ -255,11 +253,11 @@ class SequenceDecoder:
         self.delivery.close()
         try:
             if self.request.keeps_cache:
-                self._settle(self.delivery.stats.num_tokens, is_whole)
+                self._trim_to(self.delivery.stats.num_tokens, is_whole)
         finally:
             self.status = Status.CLOSED
 
-    def _settle(self, num_taken: int, is_whole: bool) -> None:
+    def _trim_to(self, num_taken: int, is_whole: bool) -> None:
         """Leave the caches with the prompt and the first ``num_taken`` tokens.
 
         Unless ``is_whole``, the caches may hold a part of an interrupted pass.
@@ -280,9 +278,9 @@ class SequenceDecoder:
         finally:
             # After an interruption the cache may lack entries of tokens that were taken.
             length = min(self.outbox.end_of_prompt + num_taken, self.cache.length + has_root)
-            self.own_cache.settle(length)
+            self.own_cache.trim_to(length)
         if self.drafting is not None:
-            self.drafting.settle(length)
+            self.drafting.trim_to(length)
 
 
 def attempt(do: Callable[[SequenceDecoder], object], sequence: SequenceDecoder) -> None:

@@ -9,22 +9,20 @@ for the outcome, the device is idle while the host builds the next pass.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import num_unread
-from mlx_redrafter.decoding.protocols import (
-    DraftRequest,
-    JointPolicy,
-    propose_all,
-)
+from mlx_redrafter.decoding.protocols import JointPolicy, propose_all
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
+from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.trees.tree import TokenTree
 
 # Trees that the target is to process next, or roots, shape (1,); a first root in a batch may have
@@ -33,15 +31,16 @@ Inputs = dict[SequenceDecoder, mx.array | TokenTree]
 Noises = dict[SequenceDecoder, GumbelNoise | None]
 
 
-class Lane(Protocol):
+class Lane(ABC):
     """The part of a step that depends on its caches: one's own, or those of a batch.
 
     Attributes:
         policy: Decides how much the sequences draft together; None if each decides alone.
     """
 
-    policy: JointPolicy | None
+    policy: JointPolicy | None = None
 
+    @abstractmethod
     def noises(
         self, sequences: Sequence[SequenceDecoder], num_levels: int
     ) -> Sequence[GumbelNoise | None]:
@@ -49,22 +48,21 @@ class Lane(Protocol):
 
         The sequences have samplers of one kind.
         """
-        ...
 
     def look_ahead(self, sequence: SequenceDecoder) -> bool:
         """Whether a pass might follow the sequence's newest one before the host has read that."""
-        ...
+        return False
 
     def follow(self, sequence: SequenceDecoder, tree: TokenTree) -> bool:
         """Commit the newest pass on the device alone, if a pass over the tree can follow that."""
-        ...
+        return False
 
+    @abstractmethod
     def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
         """Run the target on roots and trees, sample, and dispatch that.
 
         An error of one sequence goes to its outbox.
         """
-        ...
 
 
 def step(lane: Lane, sequences: Iterable[SequenceDecoder]) -> None:
@@ -84,7 +82,8 @@ class _Step:
     def __init__(self, lane: Lane, live: Sequence[SequenceDecoder]):
         self._lane = lane
         self._live = live
-        self._requests: dict[SequenceDecoder, DraftRequest] = {}
+        # Plans of those that draft.
+        self._plans: dict[SequenceDecoder, DraftPlan] = {}
         self._trees: dict[SequenceDecoder, TokenTree] = {}
         self._noises: Noises = {}
         # Drafts to verify that the policy chose before the newest pass was read.
@@ -115,28 +114,28 @@ class _Step:
 
     def _request(self) -> Iterable[list[SequenceDecoder]]:
         """Let policies choose plans; return the sequences that ask for drafts, by plan."""
-        outlooks: dict[SequenceDecoder, Sequence[float] | None] = {}
+        matches: dict[SequenceDecoder, Sequence[float] | None] = {}
         groups: defaultdict[Any, list[SequenceDecoder]] = defaultdict(list)
 
-        def find_outlook(one: SequenceDecoder) -> None:
+        def find_matches(one: SequenceDecoder) -> None:
             has_none = one.last is None or one.policy is None or one.outbox.is_last_next
             if one.drafting is not None and not has_none:
-                outlooks[one] = one.drafting.outlook()
+                matches[one] = one.drafting.matches()
 
         def choose(one: SequenceDecoder) -> None:
             if one.last is not None and one.last is one.committed:
                 one.last.check_finite()  # NaN may follow drafts that were accepted
-            plan = one.policy.choose(outlooks[one]) if one.policy and one in outlooks else None
+            plan = one.policy.choose(matches[one]) if one.policy and one in matches else None
             if plan is not None:
-                request = self._requests[one] = one.request_drafts(plan)
+                self._plans[one] = plan
                 kind = one.sampler.kind if isinstance(one.sampler, KeyedSampler) else ()
-                groups[type(request.drafting), plan, kind].append(one)
+                groups[type(one.drafting), plan, kind].append(one)
             elif one.last is one.committed:
                 one.skip_drafts()
 
-        self._each(find_outlook, self._live)
+        self._each(find_matches, self._live)
         if self._lane.policy is not None:
-            found = [(one.policy, outlook) for one, outlook in outlooks.items() if one.policy]
+            found = [(one.policy, chances) for one, chances in matches.items() if one.policy]
             self._lane.policy.choose_all(found, len(self._live))
         self._each(choose, self._live)
         return groups.values()
@@ -155,14 +154,13 @@ class _Step:
 
     def _propose(self, group: Sequence[SequenceDecoder]) -> list[mx.array]:
         """Build the trees of sequences with one plan; return the arrays to dispatch."""
-        plan = self._requests[group[0]].plan
-        noises, searched = self._lane.noises(group, plan.shape.length), plan.searched
-        requests = [
-            self._requests[one]._replace(plan=searched, noise=noise)
-            for one, noise in zip(group, noises, strict=True)
-        ]
+        plan = self._plans[group[0]]
+        noises = self._lane.noises(group, plan.shape.length)
+        draftings = [one.drafting for one in group if one.drafting is not None]
+        flights = [one.pass_for_drafts() for one in group]
+        trees = propose_all(draftings, flights, plan.searched, noises)
         arrays: list[mx.array] = []
-        for one, noise, tree in zip(group, noises, propose_all(requests), strict=True):
+        for one, noise, tree in zip(group, noises, trees, strict=True):
             if tree is None:
                 continue
             self._trees[one], self._noises[one] = tree, noise
@@ -176,13 +174,13 @@ class _Step:
 
         From one token to the next nothing is read, as the length is known anyway.
         """
-        last, tree, request = one.last, self._trees.get(one), self._requests.get(one)
+        last, tree, plan = one.last, self._trees.get(one), self._plans.get(one)
         if last is None:
             # The last token of the prompt alone, as in mlx-lm; in a batch, also those before it.
             tokens = one.request.prompt[-num_unread(one) :]
             self._inputs[one] = mx.array(tokens, dtype=mx.int32)
             return
-        is_plain = request is None or request.plan.is_probe
+        is_plain = plan is None or plan.is_shadow
         if last is not one.committed:
             if last.path is None and is_plain:
                 if one.outbox.needs_next:
@@ -204,7 +202,7 @@ class _Step:
             return False
         if not self._lane.look_ahead(one):
             return False
-        early = self._early[one] = one.policy.select_early(self._requests[one].plan, tree)
+        early = self._early[one] = one.policy.select_early(self._plans[one], tree)
         if early is None or not self._lane.follow(one, early):
             return False
         self._inputs[one] = early
@@ -212,7 +210,7 @@ class _Step:
 
     def _select(self) -> None:
         """Let policies choose the drafts to verify, after the commits: they use their times."""
-        if self._requests and self._lane.policy is not None:
+        if self._plans and self._lane.policy is not None:
             trees = [(one.policy, self._trees[one]) for one in self._choosing if one.policy]
             self._lane.policy.select_all(trees)
         self._each(self._choose, self._choosing)
@@ -224,16 +222,16 @@ class _Step:
 
     def _selected(self, one: SequenceDecoder) -> TokenTree:
         assert one.policy is not None
-        return one.policy.select(self._requests[one].plan, self._trees[one])
+        return one.policy.select(self._plans[one], self._trees[one])
 
     def _commit(self, one: SequenceDecoder) -> None:
         """Commit the pass before the newest one."""
-        request = self._requests.get(one)
+        plan = self._plans.get(one)
         one.commit()
-        if request is None:
+        if plan is None:
             one.skip_drafts()
         if one in self._found:
-            one.push(self._found[one], self._inputs[one], request)
-        is_probe = request is not None and request.plan.is_probe and one in self._trees
-        if is_probe and not one.is_finished:
+            one.push(self._found[one], self._inputs[one], plan)
+        has_shadow = plan is not None and plan.is_shadow and one in self._trees
+        if has_shadow and not one.is_finished:
             self._selected(one)  # the policy updates its estimates from them

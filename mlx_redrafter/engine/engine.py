@@ -48,8 +48,7 @@ from mlx_redrafter.late_grammar import LateGrammar
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy
-from mlx_redrafter.policy.plans import SHORTEST, WIDEST, FixedPolicy
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import SHORTEST, WIDEST, FixedPolicy, StepCosts
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.lookup import Contexts, Lookup, LookupFirst
 from mlx_redrafter.thread_streams import end_streams_with_thread

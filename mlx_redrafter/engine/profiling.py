@@ -177,13 +177,13 @@ def _run(
 def blank_cache(target: Target, length: int, quantisation: Quantisation | None = None) -> TreeCache:
     """Create a cache with K/V entries of zeros in place of ``length`` tokens.
 
-    `TreeCache.settle` shortens the cache. Layers with a state hold that after one token. Blocks
+    `TreeCache.trim_to` shortens the cache. Layers with a state hold that after one token. Blocks
     until MLX has made the entries.
     """
     cache = target.caches.new(quantisation=quantisation)
     mx.eval(target.advance(mx.array([0], dtype=mx.int32), cache).logits)
     target.caches.reserve(cache, length)
-    cache.settle(length)
+    cache.trim_to(length)
     mx.eval([layer.state for layer in cache.stock])
     return cache
 
@@ -221,7 +221,7 @@ class _Junk:
 
     reader = None
 
-    def outlook(self) -> Sequence[float]:
+    def matches(self) -> Sequence[float]:
         return [1.0]
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
@@ -232,7 +232,7 @@ class _Junk:
     def skip(self, flight: Pass) -> None:
         """Nothing is stored."""
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """Nothing is stored."""
 
 
@@ -269,7 +269,7 @@ class _Schedule:
         # Seconds of the steps of the current round.
         self._seconds: list[float] = []
 
-    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+    def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
         plan = self._kind(self._num_chosen).plan
         self._num_chosen += 1
         return plan and plan.within(self._max_length)

@@ -33,7 +33,7 @@ from mlx_redrafter.engine.profiling import (
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.kernels.layers import choices
 from mlx_redrafter.measured import doubt, fastest, load_or_time
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import StepCosts
 from mlx_redrafter.target.target import Target
 
 logger = logging.getLogger(__name__)

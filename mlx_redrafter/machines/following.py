@@ -104,7 +104,7 @@ class Follower:
     def open(self, number: int, length: int, *quantisation: int) -> None:
         """Continue a cache in another text, at the length that it has on rank 0, or begin one."""
         cache = self._caches[number]
-        cache.settle(length)
+        cache.trim_to(length)
         how = Quantisation(*quantisation) if quantisation else None
         self._caches[number] = self._target.caches.new(cache.stock, how)
         if self._caches[number].length != length:
@@ -116,8 +116,8 @@ class Follower:
     def commit(self, cache: int, *path: int) -> None:
         self._caches[cache].commit(path)
 
-    def settle(self, cache: int, length: int) -> None:
-        self._caches[cache].settle(length)
+    def trim_to(self, cache: int, length: int) -> None:
+        self._caches[cache].trim_to(length)
 
     def reserve(self, cache: int, num_rows: int) -> None:
         self._target.caches.reserve(self._caches[cache], num_rows)

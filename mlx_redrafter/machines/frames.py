@@ -36,7 +36,7 @@ class Do(StrEnum):
     # Operations on caches.
     OPEN = auto()  # cache, length, fields of its quantization if it has one
     COMMIT = auto()  # cache, path
-    SETTLE = auto()  # cache, length
+    TRIM_TO = auto()  # cache, length
     RESERVE = auto()  # cache, rows
     DROP = auto()  # cache, batch or copy
     # Copies of parts of caches, for later texts.

@@ -51,9 +51,9 @@ class LedCache(TreeCache):
         with self._leader.together(Do.COMMIT, self.handle.number, *path):
             super().commit(path)
 
-    def settle(self, length: int) -> None:
-        with self._leader.together(Do.SETTLE, self.handle.number, length):
-            super().settle(length)
+    def trim_to(self, length: int) -> None:
+        with self._leader.together(Do.TRIM_TO, self.handle.number, length):
+            super().trim_to(length)
 
 
 class LedQuantisingCache(LedCache, QuantisingCache):

@@ -1,18 +1,212 @@
-"""The default policy of a lone sequence: `planner` chooses, and no text depends on it."""
+"""Choose in every step the draft plan with the most expected tokens per second.
+
+A step yields one token and its accepted drafts. `calibration` and `value` estimate those,
+`step_times` the costs; plain decoding is one of the plans. `learning` updates these estimates,
+`exploration` pays for what the plans in use do not show. A guard compares measured costs with plain
+decoding, and stops drafting whatever is estimated.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, zip_longest
+from typing import Any
+
+import numpy as np
 
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.planner import Planner
-from mlx_redrafter.policy.scored_drafts import ScoredDrafts
+from mlx_redrafter.policy.exploration import MARGIN, Explorer
+from mlx_redrafter.policy.learning import Learner
+from mlx_redrafter.policy.plans import COUNTS, LOOKUP, PLANS, SIZES, Choice, Floats, StepCosts
+from mlx_redrafter.policy.scored_drafts import ScoredDrafts, most_probable
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.step_times import EMPTY, CurrentCosts
 from mlx_redrafter.trees.tree import TokenTree
+
+# Drafts of a sequence that the policy still learns from, and its newest ones.
+Candidates = tuple[list[ScoredDrafts], TokenTree]
+
+
+class Planner:
+    """Chooses for sequences that share their steps: a lone one, or all of a batch.
+
+    Args:
+        timed: Seconds of steps, as timed beforehand.
+        state: Estimates, which it updates.
+        clock: Function that returns the time in seconds, to limit the host's learning.
+        max_length: Longest beams that the proposer can draft; None if it has no bound.
+
+    Attributes:
+        state: The estimates.
+        learner: Updates of them.
+        newest: The newest choice.
+    """
+
+    def __init__(
+        self,
+        timed: StepCosts,
+        state: PolicyState,
+        clock: Callable[[], float] = time.perf_counter,
+        max_length: int | None = None,
+    ):
+        self.state = state
+        self._timed = timed
+        self._costs = CurrentCosts(timed, max_length)
+        self.learner = Learner(self._costs, state)
+        self._explorer = Explorer(self._costs, state.budget)
+        self._clock = clock
+        # Choices whose steps have not been observed, at most two, and the newest one. A batch
+        # observes no step of a sequence that has ended.
+        self._in_flight: deque[Choice] = deque(maxlen=2)
+        self.newest = Choice()
+        self._best = self._find_best()
+
+    def choose(self, matches: Sequence[Sequence[float]], count: int) -> Choice:
+        """Choose the plan of the next step.
+
+        Args:
+            matches: For the sequences for which a prompt lookup finds something, the probabilities
+                of its drafts.
+            count: Number of all sequences.
+        """
+        if self.learner.has_news:
+            self.learn()
+        lookup = self._look_up(matches, count) if matches else None
+        self.newest = lookup or self._explorer.choose(self.learner.guard.allows_drafts)
+        self._in_flight.append(self.newest)
+        return self.newest
+
+    def select(
+        self, candidates: Sequence[Candidates], count: int, is_early: bool = False
+    ) -> list[TokenTree]:
+        """Select the drafts to verify, with padding if a larger size costs less.
+
+        Args:
+            candidates: Drafts of the newest plan for each sequence that has any.
+            count: Number of all sequences.
+            is_early: Whether the step before has not been observed.
+        """
+        kept = self._select(candidates, count, is_early)
+        size = max(tree.size for tree in kept)
+        size = size if size == 1 else self._timed.cheapest_size(size)
+        return [tree if tree.size == 1 else tree.padded(size) for tree in kept]
+
+    def observe_time(self, step: Step, num_tokens: float) -> None:
+        """Learn from the cost of a step.
+
+        Args:
+            step: The step.
+            num_tokens: Its tokens; their mean over the sequences of a batch.
+        """
+        # The last step of a sequence is observed without having been chosen.
+        choice = self._in_flight.popleft() if self._in_flight else Choice()
+        self.learner.observe_time(step, choice, num_tokens, in_row=self.newest.plan is None)
+
+    def learn(self) -> None:
+        """Learn from the drafts of all steps since the last time, and decide again."""
+        start = self._clock()
+        if self.learner.learn(self._best.rate):
+            self._best = self._find_best()
+            self.state.budget.pay_learning(self._clock() - start)
+
+    def _select(
+        self, candidates: Sequence[Candidates], count: int, is_early: bool
+    ) -> list[TokenTree]:
+        choice, calibration = self.newest, self.state.calibration
+        plan, wanted, trees = choice.plan, choice.num_nodes, [tree for _, tree in candidates]
+        assert plan is not None
+        if plan.from_text:
+            probabilities = [[math.exp(score) for score in tree.read().scores] for tree in trees]
+        else:
+            for drafts, tree in candidates:
+                drafts.append(ScoredDrafts(plan.searched, tree, is_early))
+            if wanted != 1 and not self.learner.guard.allows_drafts:
+                # The step in flight when this one was chosen has cost too much.
+                wanted = 1
+                self._explorer.stop_switch()
+                self._revise(tokens=1.0)
+            if wanted is not None:
+                most = min(wanted, *(tree.size for tree in trees))
+                size = max(size for size in (1, *self._timed.verify) if size <= most)
+                return [tree.first(size) for tree in trees]
+            probabilities = [drafts[-1].score(calibration) for drafts, _ in candidates]
+        _, tokens, kept = self._worth(probabilities, count)
+        self._revise(tokens=tokens, waits=True)
+        return [tree.subtree(drafts) for tree, drafts in zip(trees, kept, strict=True)]
+
+    def _revise(self, **changes: Any) -> None:
+        """Change the newest choice, whose step has not been observed yet."""
+        self.newest = self.newest._replace(**changes)
+        if self._in_flight:
+            self._in_flight[-1] = self.newest
+
+    def _find_best(self) -> Choice:
+        """Find the best choice by the current estimates, and what explores next to it."""
+        costs, expected = self._costs, self.state.drafts
+        costs.update(self.state.ratios)
+        # A fixed number of nodes: the host is ahead of the device.
+        all_tokens = 1 + expected.mean
+        w, n, size = place = _largest(all_tokens[..., 1:] / costs.step[..., 1:])
+        tokens, seconds = all_tokens[..., 1:][place], costs.step[..., 1:][place]
+        fixed = Choice(PLANS[w, n], SIZES[size], float(tokens), float(seconds))
+        # As many nodes as pay, once the host knows the drafts.
+        drafts, relative = expected.chosen
+        cost = relative * costs.waiting[..., 1]
+        w, n = place = _largest((1 + drafts) / cost * costs.offered)
+        waiting = Choice(PLANS[w, n], None, 1 + float(drafts[place]), float(cost[place]))
+        drafted = max(fixed, waiting, key=lambda choice: choice.rate)
+        plain = Choice(seconds=costs.plain / (1 + MARGIN))
+        best = max(plain, drafted, key=lambda choice: choice.rate)
+        self._explorer.prepare(best, drafted, fixed, all_tokens)
+        return best
+
+    def _look_up(self, matches: Sequence[Sequence[float]], count: int) -> Choice | None:
+        """Choose a prompt lookup if that gains more than one of which nothing is kept loses."""
+        if not self.learner.guard.allows_drafts:
+            return None
+        rate, plain = self._best.rate, self._costs.plain
+        empty = self._timed.plain * self.state.ratios.of(EMPTY)
+        least = rate * max(self._timed.wait, empty - plain)
+        # No verify costs less than a plain step.
+        if 1 + sum(map(sum, matches)) / count - rate * plain <= least:
+            return None
+        surplus, tokens, _ = self._worth(matches, count)
+        return Choice(LOOKUP, tokens=tokens) if surplus > least else None
+
+    def _worth(
+        self, candidates: Sequence[Sequence[float]], count: int
+    ) -> tuple[float, float, list[list[int]]]:
+        """Find the number of drafts with the most tokens beyond what their time yields otherwise.
+
+        All sequences pay for the size of the largest tree, so it is one number for all of them.
+
+        Args:
+            candidates: Probability of each draft that it is accepted, for each sequence with any.
+            count: Number of all sequences.
+
+        Returns:
+            Tokens per sequence beyond those, expected tokens per sequence, and the drafts of each
+            sequence with drafts.
+        """
+        rate, orders = self._best.rate, [most_probable(one) for one in candidates]
+        ordered = ([one[i] for i in order] for one, order in zip(candidates, orders, strict=True))
+        added = (sum(chances) / count for chances in zip_longest(*ordered, fillvalue=0.0))
+        sums = list(accumulate(added, initial=1.0))
+        options = zip(COUNTS, self._costs.verify, strict=True)
+        surplus = [sums[number] - rate * cost for number, cost in options if number < len(sums)]
+        most = max(surplus)
+        best = COUNTS[surplus.index(most)]
+        return most, sums[best], [order[:best] for order in orders]
+
+
+def _largest(values: Floats) -> tuple[int, ...]:
+    """Return the indices of the largest value."""
+    return tuple(int(index) for index in np.unravel_index(int(values.argmax()), values.shape))
 
 
 class AdaptivePolicy:
@@ -54,8 +248,8 @@ class AdaptivePolicy:
         """Whether the host waited for the drafts of the last step before it verified them."""
         return self._planner.newest.waits
 
-    def choose(self, outlook: Sequence[float] | None = None) -> DraftPlan | None:
-        return self._planner.choose([outlook] if outlook else [], 1).plan
+    def choose(self, matches: Sequence[float] | None = None) -> DraftPlan | None:
+        return self._planner.choose([matches] if matches else [], 1).plan
 
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         return self._planner.select([(self._drafts, tree)], 1)[0]

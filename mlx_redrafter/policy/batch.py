@@ -15,12 +15,10 @@ import numpy as np
 
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import AdaptivePolicy
-from mlx_redrafter.policy.planner import Planner
-from mlx_redrafter.policy.plans import SIZES, FixedPolicy
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Planner
+from mlx_redrafter.policy.plans import SIZES, FixedPolicy, StepCosts
 from mlx_redrafter.policy.scored_drafts import ScoredDrafts
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.value import MEMORY
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -119,10 +117,10 @@ class BatchPolicy:
         return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
 
     def choose_all(
-        self, outlooks: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
+        self, all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
     ) -> None:
         """Decide the plan of the next step for all members."""
-        members = [found for one, found in outlooks if isinstance(one, MemberPolicy)]
+        members = [found for one, found in all_matches if isinstance(one, MemberPolicy)]
         self.selected = {}
         self._learn_time()
         if members:
@@ -191,17 +189,17 @@ class MemberPolicy:
         # Number of decisions whose steps have not been observed.
         self._num_chosen = 0
 
-    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+    def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
         self._num_chosen += 1
         plan = self._batch.plan
-        has_nothing = plan is not None and plan.from_text and not outlook
+        has_nothing = plan is not None and plan.from_text and not matches
         return None if has_nothing else plan
 
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         batch = self._batch
         if self in batch.selected:
             return batch.selected[self]
-        (selected,) = batch.current().select([(self.drafts, tree)], batch.count)  # of a probe
+        (selected,) = batch.current().select([(self.drafts, tree)], batch.count)  # shadow drafts
         return selected
 
     def select_early(self, plan: DraftPlan, tree: TokenTree) -> None:

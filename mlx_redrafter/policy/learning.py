@@ -9,10 +9,10 @@ from operator import add
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.stats import ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.choice import Choice
+from mlx_redrafter.policy.plans import Choice
 from mlx_redrafter.policy.scored_drafts import ScoredDrafts
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_times import EMPTY, PROBE, SPARE, CurrentCosts
+from mlx_redrafter.policy.step_times import EMPTY, SHADOW, SPARE, CurrentCosts
 
 # Totals of a kind of step before its first one.
 _NONE = (0.0,) * 5
@@ -37,7 +37,9 @@ class Learner:
         self.guard = state.begin_guard(costs.plain)
         # Drafts to learn from, by sequence and step.
         self._outcomes: list[list[ScoredDrafts]] = []
-        self._was_plain = False
+        # The step before, and its seconds if it ended a row of steps of one node.
+        self._before: Step | None = None
+        self._last_of_row: float | None = None
         # Steps, tokens, expected tokens, seconds and expected seconds by kind of step.
         self._totals: dict[tuple[DraftPlan | None, int], list[float]] = {}
 
@@ -58,29 +60,47 @@ class Learner:
             step: The step.
             choice: The choice that it was made for.
             num_tokens: Its tokens; their mean over the sequences of a batch.
-            in_row: Whether a plain step comes after it. A plain step is dispatched before the one
-                before is read: in a row of them the first seems longer and the last shorter than
-                they are.
+            in_row: Whether a plain step comes after it.
         """
         plan, kind, state = step.plan, step.num_nodes, self.state
         timed = self._costs.timed(plan, kind, choice.waits)
         if plan is not None and kind == 1:
-            kind = EMPTY if plan.from_text else PROBE
+            kind = EMPTY if plan.from_text else SHADOW
         expected = timed * state.ratios.of(kind)
         seconds = expected if step.seconds is None else step.seconds
         key, news = (plan, step.num_nodes), (1, num_tokens, choice.tokens, seconds, expected)
         self._totals[key] = list(map(add, self._totals.get(key, _NONE), news))
         self.guard.count(num_tokens)
-        was_plain, self._was_plain = self._was_plain, plan is None
+        alone = self._time_alone(step, in_row)
         if step.seconds is None:
             return
         state.budget.save(seconds, SPARE * self._costs.plain)
+        if alone is not None:
+            state.ratios.learn(kind, alone / timed)
         if plan is not None:
-            state.ratios.learn(kind, seconds / timed)
-            self.guard.learn_drafted(seconds, num_tokens)
-        elif was_plain and in_row:
-            state.ratios.learn(kind, seconds / timed)
-            self.guard.learn_plain(seconds)
+            self.guard.learn_drafted(expected if alone is None else alone, num_tokens)
+        elif alone is not None:
+            self.guard.learn_plain(alone)
+
+    def _time_alone(self, step: Step, in_row: bool) -> float | None:
+        """Return the seconds of a step without those of its neighbours, if they can be told apart.
+
+        A plain step is dispatched before the one before it is read, if that has one node. MLX's CPU
+        back end waits for most of what it dispatches. So in a row of steps of one node, the first
+        seems longer and the last, which no plain step follows, shorter than it is.
+        """
+        before, self._before = self._before, step
+        last_of_row, self._last_of_row = self._last_of_row, None
+        if step.seconds is None:
+            return None
+        if step.plan is None:
+            if not in_row and before is not None and before.num_nodes == 1:
+                self._last_of_row = step.seconds
+            return step.seconds if in_row and before is not None and before.plan is None else None
+        if not in_row or step.num_nodes > 1:
+            return step.seconds
+        # Drafts of which none is verified begin a row; what is too much, the row before lacks.
+        return last_of_row and max(0.0, last_of_row + step.seconds - self._costs.plain)
 
     def observe_tokens(self, drafts: list[ScoredDrafts], tokens: Sequence[int]) -> None:
         """Note the tokens of a sequence's step, to learn while the device is busy.

@@ -1,20 +1,19 @@
-"""Draft plans that the adaptive policy chooses from, and the policy of one plan.
+"""Draft plans that the adaptive policy chooses from, what their steps cost, and fixed plans.
 
-Axes: W widths, L lengths, S sizes.
+Axes: W widths, L lengths, S sizes, N nodes verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import TokenTree
 
 Floats = npt.NDArray[np.float64]
@@ -46,6 +45,8 @@ FITS = np.array(
         for w in range(len(WIDTHS))
     ]
 )
+# Minimum share of the cost that padding must save, above the noise of timing.
+MIN_GAIN = 0.05
 
 
 def checked(
@@ -63,6 +64,67 @@ def checked(
 
 
 @dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a step by its parts.
+
+    Attributes:
+        plain: A step of plain decoding.
+        verify: A step that verifies N nodes and drafts nothing, by N.
+        first: Drafting without its levels, by width.
+        level: Each level of drafts, by width. Both are empty for prompt lookup.
+        wait: Additional cost if the host reads the drafts before the target verifies them.
+    """
+
+    plain: float
+    verify: Mapping[int, float]
+    first: Mapping[int, float] = field(default_factory=dict)
+    level: Mapping[int, float] = field(default_factory=dict)
+    wait: float = 0.0
+
+    def cheapest_size(self, num_nodes: int) -> int:
+        """Return the number of nodes, at least ``num_nodes``, with the lowest cost.
+
+        Kernels switch with the number of rows: 16 nodes may cost less than 12.
+        """
+        sizes = sorted(size for size in self.verify if size >= num_nodes)
+        if not sizes:
+            return num_nodes
+        best = min(sizes, key=self.verify.__getitem__)
+        is_clear = self.verify[best] < (1 - MIN_GAIN) * self.verify[sizes[0]]
+        return best if is_clear else num_nodes
+
+    def drafting(self, shape: DraftShape) -> float:
+        """Return the seconds of a search; widths in between are interpolated."""
+        widths = list(self.level)
+        first = np.interp(shape.width, widths, list(self.first.values()))
+        level = np.interp(shape.width, widths, list(self.level.values()))
+        return max(0.0, float(first + shape.levels * level))
+
+
+class Choice(NamedTuple):
+    """Choice for one step, and what is expected of it.
+
+    Attributes:
+        plan: Plan of the drafts; None for plain decoding.
+        num_nodes: Number of nodes to verify; None to choose it by the drafts' probabilities.
+        tokens: Expected tokens, the target's own one included.
+        seconds: Expected cost.
+        waits: Whether the host waited for the drafts.
+    """
+
+    plan: DraftPlan | None = None
+    num_nodes: int | None = None
+    tokens: float = 1.0
+    seconds: float = 1.0
+    waits: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
 class FixedPolicy:
     """A `DraftPolicy` with the same plan in every step.
 
@@ -75,8 +137,8 @@ class FixedPolicy:
     costs: StepCosts | None = None
     reads_drafts: ClassVar[bool] = False
 
-    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
-        has_nothing = outlook is not None and len(outlook) == 0
+    def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
+        has_nothing = matches is not None and len(matches) == 0
         return None if has_nothing else self.plan
 
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:

@@ -8,59 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_redrafter.policy.calibration import Calibration
+from mlx_redrafter.policy.exploration import Budget
 from mlx_redrafter.policy.plans import checked
 from mlx_redrafter.policy.step_times import SPARE, Guard, TimeRatios
 from mlx_redrafter.policy.value import ExpectedDrafts
-
-# Share of the time for exploring, half for probes and surveys and half for trials.
-EXPLORE = 0.01
-# Share of the time for learning on the host; the cost of one plain step is lent.
-LEARNING = 0.03
-
-
-@dataclass
-class Budget:
-    """Seconds that are saved for exploration, and for learning on the host.
-
-    Attributes:
-        probes: Seconds for probes and surveys.
-        trials: Seconds for trials.
-        learning: Seconds for learning.
-        num_surveys: Number of surveys so far.
-    """
-
-    probes: float = 0.0
-    trials: float = 0.0
-    learning: float = 0.0
-    num_surveys: int = 0
-
-    def save(self, seconds: float, most: float) -> None:
-        """Save shares of a step's cost, up to ``most`` seconds for each purpose."""
-        self.probes = min(most, self.probes + EXPLORE / 2 * seconds)
-        self.trials = min(most, self.trials + EXPLORE / 2 * seconds)
-        self.learning = min(most, self.learning + LEARNING * seconds)
-
-    def pay_probe(self, seconds: float, is_survey: bool) -> bool:
-        """Pay for a probe or a survey if there is enough; return whether there was."""
-        if self.probes < seconds:
-            return False
-        self.probes -= seconds
-        self.num_surveys += is_survey
-        return True
-
-    def pay_trial(self, seconds: float) -> bool:
-        """Spend all that is saved for trials if that is enough; return whether it was.
-
-        Nothing is kept: a trial that gains would pay for the next one.
-        """
-        if self.trials < seconds:
-            return False
-        self.trials = 0.0
-        return True
-
-    def pay_learning(self, seconds: float) -> None:
-        """Pay for the host's time."""
-        self.learning -= seconds
 
 
 @dataclass
@@ -94,7 +45,7 @@ class PolicyState:
             "drafts": self.drafts.stored(),
             "ratios": self.ratios.stored(),
             "guard": None if self.guard is None else self.guard.stored(),
-            "budget": [max(0.0, self.budget.probes), max(0.0, self.budget.trials)],
+            "budget": [max(0.0, self.budget.drafts), max(0.0, self.budget.switches)],
         }
 
     @classmethod
@@ -104,14 +55,14 @@ class PolicyState:
         Raises:
             ValueError: They are damaged; KeyError, TypeError or AttributeError, too.
         """
-        probes, trials = checked(stored["budget"], (2,), 0.0, 3600 * SPARE).tolist()
+        drafts, switches = checked(stored["budget"], (2,), 0.0, 3600 * SPARE).tolist()
         guard = stored["guard"]
         return cls(
             Calibration.restored(stored["calibration"]),
             ExpectedDrafts.restored(stored["drafts"]),
             TimeRatios.restored(stored["ratios"]),
             None if guard is None else Guard.restored(guard),
-            Budget(probes, trials),
+            Budget(drafts, switches),
         )
 
     def for_next(self) -> PolicyState:

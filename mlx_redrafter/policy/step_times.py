@@ -13,8 +13,17 @@ from typing import Any
 import numpy as np
 
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.plans import COUNTS, FITS, LENGTHS, PLACES, PLANS, SIZES, Floats, checked
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import (
+    COUNTS,
+    FITS,
+    LENGTHS,
+    PLACES,
+    PLANS,
+    SIZES,
+    Floats,
+    StepCosts,
+    checked,
+)
 
 # Variance, from one step to the next, of what slows all steps; one step's noise has variance 1.
 CHANGE = 0.25
@@ -30,8 +39,8 @@ TRUST = 3.0
 # drafting that pays a little.
 LOSS = 0.05
 
-# Kind of step of a probe; other kinds, except the next one, are numbers of nodes.
-PROBE = 0
+# Kind of step with shadow drafts; other kinds, except the next one, are numbers of nodes.
+SHADOW = 0
 # Kind of step of a prompt lookup of which nothing is verified.
 EMPTY = -1
 _NEVER = 1e9  # seconds of a plan that is not offered
@@ -52,7 +61,7 @@ class TimeRatios:
         self._newest: dict[int, float] = {}
 
     def of(self, kind: int) -> float:
-        """Return the ratio of a kind: a number of nodes (1: plain), or PROBE."""
+        """Return the ratio of a kind: a number of nodes (1: plain), or SHADOW."""
         return math.exp(self._common + self._own.get(kind, (0.0, 0.0))[0])
 
     @property
@@ -91,7 +100,7 @@ class TimeRatios:
         found = cls()
         for kind, one in stored.items():
             own, variance = checked(one, (2,), -7.0, 7.0).tolist()
-            if int(kind) not in (PROBE, EMPTY, 1, *SIZES) or not 0 < variance <= OWN:
+            if int(kind) not in (SHADOW, EMPTY, 1, *SIZES) or not 0 < variance <= OWN:
                 raise ValueError(f"{kind} with variance {variance}")
             found._own[int(kind)] = own, min(OWN, 2 * variance)
         return found
@@ -128,7 +137,7 @@ class CurrentCosts:
 
     def update(self, ratios: TimeRatios) -> None:
         """Take over the newest ratios."""
-        slowed = np.array([ratios.of(kind) for kind in (PROBE, *SIZES)])
+        slowed = np.array([ratios.of(kind) for kind in (SHADOW, *SIZES)])
         self.plain: float = self._costs.plain * ratios.of(1)
         verify = np.maximum(self._verify * slowed, self.plain)
         self.verify: list[float] = verify.tolist()

@@ -82,7 +82,7 @@ class CachedDrafting(NetworkDrafting):
         self.count_flight(flight)
         self.note(flight)
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """Make the entries that are missing, and keep exactly those of the sequence."""
         if not self._is_shared or self._excess is None:
             return

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.protocols import DraftRequest, StateReader
+from mlx_redrafter.decoding.protocols import StateReader
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree, build_trees
@@ -88,7 +88,7 @@ class NetworkDrafting(ABC):
         """Whether this sequence can be drafted for together with others."""
         return True
 
-    def outlook(self) -> None:  # noqa: B027
+    def matches(self) -> None:  # noqa: B027
         """Return None, as a network always has something to propose."""
 
     def begin(self, flight: Pass) -> None:  # noqa: B027
@@ -99,21 +99,25 @@ class NetworkDrafting(ABC):
         found = self.expand([self], [flight], plan.shape, self.rank(noise))
         return build_tree(found.alone, flight.root, plan)
 
-    def propose_all(self, requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
-        draftings: list[Any] = [one.drafting for one in requests]
+    def propose_all(
+        self,
+        draftings: Sequence[Any],
+        flights: Sequence[Pass],
+        plan: DraftPlan,
+        noises: Sequence[GumbelNoise | None],
+    ) -> list[TokenTree | None]:
         are_alike = all(one.couple_noise == self.couple_noise for one in draftings)
         if not (are_alike and all(one.is_joint for one in draftings)):
-            return [one.drafting.propose(one.flight, one.plan, one.noise) for one in requests]
-        flights, plan = [one.flight for one in requests], requests[0].plan
+            each = zip(draftings, flights, noises, strict=True)
+            return [one.propose(flight, plan, noise) for one, flight, noise in each]
         for drafting, flight in zip(draftings, flights, strict=True):
             drafting.begin(flight)
-        noises = [one.noise for one in requests if one.noise is not None]
-        rank = self.rank_all(noises) if noises else None
-        found = self.expand(draftings, flights, plan.shape, rank)
+        known = [one for one in noises if one is not None]
+        found = self.expand(draftings, flights, plan.shape, self.rank_all(known) if known else None)
         return list(build_trees(found, [flight.root for flight in flights], plan))
 
     def skip(self, flight: Pass) -> None:  # noqa: B027
         """Ignore a pass without drafts."""
 
-    def settle(self, length: int) -> None:  # noqa: B027
+    def trim_to(self, length: int) -> None:  # noqa: B027
         """Leave everything, as there are no caches."""

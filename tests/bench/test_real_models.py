@@ -124,7 +124,7 @@ def test_processes_that_ask_at_once_get_one_folder(model: RealModel, store: Path
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    found = {child.communicate(timeout=120)[0].strip() for child in children}
+    found = {child.communicate(timeout=280)[0].strip() for child in children}
     assert found == {str(store / "tiny-float32")}
     load(store / "tiny-float32", drafter="lookup")
 

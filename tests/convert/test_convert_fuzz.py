@@ -1,4 +1,4 @@
-"""Thousands of damaged checkpoints: converted or refused in one line, never anything else.
+"""Two thousand damaged checkpoints: converted or refused in one line, never anything else.
 
 Some of the seeds carry a call of ``os.system``, so that damage could also set it free.
 """
@@ -178,7 +178,7 @@ def convert_damaged(content: bytes, seed: str, watch: Watch) -> bool:
 
 
 FUZZ = settings(
-    max_examples=3000,
+    max_examples=1200,
     deadline=None,
     derandomize=True,
     database=None,
@@ -195,7 +195,7 @@ def test_damaged_files_are_converted_or_refused(mutation: tuple[str, bytes], wat
     assert not Path("executed").exists()
 
 
-@settings(FUZZ, max_examples=2000)
+@settings(FUZZ, max_examples=800)
 @given(mutation=mutations(MEDUSA_SEEDS))
 def test_damaged_medusa_heads_are_too(mutation: tuple[str, bytes], watch: Watch) -> None:
     seed, content = mutation

@@ -18,7 +18,7 @@ from mlx_redrafter import Engine, Grammar, device_read, load, proposers
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import find_kind
 from mlx_redrafter.decoding.lone_lane import LoneLane
-from mlx_redrafter.decoding.protocols import DraftRequest, propose_all
+from mlx_redrafter.decoding.protocols import propose_all
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers import block
@@ -219,14 +219,18 @@ def test_a_network_drafts_for_several_texts_as_for_each(
     def trees(are_joint: bool, options: dict[str, Any]) -> list[Any]:
         found: list[Any] = []
 
-        def record(requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
+        def record(
+            draftings: Sequence[Any], flights: Sequence[Any], plan: Any, noises: Sequence[Any]
+        ) -> list[TokenTree | None]:
             nonlocal num_joint
-            first = requests[0].drafting
+            first = draftings[0]
             is_joint = isinstance(first, NetworkDrafting) and first.is_joint
-            num_joint += are_joint and is_joint and len(requests) > 1
-            chosen = (
-                propose_all(requests) if are_joint else [propose_all([one])[0] for one in requests]
-            )
+            num_joint += are_joint and is_joint and len(draftings) > 1
+            if are_joint:
+                chosen = propose_all(draftings, flights, plan, noises)
+            else:
+                each = zip(draftings, flights, noises, strict=True)
+                chosen = [one.propose(flight, plan, noise) for one, flight, noise in each]
             found.extend(chosen)
             return chosen
 

@@ -13,7 +13,7 @@ from tests.helpers.fake_hub import FakeHub
 from tests.helpers.terminal import Ended, interrupt
 
 # Seconds from Ctrl-C to the end; the machine of a test may be busy.
-LONGEST = 6.0
+LONGEST = 20.0
 TEXT = "Once upon a time there were two little cats in a big house. " * 40
 
 
@@ -88,7 +88,7 @@ def test_the_end_of_python() -> None:
     code = (
         "import atexit, time\n"
         "from mlx_redrafter.cli import main\n"
-        "atexit.register(time.sleep, 1)\n"
+        "atexit.register(time.sleep, 3)\n"
         "atexit.register(print, 'ending', flush=True)\n"
         "main.main = lambda arguments: 0\n"
         "main.run()\n"

@@ -42,37 +42,40 @@ MAX_TOKENS = 64
 load_once = cache(load)
 
 
-def record(shape: tuple[int, int, int | str, str], sampling: dict[str, Any]) -> list[Any]:
-    """What every prompt gives: a digest of its tokens, and the counts of its steps."""
+def record(
+    prompt: str, shape: tuple[int, int, int | str, str], sampling: dict[str, Any]
+) -> list[Any]:
+    """What a prompt gives: a digest of its tokens, and the counts of its steps."""
     model, tokenizer, drafter = load_once()
     width, length, nodes, select = shape
-    found = []
-    for prompt in PROMPTS:
-        responses = list(
-            stream_generate(
-                model,
-                tokenizer,
-                prompt,
-                drafter=drafter,
-                max_tokens=MAX_TOKENS,
-                beam_width=width,
-                beam_length=length,
-                tree_nodes=nodes,
-                select=select,
-                **sampling,
-            )
+    responses = list(
+        stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            drafter=drafter,
+            max_tokens=MAX_TOKENS,
+            beam_width=width,
+            beam_length=length,
+            tree_nodes=nodes,
+            select=select,
+            **sampling,
         )
-        stats = responses[-1].stats
-        tokens = json.dumps([response.token for response in responses])
-        digest = hashlib.sha256(tokens.encode()).hexdigest()[:16]
-        found.append([digest, stats.accepted_counts, stats.num_verified, stats.num_unmerged])
-    return found
+    )
+    stats = responses[-1].stats
+    tokens = json.dumps([response.token for response in responses])
+    digest = hashlib.sha256(tokens.encode()).hexdigest()[:16]
+    return [digest, stats.accepted_counts, stats.num_verified, stats.num_unmerged]
 
 
 def main() -> None:
     """Write the file."""
     rows = [
-        {"shape": list(shape), "sampling": sampling, "found": record(shape, sampling)}
+        {
+            "shape": list(shape),
+            "sampling": sampling,
+            "found": [record(prompt, shape, sampling) for prompt in PROMPTS],
+        }
         for shape in SHAPES
         for sampling in SAMPLINGS
     ]

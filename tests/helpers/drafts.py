@@ -117,7 +117,7 @@ class ScriptedDrafting:
         self.rng = random.Random(proposer.seed)
         self.num_tokens = 0
 
-    def outlook(self) -> None:
+    def matches(self) -> None:
         """It always has something to propose."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
@@ -134,8 +134,8 @@ class ScriptedDrafting:
         """Count the tokens."""
         self.num_tokens += len(flight.tokens)
 
-    def settle(self, length: int) -> None:
-        """Nothing to settle."""
+    def trim_to(self, length: int) -> None:
+        """Nothing to trim."""
 
 
 # Every width and length that a policy may choose, with all drafts that a search scores.
@@ -148,7 +148,7 @@ ALL_PLANS = [
 class RandomShapes:
     """Any shape after any other, plain decoding among them, and any number of its nodes.
 
-    Some are probes.
+    Some are of shadow drafts.
     """
 
     reads_drafts = True
@@ -158,7 +158,7 @@ class RandomShapes:
         self.seen: set[DraftPlan | None] = set()
         self.last: int | None = None
 
-    def choose(self, outlook: Sequence[float] | None) -> DraftPlan | None:
+    def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
         merged = DraftPlan.of(3, 4, select="beam")
         plan = self.rng.choice([None, None, merged, *ALL_PLANS])
         self.seen.add(plan)
@@ -170,7 +170,7 @@ class RandomShapes:
         self.last = None
         if plan.shape.select == "beam":
             return tree
-        self.last = 1 if plan.is_probe else self.rng.randint(1, tree.size)
+        self.last = 1 if plan.is_shadow else self.rng.randint(1, tree.size)
         if self.rng.random() < 0.5:
             return tree.first(self.last)
         # Any drafts whose parents are there, too.

@@ -38,7 +38,6 @@ FLAGS = (
     "-w",
     "-fno-tree-slp-vectorize",
     "-U_FORTIFY_SOURCE",  # it forbids jumps between stacks
-    f"-I{SHIM.parent}",
 )
 ROUNDED = ("-ffp-contract=off",)
 # The compiler forms no fused operation without this option, which is a part of -O2.
@@ -183,6 +182,18 @@ def _folder() -> Path:
 
 
 @cache
+def _header(flags: tuple[str, ...]) -> Path:
+    """A folder with the shim, compiled: to read it takes most of the time of a small source."""
+    folder = _folder() / hashlib.sha256(repr(flags).encode()).hexdigest()[:16]
+    folder.mkdir()
+    header = folder / SHIM.name
+    shutil.copy(SHIM, header)
+    command = ["g++", *FLAGS, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
+    subprocess.run(command, check=True)
+    return folder
+
+
+@cache
 def compiled(text: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     """A library of a C++ source; compiled once.
 
@@ -192,7 +203,7 @@ def compiled(text: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     name = _folder() / hashlib.sha256(repr((text, flags)).encode()).hexdigest()[:16]
     source, library = name.with_suffix(".cpp"), name.with_suffix(".so")
     source.write_text(text, encoding="utf-8")
-    command = ["g++", *FLAGS, *flags, str(source), "-o", str(library)]
+    command = ["g++", *FLAGS, *flags, f"-I{_header(flags)}", str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(next(line for line in done.stderr.splitlines() if "error" in line))

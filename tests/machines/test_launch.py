@@ -17,6 +17,7 @@ from mlx_redrafter.bench.lab.ranks import LIMIT, free_ports, preloaded
 from mlx_redrafter.engine.conversation import Conversation
 from tests.machines.test_ends import store_tiny
 
+pytestmark = pytest.mark.timeout(600)  # ranks have a limit of their own
 # The command ``mlx.launch``, which need not be on the path.
 LAUNCHER = sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"
 # Lines that a user types.

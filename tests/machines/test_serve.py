@@ -27,17 +27,19 @@ from tests.machines.test_ends import store_tiny
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+pytestmark = pytest.mark.timeout(600)  # ranks have a limit of their own
+
 PROMPTS = ["Once upon a time", "The king", "She ran and ran and ran", "In the old house"]
 
 
 def _ask(port: int, path: str, **body: Any) -> Any:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=240)) as client:
         client.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return json.loads(client.getresponse().read())
 
 
 def _read(port: int, path: str) -> str:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=240)) as client:
         client.request("GET", path)
         return client.getresponse().read().decode()
 
@@ -45,7 +47,7 @@ def _read(port: int, path: str) -> str:
 def _leave_early(port: int) -> None:
     """Begin a long text and hang up."""
     body = json.dumps({"prompt": PROMPTS[1], "max_tokens": 400, "stream": True})
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=240)) as client:
         client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         client.getresponse().read(20)
 

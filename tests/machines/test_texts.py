@@ -10,6 +10,7 @@ import pytest
 from mlx_redrafter.bench.lab.ranks import started
 from tests.machines.proposers import store
 
+pytestmark = pytest.mark.timeout(600)  # ranks have a limit of their own
 # Kinds of proposers to try, as all of them take minutes: one that reads the target's states, and a
 # module of another target.
 TRIED = "EAGLE-3", "MTP"

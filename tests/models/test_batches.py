@@ -23,19 +23,18 @@ from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
-from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches import batch_layers
 from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.few_shapes import use_few_shapes
-from tests.models.test_architectures import TOLERANCE, disagreement
+from tests.models.test_architectures import TEXT_MODELS, TOLERANCE, disagreement
 from tests.models.test_quantised_rows import GROUP_SIZE, wide_config
 from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config
 from tests.models.trees import DRAFT_LENGTH, PLAN, ScriptedDrafts, read_by_stock, rows_of
 
-NUM_TEXTS = 5
+NUM_TEXTS = 3
 # Passes of a text that are kept: two whose tokens it takes, two that wait for it, and the newest.
 MAX_VISITS = 5
 # Models whose layers are of each kind, for tests of paths that all kinds share.
@@ -116,16 +115,19 @@ def _poisoned(array: mx.array, slot: int) -> mx.array:
 
 
 def decode_together(
-    model_type: str, target: Target, quantisation: Quantisation | None = None
+    model_type: str,
+    target: Target,
+    quantisation: Quantisation | None = None,
+    num_texts: int = NUM_TEXTS,
 ) -> None:
     """Decode random texts in a batch and compare tokens and caches with stock mlx-lm."""
     rng, model, scheduler = random.Random(model_type), target.model, Scheduler(target)
-    cases = [random_case(rng, model, quantisation) for _ in range(NUM_TEXTS)]
+    cases = [random_case(rng, model, quantisation) for _ in range(num_texts)]
     texts: list[SequenceDecoder] = []
     readers: dict[int, Generator[Token]] = {}
     found: list[list[int]] = []
-    while readers or len(texts) < NUM_TEXTS:
-        if len(texts) < NUM_TEXTS and (not readers or rng.random() < 0.3):
+    while readers or len(texts) < num_texts:
+        if len(texts) < num_texts and (not readers or rng.random() < 0.3):
             case, number = cases[len(texts)], len(texts)
             request = Request(case.prompt, max_tokens=len(case.text), keeps_cache=True)
             sampler = KeyedSampler(case.params, target.vocab_size)
@@ -161,13 +163,13 @@ def assert_same_entries(found: Sequence[Any], expected: Sequence[Any]) -> None:
                 assert difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED)
+@pytest.mark.parametrize("model_type", TEXT_MODELS)
 def test_texts_that_come_and_go(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     poison_what_texts_leave(monkeypatch)
     decode_together(model_type, Target(build(tiny_config(model_type, main_rope(model_type)))))
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED)
+@pytest.mark.parametrize("model_type", TEXT_MODELS)
 def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     """Ends of up to three tokens are trees of the first step, as stock mlx-lm reads tokens."""
     monkeypatch.setattr(prefill, "MAX_END", 3)
@@ -175,7 +177,7 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
     prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (12, 8, 9, 8, 11)]
     texts = {}
     for prompt in prompts:
-        request = Request(prompt, max_tokens=6, prefill_step_size=25, keeps_cache=True)
+        request = Request(prompt, max_tokens=3, prefill_step_size=25, keeps_cache=True)
         sampler = KeyedSampler(SamplingParams(), VOCAB_SIZE)
         texts[SequenceDecoder(target, target.caches.new(), sampler, request)] = list[int]()
     scheduler = Scheduler(target)
@@ -196,14 +198,14 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
         for token in tokens:
             assert token == int(mx.argmax(logits).item())
             logits = read_by_stock(target.model, [token], cache, None)
-        assert len(tokens) == 6
+        assert len(tokens) == 3
         assert_same_entries(text.own_cache.stock, cache)
 
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_buckets(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     use_few_shapes(monkeypatch)
-    decode_together(model_type, Target(build(tiny_config(model_type))))
+    decode_together(model_type, Target(build(tiny_config(model_type))), num_texts=5)
 
 
 # With few codes on the border of two values: rounding changes some codes of other seeds.

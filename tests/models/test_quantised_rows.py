@@ -129,9 +129,16 @@ def codes_of(packed: mx.array, bits: int) -> mx.array:
     return (packed[..., None] >> mx.arange(0, 32, bits)) & (2**bits - 1)
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "bits", "start"),
+    [
+        (drafter, bits, start)
+        for number, drafter in enumerate(DRAFTERS)
+        for place, start in enumerate(STARTS)
+        for bits in (8, 4)
+        if drafter == "scripted" or (number - place) % 4 == (0 if bits == 8 else 2)
+    ],
+)
 def test_texts_and_the_caches_after_them(
     model: nn.Module, drafter: str, bits: int, start: int
 ) -> None:
@@ -307,7 +314,7 @@ def test_blank_caches(model: nn.Module, length: int) -> None:
     target = Target(model)
     cache = blank_cache(target, length, Quantisation(8, GROUP_SIZE, 0))
     for shorter in (length, length - 1):
-        cache.settle(shorter)
+        cache.trim_to(shorter)
         assert {(type(layer), layer.offset) for layer in cache.stock} == {
             (QuantizedKVCache, shorter)
         }

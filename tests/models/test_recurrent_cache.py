@@ -45,9 +45,9 @@ class Sums:
         self.layer[0] = mx.array([-1])  # models write, whatever they compute
         self.layer.branch(state_after)
 
-    def settled(self, length: int) -> int:
+    def trimmed(self, length: int) -> int:
         """The sum of the first tokens, with which the text ends."""
-        self.cache.settle(length)
+        self.cache.trim_to(length)
         assert self.layer.trees is None
         assert self.cache.stock == [self.layer.stock]
         return self.sum
@@ -63,7 +63,7 @@ def text() -> Sums:
 
 @pytest.mark.parametrize(("length", "expected"), [(3, 7), (2, 3)])
 def test_a_plain_step_back(length: int, expected: int) -> None:
-    assert text().settled(length) == expected
+    assert text().trimmed(length) == expected
 
 
 def test_a_tree_in_flight_leaves_its_root() -> None:
@@ -71,7 +71,7 @@ def test_a_tree_in_flight_leaves_its_root() -> None:
         found = text()
         found.verify(8, 16, 32)
         assert found.sum == 7
-        assert found.settled(length) == expected
+        assert found.trimmed(length) == expected
 
 
 @pytest.mark.parametrize(("length", "expected"), [(6, 63), (5, 31), (4, 15), (3, 7)])
@@ -87,7 +87,7 @@ def test_anywhere_in_the_newest_path(after: str, length: int, expected: int) -> 
         found.verify(64, 128)
     if after != "nothing":  # the state after the path is the one before the next pass
         assert found.cache.history.visits[0][-1].step.records[0].before[0].item() == 63
-    assert found.settled(length) == expected
+    assert found.trimmed(length) == expected
 
 
 def test_a_token_and_a_root_after_a_path() -> None:
@@ -96,7 +96,7 @@ def test_a_token_and_a_root_after_a_path() -> None:
         found.verify(8, 16)
         found.cache.commit([0])
         (found.verify if is_tree else found.advance)(64)
-        assert found.settled(5) == 79
+        assert found.trimmed(5) == 79
 
 
 def test_two_tokens_after_a_path() -> None:
@@ -106,7 +106,7 @@ def test_two_tokens_after_a_path() -> None:
         found.cache.commit([0])
         found.advance(64)
         found.advance(128)
-        assert found.settled(length) == expected
+        assert found.trimmed(length) == expected
 
 
 def test_an_interruption_before_the_layer_or_after_it() -> None:
@@ -117,13 +117,13 @@ def test_an_interruption_before_the_layer_or_after_it() -> None:
         found.cache.expect(None)
         if is_after:
             found.layer[0] = mx.array([999])
-        assert found.settled(4) == 15
+        assert found.trimmed(4) == 15
 
 
 def test_the_beginning_of_a_text() -> None:
     found = Sums()
     found.advance(5, 6)
-    assert found.settled(0) == 0
+    assert found.trimmed(0) == 0
     assert found.layer.stock.empty()
 
 

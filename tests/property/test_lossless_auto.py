@@ -12,8 +12,7 @@ import pytest
 from mlx_redrafter import stream_generate
 from mlx_redrafter.engine import engine, generation
 from mlx_redrafter.engine.stored_costs import step_costs
-from mlx_redrafter.policy.plans import SIZES, WIDTHS
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import SIZES, WIDTHS, StepCosts
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -39,7 +38,7 @@ def test_text_does_not_depend_on_the_shapes(
     plain = [
         (response.token, response.logprobs)
         for response in stream_generate(
-            model, tokenizer, PROMPT, drafter=None, max_tokens=150, **sampling
+            model, tokenizer, PROMPT, drafter=None, max_tokens=90, **sampling
         )
     ]
     policy = RandomShapes(3)
@@ -49,7 +48,7 @@ def test_text_does_not_depend_on_the_shapes(
     found = [
         response.token
         for response in stream_generate(
-            model, tokenizer, PROMPT, drafter=drafter, max_tokens=150, **sampling
+            model, tokenizer, PROMPT, drafter=drafter, max_tokens=90, **sampling
         )
     ]
     assert_same_tokens(plain, found, sampling)

@@ -88,13 +88,12 @@ def _compare(
 def test_greedy_text(target: nn.Module, stories: Trained, drafter_dtype: str) -> None:
     dtype = {"float32": mx.float32, **HALVES}[drafter_dtype]
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, dtype=dtype)
-    _compare(target, stories, drafter, 40)
+    _compare(target, stories, drafter, 24)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_sampled_text(target: nn.Module, stories: Trained, seed: int) -> None:
+def test_sampled_text(target: nn.Module, stories: Trained) -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
-    _compare(target, stories, drafter, 24, temp=1.0, top_p=0.95, seed=seed)
+    _compare(target, stories, drafter, 24, temp=1.0, top_p=0.95, seed=1)
 
 
 def test_quantised_half_precision(stories: Trained) -> None:

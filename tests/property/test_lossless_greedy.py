@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.helpers.models import shared_model
 
 GOLDEN_TOKENS = 200
 # Random drafts are wrong nearly always, so that every token is a step.
-RANDOM_TOKENS = 80
+RANDOM_TOKENS = 32
 BOS = 1
 
 SHAPES: list[dict[str, Any]] = [
@@ -105,26 +106,28 @@ def test_mostly_right_drafts_leave_the_published_text(
     golden_tokens: list[Scored],
     shape: dict[str, Any],
 ) -> None:
+    length = GOLDEN_TOKENS if shape is SHAPES[4] else GOLDEN_TOKENS // 2
     responses = list(
         stream_generate(
             stories.model,
             stories.tokenizer,
             [BOS],
             drafter=Scripted(ids(golden_tokens), vocab_size=512),
-            max_tokens=GOLDEN_TOKENS,
+            max_tokens=length,
             **shape,
         )
     )
-    assert_same_tokens(golden_tokens, [response.token for response in responses], shape)
+    assert_same_tokens(golden_tokens[:length], [response.token for response in responses], shape)
     last = responses[-1]
-    assert last.stats.num_tokens == GOLDEN_TOKENS
+    assert last.stats.num_tokens == length
     # The drafts are in the text: with one that is right 7 times in 10, or more of them.
     assert last.tokens_per_step is not None
     assert last.tokens_per_step > 1.5
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("drafts", ["random", "mostly right"])
+@pytest.mark.parametrize(
+    ("shape", "drafts"), list(zip(SHAPES, itertools.cycle(["random", "mostly right"])))
+)
 def test_babyllama_text_is_that_of_stock_mlx_lm(
     babyllama: Trained,
     babyllama_tokens: list[Scored],

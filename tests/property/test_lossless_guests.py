@@ -29,7 +29,7 @@ from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped
 VOCAB_SIZE = 64
 # Passages that come back, so that there is something to look up.
 PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
-NUM_TOKENS = 48
+NUM_TOKENS = 32
 SHAPES: list[dict[str, Any]] = [
     {},
     {"beam_width": 1, "beam_length": 6},
@@ -110,8 +110,7 @@ def test_greedy_texts_are_stock_mlx_lms(guest: Any, shape: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("temp", [0.6, 1.0])
-@pytest.mark.parametrize("couple", [True, False])
+@pytest.mark.parametrize(("temp", "couple"), [(0.6, True), (1.0, False)])
 def test_sampled_texts_are_those_of_plain_decoding(
     guest: Any, shape: dict[str, Any], temp: float, couple: bool
 ) -> None:
@@ -119,8 +118,7 @@ def test_sampled_texts_are_those_of_plain_decoding(
     assert _tokens(guest, couple=couple, **options, **shape) == _plain(temp)
 
 
-@pytest.mark.parametrize("number", range(len(SAMPLERS)))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
 def test_stock_samplers(guest: Any, number: int, shape: dict[str, Any]) -> None:
     expected = _sampled_by_stock(number)
     mx.random.seed(3)
@@ -128,18 +126,17 @@ def test_stock_samplers(guest: Any, number: int, shape: dict[str, Any]) -> None:
     assert_same_tokens(expected, found)
 
 
-@pytest.mark.parametrize("number", range(len(PROCESSORS)))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("number", "shape"), [(i % 2, one) for i, one in enumerate(SHAPES)])
 def test_stock_logits_processors(guest: Any, number: int, shape: dict[str, Any]) -> None:
     processors = make_logits_processors(**PROCESSORS[number])
     found = _tokens(guest, max_tokens=24, logits_processors=processors, **shape)
     assert_same_tokens(_processed_by_stock(number), found)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_stop_tokens_end_inside_a_draft(guest: Any, shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
+def test_stop_tokens_end_inside_a_draft(guest: Any, number: int, shape: dict[str, Any]) -> None:
     text = ids(_greedy())[:24]  # several drafts of every shape
-    for stop in dict.fromkeys(text):
+    for stop in list(dict.fromkeys(text))[number :: len(SHAPES)]:
         found = _tokens(guest, stop_tokens={stop}, max_tokens=len(text), **shape)
         assert found == text[: text.index(stop) + 1]
 
@@ -152,14 +149,14 @@ def test_turns_on_one_prompt_cache(guest: Any, shape: dict[str, Any]) -> None:
         stock, cache = make_prompt_cache(MODEL), make_prompt_cache(MODEL)
         own = make_prompt_cache(guest.target.model) if is_shared else []
         for turn in turns:
-            expected = ids(stock_tokens(MODEL, turn, 9, prompt_cache=stock))
-            found = _tokens(guest, prompt=turn, max_tokens=9, prompt_cache=cache + own, **shape)
+            expected = ids(stock_tokens(MODEL, turn, 7, prompt_cache=stock))
+            found = _tokens(guest, prompt=turn, max_tokens=7, prompt_cache=cache + own, **shape)
             assert found == expected
             assert {layer.offset for layer in cache + own} == {stock[0].offset}
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_any_repetitive_prompt(seed: int) -> None:
     keys = mx.random.split(mx.random.key(seed))
     passage = to_ints(mx.random.randint(1, VOCAB_SIZE, (9,), key=keys[0]))

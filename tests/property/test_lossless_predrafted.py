@@ -75,19 +75,16 @@ def _sampled() -> list[int]:
 def test_texts_are_those_of_plain_decoding(drafter: Any, shape: dict[str, Any]) -> None:
     ahead = SpeculateAhead(drafter)
     assert_same_tokens(_greedy(), _tokens(ahead, max_tokens=NUM_TOKENS, **shape))
-    for couple in (True, False):
-        assert _tokens(ahead, couple=couple, **SAMPLING, **shape) == _sampled()
+    couple = SHAPES.index(shape) % 2 == 0
+    assert _tokens(ahead, couple=couple, **SAMPLING, **shape) == _sampled()
     if shape:
         assert ahead.hits.passes > 5
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_any_shape_after_any_other(
-    drafter: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_shape_after_any_other(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees cut anywhere, steps without drafts, drafts out of the text between them."""
     expected, expected_sampled = _greedy(), _sampled()
-    use_policy(monkeypatch, RandomShapes(seed))
+    use_policy(monkeypatch, RandomShapes(1))
     ahead = SpeculateAhead(drafter, num_outcomes=3)
     assert_same_tokens(expected, _tokens(ahead, max_tokens=NUM_TOKENS))
     assert _tokens(ahead, **SAMPLING) == expected_sampled
@@ -106,16 +103,15 @@ def test_stock_samplers(drafter: Any) -> None:
 
 def test_turns_on_one_prompt_cache(drafter: Any) -> None:
     ahead = SpeculateAhead(drafter)
-    for shape in SHAPES[1:3]:
-        for is_shared in (False, isinstance(drafter, DraftModel)):
-            stock, cache = make_prompt_cache(MODEL), make_prompt_cache(MODEL)
-            own = make_prompt_cache(drafter.target.model) if is_shared else []
-            for turn in ([*PROMPT], [7, 8, 9], [60]):
-                expected = ids(stock_tokens(MODEL, turn, 9, prompt_cache=stock))
-                shared = cache + own
-                found = _tokens(ahead, prompt=turn, max_tokens=9, prompt_cache=shared, **shape)
-                assert found == expected
-                assert {layer.offset for layer in cache + own} == {stock[0].offset}
+    for is_shared, shape in ((False, SHAPES[1]), (isinstance(drafter, DraftModel), SHAPES[2])):
+        stock, cache = make_prompt_cache(MODEL), make_prompt_cache(MODEL)
+        own = make_prompt_cache(drafter.target.model) if is_shared else []
+        for turn in ([*PROMPT], [7, 8, 9], [60]):
+            expected = ids(stock_tokens(MODEL, turn, 9, prompt_cache=stock))
+            shared = cache + own
+            found = _tokens(ahead, prompt=turn, max_tokens=9, prompt_cache=shared, **shape)
+            assert found == expected
+            assert {layer.offset for layer in cache + own} == {stock[0].offset}
 
 
 def test_batches_and_threads(drafter: Any) -> None:

@@ -255,7 +255,7 @@ def test_keyed_sampling_continues_from_a_cache_as_from_the_whole_prompt(model: n
     assert continued == whole
 
 
-def test_without_a_cache_nothing_is_settled(model: nn.Module, start: Start) -> None:
+def test_without_a_cache_nothing_is_trimmed(model: nn.Module, start: Start) -> None:
     """A request that nobody continues spends no forward pass on its last token."""
     calls = []
     original = Target.advance

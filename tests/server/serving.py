@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.worker import Worker
 from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama
@@ -84,9 +85,19 @@ class Served:
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, json.loads(text) if is_json else text.decode()
 
+    def slow_down(self, patch: pytest.MonkeyPatch, seconds: float) -> None:
+        """Let each step of a text take some seconds, so that clients can do something meanwhile."""
+        step = self.worker._step
+
+        def slowly(job: Job) -> None:
+            step(job)
+            time.sleep(seconds)
+
+        patch.setattr(self.worker, "_step", slowly)
+
     def wait_until_idle(self) -> None:
         """Wait until no text is written any more."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 90
         while any(self.worker.gauges()[f"{kind}_requests"] for kind in ("waiting", "running")):
             assert time.monotonic() < end, "texts go on"
             time.sleep(0.01)
@@ -128,5 +139,5 @@ def serving(
         yield Served(listener.getsockname()[1], worker, engine, served)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(90)
     assert not worker.is_alive()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.limits import Limits
 from tests.server.processes import port_of, process
-from tests.server.serving import ABSENT, KEY, Served, make_engine, serving
+from tests.server.serving import ABSENT, KEY, make_engine, serving
 
 PATH = "/v1/completions"
 LONG = {"prompt": "Once upon a time", "max_tokens": 100_000, "temperature": 1, "seed": 1}
@@ -41,14 +42,14 @@ def test_texts_that_outlast_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams get an event, whole texts and those that wait a status, and the thread ends."""
     answers: list[Any] = []
     with serving(make_engine(context=4096), Limits(max_running=2), grace=0.3) as served:
-        _slow_down(served, monkeypatch)
+        served.slow_down(monkeypatch, 0.01)
         ways = [{"stream": True}, {"stream": False}, {"stream": True}, {"stream": False}]
         threads = [_ask(served.port, answers, prompt="A", max_tokens=4000, **way) for way in ways]
         while served.worker.gauges()["waiting_requests"] < 2:
             time.sleep(0.01)
         time.sleep(0.1)
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
     streams = [text for status, text in answers if status == 200]
     wholes = [(status, text) for status, text in answers if status != 200]
     assert len(streams) == len(wholes) == 2
@@ -57,16 +58,6 @@ def test_texts_that_outlast_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
         assert last["error"]["code"] == "shutting_down"
     for status, text in wholes:
         assert (status, json.loads(text)["error"]["code"]) == (503, "shutting_down")
-
-
-def _slow_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = served.worker._step
-
-    def slowly(job: Job) -> None:
-        time.sleep(0.01)
-        step(job)
-
-    monkeypatch.setattr(served.worker, "_step", slowly)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +75,14 @@ def test_a_second_signal_ends_texts_at_once(
     with process(tmp_path, "--drafter", "none") as (server, port):
         answers: list[Any] = []
         threads = [_ask(port, answers, stream=stream) for stream in (True, True, False)]
-        time.sleep(0.5)
+        while _num_running(port) < 3:
+            time.sleep(0.02)
         for one in signals:
             server.send_signal(one)
             time.sleep(0.2)
         assert server.wait(25) == code  # after one signal the texts would have 30 seconds
         for thread in threads:
-            thread.join(20)
+            thread.join(90)
         assert server.stderr is not None
         log = server.stderr.read()
     assert "Traceback" not in log
@@ -116,6 +108,14 @@ def _num_running(port: int) -> int:
     return int(text.partition("\nredrafter_running_requests ")[2].split()[0])
 
 
+def _wait_until_refused(port: int) -> None:
+    """Wait until a server has noticed its first signal."""
+    with contextlib.suppress(ConnectionError):
+        while True:
+            socket.create_connection(("127.0.0.1", port), timeout=60).close()
+            time.sleep(0.05)
+
+
 # A chunk of a prompt that takes longer than anyone waits, as MLX may.
 SLOW_CHUNK = """
 import time
@@ -136,18 +136,18 @@ def test_a_second_signal_in_the_middle_of_a_prompt(first: signal.Signals) -> Non
             while _num_running(port) < 2:
                 time.sleep(0.1)
             server.send_signal(first)
-            time.sleep(0.5)
+            _wait_until_refused(port)
             begin = time.monotonic()
             server.send_signal(first)
-            code = server.wait(20)
+            code = server.wait(60)
             took = time.monotonic() - begin
             for thread in threads:
-                thread.join(20)
+                thread.join(90)
         finally:
             server.kill()
         log = server.stderr.read()
     assert code == (130 if first == signal.SIGINT else 0)
-    assert took < 4  # 1.5 s, and some for a machine that is busy
+    assert took < 25  # 1.5 s, and some for a machine that is busy; the grace is 30 s
     assert "Traceback" not in log
     assert sorted(status for status, _ in answers) == [200, 503]
     assert all("shutting_down" in text for _, text in answers)
@@ -162,7 +162,7 @@ def test_a_signal_while_the_model_is_loaded(number: signal.Signals) -> None:
         try:
             assert server.stderr.readline() == "loading\n"
             server.send_signal(number)
-            assert server.wait(30) == 0
+            assert server.wait(50) == 0
         finally:
             server.kill()
         assert server.stderr.read() == ""

@@ -72,7 +72,7 @@ def test_a_started_server_ends_with_its_agent(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env={"PATH": str(tmp_path), "HOME": str(tmp_path)},
-        timeout=120,
+        timeout=280,
     )
     assert "starting a server" in done.stderr
     assert "bundled has no chat template, which agents need" in done.stderr

@@ -123,7 +123,7 @@ def test_minutes_are_for_the_whole_run(
     result = _train(capsys, tmp_path / "b", *fine, "--minutes", 0.3)
     assert result.code == 0
     assert "needs about 18 s: " in result.err
-    assert 6 < time.monotonic() - start < 36
+    assert 6 < time.monotonic() - start < 120  # 18 on an idle machine
 
 
 def test_a_small_run_interrupted_and_resumed(

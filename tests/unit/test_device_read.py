@@ -13,8 +13,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import Engine, stream_generate
+from mlx_redrafter.decoding import accept
 from mlx_redrafter.decoding import step as decoding_step
-from mlx_redrafter.decoding import target_choice
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.device_read import to_ints
 from tests.conftest import Trained
@@ -28,11 +28,9 @@ STEPS = 50
 # What runs between the first token and the last, or is called from there.
 LOOP = [
     "decoding/accept",
-    "decoding/clock",
     "decoding/decode",
     "decoding/delivery",
     "decoding/lone_lane",
-    "decoding/outbox",
     "decoding/passes",
     "decoding/processors",
     "decoding/records",
@@ -41,7 +39,6 @@ LOOP = [
     "decoding/stats",
     "decoding/sequence",
     "decoding/step",
-    "decoding/target_choice",
     "proposers/draft_model",
     "proposers/expansion",
     "proposers/lookup/lookup",
@@ -222,7 +219,7 @@ def test_a_batch_reads_what_is_dispatched_and_nothing_made_of_it(
     """MLX would compute a part of an array behind all that is dispatched meanwhile."""
     graphs: list[str] = []
     for name in ("to_ints", "to_floats", "to_rows"):
-        read = getattr(target_choice, name)
+        read = getattr(accept, name)
 
         def watched(values: mx.array, read: Any = read) -> Any:
             graph = io.StringIO()
@@ -230,7 +227,7 @@ def test_a_batch_reads_what_is_dispatched_and_nothing_made_of_it(
             graphs.append(graph.getvalue())
             return read(values)
 
-        monkeypatch.setattr(target_choice, name, watched)
+        monkeypatch.setattr(accept, name, watched)
     shape = {"beam_width": 2, "tree_nodes": 4} if has_drafter else {}
     drafter = stories.drafter if has_drafter else None
     engine = Engine(stories.model, stories.tokenizer, drafter)

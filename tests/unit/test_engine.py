@@ -18,7 +18,7 @@ import pytest
 from mlx_redrafter import Engine, Lookup, generate, load, stream_generate
 from mlx_redrafter.engine.generation import LearnedStates
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import StepCosts
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.models import ROOT, random_drafter, tiny_llama, wrapped_tokenizer
 

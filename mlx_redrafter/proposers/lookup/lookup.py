@@ -24,13 +24,7 @@ import mlx.nn as nn
 
 from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.protocols import (
-    Drafting,
-    DraftRequest,
-    Proposer,
-    StateReader,
-    propose_all,
-)
+from mlx_redrafter.decoding.protocols import Drafting, Proposer, StateReader, propose_all
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.lookup.chances import Chances
@@ -141,7 +135,7 @@ class LookupDrafting:
     def reader(self) -> StateReader | None:
         return None if self.network is None else self.network.reader
 
-    def outlook(self) -> list[float]:
+    def matches(self) -> list[float]:
         """Return probabilities of the most probable drafts after the token in flight.
 
         If that token is no draft of the tree, there are as many as usual after such a token.
@@ -163,15 +157,20 @@ class LookupDrafting:
             self.network.skip(flight)
         return tree
 
-    def propose_all(self, requests: Sequence[DraftRequest]) -> list[TokenTree | None]:
-        drafts: list[Any] = [one.drafting for one in requests]
-        is_mixed = len({type(one.network) for one in drafts}) > 1
-        if self.network is None or is_mixed or requests[0].plan.from_text:
-            return [one.drafting.propose(one.flight, one.plan, one.noise) for one in requests]
-        for drafting, one in zip(drafts, requests, strict=True):
-            drafting._read(one.flight)
-        found = zip(requests, drafts, strict=True)
-        return propose_all([one._replace(drafting=drafting.network) for one, drafting in found])
+    def propose_all(
+        self,
+        draftings: Sequence[Any],
+        flights: Sequence[Pass],
+        plan: DraftPlan,
+        noises: Sequence[GumbelNoise | None],
+    ) -> list[TokenTree | None]:
+        is_mixed = len({type(one.network) for one in draftings}) > 1
+        if self.network is None or is_mixed or plan.from_text:
+            each = zip(draftings, flights, noises, strict=True)
+            return [one.propose(flight, plan, noise) for one, flight, noise in each]
+        for one, flight in zip(draftings, flights, strict=True):
+            one._read(flight)
+        return propose_all([one.network for one in draftings], flights, plan, noises)
 
     def skip(self, flight: Pass) -> None:
         """Keep the pass for the next call; the host does not wait for it."""
@@ -179,11 +178,11 @@ class LookupDrafting:
         if self.network is not None:
             self.network.skip(flight)
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """Learn from the newest pass, for the next turn of the conversation."""
         self._read()
         if self.network is not None:
-            self.network.settle(length)
+            self.network.trim_to(length)
 
     def _grow(self, plan: DraftPlan, noise: GumbelNoise | None) -> DraftTree:
         """Find drafts after the newest token that the host has read."""

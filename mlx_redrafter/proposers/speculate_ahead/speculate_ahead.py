@@ -112,8 +112,8 @@ class SpeculateAheadDrafting:
         # That tree; None if another proposer drafted it.
         self._tree: TokenTree | None = None
 
-    def outlook(self) -> Sequence[float] | None:
-        return self.drafting.outlook()
+    def matches(self) -> Sequence[float] | None:
+        return self.drafting.matches()
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         """Draft after a pass; while the host waits for a pass over a tree, draft ahead."""
@@ -138,8 +138,8 @@ class SpeculateAheadDrafting:
         self._remember(flight)
         self._tree = None
 
-    def settle(self, length: int) -> None:
-        self.drafting.settle(length)
+    def trim_to(self, length: int) -> None:
+        self.drafting.trim_to(length)
 
     def _remember(self, flight: Pass) -> None:
         self._origin, self._root = flight.hidden_state, flight.root

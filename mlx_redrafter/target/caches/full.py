@@ -82,7 +82,7 @@ class FullCache:
     def expect(self, step: TreePass) -> None:
         self.step = step
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         self.write_aside()
         if self._rows.keys is not None:  # a layer that the model never uses stays empty
             self._rows.offset = length

@@ -43,7 +43,7 @@ class ModelCaches:
         Args:
             prompt_cache: mlx-lm caches to continue, one per layer; new ones by default.
             quantisation: KV cache quantization, or None.
-            given: The caller's list, which begins with ``prompt_cache``. `TreeCache.settle`
+            given: The caller's list, which begins with ``prompt_cache``. `TreeCache.trim_to`
                 replaces its caches by quantised ones, as mlx-lm does.
         """
         stock = self.stock(prompt_cache)

@@ -73,8 +73,8 @@ class QuantisingCache(TreeCache):
             return True
         return self.length + tree.max_depth < self._quantisation.start
 
-    def settle(self, length: int) -> None:
-        super().settle(length)
+    def trim_to(self, length: int) -> None:
+        super().trim_to(length)
         if self._given:  # as mlx-lm does, replace the caller's caches by quantised ones
             self._given[: len(self.layers)] = self.stock
 
@@ -83,7 +83,7 @@ class QuantisingCache(TreeCache):
         for number, layer in enumerate(self.layers):
             if not hasattr(layer.stock, "to_quantized"):  # mlx-lm leaves these kinds alone
                 continue
-            layer.settle(self.length)
+            layer.trim_to(self.length)
             if layer.stock.offset >= how.start:  # false for a layer that the model never uses
                 quantised = layer.stock.to_quantized(how.group_size, how.bits)
                 self.layers[number] = QuantisedCache(quantised)

@@ -60,7 +60,7 @@ class RecurrentCache:
             ]
         self._store(state)
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         # If no pass has processed token ``length``, the state stays as it is.
         state = self.step.history.state(self._number, length)
         if state is not None:

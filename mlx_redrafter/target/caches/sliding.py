@@ -4,8 +4,8 @@ Axes: N nodes of the tree, W tokens of a window, which includes the newest token
 
 Drafts would overwrite entries of the ring that are still needed if the target rejects the drafts.
 So the first tree moves the K/V entries into a buffer in the order of tokens, which works as in
-`full`. A full buffer drops the entries that no window reaches any more. `SlidingCache.settle` moves
-the entries back. Before the first tree the layer uses the ring alone, as in mlx-lm.
+`full`. A full buffer drops the entries that no window reaches any more. `trim_to` moves the entries
+back. Before the first tree the layer uses the ring alone, as in mlx-lm.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class SlidingCache(FullCache):
             self._make_room(step.length + (1 if step.trees is None else step.trees.size))
         super().expect(step)
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """Fill the ring again; entries that the buffer has dropped become zeros."""
         if self._is_ordered:
-            super().settle(length)
+            super().trim_to(length)
             _fill(self.stock, self._rows, length)
         elif self.stock.offset != length:
             _fill(self.stock, _in_order(self.stock), length)

@@ -17,7 +17,7 @@ class LayerCache(Protocol):
     """One layer's cache: the interface that mlx-lm models use, and the steps of a tree.
 
     Attributes:
-        stock: The mlx-lm cache of the K/V entries, which `settle` leaves as mlx-lm would.
+        stock: The mlx-lm cache of the K/V entries, which `trim_to` leaves as mlx-lm would.
     """
 
     stock: Any
@@ -26,7 +26,7 @@ class LayerCache(Protocol):
         """Take over the accepted path of the pass before, and prepare for the next pass."""
         ...
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """Leave the stock cache holding exactly the first ``length`` tokens."""
         ...
 
@@ -143,14 +143,14 @@ class TreeCache:
         """Whether the nodes of a tree would attend to the same entries as in plain decoding."""
         return True
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """Leave the stock caches holding exactly the first ``length`` tokens.
 
         ``length`` may include the root of the newest tree. Safe after an interruption.
         """
         self.unread = None
         for part in self.parts:
-            part.settle(length)
+            part.trim_to(length)
         self.length = self._floor = length
         self.history.visits = [[]]
         self._step = TreePass([length])

@@ -74,7 +74,7 @@ class ToyDrafting:
         self.network = network
         self.couple_noise = couple_noise
 
-    def outlook(self) -> None:
+    def matches(self) -> None:
         """Return None, as a network always has something to propose."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
@@ -87,7 +87,7 @@ class ToyDrafting:
     def skip(self, flight: Pass) -> None:
         """Ignore a pass without drafts."""
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """Leave everything, as there are no caches."""
 
 

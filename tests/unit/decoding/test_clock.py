@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlx_redrafter.decoding import clock as step_clock
-from mlx_redrafter.decoding.clock import StepClock
+from mlx_redrafter.decoding import delivery
+from mlx_redrafter.decoding.delivery import StepClock
 
 
 class Time:
@@ -23,7 +23,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
     time = Time()
-    monkeypatch.setattr(step_clock, "time", time)
+    monkeypatch.setattr(delivery, "time", time)
     return time
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_redrafter.decoding.decode import decode
+from mlx_redrafter.decoding.delivery import find_end
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler, normalise
 from mlx_redrafter.decoding.sequence import SequenceDecoder
@@ -43,7 +44,7 @@ def test_ends(
     tokens: list[int], num_before: int, max_tokens: int, expected: tuple[str | None, int]
 ) -> None:
     request = Request(prompt=[1], stop_tokens=frozenset({9}), max_tokens=max_tokens)
-    assert request.find_end(tokens, num_before) == expected
+    assert find_end(request, tokens, num_before) == expected
 
 
 def test_normalise_is_a_log_softmax() -> None:

@@ -16,8 +16,7 @@ from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_pol
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
-from mlx_redrafter.policy.choice import Choice
-from mlx_redrafter.policy.exploration import TRIAL
+from mlx_redrafter.policy.exploration import SWITCH
 from mlx_redrafter.policy.plans import (
     COUNTS,
     LONGEST,
@@ -25,10 +24,11 @@ from mlx_redrafter.policy.plans import (
     PLANS,
     SHORTEST,
     SIZES,
+    Choice,
     FixedPolicy,
+    StepCosts,
 )
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.policy.step_times import EMPTY
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
@@ -66,8 +66,8 @@ class Watched:
     def waits(self) -> bool:
         return self.policy.waits
 
-    def choose(self, outlook: Any) -> DraftPlan | None:
-        return self.policy.choose(outlook)
+    def choose(self, matches: Any) -> DraftPlan | None:
+        return self.policy.choose(matches)
 
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         return self.policy.select(plan, tree)
@@ -103,8 +103,8 @@ def test_the_regret_of_simulated_texts_is_small() -> None:
 def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
     first = _decode(_scenario(-8.0))
     second = _decode(_scenario(-8.0), first, TOKENS)
-    assert sum(step.num_nodes > 1 for step in second.steps) <= 3 * TRIAL
-    assert any(step.num_nodes == 1 and step.plan for step in second.steps), "probes"
+    assert sum(step.num_nodes > 1 for step in second.steps) <= 3 * SWITCH
+    assert any(step.num_nodes == 1 and step.plan for step in second.steps), "shadow drafts"
     assert sum(step.seconds or 0.0 for step in second.steps) < 1.02 * QUIET.mean * TOKENS
 
 
@@ -310,9 +310,9 @@ def test_every_plan_on_offer_shows_all_drafts_of_its_search() -> None:
 
 def test_plain_steps_are_timed_now_and_then_while_drafting() -> None:
     steps = _decode(_scenario(-1.0, _costs("tiles", level=0.06))).steps
-    trials = [i for i, step in enumerate(steps) if step.plan is None]
-    assert 2 <= len(trials) < 40
-    assert trials[1] == trials[0] + 1, "one plain step alone cannot be timed"
+    switched = [i for i, step in enumerate(steps) if step.plan is None]
+    assert 2 <= len(switched) < 40
+    assert switched[1] == switched[0] + 1, "one plain step alone cannot be timed"
 
 
 def test_a_chain_in_use_shows_what_a_tree_would_get() -> None:
@@ -342,7 +342,7 @@ def test_choices_follow_the_cost_of_steps() -> None:
     costs, before = _costs(), PolicyState()
     before.drafts.mean = 0 * before.drafts.mean
     before.drafts.chosen = np.ones_like(before.drafts.chosen)
-    before.budget.trials = 0.0
+    before.budget.switches = 0.0
     assert AdaptivePolicy(costs, before).choose([]) is not None
     for size in list(costs.verify) * 20:
         before.ratios.learn(size, 4.0)
@@ -391,11 +391,11 @@ def test_sequences_of_96_tokens_lose_little_where_nothing_pays(
     assert np.mean(speeds[1:]) > 0.98
 
 
-def test_a_plan_of_one_node_is_a_probe() -> None:
+def test_a_plan_of_one_node_is_of_shadow_drafts() -> None:
     scenario = _scenario(-8.0)
     second = _decode(scenario, _decode(scenario), TOKENS)
-    probes = [step.plan for step in second.steps if step.plan and step.plan.num_nodes == 1]
-    assert probes
+    shadows = [step.plan for step in second.steps if step.plan and step.plan.num_nodes == 1]
+    assert shadows
     assert not any(step.plan.num_nodes == 1 for step in second.steps if step.num_nodes > 1)
 
 
@@ -404,8 +404,8 @@ def _lookup_policy() -> AdaptivePolicy:
 
 
 def test_lookups_that_cost_more_than_timed_are_used_less_often() -> None:
-    policy, outlook = _lookup_policy(), [0.7, 0.5]
-    assert policy.choose(outlook) == LOOKUP
+    policy, matches = _lookup_policy(), [0.7, 0.5]
+    assert policy.choose(matches) == LOOKUP
     chosen: DraftPlan | None = LOOKUP
     for _ in range(40):
         if chosen is not None:
@@ -413,13 +413,13 @@ def test_lookups_that_cost_more_than_timed_are_used_less_often() -> None:
         policy.observe(
             Step(chosen, 3 if chosen else 1, [1, 1] if chosen else [1], 2.5 if chosen else 1.0)
         )
-        chosen = policy.choose(outlook)
+        chosen = policy.choose(matches)
     assert chosen is None
 
 
 def test_a_lookup_must_gain_more_than_one_of_which_nothing_is_kept_loses() -> None:
-    policy, outlook = _lookup_policy(), [0.7, 0.5]
-    assert policy.choose(outlook) == LOOKUP
+    policy, matches = _lookup_policy(), [0.7, 0.5]
+    assert policy.choose(matches) == LOOKUP
     assert policy.select(LOOKUP, _tree(0.01)).size == 1
     ratios = policy.state.ratios
     for _ in range(2):  # one slow step changes nothing
@@ -429,8 +429,24 @@ def test_a_lookup_must_gain_more_than_one_of_which_nothing_is_kept_loses() -> No
         ratios.learn(EMPTY, 2.0)
         ratios.learn(1, 1.0)
     policy = AdaptivePolicy(policy._planner._timed, PolicyState(ratios=ratios))
-    assert policy.choose(outlook) is None
+    assert policy.choose(matches) is None
     assert policy.choose([0.99] * 15) == LOOKUP
+
+
+def test_empty_lookups_are_not_charged_for_the_plain_step_after_them() -> None:
+    """Where dispatching waits for the device, the first step of a row takes the next one's time."""
+    policy, plain, promised = _lookup_policy(), Step(None, 1, [1], 1.0), [0.99] * 15
+    policy.choose([])
+    for _ in range(20):
+        for _ in range(4):
+            policy.choose([])
+            policy.observe(plain)
+        assert policy.choose(promised) == LOOKUP
+        policy.observe(plain._replace(seconds=0.1))
+        assert policy.select(LOOKUP, _tree(0.01)).size == 1
+        policy.choose([])
+        policy.observe(Step(LOOKUP, 1, [1], 1.9))
+    assert policy.state.ratios.of(EMPTY) == pytest.approx(1.0, abs=0.05)
 
 
 def test_plain_steps_without_a_network_are_all_counted() -> None:

@@ -14,9 +14,8 @@ from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
-from mlx_redrafter.policy.plans import LOOKUP, SIZES
+from mlx_redrafter.policy.plans import LOOKUP, SIZES, StepCosts
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_costs import StepCosts
 from mlx_redrafter.trees.tree import TokenTree
 
 SLOTS, TOKENS = 4, 60
@@ -39,12 +38,12 @@ class Watched(MemberPolicy):
         self.batch = batch
         self.steps: list[Step] = []
 
-    def choose(self, outlook: Sequence[float] | None = None) -> DraftPlan | None:
-        self.batch.choose_all([(self, outlook)], 1)
-        return super().choose(outlook)
+    def choose(self, matches: Sequence[float] | None = None) -> DraftPlan | None:
+        self.batch.choose_all([(self, matches)], 1)
+        return super().choose(matches)
 
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        if not plan.is_probe:
+        if not plan.is_shadow:
             self.batch.select_all([(self, tree)])
         return super().select(plan, tree)
 
@@ -169,9 +168,9 @@ def test_members_without_a_lookup_decode_plainly_next_to_those_with_one() -> Non
     costs = StepCosts(COSTS.plain, COSTS.verify)
     batch = BatchPolicy(lambda: costs, lambda: 2, {})
     members = [MemberPolicy(batch) for _ in range(2)]
-    outlooks: list[list[float]] = [[0.9, 0.9, 0.8], []]
-    batch.choose_all(list(zip(members, outlooks, strict=True)), 2)
-    plans = [member.choose(one) for member, one in zip(members, outlooks, strict=True)]
+    all_matches: list[list[float]] = [[0.9, 0.9, 0.8], []]
+    batch.choose_all(list(zip(members, all_matches, strict=True)), 2)
+    plans = [member.choose(one) for member, one in zip(members, all_matches, strict=True)]
     assert plans[0] is not None
     assert plans[0].from_text
     assert plans[1] is None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_redrafter.policy.plans import LENGTHS, PLACES, PLANS, SIZES
-from mlx_redrafter.policy.step_costs import StepCosts
+from mlx_redrafter.policy.plans import LENGTHS, PLACES, PLANS, SIZES, StepCosts
 from mlx_redrafter.policy.step_times import (
     LOSS,
-    PROBE,
+    SHADOW,
     SPARE,
     TRUST,
     CurrentCosts,
@@ -90,7 +89,7 @@ def test_current_costs_are_timed_ones_times_ratios() -> None:
     assert costs.waiting[w, n, 3] == pytest.approx(costs.step[w, n, 3] + 0.1)
     assert costs.timed(PLANS[0, 2], 4, waits=True) == pytest.approx(costs.waiting[w, n, 3])
     assert costs.step[0, 0, 2] > 1e6, "a chain of two tokens has one draft"
-    for kind in (1, PROBE, *SIZES):
+    for kind in (1, SHADOW, *SIZES):
         _learn(ratios, kind, 2.0, 60)
     before = costs.step[w, n, 3]
     costs.update(ratios)

@@ -131,7 +131,7 @@ def test_a_shared_cache_holds_the_text_in_the_end() -> None:
     drafting.propose(flight, PLAN, None)
     drafting.skip(flight_of([33], 0, 34, len(PROMPT) + 3))
     for length in (len(PROMPT) + 5, len(PROMPT) + 4, len(PROMPT) + 2):
-        drafting.settle(length)
+        drafting.trim_to(length)
         text = [*PROMPT, 30, 31, 32, 33, 34][:length]
         expected = make_prompt_cache(model)
         model(mx.array([text]), cache=expected)

@@ -123,7 +123,7 @@ def test_a_shared_cache_holds_the_pairs_of_the_text_in_the_end(tmp_path: Path) -
     expected = eagle.make_cache()
     eagle(eagle.fuse(states), target.modules.embed(mx.array(text[1:])), expected)
     for length in (8, 7, 5):
-        drafting.settle(length)
+        drafting.trim_to(length)
         for layer, reference in zip(cached, expected, strict=True):
             assert layer.offset == length - 1
             for rows, truth in zip(layer.state[:2], reference.state[:2], strict=True):

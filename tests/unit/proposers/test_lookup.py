@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.decoding.protocols import DraftRequest
 from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
@@ -63,7 +62,7 @@ def test_what_followed_is_proposed_after_the_newest_token() -> None:
 
 def test_nothing_is_proposed_where_nothing_repeats() -> None:
     drafting = _open([1, 2, 3, 4])
-    assert max(drafting.outlook()) < 0.1
+    assert max(drafting.matches()) < 0.1
     assert drafting.propose(_flight(5), PLAN, None) is None
 
 
@@ -85,25 +84,25 @@ def test_trees_keep_to_their_plan_and_are_sorted() -> None:
         assert depths == to_ints(tree.depths)[1:]
 
 
-def test_the_outlook_is_of_the_drafts_after_the_token_in_flight() -> None:
+def test_the_matches_are_of_the_drafts_after_the_token_in_flight() -> None:
     drafting = _open([*range(1, 30), *range(1, 20)])
-    outlook = list(drafting.outlook())
+    matches = list(drafting.matches())
     tree = drafting.propose(_flight(20), PLAN, None)
     assert tree is not None
-    likely = [one for one in outlook if one >= 0.05]
+    likely = [one for one in matches if one >= 0.05]
     assert 8 < len(likely) < 16, "the drafts of a copy, less the first"
-    assert outlook == sorted(outlook, reverse=True)
-    assert 0.3 < outlook[0] < 1
+    assert matches == sorted(matches, reverse=True)
+    assert 0.3 < matches[0] < 1
 
 
-def test_the_outlook_knows_what_drafts_unforeseen_tokens_have() -> None:
+def test_the_matches_know_what_drafts_unforeseen_tokens_have() -> None:
     """Each new word is one that nothing foresees, and one that the prompt goes on from."""
     drafting = _open(list(range(1, 200)))
-    before = sum(drafting.outlook())
+    before = sum(drafting.matches())
     for word in range(3, 190, 9):
         drafting.propose(_flight(word), PLAN, None)
         drafting.propose(_flight(word + 1, word + 2), PLAN, None)
-        after = sum(drafting.outlook())
+        after = sum(drafting.matches())
     assert before < 0.01
     assert after > 0.3
 
@@ -113,9 +112,9 @@ def test_chances_are_learnt_from_tokens_that_were_not_drafted() -> None:
     drafting = _open([*range(1, 40), *range(1, 4)], lookup)
     before = list(lookup.chances.rates)
     for token in range(4, 30):
-        drafting.outlook()
+        drafting.matches()
         drafting.skip(_flight(token))
-    drafting.outlook()  # which reads the tokens
+    drafting.matches()  # which reads the tokens
     changed = [a - b for a, b in zip(lookup.chances.rates, before, strict=True) if a != b]
     assert changed
     assert min(changed) > 0
@@ -123,7 +122,7 @@ def test_chances_are_learnt_from_tokens_that_were_not_drafted() -> None:
 
 def test_the_prompt_teaches_no_chances() -> None:
     lookup = Lookup()
-    _open([1, 2, 3, 4] * 50, lookup).outlook()
+    _open([1, 2, 3, 4] * 50, lookup).matches()
     assert lookup.chances.rates == Chances().rates
 
 
@@ -153,7 +152,7 @@ def test_a_second_turn_drafts_from_the_first_and_other_conversations_do_not() ->
     first = _open([1, 2], conversation)
     first.skip(_flight(3, rows=[[3, 30, 31]]))
     first.skip(_flight(4, rows=[[4]]))
-    first.settle(4)  # reads the newest pass
+    first.trim_to(4)  # reads the newest pass
     tree = _open([8, 9], conversation).propose(_flight(2), PLAN, None)
     assert tree is not None
     assert [path[0] for path in _paths(tree) if len(path) == 1][:2] == [3, 30]
@@ -252,8 +251,7 @@ def test_drafts_with_and_without_a_network_do_not_share_its_passes() -> None:
     one, other = _open([1, 2, 3, 4, 5, 1]), _open([1, 2, 3, 4, 5, 1])
     one.network = network
     for drafts in ([one, other], [other, one]):
-        requests = [DraftRequest(drafting, _flight(2), PLAN) for drafting in drafts]
-        found = drafts[0].propose_all(requests)
+        found = drafts[0].propose_all(drafts, [_flight(2)] * 2, PLAN, [None] * 2)
         assert [tree is None for tree in found] == [drafting is one for drafting in drafts]
     assert network.seen == [("propose", [2])] * 2
 

@@ -56,10 +56,10 @@ def test_equal_rows_have_equal_codes(seed: int, bits: int) -> None:
     cache = TreeCache([QuantisedCache(QuantizedKVCache(group_size=32, bits=bits))], 0)
     for _ in range(60):  # more than one block of rows
         decode(cache, stock, rng)
-    cache.settle(cache.length)
+    cache.trim_to(cache.length)
     assert_same_codes(cache.stock[0], stock)
     shorter = cache.length - 2
-    cache.settle(shorter)
+    cache.trim_to(shorter)
     stock.trim(2)
     assert_same_codes(cache.stock[0], stock)
 
@@ -77,7 +77,7 @@ def test_rows_before_the_start_get_the_codes_of_mlx_lms_conversion(start: int) -
     assert type(given[0]) is KVCache  # until the text ends
     for _ in range(5):
         decode(cache, stock, rng)
-    cache.settle(cache.length)
+    cache.trim_to(cache.length)
     assert_same_codes(given[0], stock)  # type: ignore[arg-type]
 
 

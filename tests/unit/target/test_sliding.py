@@ -112,9 +112,9 @@ class Reading:
             self.cache.commit(path)
             self.text += [numbers[node] for node in path]
 
-    def settle(self, length: int) -> None:
+    def trim_to(self, length: int) -> None:
         """End the text after ``length`` tokens; mlx-lm's ring goes on as one that read it."""
-        self.cache.settle(length)
+        self.cache.trim_to(length)
         del self.text[length:]
         sizes = [self.rng.choice([1, 1, 1, 2, 5]) for _ in range(2 * self.window)]
         reference = RotatingKVCache(self.window)
@@ -144,7 +144,7 @@ def test_any_steps_see_what_single_tokens_do(
             reading.token()
         else:
             reading.tree(rng.randint(2, 24), rng.randint(1, MAX_BEAM_LENGTH - 1))
-    reading.settle(len(reading.text))
+    reading.trim_to(len(reading.text))
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 40])
@@ -166,7 +166,7 @@ def test_a_text_ends_anywhere_in_its_newest_path(
             reading.text += chain
             if is_followed:  # by a tree in flight for which the buffer is too small
                 reading.tree(4 * BLOCK, 4, is_kept=False)
-            reading.settle(len(reading.text) - back)
+            reading.trim_to(len(reading.text) - back)
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 40])
@@ -177,7 +177,7 @@ def test_a_pass_that_was_interrupted_is_forgotten(window: int, sizes: list[int])
         reading = Reading(window, random.Random(last))
         reading.prompt(sizes)
         feed(reading.layer.stock, reading.numbers(last))
-        reading.settle(len(reading.text))
+        reading.trim_to(len(reading.text))
 
 
 def test_a_ring_without_trees_is_left_alone() -> None:
@@ -186,7 +186,7 @@ def test_a_ring_without_trees_is_left_alone() -> None:
     reading.token()
     ring = reading.layer.stock
     before = ring.keys, ring.values, ring.offset, ring._idx
-    reading.cache.settle(11)
+    reading.cache.trim_to(11)
     after = ring.keys, ring.values, ring.offset, ring._idx
     assert all(one is other for one, other in zip(before, after, strict=True))
 
@@ -195,7 +195,7 @@ def test_a_layer_that_was_not_used_stays_empty() -> None:
     layer = SlidingCache(RotatingKVCache(5))
     for trees in (None, TreeBatch([make_tree([1, 2], [0, 0], 1)])):
         layer.expect(TreePass([3], trees))
-        layer.settle(4)
+        layer.trim_to(4)
         assert layer.stock.keys is None
         assert layer.stock.offset == 0
 

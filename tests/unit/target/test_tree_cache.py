@@ -1,4 +1,4 @@
-"""The tree cache: what it holds after commits, interruptions and settling.
+"""The tree cache: what it holds after commits, interruptions and trimming.
 
 Axes: N nodes of a tree.
 """
@@ -84,7 +84,7 @@ def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, 
         _decode_tree(target, cache, tokens, parents, path)
         text += [tokens[node] for node in path]
         assert cache.length == len(text)
-    cache.settle(len(text))
+    cache.trim_to(len(text))
     assert_same_rows(cache.stock, prefilled(target.model, text))
 
 
@@ -119,7 +119,7 @@ def test_plain_tokens_follow_trees(target: Target) -> None:
     _decode_tree(target, cache, [4, 5, 6, 7], [0, 0, 1, 1], [0, 1, 3])
     target.advance(mx.array([8]), cache)
     _decode_tree(target, cache, [9, 10], [0, 0], [0])
-    cache.settle(cache.length)
+    cache.trim_to(cache.length)
     assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 7, 8, 9]))
 
 
@@ -127,7 +127,7 @@ def test_settling_forgets_the_end_of_a_path(target: Target) -> None:
     cache = target.caches.new()
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5, 6, 7], [0, 0, 1, 2], [0, 1, 2, 3])
-    cache.settle(5)
+    cache.trim_to(5)
     assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5]))
 
 
@@ -136,7 +136,7 @@ def test_settling_keeps_the_root_of_a_tree_in_flight(target: Target) -> None:
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1])
     target.verify(make_tree([7, 8, 9], [0, 0, 0], 1), cache)
-    cache.settle(6)
+    cache.trim_to(6)
     assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 7]))
 
 
@@ -149,7 +149,7 @@ def test_interruption_between_two_layers(target: Target) -> None:
         patch.setattr(layer, "update_and_fetch", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             target.verify(make_tree([7, 8, 9], [0, 0, 0], 1), cache)
-    cache.settle(6)
+    cache.trim_to(6)
     assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6]))
 
 
@@ -162,7 +162,7 @@ def test_continuing_from_a_cache_of_stock_mlx_lm(target: Target) -> None:
     cache = target.caches.new(stock)
     assert cache.length == 3
     _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1])
-    cache.settle(5)
+    cache.trim_to(5)
     assert_same_rows(stock, prefilled(target.model, [1, 2, 3, 4, 5]))
 
 
@@ -220,7 +220,7 @@ def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
     assert _places(cache) == [(7, [3])] * 3
     _decode_tree(target, cache, tree, parents, [0, 1])
     assert _places(cache) == [(10, [])] * 3
-    cache.settle(cache.length)
+    cache.trim_to(cache.length)
     assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6, 4, 7, 4, 5]))
 
 
