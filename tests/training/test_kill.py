@@ -33,13 +33,13 @@ train_drafter(
         resume=True,
         data_options=DataOptions(tokens=4000, answer_tokens=32, held_out=4),
         training=TrainingOptions(
-            epochs=2, batch_tokens=64, num_evaluations=3, patience=99, checkpoint_seconds=0
+            epochs=1, batch_tokens=64, num_evaluations=3, patience=99, checkpoint_seconds=0
         ),
     ),
     Silent(),
 )
 """
-TIMEOUT = 120
+TIMEOUT = 250
 
 
 def _start(text: Path, out: Path) -> subprocess.Popen[bytes]:
