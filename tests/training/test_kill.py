@@ -33,7 +33,7 @@ train_drafter(
         resume=True,
         data_options=DataOptions(tokens=4000, answer_tokens=32, held_out=4),
         training=TrainingOptions(
-            epochs=1, batch_tokens=64, num_evaluations=3, patience=99, checkpoint_seconds=0
+            epochs=2, batch_tokens=64, num_evaluations=3, patience=99, checkpoint_seconds=0
         ),
     ),
     Silent(),
