@@ -315,7 +315,7 @@ def _training(subject: Subject, machine: str, forecast: Forecast, cost: Training
     if machine == THIS_MACHINE and (total := read_total_memory()) is not None:
         memory += f" (this machine has {format_bytes(total)})"
     if forecast.speedup < WORTH_TRAINING:
-        advice = f"Do not train one for {machine}: a pass over several tokens is too slow on it."
+        advice = f"Do not train one for {machine}: drafting costs about as much time as it saves."
     else:
         advice = "Train one if you use the model for many hours."
     return [

@@ -88,7 +88,7 @@ def test_the_end_of_python() -> None:
     code = (
         "import atexit, time\n"
         "from mlx_redrafter.cli import main\n"
-        "atexit.register(time.sleep, 1)\n"
+        "atexit.register(time.sleep, 3)\n"
         "atexit.register(print, 'ending', flush=True)\n"
         "main.main = lambda arguments: 0\n"
         "main.run()\n"

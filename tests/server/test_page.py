@@ -472,6 +472,12 @@ def test_markdown_as_it_is_written(page: Any, script: Scripted) -> None:
     assert body.locator("a").get_attribute("rel") == "noopener noreferrer"
 
 
+def test_a_long_paragraph_keeps_its_lines(page: Any, script: Scripted) -> None:
+    script.say("\n".join(["line"] * 800))
+    _send(page, "POEM")
+    assert page.locator("article.assistant p").bounding_box()["height"] > 800 * 16
+
+
 EVIL = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
 HOSTILE = (
     f"{EVIL}\n\n```{EVIL}\n{EVIL}\n```\n\n**{EVIL}** `{EVIL}`\n\n# {EVIL}\n\n| {EVIL} |\n|---|\n\n"
