@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,41 +57,33 @@ def convert(fitted: Path, stories: Trained, tmp_path: Path) -> Convert:
     return run
 
 
-def decode(stories: Trained, drafter: Drafter | None) -> tuple[list[list[int]], float]:
-    """Greedy tokens after each prompt, and the share of steps whose first draft was accepted."""
-    texts, steps, accepted = [], 0, 0.0
-    for prompt in PROMPTS:
-        responses = list(
-            stream_generate(
-                stories.model, stories.tokenizer, prompt, drafter=drafter, max_tokens=80, temp=0
+def decode(stories: Trained, drafter: Drafter | None) -> list[list[int]]:
+    """Greedy tokens after each prompt."""
+    model, tokenizer = stories.model, stories.tokenizer
+    return [
+        [
+            response.token
+            for response in stream_generate(
+                model, tokenizer, prompt, drafter=drafter, max_tokens=40, temp=0
             )
-        )
-        texts.append([response.token for response in responses])
-        last = responses[-1]
-        steps += last.steps
-        if drafter is not None:
-            accepted += last.stats.acceptance_rate_by_depth[0] * last.steps
-    return texts, accepted / max(steps, 1)
+        ]
+        for prompt in PROMPTS
+    ]
 
 
 def test_quantised_drafters_give_the_same_text(
-    convert: Convert, stories: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    convert: Convert, stories: Trained, tmp_path: Path
 ) -> None:
-    plain, _ = decode(stories, None)
-    lines = []
-    for name, options in {
-        "float32": {"dtype": "float32"},
-        "float16": {"dtype": "float16"},
-        "8 bits": {"dtype": "float32", "quantize": True, "q_bits": 8},
-        "4 bits": {"dtype": "float32", "quantize": True},
-    }.items():
-        measured = convert(**options).provenance["self_test"]["acceptance"]
-        texts, accepted = decode(stories, load_drafter(tmp_path / "out"))
-        assert texts == plain
-        assert measured > MIN_ACCEPTANCE
-        lines.append(f"{name}: first draft right {measured:.3f}, in the tree {accepted:.3f}")
-    with capsys.disabled():
-        sys.stdout.write("\n" + "\n".join(lines) + "\n")
+    plain = decode(stories, None)
+    formats: list[dict[str, Any]] = [
+        {"dtype": "float32"},
+        {"dtype": "float16"},
+        {"dtype": "float32", "quantize": True, "q_bits": 8},
+        {"dtype": "float32", "quantize": True},
+    ]
+    for options in formats:
+        assert convert(**options).provenance["self_test"]["acceptance"] > MIN_ACCEPTANCE
+        assert decode(stories, load_drafter(tmp_path / "out")) == plain
 
 
 def test_a_drafter_that_fits_gets_no_warning(convert: Convert) -> None:
@@ -199,4 +190,4 @@ def test_a_vocabulary_slice_drafts_less_and_changes_no_text(
     assert {0, 1, 2} <= kept  # special tokens, never in the text
     assert len(kept) == 300
     assert conversion.provenance["self_test"]["acceptance"] > whole - 0.1
-    assert decode(stories, drafter)[0] == decode(stories, None)[0]
+    assert decode(stories, drafter) == decode(stories, None)

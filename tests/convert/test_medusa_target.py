@@ -79,11 +79,11 @@ def test_converted_heads_give_the_targets_text(
     assert heads.config.tree == ("static" if name == "static" else "dynamic")
     plain = generate(model, tokenizer, PROMPT, drafter=None, max_tokens=60)
     for shape in ({}, {"beam_width": 1, "beam_length": 3}, {"beam_length": 3, "tree_nodes": 9}):
-        *_, last = stream_generate(model, tokenizer, PROMPT, drafter=heads, max_tokens=60, **shape)
-        text = generate(model, tokenizer, PROMPT, drafter=heads, max_tokens=60, **shape)
-        assert text == plain
+        options = {"drafter": heads, "max_tokens": 60, **shape}
+        responses = list(stream_generate(model, tokenizer, PROMPT, **options))
+        assert "".join(response.text for response in responses) == plain
         if shape:
-            assert last.tokens_per_step > 1.2
+            assert responses[-1].tokens_per_step > 1.2
 
 
 def test_heads_that_know_nothing_are_warned_about(stories: Trained, tmp_path: Path) -> None:

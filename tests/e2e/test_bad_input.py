@@ -323,7 +323,7 @@ def test_text_past_the_context_is_warned_about_once(
 ) -> None:
     _change_config(model_copy, max_position_embeddings=12)
     base = ["generate", "--model", model_copy, "--drafter", drafter_folder, "-p", "Once", "-m", 30]
-    base.append("--stats")
+    base += ["--stats", "--beam-width", 2]  # without timing how long drafts take
     command = [sys.executable, "-m", "mlx_redrafter", *(str(option) for option in base)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.count("longer than the model's context of 12 tokens") == 1
@@ -460,6 +460,7 @@ def test_an_error_of_the_system_says_what_is_known(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_behind_stdout_is_one_line() -> None:
     command = [sys.executable, "-m", "mlx_redrafter", "generate", "-p", "The", "-m", "4"]
+    command += ["--beam-width", "2"]  # without timing how long drafts take
     with Path("/dev/full").open("w") as full:
         found = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300
@@ -484,7 +485,7 @@ def _redrafter(redirection: str, *options: object) -> subprocess.CompletedProces
 
 @pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-"])
 def test_closed_streams_are_no_error(redirection: str) -> None:
-    found = _redrafter(redirection, "-m", 4, "--stats")
+    found = _redrafter(redirection, "-m", 4, "--stats", "--beam-width", 2)
     assert (found.returncode, found.stdout) == (0, "")
     assert "Traceback" not in found.stderr
     assert ("Generation: 4 tokens" in found.stderr) == ("2>&-" not in redirection)

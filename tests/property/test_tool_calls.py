@@ -33,7 +33,7 @@ pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
 VOCAB_SIZE = 288
 # Random schemas of each format.
-NUM_SCHEMAS = 100
+NUM_SCHEMAS = 60
 MODEL = tiny_llama(vocab_size=VOCAB_SIZE, spread=2.0, context=1024)
 TOKENIZERS = {(kind, thinks): tool_tokenizer(kind, thinks) for kind in MARKS for thinks in (0, 1)}
 MESSAGES = [{"role": "user", "content": "GO"}]
@@ -107,9 +107,8 @@ def check(kind: str, seed: int, choice: Any) -> int:
             assert len(whole.tool_calls) == 1
     elif choice == "required":
         assert whole.finish_reason == "length"
-    script = Scripted(tokens, VOCAB_SIZE)
-    assert answer(kind, request, seed, script, **TREE)[0] == tokens
-    assert answer(kind, request, seed, random_drafter(VOCAB_SIZE, 32), **TREE)[0] == tokens
+    drafter = random_drafter(VOCAB_SIZE, 32) if seed % 3 else Scripted(tokens, VOCAB_SIZE)
+    assert answer(kind, request, seed, drafter, **TREE)[0] == tokens
     return len(whole.tool_calls)
 
 

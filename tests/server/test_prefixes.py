@@ -95,8 +95,13 @@ def _write(
     return TOKENIZER.encode(text), job.num_cached
 
 
-def _replay(kind: str, folder: Path | None, trace: Trace) -> int:
-    """Replay a trace; return the number of tokens processed. Every text is that of a cold start."""
+def _replay(
+    kind: str, folder: Path | None, trace: Trace, known: dict[tuple[int, ...], list[int]]
+) -> int:
+    """Replay a trace; return the number of tokens processed. Every text is that of a cold start.
+
+    ``known`` keeps the texts of cold starts.
+    """
     options = QUANTISED if kind == "quantised" else OPTIONS
     store = PrefixStore(1 << 30, folder, 1 << 30)
     loaded, cold = _load(kind, store), _load(kind, PrefixStore(0))
@@ -105,8 +110,9 @@ def _replay(kind: str, folder: Path | None, trace: Trace) -> int:
     def answer(prompt: list[int]) -> list[int]:
         nonlocal processed
         found, num_cached = _write(loaded, prompt, options)
-        expected, _ = _write(cold, prompt, options)
-        assert found == expected, (kind, len(prompt), num_cached)
+        if tuple(prompt) not in known:
+            known[tuple(prompt)], _ = _write(cold, prompt, options)
+        assert found == known[tuple(prompt)], (kind, len(prompt), num_cached)
         processed += len(prompt) - num_cached
         return found
 
@@ -119,12 +125,12 @@ def _replay(kind: str, folder: Path | None, trace: Trace) -> int:
 def test_an_agents_conversation(kind: str, tmp_path: Path) -> None:
     """Hardly a token is processed twice, also after a restart."""
     num_turns, length = (8, 300)
-    trace = Trace(num_turns, length)
-    processed = _replay(kind, tmp_path, trace)
+    trace, known = Trace(num_turns, length), dict[tuple[int, ...], list[int]]()
+    processed = _replay(kind, tmp_path, trace, known)
     # Windows and states cannot be shortened, where an answer is repeated otherwise.
     assert trace.num_ideal / processed >= (0.85 if kind in WITH_STATES else 0.98)
     again = Trace(num_turns, length)
-    assert _replay(kind, tmp_path, again) == num_turns  # the last token of every prompt
+    assert _replay(kind, tmp_path, again, known) == num_turns  # the last token of every prompt
 
 
 PROMPT = [1 + i % 50 for i in range(100)]

@@ -39,7 +39,7 @@ train_drafter(
     Silent(),
 )
 """
-TIMEOUT = 120
+TIMEOUT = 250
 
 
 def _start(text: Path, out: Path) -> subprocess.Popen[bytes]:

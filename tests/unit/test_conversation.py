@@ -55,9 +55,8 @@ def _tokenizer(kept: int | None = None) -> TokenizerWrapper:
     return wrapper
 
 
-@pytest.mark.parametrize("kept", [None, 5])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("sampling", [{}, {"temp": 0.9, "seed": 3}], ids=str)
+@pytest.mark.parametrize(("sampling", "kept"), [({}, 5), ({"temp": 0.9, "seed": 3}, None)])
 def test_answers_are_those_of_plain_decoding(
     model: nn.Module,
     monkeypatch: pytest.MonkeyPatch,

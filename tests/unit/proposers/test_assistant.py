@@ -77,7 +77,7 @@ def test_texts_are_those_of_plain_decoding(
     sampling = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
     sampled = tokens_of(model, None, **sampling)
     tip(monkeypatch, [PROMPT[-1:] + ids(expected), PROMPT[-1:] + sampled])
-    for shape in SHAPES:
+    for shape in SHAPES if name == "gemma4_text" else SHAPES[1:2]:
         options = {"max_tokens": NUM_TOKENS, "prefill_step_size": 4, **shape}
         found = tokens_of(model, assistant, **options)
         assert_same_tokens(expected, found, shape)
