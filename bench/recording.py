@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -94,5 +94,8 @@ class Recording:
                     f"{path} was measured with {name} {found.get(name)!r}, now it is "
                     f"{expected[name]!r}; resume with the same settings or choose another file"
                 )
-        self.runs = [TimedRun(**values) for values in before.pop("runs")]
+        runs, names = before.pop("runs"), {field.name for field in fields(TimedRun)}
+        if any(set(values) != names for values in runs):
+            raise ConfigError(f"{path} is of another version of this program; choose another file")
+        self.runs = [TimedRun(**values) for values in runs]
         self.result = {**before, "sittings": [*before["sittings"], self._sitting]}

@@ -43,7 +43,7 @@ def find_copy(search: DrafterSearch, chip: Chip) -> FoundDrafter | None:
     gains: list[tuple[float, FoundDrafter]] = []
     for found in search.copies():
         bits = as_mapping(read_config(Path(found.path)).get("quantization")).get("bits")
-        if bits in AGREEMENT:
+        if isinstance(bits, int) and bits in AGREEMENT:
             gain = predict_gain(shape_of_config(found.name, search.model.config), bits, chip)
             reason = f"{found.reason} in {bits} bits; {_describe(gain, chip)}"
             gains.append((gain, found._replace(reason=reason)))
@@ -57,6 +57,8 @@ def advise_copy(model: str, shape: ModelShape, chip: Chip | None) -> list[str]:
         return ["No figures are known for this machine; --chip 'M2 Pro' predicts the gain there."]
     if shape.bits <= BITS:
         return [f"It would not pay: the model is stored in {shape.bits} bits itself."]
+    if shape.bits < UNQUANTISED:
+        return ["mlx-lm makes a smaller copy of an unquantised model only; give that one."]
     gain = predict_gain(shape, BITS, chip)
     if gain < WORTH_COPYING:
         return [f"It would not pay: {_describe(gain, chip)}."]

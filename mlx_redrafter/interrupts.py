@@ -116,7 +116,7 @@ def last_line() -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process; Ctrl-C changes nothing any more.
+    """End this process; Ctrl-C changes nothing any more, and SIGTERM still ends it.
 
     After Ctrl-C it ends without Python's own end, which waits for threads.
     """

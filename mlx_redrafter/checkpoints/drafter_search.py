@@ -28,7 +28,7 @@ from mlx_redrafter.checkpoints.token_table import has_same_tokens
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
 from mlx_redrafter.hub import Repository, describe_repository
 from mlx_redrafter.memory_sizes import format_bytes
-from mlx_redrafter.model_store import find_stored, repository_of, stored_models
+from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
 from mlx_redrafter.proposers import draft_model, mtp
 from mlx_redrafter.proposers.checkpoint import PATTERNS
 from mlx_redrafter.proposers.mtp.families import has_family, is_sidecar, prefix_of
@@ -134,8 +134,10 @@ class DrafterSearch:
         model = self.model.folder
         if model is None:
             return
+        most = _weight_bytes(model)
         for folder in self._folders():
-            if _weight_bytes(folder) < _weight_bytes(model) and self._is_copy(folder, model):
+            is_smaller = is_complete(folder, None) and _weight_bytes(folder) < most
+            if is_smaller and self._is_copy(folder, model):
                 yield FoundDrafter(
                     repository_of(folder), str(folder), draft_model.NAME, "a copy of the model"
                 )
@@ -224,6 +226,7 @@ def can_draft(name: str, config: Mapping[str, Any]) -> bool:
 
     Raises:
         CheckpointError: mlx-lm cannot make the model.
+        UnsupportedTargetError: It has no such type of model.
     """
     return all(type(cache) is KVCache for cache in make_prompt_cache(make_model(name, config)))
 

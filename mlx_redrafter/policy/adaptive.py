@@ -166,7 +166,7 @@ class Planner:
         return best
 
     def _look_up(self, matches: Sequence[Sequence[float]], count: int) -> Choice | None:
-        """Choose a prompt lookup if that gains more than one of which nothing is kept loses."""
+        """Choose a prompt lookup if that gains more than an unaccepted one loses."""
         if not self.learner.guard.allows_drafts:
             return None
         rate, plain = self._best.rate, self._costs.plain

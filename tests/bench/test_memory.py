@@ -8,7 +8,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 def test_bounds_hold(monkeypatch, pair):
     monkeypatch.setattr(memory, "LARGE", 2**25)
     findings = measure_memory(*pair, DraftPlan.of(), prompt_tokens=600)
-    # Times need an idle machine; beside weights this small, the logits of a tree are large.
+    # Beside weights this small, the logits of a tree are large.
     names = ("peak of the prefill", "K/V")
     checked = [finding for finding in findings if finding.name.startswith(names)]
     assert len(findings) == 6

@@ -41,6 +41,7 @@ def test_a_copy_pays_where_reading_the_weights_takes_the_time() -> None:
         (LLAMA, "Make a copy in 4 bits: python -m mlx_lm convert --hf-path org/Llama --mlx-path "),
         (replace(LLAMA, active=1.35e8), "It would not pay: predicted 0."),
         (replace(LLAMA, bits=4), "It would not pay: the model is stored in 4 bits itself."),
+        (replace(LLAMA, bits=8), "mlx-lm makes a smaller copy of an unquantised model only"),
     ],
 )
 def test_the_advice_names_a_command_or_says_why_not(shape: ModelShape, said: str) -> None:
@@ -70,6 +71,8 @@ def test_auto_offers_the_copy_where_it_pays(
 ) -> None:
     model, copy = _models(tmp_path, monkeypatch)
     search, chip = DrafterSearch.of(str(model)), CHIPS["M4 Pro"]
+    half_written = shutil.copytree(copy, tmp_path / "Tiny-8bit")
+    (half_written / "model.safetensors").unlink()
     assert find_copy(search, chip) is None, "a model of a few megabytes"
     slow = replace(chip, bandwidth=0.1)
     found = find_copy(search, slow)

@@ -44,3 +44,6 @@ def test_recordings_go_on(tmp_path):
     assert len(third.result["sittings"]) == 3
     with pytest.raises(ConfigError, match="measured with seed 1, now it is 2"):
         Recording(path, "sweep", {"seed": 2}, resume=True)
+    path.write_text(path.read_text().replace('"num_unmerged"', '"num_plain"'))
+    with pytest.raises(ConfigError, match="another version of this program"):
+        Recording(path, "sweep", {"seed": 1}, resume=True)

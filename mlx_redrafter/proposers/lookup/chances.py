@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from math import exp, floor, sqrt
 
-# Number of groups of shares; the last one holds those below 0.0009.
+# Number of groups of shares; the last one holds those below 8e-7.
 NUM_SHARES = 16
 # Number of groups of matches by length, which double: 0, 1, 2, 4, 8, 16 and 32 tokens or more.
 NUM_MATCHES = 7
@@ -68,5 +68,5 @@ class Chances:
 def _prior(feature: int) -> float:
     """Return a chance before any draft is counted."""
     match, share = divmod(feature, NUM_SHARES + 1)
-    candidate = 0.7 * exp(-(((share - 0.5) / 4) ** 2)) if share else LEAST_RATE
-    return max(candidate, 0.2 + 0.11 * match) if match else candidate
+    candidate = 0.7 * exp(-(((share - 0.5) / 4) ** 2)) if share else 0.0
+    return max(LEAST_RATE, candidate, 0.2 + 0.11 * match if match else 0.0)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -126,10 +126,10 @@ class LookupDrafting:
     couple: bool = True
     network: Drafting | None = None
     # The newest pass, until the next call reads its tokens: the host has waited for it by then.
-    _flight: Pass | None = None
+    _flight: Pass | None = field(default=None, init=False)
     # Drafts after the newest token that the host has read, and whether that was one before.
-    _tree: DraftTree | None = None
-    _is_draft: bool = True
+    _tree: DraftTree | None = field(default=None, init=False)
+    _is_draft: bool = field(default=True, init=False)
 
     @property
     def reader(self) -> StateReader | None:
@@ -204,7 +204,7 @@ class LookupDrafting:
             self._tree = None
         best, size = array("i", flight.outcome.best), 2 * NUM_BEST
         rows = [best[start : start + size].tobytes() for start in range(0, len(best), size)]
-        if rows and flight.known is not None:
+        if rows and flight.known is not None and flight.is_finite:
             keys = [contexts.end.key]
             for parent, token in zip(flight.known.parents, flight.known.tokens, strict=True):
                 keys.append(following(keys[parent], token))

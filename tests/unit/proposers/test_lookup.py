@@ -39,8 +39,13 @@ def _flight(*tokens: int, rows: list[list[int]] | None = None, drafts: Drafts | 
         best += [*row, *others][:NUM_BEST]
         best += unpack(f"{NUM_BEST}i", pack(f"{NUM_BEST}f", *log_probs))
     nodes = range(len(tokens))
-    outcome = SimpleNamespace(best=best)
-    return SimpleNamespace(tokens=list(tokens), rows=list(nodes), outcome=outcome, known=drafts)
+    return SimpleNamespace(
+        tokens=list(tokens),
+        rows=list(nodes),
+        outcome=SimpleNamespace(best=best),
+        known=drafts,
+        is_finite=True,
+    )
 
 
 def _paths(tree: Any) -> list[list[int]]:
@@ -171,6 +176,16 @@ def test_nodes_that_were_not_accepted_teach_candidates() -> None:
         tree = drafting.propose(_flight(token, rows=[[7]]), PLAN, None)
         assert tree is not None
         assert to_ints(tree.tokens)[1] == 40 + token
+
+
+def test_a_pass_whose_logits_are_nan_teaches_no_candidates() -> None:
+    drafting = _open([1, 2])
+    drafts = Drafts([-0.5, -1.0, -1.5], [1, 1, 2], [0, 0, 2], [20, 21, 22])
+    flight = _flight(5, rows=[[5], [60], [61], [62]], drafts=drafts)
+    flight.is_finite = False
+    drafting.propose(flight, PLAN, None)
+    tree = drafting.propose(_flight(21, rows=[[7]]), PLAN, None)
+    assert tree is None or 61 not in to_ints(tree.tokens)
 
 
 @pytest.mark.parametrize("temp", [0.5, 1.0])
