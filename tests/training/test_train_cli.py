@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import time
 from pathlib import Path
 
@@ -182,13 +181,9 @@ def test_options_of_another_version_are_named(
 
 
 def _interrupt_training(reporter: ConsoleReporter, stage: str, done: int, _: int | None) -> None:
-    """Press Ctrl-C after the first step.
-
-    At any time, it might come amid a garbage collection of this process, whose callbacks (those of
-    hypothesis) may raise nothing: Python would lose it.
-    """
+    """Raise what Ctrl-C raises after the first step; in the background a suite ignores Ctrl-C."""
     if stage == "training" and done:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
 
 def _refusal(result: Result) -> str:
