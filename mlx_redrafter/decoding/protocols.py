@@ -172,6 +172,16 @@ def propose_all(
     first = draftings[0]
     if len(draftings) > 1 and isinstance(first, JointDrafting):
         return first.propose_all(draftings, flights, plan, noises)
+    return propose_in_turn(draftings, flights, plan, noises)
+
+
+def propose_in_turn(
+    draftings: Sequence[Drafting],
+    flights: Sequence[Pass],
+    plan: DraftPlan,
+    noises: Sequence[GumbelNoise | None],
+) -> list[TokenTree | None]:
+    """Call `Drafting.propose` for each sequence."""
     each = zip(draftings, flights, noises, strict=True)
     return [one.propose(flight, plan, noise) for one, flight, noise in each]
 

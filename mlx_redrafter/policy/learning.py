@@ -99,8 +99,10 @@ class Learner:
             return step.seconds if in_row and before is not None and before.plan is None else None
         if not in_row or step.num_nodes > 1:
             return step.seconds
+        if last_of_row is None:
+            return None
         # Drafts of which none is verified begin a row; what is too much, the row before lacks.
-        return last_of_row and max(0.0, last_of_row + step.seconds - self._costs.plain)
+        return max(0.0, last_of_row + step.seconds - self._costs.plain)
 
     def observe_tokens(self, drafts: list[ScoredDrafts], tokens: Sequence[int]) -> None:
         """Note the tokens of a sequence's step, to learn while the device is busy.

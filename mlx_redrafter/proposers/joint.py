@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.protocols import StateReader
+from mlx_redrafter.decoding.protocols import StateReader, propose_in_turn
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree, build_trees
@@ -108,8 +108,7 @@ class NetworkDrafting(ABC):
     ) -> list[TokenTree | None]:
         are_alike = all(one.couple_noise == self.couple_noise for one in draftings)
         if not (are_alike and all(one.is_joint for one in draftings)):
-            each = zip(draftings, flights, noises, strict=True)
-            return [one.propose(flight, plan, noise) for one, flight, noise in each]
+            return propose_in_turn(draftings, flights, plan, noises)
         for drafting, flight in zip(draftings, flights, strict=True):
             drafting.begin(flight)
         known = [one for one in noises if one is not None]

@@ -45,7 +45,7 @@ load_once = cache(load)
 def record(
     prompt: str, shape: tuple[int, int, int | str, str], sampling: dict[str, Any]
 ) -> list[Any]:
-    """What a prompt gives: a digest of its tokens, and the counts of its steps."""
+    """Return a digest of a text's tokens, and the counts of its steps."""
     model, tokenizer, drafter = load_once()
     width, length, nodes, select = shape
     responses = list(

@@ -797,7 +797,7 @@ AXE = (Path(__file__).parent / "axe.min.js").read_text(encoding="utf-8")
 
 
 def _findings(page: Any, theme: str) -> list[Any]:
-    """What axe-core finds, each with its elements; only colours depend on the theme."""
+    """Return what axe-core finds, with elements; only colours depend on the theme."""
     page.evaluate(AXE)
     rules = "" if theme == "light" else ", runOnly: ['color-contrast']"
     run = f"axe.run({{resultTypes: ['violations']{rules}}}).then(found => found.violations)"

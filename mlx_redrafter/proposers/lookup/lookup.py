@@ -24,7 +24,13 @@ import mlx.nn as nn
 
 from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.protocols import Drafting, Proposer, StateReader, propose_all
+from mlx_redrafter.decoding.protocols import (
+    Drafting,
+    Proposer,
+    StateReader,
+    propose_all,
+    propose_in_turn,
+)
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.lookup.chances import Chances
@@ -166,8 +172,7 @@ class LookupDrafting:
     ) -> list[TokenTree | None]:
         is_mixed = len({type(one.network) for one in draftings}) > 1
         if self.network is None or is_mixed or plan.from_text:
-            each = zip(draftings, flights, noises, strict=True)
-            return [one.propose(flight, plan, noise) for one, flight, noise in each]
+            return propose_in_turn(draftings, flights, plan, noises)
         for one, flight in zip(draftings, flights, strict=True):
             one._read(flight)
         return propose_all([one.network for one in draftings], flights, plan, noises)

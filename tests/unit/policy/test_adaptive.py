@@ -434,7 +434,7 @@ def test_a_lookup_must_gain_more_than_one_of_which_nothing_is_kept_loses() -> No
 
 
 def test_empty_lookups_are_not_charged_for_the_plain_step_after_them() -> None:
-    """Where dispatching waits for the device, the first step of a row takes the next one's time."""
+    """The first step of a row takes the next one's time if dispatching waits for the device."""
     policy, plain, promised = _lookup_policy(), Step(None, 1, [1], 1.0), [0.99] * 15
     policy.choose([])
     for _ in range(20):
