@@ -50,8 +50,9 @@ def _describe(reply: Reply) -> str:
     usage = reply.usage()
     seconds, num_tokens = usage.text_seconds, usage.num_tokens
     kept = f" ({usage.num_cached} kept)" if usage.num_cached else ""
+    unit = "token" if num_tokens == 1 else "tokens"
     speed = f", {num_tokens / seconds:.1f} tokens/s" if num_tokens > 1 and seconds else ""
     return (
         f"{usage.num_prompt} prompt tokens{kept} in {usage.prompt_seconds:.2f} s, {num_tokens} "
-        f"tokens in {seconds:.2f} s{speed}{'' if reply.is_whole else ', cut'}"
+        f"{unit} in {seconds:.2f} s{speed}{'' if reply.is_whole else ', cut'}"
     )

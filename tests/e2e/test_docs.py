@@ -196,7 +196,7 @@ def test_every_command_line_is_parsed_by_its_program(page: Path) -> None:
         "python -m mlx_redrafter no-such",
         f"{LABORATORY} tables --no-such",
         f"{LABORATORY} no_such",
-        f"{LABORATORY}.layer_kinds windows WIDENED",
+        f"{LABORATORY}.real_pairs PAIRS.json",
     ],
 )
 def test_a_line_that_does_not_fit_is_noticed(typed: str, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ Entry = tuple[Any, ...]
 _NOTHING: Entry = (None,)
 
 
-class Place(NamedTuple):
+class TextEnd(NamedTuple):
     """The end of a text, with or without drafts after it."""
 
     # Its last three tokens.
@@ -61,7 +61,7 @@ class Contexts:
     def __init__(self, text: Sequence[int] = ()) -> None:
         self.tokens = array("i")
         self._waiting = list(text)
-        self.end = Place(0, ())
+        self.end = TextEnd(0, ())
         self._vocab_size: int | None = None
         self._new: dict[int, Entry] = {}
         self._old: dict[int, Entry] = {}
@@ -100,11 +100,11 @@ class Contexts:
         for context in _suffixes(key):
             self._put(context, (row, *self._entry(context)[1:]))
 
-    def after(self, place: Place, token: int) -> Place:
-        """Return the place after one more token."""
-        key = following(place.key, token)
+    def after(self, end: TextEnd, token: int) -> TextEnd:
+        """Return the end after one more token."""
+        key = following(end.key, token)
         tokens, size = self.tokens, len(self.tokens)
-        matches = [(p + 1, n + 1) for p, n in place.matches if tokens[p] == token and p + 1 < size]
+        matches = [(p + 1, n + 1) for p, n in end.matches if tokens[p] == token and p + 1 < size]
         if len(matches) < OCCURRENCES and not (matches and matches[0][1] > LONG):
             known = {p for p, _ in matches}
             for order, context in zip(range(LONGEST, 0, -1), _suffixes(key), strict=False):
@@ -112,7 +112,7 @@ class Contexts:
                 if positions:
                     matches += [(p, order) for p in positions if p not in known]
                     break
-        return Place(key, matches[:OCCURRENCES])
+        return TextEnd(key, matches[:OCCURRENCES])
 
     def candidates(self, key: int) -> tuple[Sequence[int], Sequence[float]]:
         """Return the K most probable tokens after the longest context with a row, if there is one.

@@ -13,7 +13,7 @@ from mlx_redrafter.device_read import as_rows, entries
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.lookup.chances import Chances, Child, match_feature, share_feature
-from mlx_redrafter.proposers.lookup.contexts import Contexts, Place
+from mlx_redrafter.proposers.lookup.contexts import Contexts, TextEnd
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
 # Minimum probability of a draft.
@@ -43,7 +43,7 @@ class DraftTree:
         self._chances = chances
         self._noise = None if noise is None else (noise.params, as_rows(noise.values))
         self._tokens, self._parents, self._scores = [contexts.tokens[-1]], [0], [0.0]
-        self._depths, self._places = [0], [contexts.end]
+        self._depths, self._ends = [0], [contexts.end]
         self._children = [self._find(contexts.end, 0)]
         self._grow(plan, least)
 
@@ -94,23 +94,23 @@ class DraftTree:
                 break
             cost, parent, rank = heappop(waiting)
             token = self._children[parent][rank][1]
-            place = self._contexts.after(self._places[parent], token)
+            end = self._contexts.after(self._ends[parent], token)
             depth = self._depths[parent] + 1
             self._tokens.append(token)
             self._parents.append(parent)
             self._scores.append(-cost)
             self._depths.append(depth)
-            self._places.append(place)
-            self._children.append(self._find(place, depth) if depth < plan.shape.levels else [])
+            self._ends.append(end)
+            self._children.append(self._find(end, depth) if depth < plan.shape.levels else [])
 
-    def _find(self, place: Place, depth: int) -> list[Child]:
+    def _find(self, end: TextEnd, depth: int) -> list[Child]:
         """Return tokens that may follow a node, the most probable first."""
         tokens, rates = self._contexts.tokens, self._chances.rates
         features: dict[int, int] = {}
-        for position, length in place.matches:
+        for position, length in end.matches:
             features.setdefault(tokens[position], match_feature(length))
         features.pop(NO_TOKEN, None)
-        for token, log_share in self._candidates(place.key, depth):
+        for token, log_share in self._candidates(end.key, depth):
             features[token] = features.get(token, 0) + share_feature(log_share)
         children = [(rates[feature], token, feature) for token, feature in features.items()]
         return sorted(children, key=itemgetter(0), reverse=True)

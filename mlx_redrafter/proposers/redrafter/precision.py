@@ -1,7 +1,8 @@
-"""A drafter's weights in 8 bits, if it drafts faster with them on this machine.
+"""A drafter's weights in 8 bits, or unpacked, if it drafts faster with them on this machine.
 
 The text does not depend on them, and the drafts hardly do. Half the bytes cost half the time if
-reading the weights bounds drafting, as on GPUs. They gain nothing if unpacking them does.
+reading the weights bounds drafting, as on GPUs. They gain nothing if unpacking them does, as on
+CPUs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 
 import mlx.core as mx
+from mlx_lm.utils import dequantize_model
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftShape
@@ -76,15 +78,19 @@ def time_pairs(given: Drafter, quantised: Drafter, target: Target) -> Sequence[P
 
 
 def choose_precision(drafter: Drafter, target: Target) -> Drafter:
-    """Return the drafter, or a copy with quantised weights if that drafts faster here.
+    """Return the drafter, or a copy with quantised or unpacked weights if that drafts faster here.
 
     The first run on a machine times both. If the copy may be faster, the next run times them again,
-    and the pairs of both runs decide for good. A drafter stays as it is if it is quantised already,
-    small, or has no layer whose width is a multiple of a group.
+    and the pairs of both runs decide for good. A drafter stays as it is if it is small, or has no
+    layer whose width is a multiple of a group. A quantised one is unpacked in place on a CPU, where MLX
+    multiplies float32 weights several times as fast.
     """
+    if quantization_of(drafter) is not None:
+        if mx.default_device() == mx.Device(mx.cpu):
+            unpack(drafter)
+        return drafter
     num_bytes = sum(array.nbytes for array in named_parameters(drafter).values())
-    is_small = num_bytes < MIN_BYTES or drafter.num_rows < SHAPE.width
-    if is_small or quantization_of(drafter) is not None:
+    if num_bytes < MIN_BYTES or drafter.num_rows < SHAPE.width:
         return drafter
     try:
         quantised = quantised_copy(drafter)
@@ -116,3 +122,10 @@ def quantised_copy(drafter: Drafter) -> Drafter:
     copy.eval()
     quantize_drafter(copy, BITS, GROUP_SIZE)
     return copy
+
+
+def unpack(drafter: Drafter) -> None:
+    """Make quantised weights float32, in place; blocks until MLX has evaluated them."""
+    dequantize_model(drafter)
+    drafter.set_dtype(mx.float32)
+    mx.eval(drafter.parameters())

@@ -117,16 +117,24 @@ def test_both_are_timed(drafter: Drafter, target: Target) -> None:
     assert all(min(pair["given"], pair["quantised"]) > 0 for pair in pairs)
 
 
-def test_a_drafter_that_is_quantised_narrow_or_small_stays_as_it_is(
+def test_a_drafter_that_is_narrow_or_small_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
 ) -> None:
     narrow = random_drafter(VOCAB_SIZE, 24)
     assert _choose(narrow, target, _timer()) is narrow
     monkeypatch.setattr(precision, "MIN_BYTES", 2**23)
     assert _choose(drafter, target, _timer()) is drafter
-    monkeypatch.setattr(precision, "MIN_BYTES", 0)
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only CPUs unpack")
+def test_a_quantised_drafter_is_unpacked_on_a_cpu(drafter: Drafter, target: Target) -> None:
     quantize_drafter(drafter, 4, 32)
-    assert _choose(drafter, target, _timer()) is drafter
+    hidden, state = mx.random.normal((2, HIDDEN_SIZE), key=mx.random.key(1))
+    before = drafter.log_probs(hidden, state[None])
+    found = _choose(drafter, target, _timer())
+    assert _bits_of(found) is None
+    assert found.dtype == mx.float32
+    assert mx.allclose(found.log_probs(hidden, state[None]), before, atol=1e-4)
 
 
 def test_the_text_is_the_same(drafter: Drafter, target: Target) -> None:
