@@ -10,6 +10,8 @@ import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import named_parameters, shared_name
 from mlx_redrafter.checkpoints.cards import CARD_FILE, render_card
+from mlx_redrafter.checkpoints.identity import REPOSITORY, targets_in_config
+from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.convert.conversion_options import DTYPES
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.publication import PROVENANCE_KEY, publish
@@ -19,6 +21,9 @@ from mlx_redrafter.proposers.checkpoint import check_finite, check_token_ids, wr
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.version import __version__
+
+# Key of the target's name, tokens and weights in the config of a drafter of this package.
+TARGET_KEY = "target"
 
 
 class Conversion(NamedTuple):
@@ -61,17 +66,24 @@ def write_conversion(
         measured = {"positions": len(tested.matches), "acceptance": tested.acceptance}
         notes += [tested.line] if tested.line else []
         warnings += tested.warnings()
+    # What a drafter trained by this package says of its target.
+    trained_for = as_mapping(drafter.source.config.get(TARGET_KEY))
+    named = filter(REPOSITORY.fullmatch, targets_in_config(drafter.source.config))
+    target = drafter.target or next(named, None)
+    if options.target is not None:
+        target = shared_name(options.target)
     provenance = {
         "source": drafter.source.name,
         "sha256": drafter.source.sha256(),
         "converter": f"mlx_redrafter {__version__}",
         "name_set": drafter.name_set,
-        "target": drafter.target if options.target is None else shared_name(options.target),
+        "target": target,
         "self_test": measured,
         "notes": notes,
     }
     with publish(destination) as folder:
-        write_drafter(network, folder, {PROVENANCE_KEY: provenance})
+        known = {TARGET_KEY: dict(trained_for)} if trained_for else {}
+        write_drafter(network, folder, {**known, PROVENANCE_KEY: provenance})
         card = _describe(destination.resolve().name, drafter, network.config, provenance)
         (folder / CARD_FILE).write_text(card, encoding="utf-8")
     return Conversion(network.config, provenance, tuple(warnings))

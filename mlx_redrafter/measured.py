@@ -1,8 +1,8 @@
 """Timings on this machine, kept in the user's cache folder until something changes.
 
 A run times in rounds. A round times everything once, close together, so that other work slows all
-of it alike. If the rounds of the first run leave doubt, one later run times more rounds, and the
-rounds of both decide for good: one disturbed moment does not.
+of it alike. If the rounds of the first run leave doubt, one later run times more rounds, and so
+does a run after one in which steps cost less than was timed. The rounds of all runs count.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 FOLDER = "MLX_REDRAFTER_CACHE"
 # Seconds of a step that no machine needs: stored times of an hour or more are damaged.
 MOST_SECONDS = 3600.0
-# Number of runs that may time the same: the first, and one more if there is doubt.
-MOST_RUNS = 2
+# Number of runs that may time the same: the first, one more if its rounds leave doubt, and one for
+# each time that use shows the times to be too long: a machine may be busy in several runs.
+MOST_RUNS = 8
 
 # Errors of files that are missing or damaged.
 DAMAGED = (

@@ -21,7 +21,7 @@ from mlx_redrafter.proposers.target_facts import TargetFacts
 # Parts of a name that tell how weights are stored. "it", "Instruct", "Lite" and "qat" are not among
 # them: they name other weights.
 STORED = re.compile(
-    r"[-_.](mlx|gguf|dwq|optiq|nvfp4|mxfp[48]|fp(8|16|32)|bf16|int[48]|awq|gptq|[2-8]-?bits?"
+    r"[-_.](mlx|gguf|dwq|optiq|nvfp4|mxfp[48]|fp(8|16|32)|float(16|32)|bf16|int[48]|awq|gptq|[2-8]-?bits?"
     r"|q[2-8](_[k01])?(_[msl])?|g(32|64|128)|hi|ud)(?=[-_.]|$)",
     re.IGNORECASE,
 )

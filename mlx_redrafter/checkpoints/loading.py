@@ -72,7 +72,7 @@ def load(
         kernels: Whether quantised layers and attention may verify trees with kernels of this
             package, on Apple GPUs, if a trial shows the bits of MLX's own and no more time.
         tune: Whether a recurrent drafter is returned in 8 bits if it drafts faster so on this
-            machine.
+            machine, and a quantised one unpacked on a CPU.
         group: Ranks to split the model over, as from ``mx.distributed.init()``: rank 0 decodes,
             with drafts of its own, and on every other rank this function never returns. It does
             there what rank 0 says, and ends the process when rank 0 ends.

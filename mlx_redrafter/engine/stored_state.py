@@ -22,7 +22,7 @@ from mlx_redrafter.policy.state import PolicyState
 logger = logging.getLogger(__name__)
 
 # Form of the file; files of other forms are not found.
-FORM = 2
+FORM = 3
 # Maximum size of a file, in bytes; it has some 5 kB for each number of slots.
 MOST_BYTES = 1_000_000
 

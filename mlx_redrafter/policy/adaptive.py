@@ -66,6 +66,10 @@ class Planner:
         self.newest = Choice()
         self._best = self._find_best()
 
+    def begin_plain(self) -> None:
+        """Begin with some plain steps, unless plain decoding seems best anyway."""
+        self._explorer.begin_plain()
+
     def choose(self, matches: Sequence[Sequence[float]], count: int) -> Choice:
         """Choose the plan of the next step.
 

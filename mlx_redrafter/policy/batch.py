@@ -152,13 +152,17 @@ class BatchPolicy:
         if self._planner is not None:
             self._planner.learn()
         begin = self._batches.get(size)
+        is_new = begin is None
         if begin is None:
             before = self._before() if self._planner is None else self._planner.state
             begin = before and before.without_times()
         state = self._batches[size] = PolicyState() if begin is None else begin.for_next()
         state.drafts.average_over(MEMORY * size)
         costs = batch_costs(self._costs(), size, self._is_joint)
-        return Planner(costs, state, max_length=self._max_length)
+        planner = Planner(costs, state, max_length=self._max_length)
+        if is_new:  # these costs were not timed: a plain step is, before drafting is trusted
+            planner.begin_plain()
+        return planner
 
     def _learn_time(self) -> None:
         """Learn from the cost of a step, once the host has read the tokens of its sequences.

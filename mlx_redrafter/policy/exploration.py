@@ -125,6 +125,11 @@ class Explorer:
             self._further if self._budget.pay_drafts(self._further_cost, is_larger) else self._best
         )
 
+    def begin_plain(self) -> None:
+        """Begin with plain steps if drafting seems best, so that the guard knows their cost."""
+        if self._best.plan is not None:
+            self._switch = SWITCH * [Choice()]
+
     def stop_switch(self) -> None:
         """Give up the switch that is under way, if there is one."""
         self._switch = []

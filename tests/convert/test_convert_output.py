@@ -86,6 +86,14 @@ def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_si
         convert_drafter(out, source.parent / "again")
 
 
+def test_a_quantised_copy_is_for_the_same_target(tmp_path: Path) -> None:
+    target = {"name": "org/Model", "tokens": "0123", "fingerprint": "4567"}
+    save_drafter(random_drafter(64, 64), tmp_path / "given", {"target": target})
+    convert_drafter(tmp_path / "given", tmp_path / "out", ConversionOptions(quantize=True))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["target"] == target
+    assert "base_model: org/Model" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_calibration_outlives_quantising(tmp_path: Path) -> None:
     drafter = random_drafter(97, 64, exit_dim=32, inverse_temperature=2.5, coupling_weight=0.8)
     save_drafter(drafter, tmp_path / "drafter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ FIRST_SECONDS = 900
 
 
 @cache
-def _find(model: RealModel, precision: Precision) -> Any:
+def _find(model: RealModel, precision: Precision) -> Path | RedrafterError:
     """Return a folder, or why there is none; a failed download is not tried again."""
     try:
         return find_model(model, precision)
@@ -24,10 +25,15 @@ def _find(model: RealModel, precision: Precision) -> Any:
         return error
 
 
-def real_pair(model: RealModel, precision: Precision = "float32") -> tuple[Any, Any]:
-    """Load a published model and its tokenizer; skips the test if it cannot be had."""
+def real_folder(model: RealModel, precision: Precision = "float32") -> Path:
+    """Return the folder of a published model; skips the test if it cannot be had."""
     folder = _find(model, precision)
     if isinstance(folder, RedrafterError):
         pytest.skip(str(folder))
-    target, tokenizer, _ = load(folder, drafter="lookup")
+    return folder
+
+
+def real_pair(model: RealModel) -> tuple[Any, Any]:
+    """Load a published model in float32, and its tokenizer; skips the test likewise."""
+    target, tokenizer, _ = load(real_folder(model), drafter="lookup")
     return target, tokenizer

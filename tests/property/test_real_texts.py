@@ -8,7 +8,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
-from mlx_redrafter import stream_generate
+from mlx_redrafter import load, stream_generate
 from mlx_redrafter.bench.lab.exactness import decode_texts
 from mlx_redrafter.bench.lab.real_models import GEMMA, SMOLLM2
 from mlx_redrafter.bench.prompts import encode_prompts, fit_prompts, read_prompts, select_prompts
@@ -17,10 +17,11 @@ from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.proposers.lookup import Lookup
+from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import shared_path
-from tests.helpers.real_models import FIRST_SECONDS, real_pair
+from tests.helpers.real_models import FIRST_SECONDS, real_folder, real_pair
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.timeout(FIRST_SECONDS)
@@ -60,6 +61,22 @@ def test_texts_are_those_of_mlx_lm() -> None:
     assert [one for one in different if not one.is_tie] == []
     # Only a quantised K/V cache rounds so far that texts in float32 differ.
     assert {one.conditions for one in different} <= {"8-bit K/V cache"}
+
+
+def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone() -> None:
+    model, tokenizer, drafter = load(real_folder(SMOLLM2), drafter="auto")
+    assert isinstance(drafter, Drafter)
+    steps = tokens = 0
+    for question in _questions(tokenizer, 2):
+        text = stock_tokens(model, question.ids, 40)
+        found = list(
+            stream_generate(
+                model, tokenizer, question.ids, drafter=drafter, max_tokens=40, beam_width=1
+            )
+        )
+        assert_same_tokens(text, [one.token for one in found], question.ids)
+        tokens, steps = tokens + len(found), steps + len(found) / found[-1].tokens_per_step
+    assert tokens / steps > 1.3
 
 
 def test_trees_of_drafts_leave_the_text_alone() -> None:

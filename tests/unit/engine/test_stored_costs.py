@@ -163,7 +163,7 @@ def test_another_drafter_or_dtype_is_timed_anew(
     assert len(list(folder.iterdir())) == 3
 
 
-def test_times_that_use_shows_to_be_too_long_are_measured_once_more_by_a_later_run(
+def test_times_that_use_shows_to_be_too_long_are_measured_again_by_later_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that was busy all the while it was timed, so that no turn differs from another."""
@@ -179,9 +179,9 @@ def test_times_that_use_shows_to_be_too_long_are_measured_once_more_by_a_later_r
         engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
         for _ in range(2):
             engine.generate([5, 6, 7], max_tokens=60)
-            assert len(runs) == min(1 + run, MOST_RUNS), "not in a run that has timed"
+            assert len(runs) == 1 + run, "not in a run that has timed"
     (path,) = folder.glob("*.json")
-    assert json.loads(path.read_text())["runs"] == MOST_RUNS
+    assert json.loads(path.read_text())["runs"] == 4 < MOST_RUNS
 
 
 def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(
