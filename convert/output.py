@@ -66,7 +66,7 @@ def write_conversion(
         measured = {"positions": len(tested.matches), "acceptance": tested.acceptance}
         notes += [tested.line] if tested.line else []
         warnings += tested.warnings()
-    # What a drafter trained by this package says of its target.
+    # A drafter of this package says which model it was trained for.
     trained_for = as_mapping(drafter.source.config.get(TARGET_KEY))
     named = filter(REPOSITORY.fullmatch, targets_in_config(drafter.source.config))
     target = drafter.target or next(named, None)

@@ -68,13 +68,13 @@ def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone() -> None
     assert isinstance(drafter, Drafter)
     steps = tokens = 0
     for question in _questions(tokenizer, 2):
-        text = stock_tokens(model, question.ids, 40)
+        text = stock_tokens(model, question.ids, 40)  # it does not stop at the answer's end
         found = list(
             stream_generate(
                 model, tokenizer, question.ids, drafter=drafter, max_tokens=40, beam_width=1
             )
         )
-        assert_same_tokens(text, [one.token for one in found], question.ids)
+        assert_same_tokens(text[: len(found)], [one.token for one in found], question.ids)
         tokens, steps = tokens + len(found), steps + len(found) / found[-1].tokens_per_step
     assert tokens / steps > 1.3
 
