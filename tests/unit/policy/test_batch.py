@@ -83,9 +83,9 @@ def test_more_sequences_draft_fewer_tokens_each() -> None:
 
 def test_the_next_batch_knows_what_steps_of_this_one_cost() -> None:
     batches: dict[int, PolicyState] = {}
-    for _ in range(4):
+    for _ in range(5):
         assert 0 < _drafted(_decode(batches, costs=_slower(2.5))) <= TOKENS // 10
-    assert max(batches[SLOTS].ratios.of(size) for size in SIZES) > 1.2
+    assert max(batches[SLOTS].ratios.of(size) for size in SIZES) > 1.3
     assert batches[SLOTS].ratios.of(1) < 1.5, "what slows trees down is not the machine"
 
 
@@ -102,11 +102,11 @@ def test_a_new_batch_times_plain_steps_before_it_trusts_drafts() -> None:
 
 def test_another_number_of_sequences_has_times_of_its_own() -> None:
     batches: dict[int, PolicyState] = {}
-    for _ in range(4):
+    for _ in range(5):
         _decode(batches, costs=_slower(2.5))
     assert _drafted(_decode(batches, SLOTS // 2)) > TOKENS // 10
     assert sorted(batches) == [SLOTS // 2, SLOTS]
-    assert max(batches[SLOTS].ratios.of(size) for size in SIZES) > 1.2
+    assert max(batches[SLOTS].ratios.of(size) for size in SIZES) > 1.3
     assert batches[SLOTS // 2].ratios.of(1) == pytest.approx(1.0, abs=0.15)
 
 
