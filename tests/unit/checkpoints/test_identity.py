@@ -187,6 +187,13 @@ def test_a_bundled_drafter_is_for_its_model_alone(
     assert model("me/Tiny-Instruct-MLX-4bit", **other) is None
     for name in ("org/Tiny", "org/Tiny-Instruct-2", "me/Tiny-Instruct-tuned"):
         assert model(name) is None
+    plain = find_stored("org/Tiny", None)
+    assert plain is not None
+    link = tmp_path / "Tiny-Instruct"
+    link.symlink_to(plain)
+    found = DrafterSearch(Identity.of_folder(link)).stored()
+    assert found is not None
+    assert found.path == str(drafter), "a link has a name of its own"
 
 
 def test_the_smallest_model_with_the_same_tokens_may_draft(cache: Path) -> None:
