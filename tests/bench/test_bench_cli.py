@@ -5,20 +5,11 @@ import sys
 
 import pytest
 
-from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.cli.bench_output import parse_count, parse_ints, parse_names, parse_shapes
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from tests.bench.commands import PROMPTS, run, run_lab
 from tests.helpers.models import shared_path
-
-
-def test_widen(folders, tmp_path):
-    target, drafter = folders
-    wide, wide_drafter = tmp_path / "wide", tmp_path / "wide-drafter"
-    options = ("--drafter", drafter, "--drafter-out", wide_drafter)
-    run_lab("widen", target, wide, "--parameters", "3M", *options)
-    assert read_config(wide_drafter)["hidden_size"] == read_config(wide)["hidden_size"]
 
 
 def test_counts():
@@ -31,11 +22,6 @@ def test_counts():
     for text in ("", "-1", "2G", "1.2.3M", "0"):
         with pytest.raises(ConfigError, match="expected a number"):
             parse_count(text)
-
-
-def test_usage_errors(folders):
-    with pytest.raises(ConfigError, match="belong together"):
-        run_lab("widen", folders[0], "x", "--drafter", "y")
 
 
 def test_compare(folders, tmp_path):
