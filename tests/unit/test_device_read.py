@@ -249,7 +249,7 @@ ALLOWED = {
     ],
     "target/hooks": ["int(layer.floor_scale)"],  # a number of the config
     "target/modules": [
-        "mx.array_equal(module(given), outputs[-1]).item()",  # before a text, to find a layer
+        "mx.array_equal(module(given), outputs[-1]).item()"  # before a text, to find a layer
     ],
     "proposers/redrafter/recurrence": ["mx.eval(self.quantized)", "mx.eval(self.weight)"],
 }

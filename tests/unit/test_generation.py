@@ -14,13 +14,7 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from mlx_redrafter import (
-    Engine,
-    GenerationResponse,
-    generate,
-    generate_batch,
-    stream_generate,
-)
+from mlx_redrafter import Engine, GenerationResponse, generate, generate_batch, stream_generate
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from tests.conftest import Trained
 from tests.helpers.drafts import Scripted
@@ -57,10 +51,7 @@ def _drafted(
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 20])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_max_tokens_cuts_inside_a_step(
-    model: nn.Module,
-    stock: list[tuple[int, mx.array]],
-    max_tokens: int,
-    shape: dict[str, Any],
+    model: nn.Module, stock: list[tuple[int, mx.array]], max_tokens: int, shape: dict[str, Any]
 ) -> None:
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     expected = list(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=max_tokens))
@@ -574,11 +565,7 @@ def test_a_token_without_numbers_is_reported_when_it_comes(
 @pytest.mark.parametrize("part", ["head", "state"])
 @pytest.mark.parametrize("select", ["top_n", "beam"])
 def test_drafts_that_are_no_numbers_change_nothing(
-    model: nn.Module,
-    stock: list[tuple[int, mx.array]],
-    value: float,
-    part: str,
-    select: Any,
+    model: nn.Module, stock: list[tuple[int, mx.array]], value: float, part: str, select: Any
 ) -> None:
     """A drafter that passed its check can still overflow on the way."""
     drafter = random_drafter(VOCAB_SIZE, 32)

@@ -52,8 +52,7 @@ def _cached(cache: Path, name: str, source: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    "copy",
-    "-4bit -8bit -MLX-4bit -bf16 -float32 -4bit-DWQ -mxfp4 -FP8 -mlx-8Bit-g32".split(),
+    "copy", "-4bit -8bit -MLX-4bit -bf16 -float32 -4bit-DWQ -mxfp4 -FP8 -mlx-8Bit-g32".split()
 )
 def test_a_copy_is_the_same_model_and_a_similar_name_is_not(copy: str) -> None:
     assert plain_name(f"mlx-community/Qwen3-4B{copy}") == plain_name("Qwen/Qwen3-4B")
@@ -203,9 +202,7 @@ def test_the_smallest_model_with_the_same_tokens_may_draft(cache: Path) -> None:
     assert search.draft_model() is None
 
 
-def test_a_copy_of_the_model_may_draft_and_another_model_may_not(
-    cache: Path,
-) -> None:
+def test_a_copy_of_the_model_may_draft_and_another_model_may_not(cache: Path) -> None:
     target = _cached(cache, "org/Tiny-Instruct", find_bundled("target"))
     with (target / "model.safetensors").open("r+b") as file:
         file.truncate(10**8)

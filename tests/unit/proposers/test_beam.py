@@ -38,13 +38,7 @@ def _context(seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[mx.array, mx.arra
 
 def _expand(drafter: Drafter, shape: DraftShape, seed: int) -> tuple[Expansion, Search]:
     embedding, hidden = _context(seed, drafter.config.vocab_size)
-    expansion = expand(
-        drafter,
-        lambda ids: embedding[ids],
-        hidden,
-        mx.array([ROOT]),
-        shape,
-    )
+    expansion = expand(drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT]), shape)
     literal = beam_search(
         NumpyDrafter(drafter),
         np.array(embedding, dtype=np.float64),
@@ -147,13 +141,7 @@ def test_drafts_that_are_no_numbers_still_make_a_tree(
     head.weight[:rows] = value
     plan = DraftPlan.of(4, 4, select=select)
     embedding, hidden = _context(0)
-    expansion = expand(
-        drafter,
-        lambda ids: embedding[ids],
-        hidden,
-        mx.array([ROOT]),
-        plan.shape,
-    )
+    expansion = expand(drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT]), plan.shape)
     scores = np.array(expansion.scores)
     assert np.isfinite(scores).all()
     parents = np.array(expansion.parents)

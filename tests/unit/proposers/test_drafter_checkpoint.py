@@ -38,12 +38,7 @@ def test_round_trip_and_text(
     dtype: mx.Dtype, rnn: bool, layers: int, exit_dim: int, tmp_path: Path
 ) -> None:
     drafter = random_drafter(
-        VOCAB_SIZE,
-        HIDDEN_SIZE,
-        rnn=rnn,
-        num_draft_layers=layers,
-        exit_dim=exit_dim,
-        dtype=dtype,
+        VOCAB_SIZE, HIDDEN_SIZE, rnn=rnn, num_draft_layers=layers, exit_dim=exit_dim, dtype=dtype
     )
     save_drafter(drafter, tmp_path / "drafter", {"made_by": "a test"})
     loaded = load_drafter(tmp_path / "drafter")

@@ -252,10 +252,7 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
     [
         ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "is a MLP speculator"),
         ({"speculators_model_type": "xpress"}, "is a drafter of speculators_model_type 'xpress'"),
-        (
-            {"model_type": "deepseek_v4_mtp"},
-            "is a module with multi-token prediction alone",
-        ),
+        ({"model_type": "deepseek_v4_mtp"}, "is a module with multi-token prediction alone"),
         ({"speculators_model_type": "eagle"}, "is a drafter of speculators_model_type 'eagle'"),
     ],
     ids=str,

@@ -44,13 +44,7 @@ from tests.helpers.published_heads import (
 Files = tuple[dict[str, Any], dict[str, mx.array]]
 NUM_FILES = 24
 # Block drafters of packagings that are read by different code.
-BLOCKS = (
-    "z-lab scales",
-    "incoai",
-    "DeepSpec Gemma 4",
-    "Meta",
-    "speculators DSpark gated",
-)
+BLOCKS = ("z-lab scales", "incoai", "DeepSpec Gemma 4", "Meta", "speculators DSpark gated")
 WEIRD: tuple[Any, ...] = (
     None,
     0,
