@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -37,6 +38,11 @@ def test_round_trip(folder: Path) -> None:
     assert tensors["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert tensors["b"].dtype == mx.bfloat16
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert os.stat(folder / "model.safetensors").st_mode & 0o777 == 0o644, "others may read it"
+    # Shards are read together.
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    mx.save_safetensors(str(folder / "model-00002-of-00002.safetensors"), {"c": mx.ones(2)})
+    assert set(read_shapes(folder)) == set(read_tensors(folder)) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -52,37 +58,14 @@ def test_a_pipe_in_a_folder_is_rejected_and_not_read(folder: Path, name: str) ->
             readers[name](folder)
 
 
-def test_shards_are_read_together(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    mx.save_safetensors(str(folder / "model-00002-of-00002.safetensors"), {"c": mx.ones(2)})
-    assert set(read_shapes(folder)) == set(read_tensors(folder)) == {"a", "b", "c"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "no-such-folder",
-        "./no/such",
-        "/no/such/folder",
-        "~/no/such/folder",
-        "a/b/c",
-        "../no-such-folder",
-    ],
-)
-def test_no_such_folder(name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"no such folder: .*; give a checkpoint folder or"):
-        find_checkpoint(name)
-
-
-def test_no_such_repository() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"'nobody/nothing' is neither a local folder nor a repository"
-    ) as caught:
+def test_no_such_folder(folder: Path) -> None:
+    for name in ("no-such-folder", "./no/such", "/no/such/folder", "~/no/such/folder", "a/b/c"):
+        with pytest.raises(CheckpointError, match=r"no such folder: .*; give a checkpoint folder"):
+            find_checkpoint(name)
+    unknown = r"'nobody/nothing' is neither a local folder nor a repository"
+    with pytest.raises(CheckpointError, match=unknown) as caught:
         find_checkpoint("nobody/nothing")
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_is_no_checkpoint(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="expected a checkpoint folder, found a file"):
         find_checkpoint(folder / "config.json")
 
@@ -97,59 +80,46 @@ def test_missing_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("content", "message"),
     [
-        ("[1]", "expected a JSON object in .*, found list"),
-        ("{", "cannot read .*config.json: "),
-        ("", "cannot read .*config.json: "),
-        ("[" * 100_000, "cannot read .*config.json: "),
-        (" " * (MAX_JSON_BYTES + 1), "expected at most 16777216 bytes, found 16777217"),
+        (b"[1]", "expected a JSON object in .*, found list"),
+        (b"{", "cannot read .*config.json: "),
+        (b"", "cannot read .*config.json: "),
+        (b"[" * 100_000, "cannot read .*config.json: "),
+        (b" " * (MAX_JSON_BYTES + 1), "expected at most 16777216 bytes, found 16777217"),
+        (b"\xff\xfe\x00\x80", "cannot read .*config.json: "),
     ],
-    ids=["list", "torn", "empty", "deep", "long"],
+    ids=["list", "torn", "empty", "deep", "long", "binary"],
 )
-def test_foreign_configs(folder: Path, text: str, message: str) -> None:
-    (folder / "config.json").write_text(text)
+def test_foreign_configs(folder: Path, content: bytes, message: str) -> None:
+    (folder / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_config(folder)
 
 
-def test_binary_config(folder: Path) -> None:
-    (folder / "config.json").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        read_config(folder)
+def _header(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content
 
 
-@pytest.mark.parametrize("keep", [0, 4, 8, 40, -1, -4])
-def test_truncated_weights(folder: Path, keep: int) -> None:
+# The last one claims tensors that no memory holds.
+CLAIM = {"a": {"dtype": "F32", "shape": [2**20, 2**20], "data_offsets": [0, 2**42]}}
+FOREIGN: dict[str, Callable[[bytes], bytes]] = {
+    **{f"first {end}": lambda data, end=end: data[:end] for end in (0, 4, 8, 40, -1)},  # type: ignore[misc]
+    "zip": lambda _: b"PK\x03\x04" + b"\x00" * 60,
+    "pickle": lambda _: b"\x80\x04\x95hello" * 10,
+    "huge header": lambda _: b"\xff" * 64,
+    "no header": lambda _: _header(b'{"a": [1, 2, 3, 4]}x'),
+    "claim": lambda _: _header(json.dumps(CLAIM).encode()),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_truncated_and_foreign_weights(folder: Path, kind: str) -> None:
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:keep])
+    path.write_bytes(FOREIGN[kind](path.read_bytes()))
     for read in (read_shapes, read_tensors):
         with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
             read(folder)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"PK\x03\x04" + b"\x00" * 60,
-        b"\x80\x04\x95hello" * 10,
-        b"\xff" * 64,
-        (20).to_bytes(8, "little") + b'{"a": [1, 2, 3, 4]}x',
-    ],
-    ids=["zip", "pickle", "huge header", "no header"],
-)
-def test_foreign_weights(folder: Path, data: bytes) -> None:
-    (folder / "model.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
-        read_tensors(folder)
-
-
-def test_a_claim_in_a_header_allocates_nothing(folder: Path) -> None:
-    claim = {"a": {"dtype": "F32", "shape": [2**20, 2**20], "data_offsets": [0, 2**42]}}
-    header = json.dumps(claim).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
-        read_tensors(folder)
 
 
 def test_failed_writing_leaves_the_old_file(folder: Path) -> None:
@@ -162,7 +132,3 @@ def test_failed_writing_leaves_the_old_file(folder: Path) -> None:
         write_atomically(folder / "config.json", fail)
     assert (folder / "config.json").read_text() == before
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_written_files_can_be_read_by_others(folder: Path) -> None:
-    assert oct(os.stat(folder / "model.safetensors").st_mode & 0o777) == oct(0o644)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.nn as nn
@@ -13,20 +12,14 @@ from mlx_redrafter import Engine, stream_generate
 from mlx_redrafter.engine.conversation import Conversation
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
-from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama, wrapped_tokenizer
+from tests.helpers.models import ByteTokenizer, tiny_llama, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config
+from tests.unit.test_engine import DRAFTERS
 
 VOCAB_SIZE = 64
 ASKED = ["HOW ARE YOU", "AND YOU", "HOW ARE YOU"]
-DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
-    "network": lambda model: random_drafter(VOCAB_SIZE, 32),
-    "lookup": lambda model: "lookup",
-    "draft model": lambda model: DraftModel(model, None),
-    "none": lambda model: None,
-}
 
 
 class ChatTokenizer(ByteTokenizer):
@@ -97,10 +90,8 @@ def _assert_plain_answers(
 def test_only_what_is_new_is_read(model: nn.Module) -> None:
     conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
     read: list[int] = []
+    options: dict[str, Any] = {"prompt_progress_callback": lambda done, total: read.append(total)}
     for text in ASKED:
-        options: dict[str, Any] = {
-            "prompt_progress_callback": lambda done, total: read.append(total)
-        }
         list(conversation.ask(text, max_tokens=8, **options))
     # "[U]", the text and "[A]".
     assert sorted(set(read)) == sorted({len(text) + 6 for text in ASKED})
@@ -144,7 +135,7 @@ def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) 
     assert [one.token for one in found] == [one.token for one in plain]
 
 
-def test_a_message_that_is_refused_changes_nothing(model: nn.Module) -> None:
+def test_what_is_refused_changes_nothing(model: nn.Module) -> None:
     conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
     list(conversation.ask(ASKED[0], max_tokens=8))
     before = list(conversation.messages)
@@ -152,8 +143,5 @@ def test_a_message_that_is_refused_changes_nothing(model: nn.Module) -> None:
         list(conversation.ask(ASKED[1], max_tokens=-5))
     assert conversation.messages == before
     assert len(list(conversation.ask(ASKED[1], max_tokens=8))) == 8
-
-
-def test_a_model_without_a_template_is_refused(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match="chat template"):
         Conversation(Engine(model, wrapped_tokenizer(VOCAB_SIZE), None))

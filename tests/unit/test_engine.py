@@ -17,7 +17,7 @@ import pytest
 
 from mlx_redrafter import Engine, Lookup, generate, load, stream_generate
 from mlx_redrafter.engine.generation import LearnedStates
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.policy.plans import StepCosts
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.models import ROOT, random_drafter, tiny_llama, wrapped_tokenizer
@@ -51,30 +51,28 @@ def _plain(model: nn.Module, prompt: list[int], max_tokens: int, **options: Any)
 
 
 def test_texts_are_those_of_plain_decoding(engine: Engine, model: nn.Module) -> None:
-    samplings: list[dict[str, Any]] = [{}, {"temp": 0.9, "seed": 5}]
-    samplings += [{"temp": 1.0, "seed": 5, "top_p": 0.8}]
+    samplings: list[dict[str, Any]] = [{}, {"temp": 1.0, "seed": 5, "top_p": 0.8}]
     shapes: list[dict[str, Any]] = [{}, {"beam_width": 3, "beam_length": 5}, {"beam_width": 1}]
     for options in samplings:
-        plain = _plain(model, PROMPT, 30, **options)
+        plain = _plain(model, PROMPT, 20, **options)
         for shape in shapes:
-            found = [r.token for r in engine.stream(PROMPT, max_tokens=30, **options, **shape)]
+            found = [r.token for r in engine.stream(PROMPT, max_tokens=20, **options, **shape)]
             assert found == plain
 
 
 def test_four_threads_have_their_own_texts(engine: Engine, model: nn.Module) -> None:
     prompts = [[3, 1, 4, 1], [5, 9], [2, 6, 5], [35, 8, 9, 7]]
+    options: list[dict[str, Any]] = [{}, {"temp": 0.7, "seed": 1}] * 2
     start = threading.Barrier(4)
 
     def work(i: int) -> list[int]:
         start.wait()
-        options: dict[str, Any] = {"temp": 0.7, "seed": i} if i % 2 else {}
-        return [r.token for r in engine.stream(prompts[i], max_tokens=30, **options)]
+        return [r.token for r in engine.stream(prompts[i], max_tokens=20, **options[i])]
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(work, range(4)))
-    for i, prompt in enumerate(prompts):
-        options: dict[str, Any] = {"temp": 0.7, "seed": i} if i % 2 else {}
-        assert found[i] == _plain(model, prompt, 30, **options)
+    pairs = zip(prompts, options, strict=True)
+    assert found == [_plain(model, prompt, 20, **more) for prompt, more in pairs]
 
 
 def test_a_pair_loaded_in_one_thread_works_in_another() -> None:
@@ -98,9 +96,8 @@ def test_a_stream_belongs_to_one_thread(engine: Engine) -> None:
 def test_another_thread_cancels_a_text(engine: Engine) -> None:
     stream = engine.stream(PROMPT, max_tokens=-1)
     found = [next(stream) for _ in range(3)]
-    thread = threading.Thread(target=stream.cancel)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(stream.cancel).result()
     rest = list(stream)
     assert len(rest) < 16, "at most the rest of a step"
     assert all(response.finish_reason is None for response in found + rest)
@@ -131,23 +128,10 @@ def test_a_closed_engine_ends_its_texts_and_begins_none(engine: Engine) -> None:
         engine.stream(PROMPT)
 
 
-def test_a_stream_is_closed_by_with(model: nn.Module) -> None:
-    with Engine(model, wrapped_tokenizer(VOCAB_SIZE)).stream(PROMPT, max_tokens=-1) as stream:
+def test_with_ends_a_stream(engine: Engine) -> None:
+    with engine.stream(PROMPT, max_tokens=-1) as stream:
         next(stream)
     assert list(stream) == []
-
-
-def test_a_cancelled_text_leaves_its_cache_with_what_was_yielded(model: nn.Module) -> None:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    cache = make_prompt_cache(model)
-    stream = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)).stream(
-        PROMPT, max_tokens=-1, prompt_cache=cache
-    )
-    tokens = [next(stream).token for _ in range(7)]
-    stream.cancel()
-    tokens += [response.token for response in stream]
-    assert {layer.offset for layer in cache} == {len(PROMPT) + len(tokens)}
 
 
 def test_estimates_are_carried_from_text_to_text(model: nn.Module) -> None:
@@ -185,18 +169,6 @@ def test_a_function_remembers_without_keeping_the_model() -> None:
     del model
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.parametrize("drafter", ["lookups", "path/to/drafter"])
-def test_words_that_are_no_drafter_are_refused(model: nn.Module, drafter: str) -> None:
-    wrong: Any = drafter
-    with pytest.raises(ConfigError, match=r"drafter must be a drafter that mlx_redrafter\.load"):
-        Engine(model, wrapped_tokenizer(VOCAB_SIZE), wrong)
-
-
-def test_a_drafter_of_another_model_is_refused(model: nn.Module) -> None:
-    with pytest.raises(CheckpointError, match="hidden_size 48 does not match"):
-        Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 48))
 
 
 def test_lookup_is_the_default(model: nn.Module) -> None:
@@ -249,8 +221,7 @@ print("written")
 
 
 def test_threads_that_have_ended_do_not_abort_the_process() -> None:
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr

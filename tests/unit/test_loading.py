@@ -82,60 +82,30 @@ def _fail(*args: object, **kwargs: object) -> None:
     raise AssertionError("this was to come later")
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "hidden_size", "message"),
-    [(512, 32, "hidden_size 32 does not match"), (513, 64, "vocab_size 513 does not match")],
-)
-def test_sizes_are_compared_before_any_weights_are_read(
-    stories: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    vocab_size: int,
-    hidden_size: int,
-    message: str,
+def test_cheap_checks_come_first(
+    stories: Trained, drafter_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_drafter(random_drafter(vocab_size, hidden_size), tmp_path)
+    """Before the model is read, and all but the last before the drafter's weights are."""
     monkeypatch.setattr(mlx_lm, "load", _fail)
-    monkeypatch.setattr(Checkpoint, "fill", _fail)
-    with pytest.raises(CheckpointError, match=message):
-        load(stories.folder, drafter=tmp_path)
-
-
-def test_the_drafter_is_checked_before_the_model_is_read(
-    stories: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = random_drafter(512, 64)
-    bias: Any = drafter.rnn_u.bias
-    bias[0] = float("inf")
-    save_drafter(drafter, tmp_path)
-    monkeypatch.setattr(mlx_lm, "load", _fail)
-    with pytest.raises(NonFiniteError):
-        load(stories.folder, drafter=tmp_path)
-
-
-def test_truncated_weights_are_found_before_memory_is_spent(
-    stories: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     folder = shutil.copytree(stories.folder, tmp_path / "model")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    monkeypatch.setattr(mlx_lm, "load", _fail)
-    with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
-        load(folder)
-
-
-def test_nothing_is_downloaded_for_a_model_that_does_not_exist(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(mlx_lm, "load", _fail)
-    with pytest.raises(CheckpointError, match="'nobody/nothing' is neither a local folder nor"):
-        load("nobody/nothing")
-
-
-def test_a_missing_adapter_is_found_first(
-    stories: Trained, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mlx_lm, "load", _fail)
-    monkeypatch.setattr(Checkpoint, "fill", _fail)
-    with pytest.raises(CheckpointError, match="no such adapter folder: /no/such"):
-        load(stories.folder, drafter=drafter_folder, adapter_path="/no/such")
+    sizes = {"vocab": (513, 64), "hidden": (512, 32), "infinite": (512, 64)}
+    for name, values in sizes.items():
+        drafter = random_drafter(*values)
+        drafter.rnn_u.bias[0] = float("inf") if name == "infinite" else 0.0
+        save_drafter(drafter, tmp_path / name)
+    calls: list[tuple[Any, dict[str, Any], str]] = [
+        (folder, {}, "is truncated or not a safetensors file"),
+        (stories.folder, {"drafter": tmp_path / "hidden"}, "hidden_size 32 does not match"),
+        (stories.folder, {"drafter": tmp_path / "vocab"}, "vocab_size 513 does not match"),
+        ("nobody/nothing", {}, "'nobody/nothing' is neither a local folder nor"),
+        (stories.folder, {"adapter_path": "/no/such"}, "no such adapter folder: /no/such"),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "fill", _fail)
+        for model, options, message in calls:
+            with pytest.raises(CheckpointError, match=message):
+                load(model, **{"drafter": drafter_folder, **options})
+    with pytest.raises(NonFiniteError):
+        load(stories.folder, drafter=tmp_path / "infinite")

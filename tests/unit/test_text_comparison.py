@@ -10,7 +10,7 @@ import pytest
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine import engine, text_comparison
-from mlx_redrafter.engine.text_comparison import compare_decoding
+from mlx_redrafter.engine.text_comparison import Difference, compare_decoding
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -32,22 +32,16 @@ class WrongAt(SequenceDecoder):
         return tokens
 
 
-@pytest.mark.parametrize("options", [{}, {"temp": 1.0, "seed": 2}, {"select": "beam"}], ids=str)
-def test_equal_texts(options: dict[str, Any]) -> None:
-    model, drafter = tiny_llama(), random_drafter(VOCAB_SIZE, 32)
-    found = compare_decoding(model, wrapped_tokenizer(VOCAB_SIZE), drafter, PROMPT, 20, **options)
-    assert found.difference is None
-    assert found.num_tokens == 20
-    assert found.tokens_per_step is not None
-    assert found.tokens_per_step >= 1
-
-
-def test_stop_tokens_end_both_texts() -> None:
+def test_equal_texts_up_to_a_stop_token() -> None:
     model, drafter = tiny_llama(), random_drafter(VOCAB_SIZE, 32)
     tokens = ids(stock_tokens(model, PROMPT, 20))
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE, {tokens[4]})
-    found = compare_decoding(model, tokenizer, drafter, PROMPT, 20)
-    assert (found.num_tokens, found.difference) == (tokens.index(tokens[4]) + 1, None)
+    for options, stops in (({}, {tokens[4]}), ({"temp": 1.0, "seed": 2}, set())):
+        tokenizer = wrapped_tokenizer(VOCAB_SIZE, stops)
+        found = compare_decoding(model, tokenizer, drafter, PROMPT, 20, **options)
+        end = tokens.index(tokens[4]) + 1 if stops else 20
+        assert (found.num_tokens, found.difference) == (end, None)
+        assert found.tokens_per_step is not None
+        assert found.tokens_per_step >= 1
 
 
 @pytest.mark.parametrize("position", [0, 3, 11])
@@ -69,8 +63,6 @@ def test_first_difference(position: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_text_that_ends_early_differs_at_its_end() -> None:
-    row = mx.array([0.0, -1.5, -9.0])
-    difference = text_comparison._first_difference([(1, row), (2, row)], [1])
-    assert difference == text_comparison.Difference(position=1, expected=2, found=None, gap=1.5)
-    difference = text_comparison._first_difference([(1, row)], [1, 2])
-    assert difference == text_comparison.Difference(position=1, expected=None, found=2, gap=1.5)
+    row, difference = mx.array([0.0, -1.5, -9.0]), text_comparison._first_difference
+    assert difference([(1, row), (2, row)], [1]) == Difference(1, expected=2, found=None, gap=1.5)
+    assert difference([(1, row)], [1, 2]) == Difference(1, expected=None, found=2, gap=1.5)

@@ -21,49 +21,30 @@ def _check(scores: np.ndarray, k: int) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [3, 255, 256, 257, 1023, 1024, 1025, 5000, 50257])
-@pytest.mark.parametrize("k", [1, 2, 3, 16, 64])
+@pytest.mark.parametrize("size", [3, 256, 1023, 1024, 1025, 50257])
+@pytest.mark.parametrize("k", [1, 2, 16, 64])
 def test_continuous_scores(size: int, k: int) -> None:
     scores = np.random.default_rng(size).standard_normal((3, size)).astype(np.float32)
     _check(scores, min(k, size))
 
 
-@pytest.mark.parametrize("size", [300, 1024, 4097, 50257])
-@pytest.mark.parametrize("k", [1, 2, 5, 16])
+@pytest.mark.parametrize("size", [300, 4097])
+@pytest.mark.parametrize("k", [1, 2, 16])
 @pytest.mark.parametrize("levels", [1, 2, 40])
 def test_of_equal_scores_the_first_win(size: int, k: int, levels: int) -> None:
     scores = np.random.default_rng(size).integers(0, levels, (4, size)).astype(np.float32)
     _check(scores, k)
 
 
-def test_winners_in_one_block_and_in_the_padded_last_block() -> None:
+def test_winners_in_one_block_in_the_padded_last_one_and_among_infinities() -> None:
     size = 4099
     assert size % block_size(size, 4)
-    scores = np.zeros((2, size), dtype=np.float32)
+    scores = np.zeros((3, size), dtype=np.float32)
     scores[0, 512:516] = [4, 3, 2, 1]  # one block has all of them
     scores[1, -3:] = [1, 3, 2]  # beyond the last full block
+    scores[2] = -np.inf
+    scores[2, [7, 4000, 4001, 4098]] = [-1e30, -5, -6, -5]
     _check(scores, 4)
-
-
-def test_of_equal_scores_the_first_wins_though_its_block_is_not_the_best() -> None:
-    size, block = 4096, block_size(4096, 2)
-    scores = np.zeros((1, size), dtype=np.float32)
-    scores[0, 5] = 1
-    scores[0, 3 * block + 1 : 3 * block + 4] = [1, 9, 1]
-    assert np.array(top_k(mx.array(scores), 2).indices).tolist() == [[3 * block + 2, 5]]
-    _check(scores, 2)
-
-
-def test_minus_infinity_is_never_preferred() -> None:
-    size = 5000
-    scores = np.full((1, size), -np.inf, dtype=np.float32)
-    scores[0, [7, 4000, 4999]] = [-1e30, -5, -5]
-    found = top_k(mx.array(scores), 3)
-    assert np.array(found.indices).tolist() == [[4000, 4999, 7]]
-
-
-def test_k_of_the_whole_row_sorts_it() -> None:
-    _check(np.array([[2.0, 9.0, 2.0]], dtype=np.float32), 3)
 
 
 @given(

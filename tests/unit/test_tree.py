@@ -1,4 +1,4 @@
-"""Token trees: the ancestor mask, padding and static sizes."""
+"""Token trees: the ancestor mask, padding and static sizes, alone and beside each other."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
+from mlx_redrafter.trees.tree_batch import TreeBatch
 from tests.helpers.drafts import scored
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import ancestors, tree_paths
@@ -129,15 +130,11 @@ def test_padding_leaves_the_nodes_of_a_tree_alone(parents: int, size: int) -> No
     assert not np.any(np.array(tree.ancestors)[:count, count:]), "no node sees padding"
 
 
-def test_what_the_host_reads_of_a_tree_is_what_the_device_has() -> None:
-    tree = scored(TokenTree.of([9, 4, 5, 6], [0, 0, 1, 0]), [-0.25, -1.5, -2.0])
-    found = tree.read()
-    assert found.scores == [-0.25, -1.5, -2.0]
-    assert (found.tokens, found.parents, found.depths) == ([4, 5, 6], [0, 1, 0], [1, 2, 1])
-
-
 def test_a_subtree_has_the_drafts_in_the_order_asked_for() -> None:
     tree = scored(TokenTree.of([9, 4, 5, 6, 7], [0, 0, 1, 0, 2]), [-1.0, -2, -3, -4])
+    found = tree.read()
+    assert (found.tokens, found.parents, found.depths) == ([4, 5, 6, 7], [0, 1, 0, 2], [1, 2, 1, 3])
+    assert found.scores == [-1.0, -2.0, -3.0, -4.0]
     part = tree.subtree([2, 0, 1])
     assert to_ints(part.tokens) == [9, 6, 4, 5]
     assert to_ints(part.parents) == [0, 0, 0, 2]
@@ -146,3 +143,19 @@ def test_a_subtree_has_the_drafts_in_the_order_asked_for() -> None:
     assert part.num_nodes == part.size == 4
     _assert_same(tree.subtree([0, 1]), tree.first(3))
     assert tree.subtree([]).size == 1
+
+
+def test_trees_and_roots_of_several_texts_are_padded_to_the_largest() -> None:
+    small, large = TokenTree.of([7, 8, 9], [0, 0, 1]), TokenTree.of([1, 2, 3, 4], [0, 0, 1, 1])
+    root = mx.array([5], dtype=mx.int32)
+    forest = TreeBatch([small, root, large])
+    assert (len(forest), forest.size, forest.max_depths) == (3, 4, [2, 0, 2])
+    assert forest.tokens.tolist() == [[7, 8, 9, -1], [5, -1, -1, -1], [1, 2, 3, 4]]
+    assert forest.parents.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
+    assert forest.depths.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0], [0, 1, 2, 2]]
+    for found, tree in ((forest.ancestors[0], small.padded(4)), (forest.ancestors[2], large)):
+        assert mx.array_equal(found, tree.ancestors)
+    assert forest.ancestors[1, 0].tolist() == [True, False, False, False]
+    # Some of them keep their size.
+    assert forest.of([1, 0]).tokens.tolist() == [[5, -1, -1, -1], [7, 8, 9, -1]]
+    assert TreeBatch([root, root]).ancestors.tolist() == [[[True]]] * 2

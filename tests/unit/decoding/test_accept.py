@@ -46,27 +46,6 @@ def test_path_is_the_longest_match(case: tuple[list[int], list[int], list[int], 
     assert np.array(bonus).tolist() == [chosen[expected[-1]]]
 
 
-def test_padding_is_never_accepted() -> None:
-    tree = make_tree([5, NO_TOKEN, 7], [0, 0, 0], 1)
-    path, _, bonus, *_ = accept(tree, mx.array([7, 1, 2]))
-    assert np.array(path).tolist() == [0, 2]
-    assert np.array(bonus).tolist() == [2]
-
-
-def test_a_match_below_a_mismatch_does_not_count() -> None:
-    tree = make_tree([5, 1, 2], [0, 0, 1], 2)
-    _, num_accepted, bonus, *_ = accept(tree, mx.array([9, 2, 3]))
-    assert np.array(num_accepted).tolist() == [0]
-    assert np.array(bonus).tolist() == [9]
-
-
-def test_tree_smaller_than_a_beam() -> None:
-    path, num_accepted, bonus, *_ = accept(make_tree([3], [0], 4), mx.array([8]))
-    assert path.shape == (5,)
-    assert np.array(num_accepted).tolist() == [0]
-    assert np.array(bonus).tolist() == [8]
-
-
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=2, max_size=8))
 def test_a_chain_is_accepted_as_any_other_tree(nodes: list[tuple[int, int]]) -> None:
     tokens, chosen = zip(*nodes, strict=True)

@@ -45,6 +45,13 @@ def _engine(kind: str) -> Engine:
     return Engine(MODEL, tokenizer, None)
 
 
+def _held() -> tuple[Engine, Any]:
+    """An engine, and the grammar of an answer that may call a tool."""
+    engine = _engine("json_tools")
+    request, _ = read(BODY, DEFAULTS)
+    return engine, make_grammar(engine, PROMPT, request.tools, None)
+
+
 def _characters(engine: Engine, text: str) -> list[int]:
     return [
         token
@@ -89,10 +96,7 @@ def test_a_marker_in_pieces_and_an_end_within_a_string() -> None:
 
 
 def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker() -> None:
-    engine = _engine("json_tools")
-    request, _ = read(BODY, DEFAULTS)
-    grammar = make_grammar(engine, PROMPT, request.tools, None)
-    assert grammar is not None
+    engine, grammar = _held()
     good, bad = (
         engine.tokenizer.encode(text, add_special_tokens=False)[0] for text in ('l>{"name', "l>no")
     )
@@ -106,9 +110,7 @@ def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker() -> None:
 
 
 def test_free_text_is_the_text_without_tools() -> None:
-    engine = _engine("json_tools")
-    request, _ = read(BODY, DEFAULTS)
-    grammar = make_grammar(engine, PROMPT, request.tools, None)
+    engine, grammar = _held()
     marker = engine.tokenizer.tool_call_start_tokens[0]
     never = mx.zeros((VOCAB_SIZE,)).at[marker].add(-1e9)
     options: dict[str, Any] = {

@@ -13,7 +13,6 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.decoding.sampling import KeyedSampler, StockSampler, gumbel_noise, normalise
-from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import MAX_TEMP, SamplingParams
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0]  # a toy vocabulary of seven
@@ -66,6 +65,8 @@ def test_samples_have_the_tempered_and_filtered_distribution(options: dict[str, 
     chi_square = ((counts - expected)[support] ** 2 / expected[support]).sum()
     # The 99.9th percentile of chi-square at 6 degrees of freedom is 22.5.
     assert chi_square < 22.5
+    wrong = _expected(SamplingParams(**{**options, "temp": 1.2 * params.temp})) * SAMPLES
+    assert ((counts - wrong)[support] ** 2 / wrong[support]).sum() > 22.5, "it would be noticed"
 
 
 def test_chosen_tokens_of_neighbouring_positions_are_independent() -> None:
@@ -78,14 +79,8 @@ def test_chosen_tokens_of_neighbouring_positions_are_independent() -> None:
     assert chi_square < 85.4  # the 99.9th percentile at 48 degrees of freedom is 84.0
 
 
-def test_chi_square_notices_a_wrong_distribution() -> None:
-    counts = np.bincount(_choose(SamplingParams(temp=1.0), LOGITS, SAMPLES), minlength=7)
-    expected = _expected(SamplingParams(temp=1.05)) * SAMPLES
-    assert ((counts - expected) ** 2 / expected).sum() > 22.5
-
-
-@pytest.mark.parametrize("vocab_size", [1, 7, 63, 64, 65, 512, 1000, 4096, 20_000])
-@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1000, 20_000])
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
 def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) -> None:
     block = np.array(gumbel_noise(seed, 1000 + mx.arange(16), vocab_size))
     assert block.shape == (16, vocab_size)
@@ -111,22 +106,13 @@ def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) ->
     assert np.array_equal(shifted, block[3:8])
 
 
-def test_noise_differs_between_seeds_and_positions() -> None:
-    rows = np.concatenate(
-        [np.array(gumbel_noise(seed, mx.arange(8), 64)) for seed in (0, 1, 2**16, 2**32 - 1)]
-    )
-    assert len(np.unique(rows)) > 0.99 * rows.size
-
-
 def test_noise_is_standard_gumbel() -> None:
-    noise = np.array(gumbel_noise(3, mx.arange(16), 8192)).flatten()
+    rows = np.array(gumbel_noise(3, mx.arange(16), 8192))
+    other = np.array(gumbel_noise(2**32 - 1, mx.arange(16), 8192))
+    assert len(np.unique(np.concatenate([rows, other]))) > 0.95 * 2 * rows.size
+    noise = rows.flatten()
     assert abs(noise.mean() - 0.5772) < 0.015
     assert abs(noise.var() - np.pi**2 / 6) < 0.03
-
-
-def test_temperature_zero_is_the_argmax_whatever_the_filters() -> None:
-    params = SamplingParams(top_p=0.1, top_k=1, min_p=0.9, seed=3)
-    assert _choose(params, LOGITS[::-1], 4).tolist() == [6, 6, 6, 6]
 
 
 @pytest.mark.parametrize(
@@ -138,22 +124,14 @@ def test_temperature_zero_is_the_argmax_whatever_the_filters() -> None:
         {"temp": 1e-46},
         {"temp": 5e-324, "top_p": 5e-324},
         {"temp": 1e-38},  # scores that overflow
+        {"temp": 0.0, "top_p": 0.1, "top_k": 1, "min_p": 0.9},
     ],
     ids=str,
 )
 def test_what_is_0_in_float32_leaves_the_best_token(options: dict[str, Any]) -> None:
     assert set(_choose(SamplingParams(**options), LOGITS[::-1], 200)) == {6}
-
-
-def test_the_highest_temperature_keeps_the_filter() -> None:
-    chosen = _choose(SamplingParams(temp=MAX_TEMP, top_k=3), LOGITS, 500)
-    assert set(chosen) == {0, 1, 2}
-
-
-def test_top_k_of_the_vocabulary_is_refused() -> None:
-    with pytest.raises(ConfigError, match="below the vocabulary size 7, got 7; use 0"):
-        KeyedSampler(SamplingParams(temp=1.0, top_k=7), 7)
-    KeyedSampler(SamplingParams(temp=1.0, top_k=6), 7)
+    # The highest temperature keeps the filter.
+    assert set(_choose(SamplingParams(temp=MAX_TEMP, top_k=3), LOGITS, 500)) == {0, 1, 2}
 
 
 def test_stock_sampler_walks_the_states_of_plain_sampling() -> None:

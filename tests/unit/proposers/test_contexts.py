@@ -53,12 +53,6 @@ def test_matches_are_occurrences_of_the_newest_tokens(text: list[int]) -> None:
     for position, length in matches:
         assert 0 < length <= lengths[position]
         assert length == lengths[position] or length >= min(longest, LONGEST)
-
-
-@given(TEXTS)
-def test_the_newest_occurrence_is_among_the_matches(text: list[int]) -> None:
-    table = _table_of(text)
-    end = len(text)
     for order in range(LONGEST, 0, -1):
         found = [p for p in range(order, end) if text[p - order : p] == text[end - order :]]
         if found and end > LONGEST:
@@ -92,13 +86,6 @@ def test_candidates_are_those_of_the_longest_context() -> None:
     tokens, log_probs = table.candidates(table.end.key)
     assert (tokens[0], log_probs[:2]) == (200, (0.0, -0.5)), "after 2, 3, 4"
     assert table.end.matches[0] == (4, 3)
-
-
-@given(TEXTS)
-def test_the_same_tokens_make_the_same_table(text: list[int]) -> None:
-    one, other = _table_of(text), _table_of(text)
-    assert one.end == other.end
-    assert one.after(one.end, 2) == other.after(other.end, 2)
 
 
 def test_the_table_is_bounded_and_forgets_the_oldest() -> None:

@@ -20,7 +20,7 @@ from mlx_redrafter.proposers.lookup.chances import Chances, Child
 from mlx_redrafter.proposers.lookup.contexts import NUM_BEST, Contexts
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
-from mlx_redrafter.trees.tree import Drafts
+from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 PLAN = DraftPlan(DraftShape(4, 16), 16)
 
@@ -56,16 +56,20 @@ def _paths(tree: Any) -> list[list[int]]:
     return paths[1:]
 
 
-def test_what_followed_is_proposed_after_the_newest_token() -> None:
-    drafting = _open([1, 2, 3, 4, 5, 6, 9, 1, 2])
-    tree = drafting.propose(_flight(3), PLAN, None)
+def _propose(drafting: LookupDrafting, *args: Any, noise: Any = None, **more: Any) -> TokenTree:
+    """The drafts after a pass, of which there must be some."""
+    tree = drafting.propose(_flight(*args, **more), PLAN, noise)
     assert tree is not None
+    return tree
+
+
+def test_what_followed_is_proposed_after_the_newest_token() -> None:
+    tree = _propose(_open([1, 2, 3, 4, 5, 6, 9, 1, 2]), 3)
     assert to_ints(tree.tokens)[0] == 3
     chain = [4, 5, 6, 9, 1, 2, 3]
     assert _paths(tree)[:4] == [chain[:n] for n in range(1, 5)]
-
-
-def test_nothing_is_proposed_where_nothing_repeats() -> None:
+    # Nothing is proposed where nothing repeats, unless earlier texts do.
+    assert to_ints(_propose(_open([1, 2], Lookup([[9, 1, 2, 3, 4, 5]])), 3).tokens) == [3, 4, 5]
     drafting = _open([1, 2, 3, 4])
     assert max(drafting.matches()) < 0.1
     assert drafting.propose(_flight(5), PLAN, None) is None
@@ -92,8 +96,7 @@ def test_trees_keep_to_their_plan_and_are_sorted() -> None:
 def test_the_matches_are_of_the_drafts_after_the_token_in_flight() -> None:
     drafting = _open([*range(1, 30), *range(1, 20)])
     matches = list(drafting.matches())
-    tree = drafting.propose(_flight(20), PLAN, None)
-    assert tree is not None
+    assert _propose(drafting, 20)
     likely = [one for one in matches if one >= 0.05]
     assert 8 < len(likely) < 16, "the drafts of a copy, less the first"
     assert matches == sorted(matches, reverse=True)
@@ -123,12 +126,9 @@ def test_chances_are_learnt_from_tokens_that_were_not_drafted() -> None:
     changed = [a - b for a, b in zip(lookup.chances.rates, before, strict=True) if a != b]
     assert changed
     assert min(changed) > 0
-
-
-def test_the_prompt_teaches_no_chances() -> None:
     lookup = Lookup()
     _open([1, 2, 3, 4] * 50, lookup).matches()
-    assert lookup.chances.rates == Chances().rates
+    assert lookup.chances.rates == Chances().rates, "the prompt teaches none"
 
 
 def test_chances_forget() -> None:
@@ -138,14 +138,16 @@ def test_chances_forget() -> None:
         chances.learn(children, token)
     assert chances.rates[3] < 0.01
     assert chances.rates[4] < 0.01
+    for _ in range(60_000):
+        chances.learn([(0.5, 7, 3)], 8)
+    assert chances.rates[3] > 0
 
 
 def test_what_the_target_found_probable_is_proposed_after_the_same_tokens() -> None:
     drafting = _open([1, 2])
     drafting.skip(_flight(3, rows=[[3, 30, 31]]))
     drafting.skip(_flight(9, rows=[[9, 40]]))
-    tree = drafting.propose(_flight(2, rows=[[50]]), PLAN, None)
-    assert tree is not None
+    tree = _propose(drafting, 2, rows=[[50]])
     children = [path[0] for path in _paths(tree) if len(path) == 1]
     assert children[:2] == [3, 30], "after 2, at which 3 was the best one"
     assert [3, 9] in _paths(tree)
@@ -158,8 +160,7 @@ def test_a_second_turn_drafts_from_the_first_and_other_conversations_do_not() ->
     first.skip(_flight(3, rows=[[3, 30, 31]]))
     first.skip(_flight(4, rows=[[4]]))
     first.trim_to(4)  # reads the newest pass
-    tree = _open([8, 9], conversation).propose(_flight(2), PLAN, None)
-    assert tree is not None
+    tree = _propose(_open([8, 9], conversation), 2)
     assert [path[0] for path in _paths(tree) if len(path) == 1][:2] == [3, 30]
     assert [3, 4] in _paths(tree)
     assert _open([8, 9], conversation.after([])).contexts.tokens[:2].tolist() == [1, 2]
@@ -173,16 +174,8 @@ def test_nodes_that_were_not_accepted_teach_candidates() -> None:
     tree = drafting.propose(flight, PLAN, None)
     assert tree is None
     for token in (21, 22):
-        tree = drafting.propose(_flight(token, rows=[[7]]), PLAN, None)
-        assert tree is not None
-        assert to_ints(tree.tokens)[1] == 40 + token
-
-
-def test_a_pass_whose_logits_are_nan_teaches_no_candidates() -> None:
-    drafting = _open([1, 2])
-    drafts = Drafts([-0.5, -1.0, -1.5], [1, 1, 2], [0, 0, 2], [20, 21, 22])
-    flight = _flight(5, rows=[[5], [60], [61], [62]], drafts=drafts)
-    flight.is_finite = False
+        assert to_ints(_propose(drafting, token, rows=[[7]]).tokens)[1] == 40 + token
+    drafting, flight.is_finite = _open([1, 2]), False  # logits that are NaN teach nothing
     drafting.propose(flight, PLAN, None)
     tree = drafting.propose(_flight(21, rows=[[7]]), PLAN, None)
     assert tree is None or 61 not in to_ints(tree.tokens)
@@ -195,21 +188,19 @@ def test_with_noise_the_first_draft_is_what_the_target_would_draw(temp: float) -
     log_probs = mx.array([-0.1, *[-3.0 - rank for rank in range(NUM_BEST - 1)]])
     params = SamplingParams(temp=temp, seed=1)
     shown = set()
-    for position in range(60):
+    for position in range(20):
         values = gumbel_noise(1, mx.arange(position, position + 8), 300)
         drafting = _open([1, 2])
         drafting.skip(_flight(50, rows=[row]))
-        tree = drafting.propose(_flight(2, rows=[row]), PLAN, GumbelNoise(params, values))
+        tree = _propose(drafting, 2, rows=[row], noise=GumbelNoise(params, values))
         drawn = mx.argmax(log_probs / temp + values[0, mx.array(row)], axis=-1)
-        assert tree is not None
         first = next(token for token in to_ints(tree.tokens) if token in row)
         assert first == row[to_ints(drawn.reshape(1))[0]]
         shown.add(first)
     assert len(shown) > 1
     drafting = _open([1, 2], couple=False)
     drafting.skip(_flight(50, rows=[row]))
-    tree = drafting.propose(_flight(2, rows=[row]), PLAN, GumbelNoise(params, values))
-    assert tree is not None
+    tree = _propose(drafting, 2, rows=[row], noise=GumbelNoise(params, values))
     assert to_ints(tree.tokens)[1] == 3, "the most probable one without coupling"
 
 
@@ -220,16 +211,8 @@ def test_filters_leave_out_candidates_that_cannot_be_drawn() -> None:
         params = SamplingParams(temp=1.0, seed=1, **filters)  # type: ignore[arg-type]
         drafting = _open([1, 2])
         drafting.skip(_flight(9, rows=[row]))
-        tree = drafting.propose(_flight(2, rows=[row]), PLAN, GumbelNoise(params, values))
-        assert tree is not None
+        tree = _propose(drafting, 2, rows=[row], noise=GumbelNoise(params, values))
         assert 10 not in to_ints(tree.tokens), filters
-
-
-def test_earlier_texts_are_looked_up_too() -> None:
-    assert _open([1, 2], Lookup()).propose(_flight(3), PLAN, None) is None
-    tree = _open([1, 2], Lookup([[9, 1, 2, 3, 4, 5]])).propose(_flight(3), PLAN, None)
-    assert tree is not None
-    assert to_ints(tree.tokens) == [3, 4, 5]
 
 
 class _Network:
@@ -254,8 +237,7 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     assert drafting.propose(_flight(2), PLAN, None) is None
     drafting.skip(_flight(3))
     from_text = DraftPlan(PLAN.shape, PLAN.num_nodes, from_text=True)
-    tree = drafting.propose(_flight(4), from_text, None)
-    assert tree is not None
+    tree: Any = drafting.propose(_flight(4), from_text, None)
     assert to_ints(tree.tokens)[:2] == [4, 5]
     assert network.seen == [("propose", [2]), ("skip", [3]), ("skip", [4])]
     assert drafting.contexts.end.matches[0] == (4, 4)  # after 1, 2, 3, 4
@@ -269,13 +251,6 @@ def test_drafts_with_and_without_a_network_do_not_share_its_passes() -> None:
         found = drafts[0].propose_all(drafts, [_flight(2)] * 2, PLAN, [None] * 2)
         assert [tree is None for tree in found] == [drafting is one for drafting in drafts]
     assert network.seen == [("propose", [2])] * 2
-
-
-def test_chances_stay_above_zero_however_they_come() -> None:
-    chances = Chances()
-    for _ in range(60_000):
-        chances.learn([(0.5, 7, 3)], 8)
-    assert chances.rates[3] > 0
 
 
 @pytest.mark.parametrize("log_prob", [0.0, 1e-6, -1e9, -float("inf"), float("nan")])

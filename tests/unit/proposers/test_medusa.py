@@ -174,32 +174,29 @@ def test_saved_heads_come_back(tmp_path: Path, bits: int | None) -> None:
         )
 
 
-GOOD = random_medusa().config.to_dict()
-ROWS = [[0.1] * 32] * 3
+ROWS, THREE = [[0.1] * 32] * 3, "rank_accuracies must be 3 lists of 32 numbers above 0"
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"num_heads": 0}, "num_heads must be an integer from 1 to 64"),
+    ({"num_layers": -1}, "num_layers must be an integer from 0"),
+    ({"bias": 1}, "bias must be true or false"),
+    ({"tree": "wide"}, "tree must be 'dynamic' or 'static', got 'wide'"),
+    ({"tree": "static"}, "'static' needs rank_accuracies"),
+    *(
+        ({"rank_accuracies": bad}, THREE)
+        for bad in (ROWS[:2], [*ROWS[:2], [0.1] * 31], [*ROWS[:2], [0.0] * 32], [1, 2, 3], "abc")
+    ),
+    ({"draft_vocab_size": 65}, "draft_vocab_size must be an integer from 1 to 64"),
+    ({"score_scale": 0}, "score_scale must be above 0"),
+    ({"noise_share": 2}, "noise_share must be from 0 to 1"),
+    ({"model_type": "llama"}, "expected a drafter with model_type 'redrafter_medusa'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_heads": 0}, "num_heads must be an integer from 1 to 64"),
-        ({"num_layers": -1}, "num_layers must be an integer from 0"),
-        ({"bias": 1}, "bias must be true or false"),
-        ({"tree": "wide"}, "tree must be 'dynamic' or 'static', got 'wide'"),
-        ({"tree": "static"}, "'static' needs rank_accuracies"),
-        ({"rank_accuracies": ROWS[:2]}, "rank_accuracies must be 3 lists of 32 numbers above 0"),
-        ({"rank_accuracies": [*ROWS[:2], [0.1] * 31]}, "3 lists of 32 numbers"),
-        ({"rank_accuracies": [*ROWS[:2], [0.0] * 32]}, "3 lists of 32 numbers"),
-        ({"rank_accuracies": [1, 2, 3]}, "3 lists of 32 numbers"),
-        ({"rank_accuracies": "abc"}, "3 lists of 32 numbers"),
-        ({"draft_vocab_size": 65}, "draft_vocab_size must be an integer from 1 to 64"),
-        ({"score_scale": 0}, "score_scale must be above 0"),
-        ({"noise_share": 2}, "noise_share must be from 0 to 1"),
-        ({"model_type": "llama"}, "expected a drafter with model_type 'redrafter_medusa'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), BAD)
 def test_configs_out_of_range(changes: dict[str, Any], message: str) -> None:
+    good = random_medusa().config.to_dict()
     with pytest.raises(CheckpointError, match=message):
-        MedusaConfig.from_dict({**GOOD, **changes})
-    missing = {key: value for key, value in GOOD.items() if key != "num_heads"}
+        MedusaConfig.from_dict({**good, **changes})
+    del good["num_heads"]
     with pytest.raises(CheckpointError, match="lacks num_heads"):
-        MedusaConfig.from_dict(missing)
+        MedusaConfig.from_dict(good)

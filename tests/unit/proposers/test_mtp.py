@@ -20,7 +20,7 @@ from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
+from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import QWEN
 from mlx_redrafter.target.hooks import captured_output
@@ -151,13 +151,13 @@ def _tokens(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
 
 
 def test_texts_are_those_of_plain_decoding(model: nn.Module, module: Any) -> None:
-    expected = stock_tokens(model, PROMPT, 24)
-    sampling: dict[str, Any] = {"temp": 0.9, "seed": 3, "max_tokens": 24}
+    expected = stock_tokens(model, PROMPT, 12)
+    sampling: dict[str, Any] = {"temp": 0.9, "seed": 3, "max_tokens": 12}
     sampled = _tokens(model, None, **sampling)
     # How much to draft is the same code for all.
     shapes = SHAPES if module.config.model_type == "mimo" else SHAPES[1:]
     for shape in shapes:
-        assert_same_tokens(expected, _tokens(model, module, max_tokens=24, **shape), shape)
+        assert_same_tokens(expected, _tokens(model, module, max_tokens=12, **shape), shape)
         assert _tokens(model, module, **sampling, **shape) == sampled
 
 
@@ -215,11 +215,11 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
     monkeypatch.setattr("mlx_redrafter.hub.fetch", download)
     assert load_mtp("org/model").config.vocab_size == 64
     assert asked[1:] == [["model-00000.safetensors", "model-00001.safetensors"]]
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
     for file, message in (("../x.safetensors", "name of a safetensors file"), (None, "no tensors")):
         names = {} if file is None else {PREFIX + "input_proj.weight": file}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-        for path in tmp_path.glob("*.safetensors"):
-            path.unlink()
         with pytest.raises(CheckpointError, match=message):
             load_mtp("org/model")
 
@@ -308,59 +308,40 @@ def changed(name: str, tensor: mx.array | None) -> dict[str, mx.array]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-BAD: dict[str, tuple[dict[str, mx.array], dict[str, Any], type[Exception], str]] = {
-    "none": ({"model.norm.weight": mx.ones(3)}, CONFIG, CheckpointError, "no tensors model.mtp_la"),
-    "missing": (
-        changed("self_attn.k_proj.bias", None),
-        CONFIG,
-        CheckpointError,
-        r"mtp_layers\.0\.self_attn\.k_proj\.bias is missing",
-    ),
-    "shape": (
+BAD: list[tuple[dict[str, mx.array], dict[str, Any], str]] = [
+    ({"model.norm.weight": mx.ones(3)}, CONFIG, "no tensors model.mtp_la"),
+    (changed("self_attn.k_proj.bias", None), CONFIG, r"mtp_layers\.0\.self_.*\.bias is missing"),
+    (
         changed("input_proj.weight", mx.ones((32, 32))),
         CONFIG,
-        CheckpointError,
         r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]",
     ),
-    "unexpected": (
-        changed("x.weight", mx.ones(2)),
-        CONFIG,
-        CheckpointError,
-        r"x\.weight. of shape",
-    ),
-    "not finite": (
-        changed("final_layernorm.weight", mx.full((32,), mx.nan)),
-        CONFIG,
-        NonFiniteError,
-        r"final_layernorm\.weight",
-    ),
-    "another family": (
+    (changed("x.weight", mx.ones(2)), CONFIG, r"x\.weight. of shape"),
+    (changed("final_layernorm.weight", mx.full((32,), mx.nan)), CONFIG, r"NaN .*final_layernorm"),
+    (
         module_tensors(),
         {**CONFIG, "model_type": "llama"},
-        ConfigError,
         "with an MTP module, of type deepseek_v3, .* found 'llama'",
     ),
-    "sizes": (module_tensors(), {**CONFIG, "vocab_size": 0}, CheckpointError, "vocab_size 0"),
-    "mode": (
+    (module_tensors(), {**CONFIG, "vocab_size": 0}, "vocab_size 0"),
+    (
         module_tensors(),
         {**CONFIG, "quantization": {"group_size": 32, "bits": 8, "mode": "mxfp4"}},
-        CheckpointError,
         r"mode mxfp4 needs group_size and bits \(32, 4\), got \(32, 8\)",
     ),
-    "layers of states": (
+    (
         family_tensors(family_config("nemotron_h")),
         {**family_config("nemotron_h"), "mtp_hybrid_override_pattern": "*M"},
-        CheckpointError,
         r"expected mtp_hybrid_override_pattern of attention .* found '\*M'",
     ),
-    "no config": (module_tensors(), {"model_type": "mimo"}, CheckpointError, "does not describe"),
-}
+    (module_tensors(), {"model_type": "mimo"}, "does not describe"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_files_are_refused(tmp_path: Path, case: str) -> None:
-    tensors, config, kind, message = BAD[case]
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case[2])
+def test_bad_files_are_refused(tmp_path: Path, case: tuple[Any, Any, str]) -> None:
+    tensors, config, message = case
+    with pytest.raises(RedrafterError, match=message):
         load_mtp(write(tmp_path, tensors, config))
 
 

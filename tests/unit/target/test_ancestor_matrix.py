@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 HEADS, KEY, VALUE = 2, 8, 4
 PARENTS = [0, 0, 0, 1, 1, 2, 3, 3, 6, 8, 5]
-SEEDS = range(4)
+SEEDS = range(2)
 # Most of it from logarithms of products of many small gates.
 TOLERANCE = 1e-4
 
@@ -127,34 +127,19 @@ def test_keys_that_are_alike(length: int) -> None:
     np.testing.assert_allclose(np.array(read), expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_delta"),
-    [
-        *((name, True) for name in ("keys", "values", "strengths", "log_gates", "queries")),
-        *((name, False) for name in ("keys", "values", "log_gates", "queries")),
-    ],
-)
-def test_a_draft_that_is_not_a_number_spoils_its_branch_alone(name: str, is_delta: bool) -> None:
-    inputs = random_inputs(1, PARENTS)
-    tree = TokenTree.of(range(len(PARENTS)), PARENTS)
-    read = np.array(by_matrix(inputs, tree, is_delta)[0])
-    getattr(inputs, name)[:, 3] = np.nan
-    nodes = range(len(PARENTS))
-    below = [3] if name == "queries" else [n for n in nodes if 3 in path_to(n, PARENTS)]
-    others = [n for n in nodes if n not in below]
-    spoiled, branches = by_matrix(inputs, tree, is_delta)
-    assert mx.all(mx.isnan(spoiled[:, mx.array(below)])).item()
-    assert np.array_equal(np.array(spoiled)[:, others], read[:, others])
-    assert mx.all(mx.isfinite(state_after(branches, [0, 1, 4]))).item()
-
-
-@pytest.mark.parametrize("value", [np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("is_delta", [False, True])
-def test_a_draft_that_overflows(value: float, is_delta: bool) -> None:
-    inputs = random_inputs(1, PARENTS)
-    tree = TokenTree.of(range(len(PARENTS)), PARENTS)
-    read = np.array(by_matrix(inputs, tree, is_delta)[0])
-    inputs.values[:, 3] = value
-    found = np.array(by_matrix(inputs, tree, is_delta)[0])
-    others = [n for n in range(len(PARENTS)) if 3 not in path_to(n, PARENTS)]
-    assert np.array_equal(found[:, others], read[:, others])
+def test_a_draft_that_is_not_a_number_spoils_its_branch_alone(is_delta: bool) -> None:
+    tree, nodes = TokenTree.of(range(len(PARENTS)), PARENTS), range(len(PARENTS))
+    read = np.array(by_matrix(random_inputs(1, PARENTS), tree, is_delta)[0])
+    names = ["keys", "values", "log_gates", "queries", *(["strengths"] if is_delta else [])]
+    values = [(name, np.nan) for name in names]
+    for name, value in [*values, *(("values", one) for one in (np.inf, -np.inf, 3e38))]:
+        inputs = random_inputs(1, PARENTS)
+        getattr(inputs, name)[:, 3] = value
+        below = [3] if name == "queries" else [n for n in nodes if 3 in path_to(n, PARENTS)]
+        others = [n for n in nodes if n not in below]
+        spoiled, branches = by_matrix(inputs, tree, is_delta)
+        if np.isnan(value):
+            assert mx.all(mx.isnan(spoiled[:, mx.array(below)])).item()
+        assert np.array_equal(np.array(spoiled)[:, others], read[:, others])
+        assert mx.all(mx.isfinite(state_after(branches, [0, 1, 4]))).item()

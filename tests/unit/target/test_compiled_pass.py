@@ -14,7 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_redrafter.bench.lab import memory
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.decoding.decode import decode
-from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
@@ -152,29 +151,15 @@ def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mx.array_equal(found[0], expected[0])
 
 
-class Watched(FixedPolicy):
-    """A fixed policy that keeps what it observes."""
-
-    def observe(self, step: Step) -> None:
-        seconds.append(step.seconds)
-
-
-seconds: list[float | None] = []
-
-
 def test_first_uses_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_passes(monkeypatch, uses=3)
     target = new_target("llama")
     stock = stock_tokens(target.model, 20, make_prompt_cache(target.model))
-    seconds.clear()
-    text = SequenceDecoder(
-        target,
-        target.caches.new(),
-        KeyedSampler(SamplingParams(), target.vocab_size),
-        Request(PROMPT, max_tokens=20),
-        ScriptedDrafts(stock),
-        Watched(PLAN),
-    )
+    seconds: list[float | None] = []
+    policy, sampler = FixedPolicy(PLAN), KeyedSampler(SamplingParams(), target.vocab_size)
+    monkeypatch.setattr(policy, "observe", lambda step: seconds.append(step.seconds))
+    request, drafts = Request(PROMPT, max_tokens=20), ScriptedDrafts(stock)
+    text = SequenceDecoder(target, target.caches.new(), sampler, request, drafts, policy)
     assert [token.id for token in decode(text)] == stock
     # The first use, and the third one, which compiles.
     assert [number for number, one in enumerate(seconds) if one is None] == [0, 2]

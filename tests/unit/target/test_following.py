@@ -34,20 +34,12 @@ def begin(
     stop: int | None = None,
     **params: Any,
 ) -> SequenceDecoder:
-    request = Request(
-        PROMPT,
-        frozenset() if stop is None else frozenset({stop}),
-        max_tokens=params.pop("max_tokens", NUM_TOKENS),
-        keeps_cache=True,
-    )
-    return SequenceDecoder(
-        target,
-        target.caches.new(cache),
-        KeyedSampler(SamplingParams(**params), target.vocab_size),
-        request,
-        drafts,
-        None if drafts is None else FixedPolicy(PLAN),
-    )
+    ends = frozenset() if stop is None else frozenset({stop})
+    max_tokens = params.pop("max_tokens", NUM_TOKENS)
+    request = Request(PROMPT, ends, max_tokens=max_tokens, keeps_cache=True)
+    sampler = KeyedSampler(SamplingParams(**params), target.vocab_size)
+    policy = None if drafts is None else FixedPolicy(PLAN)
+    return SequenceDecoder(target, target.caches.new(cache), sampler, request, drafts, policy)
 
 
 def text_of(sequence: SequenceDecoder) -> list[int]:

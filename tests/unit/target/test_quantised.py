@@ -48,7 +48,7 @@ def assert_same_codes(found: QuantizedKVCache, expected: QuantizedKVCache) -> No
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_equal_rows_have_equal_codes(seed: int, bits: int) -> None:
     mx.random.seed(seed)
     rng = random.Random(seed)
@@ -79,15 +79,3 @@ def test_rows_before_the_start_get_the_codes_of_mlx_lms_conversion(start: int) -
         decode(cache, stock, rng)
     cache.trim_to(cache.length)
     assert_same_codes(given[0], stock)  # type: ignore[arg-type]
-
-
-def test_trees_up_to_the_start_and_from_there_on() -> None:
-    cache = QuantisingCache([FullCache(KVCache())], 0, Quantisation(8, 32, 6), None)
-    taken = []
-    for length in range(9):
-        taken.append([cache.takes(make_tree([0], [0], depth)) for depth in (1, 3)])
-        cache.layers[0].update_and_fetch(*random_rows(1))  # type: ignore[attr-defined]
-        cache.grow(1)
-        assert cache.length == length + 1
-    both, low, none = [True, True], [True, False], [False, False]
-    assert taken == [both, both, both, low, low, none, both, both, both]

@@ -148,7 +148,7 @@ def test_any_steps_see_what_single_tokens_do(
 
 
 @pytest.mark.parametrize("window", [1, 3, 8, 40])
-@pytest.mark.parametrize("prompt", [[1], [3, 4], [8], [30], [30, 1, 1, 1]])
+@pytest.mark.parametrize("prompt", [[1], [8], [30, 1, 1, 1]])
 @pytest.mark.parametrize("has_buckets", [False, True])
 def test_a_text_ends_anywhere_in_its_newest_path(
     window: int, prompt: list[int], has_buckets: bool
@@ -179,24 +179,12 @@ def test_a_pass_that_was_interrupted_is_forgotten(window: int, sizes: list[int])
         reading.trim_to(len(reading.text))
 
 
-def test_a_ring_without_trees_is_left_alone() -> None:
-    reading = Reading(5, random.Random(0))
-    reading.prompt([9, 1])
-    reading.token()
-    ring = reading.layer.stock
-    before = ring.keys, ring.values, ring.offset, ring._idx
-    reading.cache.trim_to(11)
-    after = ring.keys, ring.values, ring.offset, ring._idx
-    assert all(one is other for one, other in zip(before, after, strict=True))
-
-
 def test_a_layer_that_was_not_used_stays_empty() -> None:
     layer = SlidingCache(RotatingKVCache(5))
     for trees in (None, TreeBatch([make_tree([1, 2], [0, 0], 1)])):
         layer.expect(TreePass([3], trees))
         layer.trim_to(4)
-        assert layer.stock.keys is None
-        assert layer.stock.offset == 0
+        assert (layer.stock.keys, layer.stock.offset) == (None, 0)
 
 
 def test_rows_that_no_window_reaches_are_dropped() -> None:
