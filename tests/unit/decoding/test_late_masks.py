@@ -13,7 +13,6 @@ from transformers import AddedToken
 
 from mlx_redrafter import Engine
 from mlx_redrafter.server.answer_grammar import make_grammar
-from mlx_redrafter.server.call_formats import find_format
 from mlx_redrafter.server.parts import Answer
 from mlx_redrafter.server.protocols.openai_chat import read
 from tests.helpers.models import tiny_llama
@@ -123,13 +122,11 @@ def test_free_text_is_the_text_without_tools() -> None:
     assert held == [one.token for one in engine.stream(PROMPT, **options)]
 
 
-def test_formats_without_a_grammar_are_refused_only_if_a_call_is_required() -> None:
+def test_a_call_may_be_required_only_in_formats_with_a_grammar() -> None:
     tokenizer = tool_tokenizer("json_tools")
     tokenizer._tool_parser = lambda text, tools: None
-    assert find_format(tokenizer) is None
     engine = Engine(MODEL, tokenizer, None)
-    request, _ = read(BODY, DEFAULTS)
-    assert make_grammar(engine, PROMPT, request.tools, None) is None
+    assert make_grammar(engine, PROMPT, read(BODY, DEFAULTS)[0].tools, None) is None
     request, _ = read({**BODY, "tool_choice": "required"}, DEFAULTS)
     with pytest.raises(Exception, match="tool_choice needs tool calls that can be held"):
         make_grammar(engine, PROMPT, request.tools, None)

@@ -32,8 +32,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "mlx-redrafter"
 
 
-def _proposer(dtype: mx.Dtype = mx.float32) -> Drafter:
-    return random_drafter(64, 32, dtype=dtype)
+@pytest.fixture
+def pair() -> tuple[Target, Drafter]:
+    return Target(tiny_llama()), random_drafter(64, 32)
 
 
 def _timed(
@@ -53,33 +54,28 @@ def _timed(
     return {kind: seconds(kind) for kind in KINDS}
 
 
-def test_steps_are_timed_once_per_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, proposer = Target(tiny_llama()), _proposer()
-    monkeypatch.setattr(stored_costs, "is_doubtful", lambda _: False)
-    costs = stored_costs.step_costs(target, proposer)
-    assert costs.plain > 0
-    assert set(costs.verify) == set(SIZES)
-    assert len(list(folder.iterdir())) == 1
-
-    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: pytest.fail("timed again"))
-    assert stored_costs.step_costs(target, proposer) == costs
-
-
-def test_drafts_out_of_the_text_are_timed_without_a_network(folder: Path) -> None:
-    costs = stored_costs.step_costs(Target(tiny_llama()), None)
-    assert set(costs.verify) == set(SIZES)
-    assert not costs.level
-    assert costs.wait == 0
-
-
-@pytest.mark.parametrize("max_length", [2, 3, 5, 99])
-def test_parts_add_up_to_the_steps_that_were_timed(
-    monkeypatch: pytest.MonkeyPatch, max_length: int
+def test_steps_are_timed_once_per_pair(
+    pair: tuple[Target, Drafter], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed, proposer = _timed(max_length=max_length), _proposer()
+    monkeypatch.setattr(stored_costs, "is_doubtful", lambda _: False)
+    monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
+    costs, lookups = stored_costs.step_costs(*pair), stored_costs.step_costs(pair[0], None)
+    assert costs.plain > 0
+    assert set(costs.verify) == set(lookups.verify) == set(SIZES)
+    assert (lookups.level, lookups.wait) == ({}, 0)
+    assert len(list(folder.iterdir())) == 2
+    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: pytest.fail("timed again"))
+    assert stored_costs.step_costs(*pair) == costs
+
+
+@pytest.mark.parametrize("max_length", [2, 5, 99])
+def test_parts_add_up_to_the_steps_that_were_timed(
+    pair: tuple[Target, Drafter], monkeypatch: pytest.MonkeyPatch, max_length: int
+) -> None:
+    timed = _timed(max_length=max_length)
     monkeypatch.setattr(Drafter, "max_length", max_length)
     monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [timed])
-    costs = stored_costs.step_costs(Target(tiny_llama()), proposer)
+    costs = stored_costs.step_costs(*pair)
     for kind, seconds in timed.items():
         plan = kind.plan
         num_nodes = plan.num_nodes if plan and kind.verifies else 1
@@ -93,9 +89,9 @@ def test_parts_add_up_to_the_steps_that_were_timed(
 
 
 def test_a_long_context_is_timed_when_a_text_begins_with_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Target, Drafter], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, proposer = Target(tiny_llama()), _proposer()
+    target, far = pair[0], 2 * stored_costs.LONG_CONTEXT
     target.context_length = None
     short = _timed()
     long = {kind: seconds + 0.5 for kind, seconds in short.items()}
@@ -104,62 +100,48 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
     monkeypatch.setattr(
         stored_costs, "time_steps", lambda target, proposer, context, how: [timed[context]]
     )
-    costs = stored_costs.step_costs(target, proposer)
-    assert stored_costs.step_costs(target, proposer, stored_costs.MIN_LONG - 1) == costs
+    costs = stored_costs.step_costs(*pair)
+    assert stored_costs.step_costs(*pair, stored_costs.MIN_LONG - 1) == costs
     assert len(list(folder.iterdir())) == 1
-    after = stored_costs.step_costs(target, proposer, stored_costs.LONG_CONTEXT)
+    after = stored_costs.step_costs(*pair, stored_costs.LONG_CONTEXT)
     assert len(list(folder.iterdir())) == 2
     assert after.plain == 1.5
     assert after.verify[8] == pytest.approx(costs.verify[8] + 0.5)
     assert after.verify[2] == pytest.approx(costs.verify[2]), "no context makes a step faster"
     assert after.level == costs.level, "or a level slower"
-    twice = stored_costs.step_costs(
-        target, proposer, 2 * stored_costs.LONG_CONTEXT - stored_costs.CONTEXT
-    )
-    assert twice.plain == pytest.approx(2.0)
+    assert stored_costs.step_costs(*pair, far - stored_costs.CONTEXT).plain == pytest.approx(2.0)
+    # Positions that a model need not know are not timed.
+    target.context_length = far - 1
+    del timed[stored_costs.LONG_CONTEXT]
+    assert stored_costs.step_costs(*pair, 4000).plain == 1
 
 
-def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_that_noise_has_turned_round_stay_in_bounds(
+    pair: tuple[Target, Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for per_level, read in ((-0.5, -3.0), (9.0, 0.0)):
         timed = _timed(per_level=per_level, read=read)
         monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_, timed=timed: timed)
-        costs = stored_costs.step_costs(Target(tiny_llama()), _proposer())
+        costs = stored_costs.step_costs(*pair)
         assert min(costs.verify.values()) >= stored_costs.MIN_VERIFY * costs.plain > 0
         assert min(costs.level.values()) >= 0
         assert costs.wait >= 0
         assert costs.drafting(DraftShape(1, 2)) >= 0
-
-
-def test_drafting_is_never_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = _timed() | {profiling.VERIFY[profiling.FEW]: 9.0}  # something disturbed it
-    monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_: timed)
-    costs = stored_costs.step_costs(Target(tiny_llama()), _proposer())
+    disturbed = _timed() | {profiling.VERIFY[profiling.FEW]: 9.0}
+    monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_: disturbed)
+    costs = stored_costs.step_costs(*pair)
     for width, seconds in costs.level.items():
-        assert costs.drafting(DraftShape(width, 6)) >= 5 * seconds
-
-
-def test_positions_that_a_model_need_not_know_are_not_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target, proposer = Target(tiny_llama()), _proposer()
-    target.context_length = 2 * stored_costs.LONG_CONTEXT - 1
-    monkeypatch.setattr(
-        stored_costs,
-        "time_steps",
-        lambda target, proposer, context, how: [{stored_costs.CONTEXT: _timed()}[context]],
-    )
-    assert stored_costs.step_costs(target, proposer, 4000).plain == 1
+        assert costs.drafting(DraftShape(width, 6)) >= 5 * seconds, "drafting is never free"
 
 
 def test_another_drafter_or_dtype_is_timed_anew(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Target, Drafter], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [_timed()])
-    target, proposer = Target(tiny_llama()), _proposer()
-    stored_costs.step_costs(target, proposer)
-    quantize_drafter(proposer, 4, 32)
-    stored_costs.step_costs(target, proposer)
-    stored_costs.step_costs(target, _proposer(mx.float16))
+    stored_costs.step_costs(*pair)
+    quantize_drafter(pair[1], 4, 32)
+    stored_costs.step_costs(*pair)
+    stored_costs.step_costs(pair[0], random_drafter(64, 32, dtype=mx.float16))
     assert len(list(folder.iterdir())) == 3
 
 
@@ -194,7 +176,7 @@ def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(
     monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [_timed()])
     model = tiny_llama(VOCAB_SIZE)
     engine, plain = (
-        Engine(model, wrapped_tokenizer(VOCAB_SIZE), one) for one in (_proposer(), None)
+        Engine(model, wrapped_tokenizer(VOCAB_SIZE), one) for one in (random_drafter(64, 32), None)
     )
     engine._costs(engine.proposer)
     compiled = engine.target.compiled

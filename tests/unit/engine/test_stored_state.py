@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from mlx_redrafter.policy.step_times import TRUST, Guard
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE, PROMPT = 64, list(range(3, 20))
-OPTIONS = {"max_tokens": 40}
+OPTIONS = {"max_tokens": 16}
 
 
 @pytest.fixture
@@ -55,8 +56,9 @@ def _file(folder: Path) -> Path:
     return path
 
 
+@cache
 def _learned(weight: float = 2.0) -> PolicyState:
-    """Estimates with something in each part."""
+    """Estimates with something in each part; tests must not change them."""
     state = PolicyState(guard=Guard(0.02))
     for i in range(300):
         state.calibration.learn([(False, weight, 0.0), (True, 0.5, 1.0)], [(0, i % 4 > 0)])
@@ -156,15 +158,12 @@ def _damages() -> dict[str, Callable[[bytes], bytes]]:
         "truncated": lambda content: content[: len(content) // 2],
         "empty": lambda content: b"",
         "random": lambda content: rng.bytes(500),
-        "a list": lambda content: b"[]",
         "nested": lambda content: b"[" * 100_000,
         "large": lambda content: content + b" " * stored_state.MOST_BYTES,
         "nan": changed("policy", "calibration", "weights", 2, value=float("nan")),
-        "infinite": changed("policy", "drafts", "mean", 0, 0, 0, value=float("inf")),
         "another shape": changed("policy", "drafts", "mean", value=[1.0]),
         "a word": changed("policy", "calibration", "evidence", value="much"),
         "negative": changed("policy", "calibration", "evidence", value=(-np.eye(6)).tolist()),
-        "no guard": changed("policy", "guard", value={}),
         "no plain steps": changed("policy", "guard", "plain", value=[]),
         "a size": changed("policy", "ratios", value={"7": [0.0, 0.1]}),
         "a batch": changed("batches", value={"many": None}),
@@ -192,11 +191,11 @@ def test_damaged_files_are_ignored_without_a_word(
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temp": 0.8, "seed": 3}], ids=str)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_file_changes_a_text(sampling: dict[str, Any], seed: int) -> None:
     model, rng = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), np.random.default_rng(seed)
-    state = _learned(rng.normal())
+    state = _through_json(_learned(rng.choice([-1.0, 0.5, 2.0])))
     state.drafts.mean = rng.uniform(0.0, 9.0, state.drafts.mean.shape)
     state.drafts.chosen = rng.uniform(0.1, 9.0, state.drafts.chosen.shape)
     for size in SIZES:
@@ -210,14 +209,11 @@ def test_no_file_changes_a_text(sampling: dict[str, Any], seed: int) -> None:
 
 def test_processes_that_write_at_once_leave_a_whole_file(model: nn.Module) -> None:
     networks = _engine(model).networks
-    files, states = (
-        [StateFile(networks) for _ in range(8)],
-        [_learned(float(i)) for i in range(8)],
-    )
+    files, state = [StateFile(networks) for _ in range(8)], _learned()
 
     def write(i: int) -> None:
         for _ in range(20):
-            files[i].count_text(states[i], {i: states[i]})
+            files[i].count_text(state, {i: state})
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
@@ -260,6 +256,10 @@ def test_nothing_is_stored_if_that_is_switched_off(
     engine = _engine(model)
     engine.stream(PROMPT, **OPTIONS)
     assert engine.memory.policy is None
+    # Uncoupled drafts say nothing of coupled ones.
+    monkeypatch.setenv(FOLDER, str(folder))
+    _tokens(_engine(model), temp=0.5, couple=False)
+    assert os.listdir(folder) == []
 
 
 def test_batches_begin_with_the_estimates_of_the_process_before(model: nn.Module) -> None:
@@ -271,13 +271,7 @@ def test_batches_begin_with_the_estimates_of_the_process_before(model: nn.Module
     assert 2 in second.memory.batches
 
 
-def test_uncoupled_drafts_are_not_stored(model: nn.Module, folder: Path) -> None:
-    _tokens(_engine(model), temp=0.5, couple=False)
-    assert list(folder.glob("*.state")) == []
-
-
 def test_a_restored_calibration_is_as_sure_as_a_quarter_of_a_window() -> None:
-    known = _learned().calibration
-    evidence = known.stored()["evidence"]
-    again = Calibration.restored(known.stored()).stored()["evidence"]
+    stored = _learned().calibration.stored()
+    evidence, again = stored["evidence"], Calibration.restored(stored).stored()["evidence"]
     assert np.trace(again) == pytest.approx(np.trace(evidence) / 2)

@@ -11,7 +11,7 @@ from mlx_redrafter.policy.calibration import Calibration
 from mlx_redrafter.policy.plans import COUNTS, LENGTHS, PLANS, SIZES, StepCosts
 from mlx_redrafter.policy.scored_drafts import ScoredDrafts
 from mlx_redrafter.policy.step_times import CurrentCosts
-from mlx_redrafter.policy.value import MEMORY, ExpectedDrafts
+from mlx_redrafter.policy.value import ExpectedDrafts
 from mlx_redrafter.trees.tree import TokenTree
 
 COSTS = StepCosts(
@@ -67,10 +67,3 @@ def test_no_plan_is_expected_to_bring_more_than_its_drafts(probability: float) -
         _learn(expected, _chain(place, 1e-4))
         assert (expected.mean <= np.array(COUNTS) + 1e-9).all()
         assert (expected.mean >= 0).all()
-
-
-def test_the_newest_trees_count() -> None:
-    expected = ExpectedDrafts()
-    _learn(expected, _chain(4, 0.9), 100)
-    _learn(expected, _chain(4, 0.1), 3 * MEMORY)
-    assert expected.mean[0, 0, 1] == pytest.approx(0.1, abs=0.05)

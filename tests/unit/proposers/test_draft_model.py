@@ -25,7 +25,6 @@ from mlx_redrafter.proposers.draft_model import DraftModel, ModelDrafting, check
 from mlx_redrafter.target.target import Target
 from tests.helpers.flights import flight_of
 from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
-from tests.models.tiny_models import build, tiny_config
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60, 9]
@@ -91,20 +90,6 @@ def _any_path(tree: Any, rng: random.Random) -> list[int]:
 
 
 MODELS: dict[str, nn.Module] = {"llama": tiny_llama(seed=3), "qwen3": tiny_qwen3(seed=3)}
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "deepseek_v3", "gpt2", "cohere"])
-@pytest.mark.parametrize("plan", [PLAN, DraftPlan.of(1, 6, 6), DraftPlan.of(3, 4, 20)], ids=str)
-def test_scores_of_other_architectures(name: str, plan: DraftPlan) -> None:
-    """Among them some whose attention is not one call with the rows of their cache."""
-    model = MODELS.get(name) or build(tiny_config(name, "default"))
-    flight = flight_of([PROMPT[-1], 7, 8, 9], 2, 30, len(PROMPT) - 1)
-    drafting = _open(model)
-    tree = drafting.propose(flight, plan, None)
-    _assert_scores(model, [*PROMPT, 7, 8, 30], tree)
-    drafting.skip(flight_of([30], 0, 31, len(PROMPT) + 2))
-    tree = drafting.propose(flight_of([31], 0, 32, len(PROMPT) + 3), plan, None)
-    _assert_scores(model, [*PROMPT, 7, 8, 30, 31, 32], tree)
 
 
 def test_attention_of_common_models_has_two_parts() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,72 +41,28 @@ from tests.helpers.published_heads import (
 )
 
 Files = tuple[dict[str, Any], dict[str, mx.array]]
-NUM_FILES = 24
-# Block drafters of packagings that are read by different code.
-BLOCKS = ("z-lab scales", "incoai", "DeepSpec Gemma 4", "Meta", "speculators DSpark gated")
+NUM_FILES, CLUSTERED = 12, "assistant with clusters"
 WEIRD: tuple[Any, ...] = (
-    None,
-    0,
-    -1,
-    1,
-    3,
-    2**40,
-    0.5,
-    1e308,
-    True,
-    "",
-    "x",
-    [],
-    [1, 2],
-    {},
-    {"a": 1},
+    *(None, 0, -1, 1, 3, 2**40, 0.5, 1e308, True, "", "x"),
+    *([], [1, 2], {}, {"a": 1}),
 )
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def arrays_of(tensors: Mapping[str, Any]) -> dict[str, mx.array]:
+    return {name: mx.array(tensor) for name, tensor in tensors.items()}
 
 
 def eagle_files(version: int) -> Files:
     """A published EAGLE head."""
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16, "num_attention_heads": 2}
-    head = Eagle(EagleConfig(version=version, num_key_value_heads=1, **sizes))
-    config = {"model_type": "llama", "num_key_value_heads": 1, "bias": False, **sizes}
-    return config, named_parameters(head)
+    head = Eagle(EagleConfig(version=version, **SIZES, **HEADS))
+    return {"model_type": "llama", "bias": False, **SIZES, **HEADS}, named_parameters(head)
 
 
-def specformer_files() -> Files:
-    """A SpecFormer as it is trained."""
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    network = SpecFormer(SpecFormerConfig(**sizes, **heads, captured_layers=(0, -1), num_slots=3))
+def own_files(network: SpecFormer | BlockNetwork) -> Files:
+    """A network as `convert` or training writes it."""
     return network.config.to_dict(), named_parameters(network)
-
-
-def block_files(name: str) -> Files:
-    """A published block drafter; values inside its objects are damaged as well."""
-    layout = LAYOUTS[name]
-    return layout.config, {own: mx.array(one) for own, one in tensors(layout).items()}
-
-
-def own_block_files(link: str) -> Files:
-    """A block drafter as `convert` writes it."""
-    network = random_block(block_config(24, 8, head_dim=4, **LINKS[link]))
-    return network.config.to_dict(), named_parameters(network)
-
-
-def mtp_files(model_type: str) -> Files:
-    """A published module without the rest of its model."""
-    config = family_config(model_type)
-    return config, module_tensors(config)
-
-
-def speculators_files(name: str) -> Files:
-    """A head of speculators with windows, or one of P-EAGLE."""
-    tensors = {key: mx.array(value) for key, value in speculators_head(name).items()}
-    return SPECULATORS[name], tensors
-
-
-def assistant_files() -> Files:
-    """A Gemma 4 assistant with clusters."""
-    name = "assistant with clusters"
-    return ASSISTANTS[name], {k: mx.array(v) for k, v in assistant_tensors(name).items()}
 
 
 def converted(folder: Path) -> Mtp:
@@ -117,24 +72,40 @@ def converted(folder: Path) -> Mtp:
     return load_mtp(out)
 
 
+# Published files, and what reads them; block drafters of packagings that different code reads.
+BLOCKS = ("z-lab scales", "incoai", "DeepSpec Gemma 4", "Meta", "speculators DSpark gated")
+FAMILIES = ("mimo", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe", "nemotron_h")
+SPECFORMER = SpecFormerConfig(**SIZES, **HEADS, captured_layers=(0, -1), num_slots=3)
 SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], KvNetwork]]] = {
     "EAGLE-1": (lambda: eagle_files(1), load_eagle),
     "EAGLE-3": (lambda: eagle_files(3), load_eagle),
-    "SpecFormer": (specformer_files, load_specformer),
-    **{name: (partial(block_files, name), load_block) for name in BLOCKS},
-    "DFlash 2, converted": (lambda: own_block_files("DFlash 2"), load_block),
-    "mimo": (lambda: mtp_files("mimo"), load_mtp),
-    "deepseek_v3": (lambda: mtp_files("deepseek_v3"), load_mtp),
-    "glm4_moe": (lambda: mtp_files("glm4_moe"), load_mtp),
-    "qwen3_next": (lambda: mtp_files("qwen3_next"), load_mtp),
-    "qwen3_5_moe": (lambda: mtp_files("qwen3_5_moe"), load_mtp),
-    "nemotron_h": (lambda: mtp_files("nemotron_h"), load_mtp),
-    "EAGLE-3 with windows": (lambda: speculators_files("windows"), load_eagle),
-    "P-EAGLE": (lambda: speculators_files("parallel"), load_eagle),
-    "assistant": (assistant_files, load_assistant),
+    "SpecFormer": (lambda: own_files(SpecFormer(SPECFORMER)), load_specformer),
     **{
-        f"{model_type}, converted": (partial(mtp_files, model_type), converted)
-        for model_type in ("mimo", "glm4_moe_lite", "qwen3_5")
+        name: (lambda own=LAYOUTS[name]: (own.config, arrays_of(tensors(own))), load_block)
+        for name in BLOCKS
+    },
+    "DFlash 2, converted": (
+        lambda: own_files(random_block(block_config(24, 8, head_dim=4, **LINKS["DFlash 2"]))),
+        load_block,
+    ),
+    **{
+        f"speculators {name}": (
+            lambda name=name: (SPECULATORS[name], arrays_of(speculators_head(name))),
+            load_eagle,
+        )
+        for name in ("windows", "parallel")
+    },
+    "assistant": (
+        lambda: (ASSISTANTS[CLUSTERED], arrays_of(assistant_tensors(CLUSTERED))),
+        load_assistant,
+    ),
+    **{
+        f"{name}{how}": (
+            lambda name=name: (family_config(name), module_tensors(family_config(name))),
+            converted if how else load_mtp,
+        )
+        for names, how in ((FAMILIES, ""), (("mimo", "glm4_moe_lite", "qwen3_5"), ", converted"))
+        for name in names
     },
 }
 
@@ -155,9 +126,9 @@ def damage(files: Files, chance: random.Random) -> Files:
             case 3:
                 del config[key]
             case 4:
-                config[chance.choice(("quantization", "text_config", "rope_scaling"))] = (
-                    chance.choice((*WEIRD, {"bits": 4, "group_size": 64}, {"type": "yarn"}))
-                )
+                key = chance.choice(("quantization", "text_config", "rope_scaling"))
+                objects = {"bits": 4, "group_size": 64}, {"type": "yarn"}
+                config[key] = chance.choice((*WEIRD, *objects))
             case 5:
                 del tensors[name]
             case 6:
@@ -169,28 +140,6 @@ def damage(files: Files, chance: random.Random) -> Files:
         if not tensors or not config:
             break
     return config, tensors
-
-
-def check_damaged(folder: Path, kind: str, seed: int) -> None:
-    """Load damaged files; what loads must run.
-
-    Raises:
-        AssertionError: What is said takes several lines.
-    """
-    make, load = SEEDS[kind]
-    chance = random.Random(seed)
-    config, tensors = damage(make(), chance)
-    folder.mkdir(exist_ok=True)
-    path = folder / "model.safetensors"
-    mx.save_safetensors(str(path), tensors)
-    if chance.random() < 0.2:
-        content = bytearray(path.read_bytes())
-        for _ in range(3):
-            content[chance.randrange(min(len(content), 2000))] ^= 1 << chance.randrange(8)
-        path.write_bytes(content[: chance.choice((len(content), len(content) // 2))])
-    (folder / "config.json").write_text(json.dumps(config))
-    message = run(load, folder)
-    assert message is None or len(message.splitlines()) == 1
 
 
 def run(load: Callable[[Path], KvNetwork], folder: Path) -> str | None:
@@ -227,5 +176,18 @@ def run(load: Callable[[Path], KvNetwork], folder: Path) -> str | None:
 
 @pytest.mark.parametrize("kind", SEEDS)
 def test_damaged_files_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    """What loads must run."""
     for seed in range(NUM_FILES):
-        check_damaged(tmp_path, kind, seed)
+        make, load = SEEDS[kind]
+        chance = random.Random(seed)
+        config, tensors = damage(make(), chance)
+        path = tmp_path / "model.safetensors"
+        mx.save_safetensors(str(path), tensors)
+        if chance.random() < 0.2:
+            content = bytearray(path.read_bytes())
+            for _ in range(3):
+                content[chance.randrange(min(len(content), 2000))] ^= 1 << chance.randrange(8)
+            path.write_bytes(content[: chance.choice((len(content), len(content) // 2))])
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        message = run(load, tmp_path)
+        assert message is None or len(message.splitlines()) == 1

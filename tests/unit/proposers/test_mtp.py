@@ -43,7 +43,7 @@ SHAPES: list[dict[str, Any]] = [
 TIED = {**CONFIG, "tie_word_embeddings": True}
 
 
-@pytest.fixture(scope="module", params=["mimo", "tied mimo", "nemotron_h", *TORCH_NAMES])
+@pytest.fixture(scope="module", params=["tied mimo", "nemotron_h", *TORCH_NAMES])
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return TIED if request.param == "tied mimo" else family_config(request.param)
 
@@ -65,44 +65,6 @@ def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
     return np.array(outputs[-1][0])
 
 
-def published_mimo(torch: Any, tensors: Mapping[str, mx.array], pairs: np.ndarray) -> Any:
-    """The equations of vLLM's ``mimo_mtp.py`` for pairs of h and e, shape (n, 2 H) to (n, H)."""
-    functional = torch.nn.functional
-    weights = {n.removeprefix(PREFIX): torch.from_numpy(np.array(t)) for n, t in tensors.items()}
-    num_heads, num_key_heads = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
-    size = CONFIG["hidden_size"] // num_heads
-
-    def norm(x: Any, name: str) -> Any:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + CONFIG["rms_norm_eps"])
-        return x * scale * weights[f"{name}.weight"]
-
-    def linear(x: Any, name: str) -> Any:
-        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-    def rotated(x: Any) -> Any:
-        half = size // 2
-        frequencies = CONFIG["rope_theta"] ** (-torch.arange(half) / half)
-        angles = torch.arange(x.shape[1])[:, None] * frequencies
-        a, b = x[..., :half], x[..., half:]
-        parts = (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin())
-        return torch.cat(parts, dim=-1)
-
-    h, e = (part.float() for part in torch.from_numpy(pairs).chunk(2, dim=-1))
-    joined = torch.cat([norm(h, "hidden_layernorm"), norm(e, "token_layernorm")], dim=-1)
-    x = linear(joined, "input_proj")
-    y = norm(x, "input_layernorm")
-    q, k, v = (
-        linear(y, f"self_attn.{name}_proj").view(len(y), count, size).transpose(0, 1)
-        for name, count in (("q", num_heads), ("k", num_key_heads), ("v", num_key_heads))
-    )
-    k, v = (t.repeat_interleave(num_heads // num_key_heads, dim=0) for t in (rotated(k), v))
-    attended = functional.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
-    x = x + linear(attended.transpose(0, 1).reshape(len(y), -1), "self_attn.o_proj")
-    y = norm(x, "post_attention_layernorm")
-    gated = functional.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj")
-    return norm(x + linear(gated, "mlp.down_proj"), "final_layernorm")
-
-
 @pytest.mark.torch
 def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
     model: nn.Module, module: Any, config: dict[str, Any]
@@ -111,10 +73,7 @@ def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
     if config["model_type"] == "nemotron_h":
         pytest.skip("test_published_heads compares it with mlx-vlm")
     tensors, target = family_tensors(config), Target(model)
-    if config["model_type"] == "mimo":
-        published = lambda pairs: (published_mimo(torch, tensors, pairs),) * 2  # noqa: E731
-    else:
-        published = TorchModule(torch, config, tensors)
+    published = TorchModule(torch, config, tensors)
     drafting = module.open(target, PROMPT, True, [])
     embed = lambda tokens: np.array(target.modules.embed(mx.array(tokens)))  # noqa: E731
     drafting.reader.read(mx.array(states_of(model, PROMPT)[:-1]))
