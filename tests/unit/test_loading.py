@@ -1,8 +1,10 @@
-"""`load`: what it returns, and the order of its checks."""
+"""`load`: what it returns, and the order of its checks; importing without a back end."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,29 @@ def test_cheap_checks_come_first(
                 load(model, **{"drafter": drafter_folder, **options})
     with pytest.raises(NonFiniteError):
         load(stories.folder, drafter=tmp_path / "infinite")
+
+
+# Stands in for an environment with plain mlx alone on Linux.
+NO_BACKEND = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mlx.core":
+            raise ImportError("libmlx.so: cannot open shared object file")
+
+sys.meta_path.insert(0, Blocked())
+try:
+    import mlx_redrafter
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_no_back_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_BACKEND], capture_output=True, text=True, check=True
+    )
+    (line,) = done.stdout.splitlines()
+    assert "mlx[cpu]" in line
+    assert "mlx[cuda13]" in line

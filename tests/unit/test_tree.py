@@ -1,4 +1,4 @@
-"""Token trees: the ancestor mask, padding and static sizes, alone and beside each other."""
+"""Token trees: ancestors, padding and static sizes, alone and beside each other, and `top_k`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
+from mlx_redrafter.trees.topk import block_size, top_k
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
 from mlx_redrafter.trees.tree_batch import TreeBatch
 from tests.helpers.drafts import scored
@@ -159,3 +161,51 @@ def test_trees_and_roots_of_several_texts_are_padded_to_the_largest() -> None:
     # Some of them keep their size.
     assert forest.of([1, 0]).tokens.tolist() == [[5, -1, -1, -1], [7, 8, 9, -1]]
     assert TreeBatch([root, root]).ancestors.tolist() == [[[True]]] * 2
+
+
+def _check(scores: np.ndarray, k: int) -> None:
+    found = top_k(mx.array(scores), k)
+    expected = np.argsort(-scores, axis=-1, kind="stable")[:, :k]
+    assert np.array_equal(np.array(found.indices), expected)
+    assert np.array_equal(
+        np.array(found.values), np.take_along_axis(scores, expected, axis=-1), equal_nan=False
+    )
+
+
+@pytest.mark.parametrize("size", [3, 256, 1023, 1024, 1025, 50257])
+@pytest.mark.parametrize("k", [1, 2, 16, 64])
+def test_continuous_scores(size: int, k: int) -> None:
+    scores = np.random.default_rng(size).standard_normal((3, size)).astype(np.float32)
+    _check(scores, min(k, size))
+
+
+@pytest.mark.parametrize("size", [300, 4097])
+@pytest.mark.parametrize("k", [1, 2, 16])
+@pytest.mark.parametrize("levels", [1, 2, 40])
+def test_of_equal_scores_the_first_win(size: int, k: int, levels: int) -> None:
+    scores = np.random.default_rng(size).integers(0, levels, (4, size)).astype(np.float32)
+    _check(scores, k)
+
+
+def test_winners_in_one_block_in_the_padded_last_one_and_among_infinities() -> None:
+    size = 4099
+    assert size % block_size(size, 4)
+    scores = np.zeros((3, size), dtype=np.float32)
+    scores[0, 512:516] = [4, 3, 2, 1]  # one block has all of them
+    scores[1, -3:] = [1, 3, 2]  # beyond the last full block
+    scores[2] = -np.inf
+    scores[2, [7, 4000, 4001, 4098]] = [-1e30, -5, -6, -5]
+    _check(scores, 4)
+
+
+@given(
+    scores=arrays.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 3), st.integers(1, 3000)),
+        elements=st.floats(-8, 8, width=16),
+        fill=st.sampled_from([0.0, -1.0]),
+    ),
+    k=st.integers(1, 4),
+)
+def test_any_scores(scores: np.ndarray, k: int) -> None:
+    _check(scores, min(k, scores.shape[1]))

@@ -1,20 +1,25 @@
-"""Small parts of decoding: processors on trees, counts, and the clock of steps."""
+"""Small parts of decoding: acceptance, processors on trees, counts, and the clock of steps."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_redrafter.decoding import delivery
+from mlx_redrafter.decoding.accept import accept
 from mlx_redrafter.decoding.delivery import StepClock
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.stats import DecodingStats, ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.trees.tree import NO_TOKEN
+from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 from tests.helpers.drafts import make_tree
+from tests.helpers.oracles import walk
 
 
 def test_each_node_sees_the_text_and_its_ancestors() -> None:
@@ -81,3 +86,47 @@ def test_steps_last_from_outcome_to_outcome_unless_the_caller_was_away(
     assert step(1.0, away=0.05) == 1.0
     assert step(1.0, away=0.5) is None
     assert step(1.0) == 1.0, "forgiven with the next step"
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int]:
+    """Tokens, parents and choices of a tree with distinct siblings and padding, and L."""
+    length = draw(st.integers(2, 6))
+    tokens, parents, depths = [draw(st.integers(0, 3))], [0], [0]
+    for _ in range(draw(st.integers(0, 14))):
+        parent = draw(st.integers(0, len(tokens) - 1))
+        taken = {t for t, p in zip(tokens[1:], parents[1:], strict=True) if p == parent}
+        free = sorted(set(range(4)) - taken)
+        if free and depths[parent] < length - 1:
+            tokens.append(draw(st.sampled_from(free)))
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+    padding = draw(st.integers(0, 3))
+    tokens += [NO_TOKEN] * padding
+    parents += [0] * padding
+    chosen = draw(st.lists(st.integers(0, 3), min_size=len(tokens), max_size=len(tokens)))
+    return tokens, parents, chosen, length
+
+
+@given(trees())
+def test_path_is_the_longest_match(case: tuple[list[int], list[int], list[int], int]) -> None:
+    tokens, parents, chosen, length = case
+    path, num_accepted, bonus, *_ = accept(make_tree(tokens, parents, length - 1), mx.array(chosen))
+    expected = walk(tokens, parents, chosen)
+    assert np.array(num_accepted).tolist() == [len(expected) - 1]
+    assert path.shape == (length,)
+    assert np.array(path).tolist()[: len(expected)] == expected
+    assert np.array(bonus).tolist() == [chosen[expected[-1]]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=2, max_size=8))
+def test_a_chain_is_accepted_as_any_other_tree(nodes: list[tuple[int, int]]) -> None:
+    tokens, chosen = zip(*nodes, strict=True)
+    chain = TokenTree.of(tokens, [max(node - 1, 0) for node in range(len(tokens))])
+    assert chain.is_chain
+    choices = mx.array(chosen, dtype=mx.int32)
+    found, expected = accept(chain, choices), accept(replace(chain, is_chain=False), choices)
+    count = int(expected[1][0])
+    assert int(found[1][0]) == count
+    assert int(found[2][0]) == int(expected[2][0])
+    assert np.array_equal(found[0][: count + 1], expected[0][: count + 1])

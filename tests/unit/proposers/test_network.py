@@ -1,22 +1,44 @@
-"""The drafter network against its equations in numpy.
-
-Axes: W beams, H hidden size, V vocabulary.
-"""
+"""The recurrent drafter: its equations in numpy, its table of inputs, calibration, and 8 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 
-from mlx_redrafter.proposers.quantization import quantize_drafter
+from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.draft_plan import DraftShape
+from mlx_redrafter.measured import cache_folder
+from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
+from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
+from mlx_redrafter.proposers.redrafter import input_table, precision
+from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
+from mlx_redrafter.proposers.redrafter.input_table import input_lookup
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.precision import (
+    GAIN,
+    MIN_PAIRS,
+    PAIRS,
+    Pair,
+    choose_precision,
+    quantised_copy,
+    time_pairs,
+)
 from mlx_redrafter.proposers.redrafter.recurrence import MASKED_LOGIT
-from tests.helpers.models import random_drafter
+from mlx_redrafter.target.target import Target
+from tests.helpers.models import random_drafter, tiny_llama
 from tests.helpers.oracles import NumpyDrafter
+from tests.helpers.recurrent_search import expand
 
-VOCAB_SIZE, HIDDEN_SIZE = 50, 8
+VOCAB_SIZE, HIDDEN_SIZE = 67, 32
+# Sizes where equations in numpy are slow.
+FEW, NARROW = 30, 8
 
 
 @pytest.mark.parametrize("rnn", [True, False])
@@ -24,12 +46,12 @@ VOCAB_SIZE, HIDDEN_SIZE = 50, 8
 @pytest.mark.parametrize("exit_dim", [16, 8, 24])
 def test_network_follows_its_equations(rnn: bool, layers: int, exit_dim: int) -> None:
     drafter = random_drafter(
-        VOCAB_SIZE, HIDDEN_SIZE, rnn=rnn, num_draft_layers=layers, exit_dim=exit_dim
+        VOCAB_SIZE, NARROW, rnn=rnn, num_draft_layers=layers, exit_dim=exit_dim
     )
     literal = NumpyDrafter(drafter)
     rng = np.random.default_rng(layers)
-    hidden = rng.standard_normal(HIDDEN_SIZE)
-    embeddings = rng.standard_normal((4, 3, HIDDEN_SIZE))  # four tokens of three beams
+    hidden = rng.standard_normal(NARROW)
+    embeddings = rng.standard_normal((4, 3, NARROW))  # four tokens of three beams
 
     states = mx.concatenate(
         [
@@ -49,15 +71,15 @@ def test_network_follows_its_equations(rnn: bool, layers: int, exit_dim: int) ->
         log_probs = drafter.log_probs(mx.array(hidden.astype(np.float32)), states)
         truth = np.stack([literal.log_probs(hidden, state) for state in expected])
         np.testing.assert_allclose(np.array(log_probs), truth, rtol=1e-4, atol=1e-4)
-    assert ("input_proj" in drafter) == (exit_dim != 2 * HIDDEN_SIZE)
+    assert ("input_proj" in drafter) == (exit_dim != 2 * NARROW)
 
 
 def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias() -> None:
     drafter = random_drafter(
-        VOCAB_SIZE, HIDDEN_SIZE, rnn_activation="identity", rnn_first_step_bias=False
+        VOCAB_SIZE, NARROW, rnn_activation="identity", rnn_first_step_bias=False
     )
     weights = NumpyDrafter(drafter).weights
-    e = np.random.default_rng(0).standard_normal((2, HIDDEN_SIZE))
+    e = np.random.default_rng(0).standard_normal((2, NARROW))
     first = weights["rnn_w.weight"] @ e[0]
     second = weights["rnn_w.weight"] @ e[1] + weights["rnn_u.weight"] @ first
     second += weights["rnn_u.bias"]
@@ -68,9 +90,9 @@ def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias() -> None:
 
 
 def test_draft_top_k_masks_as_apples_warp_logits() -> None:
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_top_k=3)
-    state = mx.ones((2, HIDDEN_SIZE))
-    hidden = mx.ones((HIDDEN_SIZE,))
+    drafter = random_drafter(VOCAB_SIZE, NARROW, draft_top_k=3)
+    state = mx.ones((2, NARROW))
+    hidden = mx.ones((NARROW,))
     logits = np.array(drafter.logits(hidden, state), dtype=np.float64)
     found = np.array(drafter.log_probs(hidden, state))
     for row, log_probs in zip(logits, found, strict=True):
@@ -104,3 +126,278 @@ def test_groups_of_quantised_weights_are_not_cut() -> None:
     drafter = random_drafter(VOCAB_SIZE, 48, exit_dim=32)
     quantize_drafter(drafter, 4, 32)
     assert drafter.hidden_term(mx.zeros((48,))) is None
+
+
+IDS = mx.array([3, 66, 0, 3])
+
+
+def _check(drafter: Drafter, target: Target) -> None:
+    expected = np.array(drafter.project_input(target.modules.embed(IDS)).astype(mx.float32))
+    found = input_lookup(drafter, target)(IDS)
+    assert found.dtype == drafter.dtype
+    np.testing.assert_allclose(np.array(found.astype(mx.float32)), expected, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_table_says_what_the_drafter_computes(
+    drafter: Drafter, target: Target, dtype: mx.Dtype, bits: int | None
+) -> None:
+    drafter.set_dtype(dtype)
+    if bits is not None:
+        quantize_drafter(drafter, bits, 32)
+    _check(drafter, target)
+    assert drafter.input_table is not None
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_it_notices_weights_that_change_in_place(
+    drafter: Drafter, target: Target, dtype: mx.Dtype
+) -> None:
+    model: Any = target.model
+    drafter.set_dtype(dtype)
+    is_table = lambda _, layer: isinstance(layer, nn.Embedding)  # noqa: E731
+    changes: list[Callable[[], Any]] = [
+        lambda: model.update(tree_map(lambda weight: 2 * weight, model.parameters())),
+        lambda: model.set_dtype(dtype),
+        lambda: model.model.embed_tokens.weight.__setitem__(3, 0.5),
+        lambda: model.model.embed_tokens.weight.__imul__(-1),
+        lambda: drafter.rnn_w.weight.__setitem__(0, 0.25),
+        lambda: drafter.set_dtype(mx.float32),
+        lambda: nn.quantize(model, 32, 4, class_predicate=is_table),
+    ]
+    weights = list(named_parameters(drafter))
+    input_lookup(drafter, target)
+    assert list(named_parameters(drafter)) == weights, "the table is none"
+    for number, change in enumerate(changes):
+        before = drafter.input_table
+        change()
+        target = Target(model)
+        _check(drafter, target)
+        if not (number in (1, 5) and dtype == mx.float32):  # the dtype that it has
+            assert drafter.input_table is not before
+        before = drafter.input_table
+        input_lookup(drafter, target)
+        assert drafter.input_table is before
+
+
+def test_there_is_none_where_it_would_be_large_or_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
+) -> None:
+    monkeypatch.setattr(input_table, "MAX_BYTES", 4 * VOCAB_SIZE * HIDDEN_SIZE - 1)
+    _check(drafter, target)
+    assert drafter.input_table is None
+    drafter.set_dtype(mx.float16)
+    _check(drafter, target)
+    assert drafter.input_table is not None
+    plain = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, rnn=False)
+    _check(plain, target)
+    assert plain.input_table is None
+
+
+def _embed(tokens: mx.array) -> mx.array:
+    return mx.random.normal((FEW, NARROW), key=mx.random.key(5))[tokens]
+
+
+def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> ReadSequence:
+    """A text whose target samples the drafter's own first drafts, sharpened.
+
+    ``top_ids`` are in no order but the first, which is drawn: a greedy target that nobody can
+    predict better.
+    """
+    keys = mx.random.split(mx.random.key(seed), 3)
+    tokens = mx.random.randint(0, FEW, (length,), key=keys[0])
+    hidden_states = mx.random.normal((length, NARROW), key=keys[1])
+    nothing = mx.zeros((length, 1), dtype=mx.int32)
+    text = ReadSequence(_after_prompt(tokens), 1, hidden_states, nothing, nothing)
+    logits = sharpness * predict(drafter, _embed, text)[0].logits
+    first = mx.random.categorical(logits, key=keys[2])[:, None]
+    rows = mx.broadcast_to(mx.arange(logits.shape[1]), logits.shape)
+    rows = mx.where(rows == first, rows[:, :1], mx.where(rows == 0, first, rows))
+    log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    log_probs = mx.take_along_axis(log_probs, rows, axis=-1)
+    ids = drafter.to_token_ids(rows)
+    return text._replace(
+        top_ids=mx.concatenate([ids[:1], ids]),
+        top_log_probs=mx.concatenate([log_probs[:1], log_probs]),
+    )
+
+
+def _after_prompt(tokens: mx.array) -> mx.array:
+    return mx.concatenate([mx.zeros((1,), dtype=tokens.dtype), tokens])
+
+
+def _nats(drafter: Drafter, text: ReadSequence, scale: float) -> float:
+    total = 0.0
+    for prediction in predict(drafter, _embed, text):
+        rows = np.array(prediction.logits, dtype=np.float64) * scale
+        ids = np.array(drafter.to_token_ids(mx.arange(rows.shape[1]))).tolist()
+        for row, token in zip(rows, np.array(prediction.chosen).tolist(), strict=True):
+            if token in ids:
+                total += np.log(np.exp(row).sum()) - row[ids.index(token)]
+    return total
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 12])
+@pytest.mark.parametrize("sharpness", [0.5, 1.0, 3.0])
+def test_fitted_scale_is_the_most_likely_one(sharpness: float, draft_vocab: int | None) -> None:
+    drafter = random_drafter(FEW, NARROW, draft_vocab_size=draft_vocab)
+    # Longer than a batch, whose seams leave out a few predictions.
+    text = _text(drafter, 100, sharpness)
+    found = calibrate(drafter, _embed, [text])
+    assert found.inverse_temperature == min(SCALES, key=lambda scale: _nats(drafter, text, scale))
+
+
+def test_sharper_head_gets_the_smaller_scale() -> None:
+    drafter = random_drafter(FEW, NARROW)
+    text = _text(drafter, 100, 8.0)
+    drafter.lm_head[-1].weight = drafter.lm_head[-1].weight / 4
+    before = calibrate(drafter, _embed, [text]).inverse_temperature
+    drafter.lm_head[-1].weight = 2 * drafter.lm_head[-1].weight
+    after = calibrate(drafter, _embed, [text]).inverse_temperature
+    assert SCALES[0] < after == before / 2
+
+
+def test_a_drafter_that_knows_the_distribution_gets_all_of_the_noise() -> None:
+    drafter = random_drafter(FEW, NARROW)
+    for flatness in (1, 3):  # one that is too flat gets less
+        drafter.lm_head[-1].weight = flatness * drafter.lm_head[-1].weight
+        texts = [_text(drafter, 200, 1.0, seed) for seed in range(3)]
+        drafter.lm_head[-1].weight = drafter.lm_head[-1].weight / flatness
+        weight = calibrate(drafter, _embed, texts).coupling_weight
+        assert weight >= 0.9 if flatness == 1 else weight < 0.7
+    empty = texts[0]._replace(tokens=texts[0].tokens[:3], states=mx.zeros((2, NARROW)))
+    assert calibrate(drafter, _embed, [empty]) == Calibration(1.0, 0.5), "nothing is fitted"
+
+
+def test_scale_ranks_drafts_of_greedy_targets_only() -> None:
+    scaled = random_drafter(FEW, NARROW, inverse_temperature=3.0)
+    plain = random_drafter(FEW, NARROW)
+    hidden, root = mx.random.normal((NARROW,), key=mx.random.key(1)), mx.array([4])
+    shape = DraftShape(2, 3)
+    found = expand(scaled, _embed, hidden, root, shape)
+    state = plain.start(plain.project_input(_embed(root)))
+    expected = 3 * plain.logits(hidden, state)
+    expected = expected - mx.logsumexp(expected)
+    best = mx.sort(expected.flatten())[::-1][:2]
+    np.testing.assert_allclose(np.array(found.scores[:2]), np.array(best), rtol=1e-4)
+    noisy = [
+        expand(drafter, _embed, hidden, root, shape, lambda x, depth: x)
+        for drafter in (scaled, plain)
+    ]
+    np.testing.assert_array_equal(np.array(noisy[0].scores), np.array(noisy[1].scores))
+
+
+FASTER, SLOWER = [2.0] * PAIRS, [0.7] * PAIRS
+# Most pairs seem faster, some do not.
+MIXED = [0.7, 0.7, 0.8, 1.3, 1.3, 1.3, 1.3, 1.3, 1.3]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(precision, "MIN_BYTES", 0)
+
+
+@pytest.fixture
+def drafter() -> Drafter:
+    return random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target(tiny_llama(vocab_size=VOCAB_SIZE))
+
+
+def _timer(*moments: list[float]) -> Callable[..., list[Pair]]:
+    """A timer that finds these ratios, one list per run, and fails in further runs."""
+    left: Iterator[list[float]] = iter(moments)
+    return lambda *_: [{"given": ratio, "quantised": 1.0} for ratio in next(left)]
+
+
+def _choose(drafter: Drafter, target: Target, timer: Callable[..., list[Pair]]) -> Drafter:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "time_pairs", timer)
+        return choose_precision(drafter, target)
+
+
+def test_a_copy_in_8_bits_says_nearly_the_same_and_leaves_the_drafter_alone(
+    drafter: Drafter,
+) -> None:
+    hidden, state = mx.random.normal((2, HIDDEN_SIZE), key=mx.random.key(1))
+    before = drafter.log_probs(hidden, state[None])
+    copy = quantised_copy(drafter)
+    assert _bits_of(copy) == 8
+    assert _bits_of(drafter) is None
+    after = copy.log_probs(hidden, state[None])
+    assert mx.abs(after - before).max().item() < 0.2
+    assert not mx.array_equal(after, before)
+    assert mx.array_equal(drafter.log_probs(hidden, state[None]), before)
+
+
+@pytest.mark.parametrize(
+    ("moments", "bits"),
+    [
+        ((FASTER, FASTER), (8, 8)),
+        ((SLOWER,), (None, None)),
+        (([1.0 + 0.9 * (GAIN - 1)] * PAIRS,), (None, None)),
+        ((MIXED, FASTER), (None, 8)),
+        ((MIXED, SLOWER), (None, None)),
+        ((MIXED, MIXED), (None, None)),
+        # A loaded moment in which 8 bits seem faster counts for that run alone.
+        ((FASTER, SLOWER), (8, None)),
+    ],
+)
+def test_8_bits_are_used_if_they_are_faster_in_both_of_two_runs(
+    drafter: Drafter,
+    target: Target,
+    moments: tuple[list[float], ...],
+    bits: tuple[int | None, int | None],
+) -> None:
+    timer = _timer(*moments)
+    for expected in (*bits, bits[-1]):
+        found = _choose(drafter, target, timer)
+        assert _bits_of(found) == expected
+        assert (found is drafter) == (expected is None)
+
+
+def test_a_damaged_file_is_measured_again(drafter: Drafter, target: Target) -> None:
+    assert _choose(drafter, target, _timer(SLOWER)) is drafter
+    folder = cache_folder()
+    assert folder is not None
+    (path,) = folder.glob("*.json")
+    one = '{"rounds": [{"given": 1, "quantised": -1}], "runs": 2, "doubted": false}'
+    for text in ("", "[]", '{"rounds": []}', one, one.replace("-1", "1").replace("2", "9")):
+        path.write_text(text)
+        assert _bits_of(_choose(drafter, target, _timer(FASTER))) == 8
+
+
+def test_both_are_timed(drafter: Drafter, target: Target) -> None:
+    pairs = time_pairs(drafter, quantised_copy(drafter), target)
+    assert MIN_PAIRS <= len(pairs) <= PAIRS
+    assert all(min(pair["given"], pair["quantised"]) > 0 for pair in pairs)
+
+
+def test_a_drafter_that_is_narrow_or_small_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
+) -> None:
+    narrow = random_drafter(VOCAB_SIZE, 24)
+    assert _choose(narrow, target, _timer()) is narrow
+    monkeypatch.setattr(precision, "MIN_BYTES", 2**23)
+    assert _choose(drafter, target, _timer()) is drafter
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only CPUs unpack")
+def test_a_quantised_drafter_is_unpacked_on_a_cpu(drafter: Drafter, target: Target) -> None:
+    quantize_drafter(drafter, 4, 32)
+    hidden, state = mx.random.normal((2, HIDDEN_SIZE), key=mx.random.key(1))
+    before = drafter.log_probs(hidden, state[None])
+    found = _choose(drafter, target, _timer())
+    assert _bits_of(found) is None
+    assert found.dtype == mx.float32
+    assert mx.allclose(found.log_probs(hidden, state[None]), before, atol=1e-4)
+
+
+def _bits_of(drafter: Drafter) -> int | None:
+    found = quantization_of(drafter)
+    return None if found is None else found["bits"]
