@@ -79,9 +79,9 @@ def _assert_plain_answers(
     conversation = Conversation(Engine(model, tokenizer, drafter), "BE GOOD")
     for text in ASKED:
         asked = [*conversation.messages, {"role": "user", "content": text}]
-        found = list(conversation.ask(text, max_tokens=24, **sampling))
+        found = list(conversation.ask(text, max_tokens=14, **sampling))
         prompt = encode_chat(tokenizer, asked)
-        plain = stream_generate(model, tokenizer, prompt, drafter=None, max_tokens=24, **sampling)
+        plain = stream_generate(model, tokenizer, prompt, drafter=None, max_tokens=14, **sampling)
         assert [one.token for one in found] == [one.token for one in plain]
         answer = {"role": "assistant", "content": "".join(one.text for one in found)}
         assert conversation.messages == [*asked, answer]

@@ -13,8 +13,6 @@ import pytest
 
 from mlx_redrafter import Engine, stream_generate
 from mlx_redrafter.decoding import accept
-from mlx_redrafter.decoding import step as decoding_step
-from mlx_redrafter.decoding.sequence import SequenceDecoder
 from tests.conftest import Trained
 
 READS = ["item", "tolist", "__int__", "__float__", "__bool__", "__index__", "__array__"]
@@ -122,29 +120,6 @@ def test_a_step_that_chooses_its_drafts_reads_what_is_known_of_them_as_well(
         for after in ([], [read])
     ]
     assert sum(steps.count(kind) for kind in kinds) > STEPS - 10
-
-
-def test_what_is_dispatched_before_the_read_is_the_next_draft(
-    stories: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The draft depends on the step that is read, so the device has work when the read returns."""
-    log: list[str] = []
-    owners = {"_propose": decoding_step._Step, "commit": SequenceDecoder, "push": SequenceDecoder}
-    for name, owner in owners.items():
-        original = getattr(owner, name)
-
-        def wrapper(one: Any, *args: Any, name: str = name, original: Any = original) -> Any:
-            if name != "commit" or one.last is not one.committed:
-                log.append(name)
-            return original(one, *args)
-
-        monkeypatch.setattr(owner, name, wrapper)
-    pair, shape = (stories.model, stories.tokenizer), {"beam_width": 4, "max_tokens": 30}
-    list(stream_generate(*pair, [1], drafter=stories.drafter, **shape))
-    # The first token waits for nothing.
-    assert log[:6] == ["push", "commit", "_propose", "push", "_propose", "commit"]
-    rounds = "".join(f"{name};" for name in log).count("_propose;commit;push;")
-    assert rounds >= 20
 
 
 @pytest.mark.parametrize("options", [{}, {"temp": 0.9, "seed": 1}], ids=str)

@@ -18,7 +18,6 @@ import pytest
 from mlx_redrafter import Engine, Lookup, generate, load, stream_generate
 from mlx_redrafter.engine.generation import LearnedStates
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.policy.plans import StepCosts
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.models import ROOT, random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -177,25 +176,6 @@ def test_lookup_is_the_default(model: nn.Module) -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8] * 6
     responses = list(engine.stream(text, max_tokens=30))
     assert [r.token for r in responses] == _plain(model, text, 30)
-
-
-def test_step_costs_decide_what_is_drafted(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where steps with drafts seem to cost nothing, all that can be is drafted."""
-    asked = []
-
-    def costs(target: Any, network: Any, *rest: Any) -> StepCosts:
-        asked.append(network)
-        return StepCosts(1.0, {2: 1.0, 4: 1.0}, {1: 0.0}, {1: 0.0})
-
-    monkeypatch.setattr("mlx_redrafter.engine.engine.step_costs", costs)
-    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
-    list(engine.stream(PROMPT, max_tokens=5))
-    assert asked == []
-    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE))
-    list(engine.stream(PROMPT, max_tokens=5))
-    assert asked == [None], "prompt lookup has no network"
 
 
 SCRIPT = """

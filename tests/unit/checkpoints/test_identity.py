@@ -69,7 +69,7 @@ def test_only_a_quantised_copy_has_the_name_of_its_base_model() -> None:
     assert not Identity.of("me/merged", {}, merged).is_named(*base)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.dictionaries(st.sampled_from(KEYS), JSON), st.dictionaries(st.sampled_from(KEYS), JSON))
 def test_no_config_breaks_the_comparison(
     drafter: dict[str, object], model: dict[str, object]

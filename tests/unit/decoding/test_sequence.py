@@ -68,7 +68,7 @@ def _decode(target: Target, drafts: bool, seed: int, **options: Any) -> list[int
     top_k=st.sampled_from([0, 3]),
     nodes=st.integers(2, 30),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_any_drafts_leave_the_text_alone(
     target: Target, seed: int, temp: float, top_p: float, top_k: int, nodes: int
 ) -> None:

@@ -57,6 +57,11 @@ def test_one_short_reading_ends_nothing(stories: Trained, readings: list[bool]) 
     readings += [True, False] * 6
     stock = mlx_lm.generate(stories.model, stories.tokenizer, PROMPT, max_tokens=70)
     assert generate(stories.model, stories.tokenizer, PROMPT, max_tokens=70) == stock
+    # Two in a row while a prompt is read are an error of one line.
+    readings[:] = [True, True]
+    with pytest.raises(ResourceError, match=r"used up after \d+ of \d+ prompt") as caught:
+        generate(stories.model, stories.tokenizer, PROMPT * 4, max_tokens=4, prefill_step_size=8)
+    assert "\n" not in str(caught.value)
 
 
 def test_all_texts_of_a_batch_end(stories: Trained, readings: list[bool]) -> None:
@@ -70,25 +75,13 @@ def test_all_texts_of_a_batch_end(stories: Trained, readings: list[bool]) -> Non
         assert (len(one), one[-1].finish_reason) == (END, "length")
 
 
-def test_a_prompt_that_does_not_fit_is_one_line(stories: Trained, readings: list[bool]) -> None:
-    readings += [True, True]
-    with pytest.raises(ResourceError, match=r"used up after \d+ of \d+ prompt") as caught:
-        generate(stories.model, stories.tokenizer, PROMPT * 4, max_tokens=4, prefill_step_size=8)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS reports a level of pressure")
-@pytest.mark.parametrize(("available", "is_short"), [(900, True), (90_000, False), (None, False)])
-def test_the_reading_of_linux(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int | None, is_short: bool
-) -> None:
-    file = tmp_path / "meminfo"
-    file.write_text(
-        "MemTotal:      100000 kB\nMemFree:  10 kB\n"
-        + ("" if available is None else f"MemAvailable:  {available} kB\n")
-    )
-    monkeypatch.setattr(memory_sizes, "MEMINFO", file)
-    assert memory_sizes.is_memory_short() == is_short
+def test_the_reading_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_sizes, "MEMINFO", tmp_path / "meminfo")
+    for available, is_short in (("900", True), ("90000", False), (None, False)):
+        last = "" if available is None else f"MemAvailable:  {available} kB\n"
+        memory_sizes.MEMINFO.write_text(f"MemTotal:      100000 kB\nMemFree:  10 kB\n{last}")
+        assert memory_sizes.is_memory_short() == is_short
 
 
 def test_the_reading_of_macos(monkeypatch: pytest.MonkeyPatch) -> None:

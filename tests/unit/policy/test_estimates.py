@@ -73,12 +73,6 @@ def test_siblings_never_add_up_to_more_than_1_nor_rise_whatever_the_weights() ->
             assert siblings == sorted(siblings, reverse=True)
 
 
-def test_the_proposer_is_believed_until_something_is_known() -> None:
-    chances = [0.9, 0.05, 0.01]
-    found = Calibration().probabilities(features_of(_siblings(*chances)), [0] * 3)
-    assert found == pytest.approx(chances, rel=1e-6)
-
-
 @pytest.mark.parametrize(("stated", "true"), [(0.999, 0.5), (0.1, 0.8), (0.7, 0.7), (0.9, 0.0)])
 def test_probabilities_become_what_is_seen(stated: float, true: float) -> None:
     (found,) = _learnt(stated, true).probabilities(features_of(_siblings(stated)), [0])
@@ -105,6 +99,8 @@ def test_later_siblings_have_weights_of_their_own() -> None:
     calibration, rng = Calibration(), np.random.default_rng(2)
     drafts = _siblings(0.6, 0.2, 0.1, 0.05)
     features = features_of(drafts)
+    believed = calibration.probabilities(features, drafts.parents)
+    assert believed == pytest.approx([0.6, 0.2, 0.1, 0.05], rel=1e-6), "until something is known"
     for _ in range(400):
         is_right = bool(rng.random() < 0.6)
         found = [(0, True)] if is_right else [(i, False) for i in range(4)]
@@ -130,18 +126,6 @@ def test_extreme_scores_stay_finite() -> None:
     calibration.learn(features, [(0, False), (1, True), (2, True)])
     calibration.fit()
     assert np.isfinite(calibration.probabilities(features, drafts.parents)).all()
-
-
-def test_every_sibling_up_to_the_right_one_is_observed() -> None:
-    """Two steps: the second sibling is right, then the text leaves the tree."""
-    tree = TokenTree.of([0, 5, 6, 7, 8], [0, 0, 0, 0, 2], [-0.5, -1.5, -2.0, -2.5])
-    scored, calibration = ScoredDrafts(PLANS[1, 1], tree), Calibration()
-    scored.score(calibration)
-    for token, node, count in ((6, 2, 2), (9, None, 3)):
-        scored.extend([token])
-        scored.follow(calibration)
-        assert scored._node == node
-        assert calibration._count == count
 
 
 CHEAP = StepCosts(

@@ -29,7 +29,7 @@ from tests.helpers.published_heads import ASSISTANTS, assistant_tensors, write
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
 
 PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 MODELS = {name: build(tiny_config(name)) for name in ("gemma4_text", "gemma4")}
 SHAPES: list[dict[str, Any]] = [
     {"beam_width": 1, "beam_length": 6},

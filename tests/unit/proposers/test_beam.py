@@ -68,7 +68,9 @@ def _tree(drafter: Drafter, plan: DraftPlan, seed: int) -> TokenTree:
 @pytest.mark.parametrize("rnn", [True, False])
 def test_expansion_scores_the_nodes_of_a_literal_search(width: int, length: int, rnn: bool) -> None:
     vocab_size = 20_257 if (width, length) == (3, 4) else VOCAB_SIZE
-    drafter = random_drafter(vocab_size, HIDDEN_SIZE, rnn=rnn, num_draft_layers=2)
+    sizes: Any = {"num_draft_layers": width % 4, "exit_dim": (1 + length % 3) * HIDDEN_SIZE}
+    drafter = random_drafter(vocab_size, HIDDEN_SIZE, rnn=rnn, **sizes)
+    assert ("input_proj" in drafter) == (length % 3 != 1)
     expansion, literal = _expand(drafter, DraftShape(width, length), seed=width)
     found = _scored_paths(expansion)
     assert found.keys() == literal.scores.keys()

@@ -30,7 +30,7 @@ from mlx_redrafter.proposers.eagle.published import CAPTURED  # noqa: E402
 from mlx_redrafter.proposers.quantization import quantize_drafter  # noqa: E402
 from mlx_redrafter.target.modules import FINAL  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402
-from tests.helpers.flights import flight_of  # noqa: E402
+from tests.helpers.flights import drafts_after_any_steps, flight_of  # noqa: E402
 from tests.helpers.models import layer_inputs, tiny_llama, wrapped_tokenizer  # noqa: E402
 from tests.helpers.published_eagle import (  # noqa: E402
     HIDDEN,
@@ -81,30 +81,9 @@ def test_levels_are_those_of_the_equations_whatever_the_steps_before(
     tensors = write_head(tmp_path, LAYOUTS[name])
     published = _published(name, tensors)
     eagle = load_eagle(tmp_path)
-    rng, width = random.Random(name), eagle.config.num_captured * HIDDEN
-
-    def draw(count: int) -> tuple[list[int], mx.array]:
-        key = mx.random.key(rng.randrange(10**6))
-        states = 2 * mx.random.normal((count, width), key=key)
-        return [rng.randrange(VOCAB) for _ in range(count)], states
-
-    text, states = draw(7)
-    drafting: Any = eagle.open(Target(MODEL), text, True, [])
-    for start in (0, 4):  # the prompt in chunks, the last token apart
-        drafting.reader.read(states[start : min(start + 4, 6)])
-    flight = flight_of(text[-1:], 0, 9, len(text) - 1, states[-1:])
-    text.append(9)
-    for step in range(7):
-        if step % 3 == 1:
-            drafting.skip(flight)
-        else:
-            _assert_scores(published, states, text, drafting.propose(flight, PLANS[step % 2], None))
-        path, nodes = draw(rng.randrange(1, 5))
-        path[0] = text[-1]
-        num_accepted = rng.randrange(len(path))
-        flight = flight_of(path, num_accepted, 11, len(text) - 1, nodes)
-        text += [*path[1 : num_accepted + 1], 11]
-        states = mx.concatenate([states, nodes[: num_accepted + 1]])
+    width, rng = eagle.config.num_captured * HIDDEN, random.Random(name)
+    for text, states, tree in drafts_after_any_steps(eagle, Target(MODEL), width, PLANS, rng):
+        _assert_scores(published, states, text, tree)
 
 
 def test_a_shared_cache_holds_the_pairs_of_the_text_in_the_end(tmp_path: Path) -> None:

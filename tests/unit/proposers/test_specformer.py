@@ -31,7 +31,7 @@ from mlx_redrafter.proposers.specformer import load as load_specformer  # noqa: 
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig  # noqa: E402
 from mlx_redrafter.proposers.specformer.network import SpecFormer  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402
-from tests.helpers.flights import flight_of  # noqa: E402
+from tests.helpers.flights import drafts_after_any_steps  # noqa: E402
 from tests.helpers.models import tiny_llama, wrapped_tokenizer  # noqa: E402
 from tests.models.tiny_models import build, tiny_config  # noqa: E402
 
@@ -113,31 +113,9 @@ class Published:
 
 def test_slots_are_those_of_the_equations_whatever_the_steps_before() -> None:
     network = new_network()
-    published = Published(network)
-    rng = random.Random(1)
-
-    def draw(count: int) -> tuple[list[int], mx.array]:
-        key = mx.random.key(rng.randrange(10**6))
-        states = 2 * mx.random.normal((count, len(LAYERS) * HIDDEN), key=key)
-        return [rng.randrange(VOCAB) for _ in range(count)], states
-
-    text, states = draw(7)
-    drafting: Any = network.open(Target(MODEL), text, True, [])
-    for start in (0, 4):  # the prompt in chunks, the last token apart
-        drafting.reader.read(states[start : min(start + 4, 6)])
-    flight = flight_of(text[-1:], 0, 9, len(text) - 1, states[-1:])
-    text.append(9)
-    for step in range(9):
-        if step % 4 == 1:
-            drafting.skip(flight)
-        else:
-            tree = drafting.propose(flight, PLANS[step % 3], None)
-            _assert_scores(published.log_probs(states), tree)
-        path, nodes = draw(rng.randrange(1, 5))
-        num_accepted = rng.randrange(len(path))
-        flight = flight_of([text[-1], *path[1:]], num_accepted, 11, len(text) - 1, nodes)
-        text += [*path[1 : num_accepted + 1], 11]
-        states = mx.concatenate([states, nodes[: num_accepted + 1]])
+    published, width, rng = Published(network), len(LAYERS) * HIDDEN, random.Random(1)
+    for _, states, tree in drafts_after_any_steps(network, Target(MODEL), width, PLANS, rng):
+        _assert_scores(published.log_probs(states), tree)
 
 
 def _assert_scores(log_probs: torch.Tensor, tree: Any) -> None:

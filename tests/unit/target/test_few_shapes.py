@@ -64,7 +64,7 @@ def test_a_text_has_few_shapes(
     num_steps = 0
     for prompt in PROMPTS[:num_texts]:
         tokens = tokenizer.encode(prompt)
-        *_, last = found = list(engine.stream(tokens, max_tokens=200, **shape))
+        *_, last = found = list(engine.stream(tokens, max_tokens=120, **shape))
         stock = generate_step(mx.array(tokens), model, max_tokens=len(found))
         assert [response.token for response in found] == [int(token) for token, _ in stock]
         num_steps += last.stats.steps

@@ -130,7 +130,7 @@ def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) 
     rng = random.Random(0)
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     prefill(target, mx.array([1, 2, 3]), plain, 512)
-    while cache.length < 3 * block:
+    while cache.length < 2 * block:
         tokens, parents = grow(rng, 7, [], PLAN, VOCAB_SIZE, accuracy=0)
         path = _random_path(rng, parents)
         _decode_tree(target, cache, tokens, parents, path)
