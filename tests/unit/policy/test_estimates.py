@@ -200,7 +200,7 @@ def test_a_size_that_costs_more_than_timed_is_found_out() -> None:
         ratios.learn(1, 1.0)
     known = ratios.of(8)
     ratios.learn(8, 60.0)
-    assert ratios.of(8) == known, "one slow step changes nothing"
+    assert ratios.of(8) == pytest.approx(known, rel=0.02), "one slow step changes nothing"
     assert ratios.of(8) == pytest.approx(3.0, rel=0.15)
     assert ratios.of(1) == pytest.approx(1.0, rel=0.1)
     assert ratios.of(4) < 1.5, "never used"

@@ -1,4 +1,4 @@
-"""The recurrent drafter: its equations in numpy, its table of inputs, calibration, and 8 bits."""
+"""The recurrent drafter: its search in numpy, its table of inputs, calibration, and 8 bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.draft_plan import DraftShape
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.measured import cache_folder
+from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
 from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.proposers.redrafter import input_table, precision
@@ -32,8 +33,16 @@ from mlx_redrafter.proposers.redrafter.precision import (
 )
 from mlx_redrafter.proposers.redrafter.recurrence import MASKED_LOGIT
 from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.models import random_drafter, tiny_llama
-from tests.helpers.oracles import NumpyDrafter
+from tests.helpers.oracles import (
+    NumpyDrafter,
+    Search,
+    beam_search,
+    dedup_and_pack,
+    paths_of,
+    tree_paths,
+)
 from tests.helpers.recurrent_search import expand
 
 VOCAB_SIZE, HIDDEN_SIZE = 67, 32
@@ -225,8 +234,9 @@ def test_a_drafter_that_knows_the_distribution_gets_all_of_the_noise() -> None:
         drafter.lm_head[-1].weight = drafter.lm_head[-1].weight / flatness
         weight = calibrate(drafter, _embed, texts).coupling_weight
         assert weight >= 0.9 if flatness == 1 else weight < 0.7
-    empty = texts[0]._replace(tokens=texts[0].tokens[:3], states=mx.zeros((2, NARROW)))
-    assert calibrate(drafter, _embed, [empty]) == Calibration(1.0, 0.5), "nothing is fitted"
+    nothing, states = mx.zeros((2, 1), dtype=mx.int32), mx.zeros((2, NARROW))
+    short = ReadSequence(mx.zeros((3,), dtype=mx.int32), 1, states, nothing, nothing)
+    assert calibrate(drafter, _embed, [short]) == Calibration(1.0, 0.5), "nothing is fitted"
 
 
 def test_scale_ranks_drafts_of_greedy_targets_only() -> None:
@@ -358,3 +368,121 @@ def test_a_quantised_drafter_is_unpacked_on_a_cpu(drafter: Drafter, target: Targ
 def _bits_of(drafter: Drafter) -> int | None:
     found = quantization_of(drafter)
     return None if found is None else found["bits"]
+
+
+ROOT_TOKEN = 11
+
+WIDTHS_AND_LENGTHS = [(1, 2), (1, 16), (2, 3), (3, 5), (4, 5), (7, 4), (16, 6), (64, 2), (64, 3)]
+
+
+def _context(seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[mx.array, mx.array]:
+    """An input embedding, shape (V, H), and a hidden state, shape (H,)."""
+    keys = mx.random.split(mx.random.key(seed), 2)
+    embedding = mx.random.normal((vocab_size, HIDDEN_SIZE), key=keys[0])
+    return embedding, mx.random.normal((HIDDEN_SIZE,), key=keys[1])
+
+
+def _expand(drafter: Drafter, shape: DraftShape, seed: int) -> tuple[Expansion, Search]:
+    embedding, hidden = _context(seed, drafter.config.vocab_size)
+    expansion = expand(drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT_TOKEN]), shape)
+    literal = beam_search(
+        NumpyDrafter(drafter),
+        np.array(embedding, dtype=np.float64),
+        np.array(hidden, dtype=np.float64),
+        ROOT_TOKEN,
+        shape.width,
+        shape.length,
+    )
+    return expansion, literal
+
+
+def _scored_paths(expansion: Expansion) -> dict[tuple[int, ...], float]:
+    tokens: list[int] = np.array(expansion.tokens).tolist()
+    parents: list[int] = np.array(expansion.parents).tolist()
+    paths = paths_of([ROOT_TOKEN, *tokens], [0, *(parent + 1 for parent in parents)])[1:]
+    return dict(zip(paths, np.array(expansion.scores).tolist(), strict=True))
+
+
+def _tree(drafter: Drafter, plan: DraftPlan, seed: int) -> TokenTree:
+    embedding, hidden = _context(seed, drafter.config.vocab_size)
+    root = mx.array([ROOT_TOKEN])
+    expansion = expand(drafter, lambda ids: embedding[ids], hidden, root, plan.shape)
+    return build_tree(expansion, root, plan)
+
+
+@pytest.mark.parametrize(("width", "length"), [*WIDTHS_AND_LENGTHS, (3, 4)])
+@pytest.mark.parametrize("rnn", [True, False])
+def test_expansion_scores_the_nodes_of_a_literal_search(width: int, length: int, rnn: bool) -> None:
+    vocab_size = 20_257 if (width, length) == (3, 4) else VOCAB_SIZE
+    sizes: Any = {"num_draft_layers": width % 4, "exit_dim": (1 + length % 3) * HIDDEN_SIZE}
+    drafter = random_drafter(vocab_size, HIDDEN_SIZE, rnn=rnn, **sizes)
+    assert ("input_proj" in drafter) == (length % 3 != 1)
+    expansion, literal = _expand(drafter, DraftShape(width, length), seed=width)
+    found = _scored_paths(expansion)
+    assert found.keys() == literal.scores.keys()
+    per_level = 1 if width == 1 else min(4 * width, VOCAB_SIZE)
+    assert len(found) == per_level * (length - 1)
+    for path, score in found.items():
+        assert score == pytest.approx(literal.scores[path], abs=1e-4)
+
+
+@pytest.mark.parametrize(("width", "length"), WIDTHS_AND_LENGTHS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_beam_selection_is_the_dedup_of_the_beams(width: int, length: int, seed: int) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=seed, num_draft_layers=2)
+    shape = DraftShape(width, length, "beam")
+    expansion, literal = _expand(drafter, shape, seed)
+    tokens, parents = dedup_and_pack(np.array(literal.beams))
+    tree = merge_beams(expansion, mx.array([ROOT_TOKEN]), shape)
+    assert set(tree_paths(tree)) == set(paths_of(tokens, parents))
+    assert tree.num_nodes == len(tokens)
+    assert tree.num_unmerged == 1 + width * (length - 1)
+    assert tree.num_nodes <= tree.tokens.shape[0] <= shape.max_nodes
+
+
+@pytest.mark.parametrize(("width", "length"), WIDTHS_AND_LENGTHS)
+@pytest.mark.parametrize("nodes", [2, 9, None])
+def test_top_n_selection_is_the_n_best_nodes(width: int, length: int, nodes: int | None) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=width + length)
+    largest = 1 + (length - 1) * min(DraftShape(width, length).level_nodes, VOCAB_SIZE)
+    plan = DraftPlan.of(width, length, largest if nodes is None else min(nodes, largest))
+    expansion, literal = _expand(drafter, plan.shape, seed=4)
+    best = sorted(literal.scores, key=lambda path: -literal.scores[path])
+    assert plan.options["tree_nodes"] is not None
+    tree = build_tree(expansion, mx.array([ROOT_TOKEN]), plan)
+    assert set(tree_paths(tree)) == {(ROOT_TOKEN,), *best[: plan.num_nodes - 1]}
+    assert tree.num_nodes == tree.tokens.shape[0] == plan.num_nodes
+    assert tree.num_unmerged == 1 + width * (length - 1)
+
+
+@pytest.mark.parametrize("select", ["top_n", "beam"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["everywhere", "half", "one"])
+def test_drafts_that_are_no_numbers_still_make_a_tree(
+    select: Any, value: float, where: str
+) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, num_draft_layers=0)
+    head: Any = drafter.lm_head[0]
+    rows = {"everywhere": VOCAB_SIZE, "half": VOCAB_SIZE // 2, "one": 1}[where]
+    head.weight[:rows] = value
+    plan = DraftPlan.of(4, 4, select=select)
+    embedding, hidden = _context(0)
+    expansion = expand(
+        drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT_TOKEN]), plan.shape
+    )
+    scores = np.array(expansion.scores)
+    assert np.isfinite(scores).all()
+    parents = np.array(expansion.parents)
+    assert (scores[parents >= 0] <= scores[parents[parents >= 0]]).all()
+    paths = tree_paths(_tree(drafter, plan, seed=0))
+    assert all(0 <= token < VOCAB_SIZE for path in paths for token in path)
+
+
+def test_head_over_part_of_the_vocabulary_proposes_its_token_ids() -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=6)
+    allowed = [60, 2, 33, 41, 7, 19]
+    drafter.token_ids = mx.array(allowed, dtype=mx.int32)
+    tree = _tree(drafter, DraftPlan.of(3, 4, 12), seed=0)
+    drafts = {token for path in tree_paths(tree) for token in path[1:]}
+    assert drafts
+    assert drafts <= set(allowed)

@@ -1,7 +1,9 @@
-"""Published heads against what the packages that publish them compute."""
+"""Gemma 4 assistants, and heads as published against what the packages of their authors compute."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +12,27 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_redrafter import stream_generate
 from mlx_redrafter.checkpoints.recognition import recognise
+from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
+from mlx_redrafter.proposers import autoregressive
 from mlx_redrafter.proposers.assistant import load as load_assistant
+from mlx_redrafter.proposers.assistant.network import Assistant
 from mlx_redrafter.proposers.autoregressive import _Levels
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.network import ParallelDrafting
 from mlx_redrafter.proposers.mtp import load as load_mtp
-from mlx_redrafter.proposers.quantization import FLOAT_MODES, quantization_of
+from mlx_redrafter.proposers.quantization import FLOAT_MODES, quantization_of, quantize_drafter
+from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
+from mlx_redrafter.target.target import Target
 from tests.golden.record_heads import FILE, LONG, SHORT
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.flights import flight_of
+from tests.helpers.models import tiny_llama, wrapped_tokenizer
 from tests.helpers.mtp import family_config, module_tensors
 from tests.helpers.published_heads import (
     ASSISTANTS,
@@ -35,6 +46,164 @@ from tests.helpers.published_heads import (
     text_and_states,
     write,
 )
+from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
+
+PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
+NUM_TOKENS = 12
+MODELS = {name: build(tiny_config(name)) for name in ("gemma4_text", "gemma4")}
+SHAPES: list[dict[str, Any]] = [
+    {"beam_width": 1, "beam_length": 6},
+    {"beam_width": 3, "beam_length": 5, "tree_nodes": 12},
+    {"beam_width": 3, "beam_length": 4, "select": "beam"},
+]
+
+
+@pytest.fixture(params=ASSISTANTS)
+def assistant(request: pytest.FixtureRequest, tmp_path: Path) -> Assistant:
+    name = request.param
+    return load_assistant(write(tmp_path, ASSISTANTS[name], assistant_tensors(name)))
+
+
+def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]]) -> None:
+    """Make the drafts likely that followed the same token in some texts: many are accepted."""
+    bonus = np.zeros((VOCAB_SIZE, VOCAB_SIZE), dtype=np.float32)
+    for text in texts:
+        for one, other in pairwise(text):
+            bonus[one, other] = 4.0
+    table = mx.array(bonus)
+    first, following = autoregressive._Levels.first, autoregressive._Levels.following
+
+    def tipped_first(levels: Any) -> mx.array:
+        return first(levels) + table[mx.concatenate([one.root for one in levels.flights])]
+
+    def tipped_following(levels: Any, beams: Any, tokens: mx.array, depth: int) -> mx.array:
+        return following(levels, beams, tokens, depth) + table[tokens]
+
+    patch.setattr(autoregressive._Levels, "first", tipped_first)
+    patch.setattr(autoregressive._Levels, "following", tipped_following)
+
+
+def tokens_of(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
+    prompt, tokenizer = options.pop("prompt", PROMPT), wrapped_tokenizer(VOCAB_SIZE)
+    return [r.token for r in stream_generate(model, tokenizer, prompt, drafter=drafter, **options)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_are_those_of_plain_decoding(
+    name: str, assistant: Assistant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[name]
+    expected = stock_tokens(model, PROMPT, NUM_TOKENS)
+    sampling = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
+    sampled = tokens_of(model, None, **sampling)
+    tip(monkeypatch, [PROMPT[-1:] + ids(expected), PROMPT[-1:] + sampled])
+    for shape in SHAPES if name == "gemma4_text" else SHAPES[1:2]:
+        options = {"max_tokens": NUM_TOKENS, "prefill_step_size": 4, **shape}
+        found = tokens_of(model, assistant, **options)
+        assert_same_tokens(expected, found, shape)
+        assert tokens_of(model, assistant, **sampling, **shape) == sampled
+
+
+def test_the_copied_entries_are_the_targets(
+    assistant: Assistant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After prompts in chunks, accepted and rejected drafts, and turns on one prompt cache."""
+    model = MODELS["gemma4_text"]
+    full, sliding, _ = assistant.captured_layers(Target(model))
+    stock, cache = make_prompt_cache(model), make_prompt_cache(model)
+    own = make_prompt_cache(assistant)
+    text: list[int] = []
+    for turn in (PROMPT, [60, 7]):
+        expected = ids(stock_tokens(model, turn, 12, prompt_cache=stock))
+        tip(monkeypatch, [turn[-1:] + expected])
+        options = {"max_tokens": 12, "prompt_cache": cache + own, "prefill_step_size": 4}
+        assert tokens_of(model, assistant, prompt=turn, **options, **SHAPES[1]) == expected
+        text += turn + expected
+        if turn is PROMPT:
+            fresh = make_prompt_cache(model)
+            model(mx.array([text]), cache=fresh)
+            for layer, copy in zip((full, sliding), own, strict=True):
+                assert copy.offset == len(text) - 1
+                for rows, found in zip(rows_of(fresh[layer]), rows_of(copy), strict=True):
+                    num = min(rows.shape[2], 7)
+                    wanted = rows[..., -num:-1, :]
+                    assert mx.allclose(found[..., 1 - num :, :], wanted, atol=1e-4).item()
+    # Every turn leaves out one entry.
+    assert {layer.offset for layer in own} == {len(text) - 2}
+
+
+def rows_of(cache: Any) -> tuple[mx.array, mx.array]:
+    """Keys and values in the order of tokens."""
+    if isinstance(cache, RotatingKVCache):
+        return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+    assert isinstance(cache, KVCache)
+    keys, values, end = cache.state
+    return keys[..., :end, :], values[..., :end, :]
+
+
+def test_an_assistant_is_written_and_read_back(assistant: Assistant, tmp_path: Path) -> None:
+    quantize_drafter(assistant, 8, 64)
+    save_drafter(assistant, tmp_path / "own")
+    assert recognise(tmp_path / "own")[0].NAME == "Gemma 4 assistant"
+    again = load_assistant(tmp_path / "own")
+    rows, target = mx.random.normal((2, 24), key=mx.random.key(3)), Target(MODELS["gemma4"])
+    assert mx.array_equal(*(one.logits(rows, target) for one in (again, assistant))).item()
+    assert tokens_of(MODELS["gemma4"], again, max_tokens=4, **SHAPES[1])
+
+
+def test_other_targets_are_refused(assistant: Assistant) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    with pytest.raises(CheckpointError, match="hidden_size 64 does not match the target's 32"):
+        assistant.check_fit(Target(tiny_llama(vocab_size=VOCAB_SIZE)), tokenizer)
+    with pytest.raises(UnsupportedTargetError, match="expected a Gemma 4 target with full_att"):
+        assistant.check_fit(Target(build(tiny_config("llama"))), tokenizer)
+    narrow = build({**tiny_config("gemma4_text"), "head_dim": 8})
+    with pytest.raises(CheckpointError, match="sliding_attention has 4 heads of size 16, which do"):
+        assistant.check_fit(Target(narrow), tokenizer)
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    config = ASSISTANTS["assistant with clusters"]
+    text = {k: v for k, v in values.items() if k in config["text_config"]}
+    rest = {k: v for k, v in values.items() if k not in text}
+    return {**config, **rest, "text_config": {**config["text_config"], **text}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gemma4_assistant"}, "expected an object text_config .* found none"),
+        (changed(backbone_hidden_size=0), "backbone_hidden_size must be an integer from 1"),
+        (
+            changed(num_centroids=13),
+            "vocab_size must be a multiple of num_centroids, got 96 and 13",
+        ),
+        (changed(centroid_intermediate_top_k=40), "centroid_intermediate_top_k must be an integer"),
+        (changed(layer_types=["full_attention"]), "layer_types must be .* for each of 3 layers"),
+        (changed(hidden_size=2**40), "hidden_size must be an integer from 1"),
+        (changed(tie_word_embeddings=False), "use_ordered_embeddings needs tie_word_embeddings"),
+        (changed(enable_moe_block=True), "enable_moe_block must be absent or 0"),
+        (changed(intermediate_size=41), r"mlp.gate_proj.weight' has shape \[40, 24\], expected"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_contradicting_configs_are_refused(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, config, assistant_tensors("assistant with clusters"))
+    with pytest.raises(CheckpointError, match=message):
+        load_assistant(tmp_path)
+
+
+def test_clusters_hold_every_token_once(tmp_path: Path) -> None:
+    tensors = assistant_tensors("assistant with clusters")
+    tensors["masked_embedding.token_ordering"][0] += 1
+    write(tmp_path, ASSISTANTS["assistant with clusters"], tensors)
+    with pytest.raises(CheckpointError, match="expected every id from 0 to 95 once"):
+        load_assistant(tmp_path)
+    with pytest.raises(CheckpointError, match="vocab_size 96 does not match the target's 90"):
+        load_assistant(tmp_path, TargetFacts("x", 64, 90))
+
 
 TOLERANCE = 1e-4
 RECORDED = mx.load(str(FILE))

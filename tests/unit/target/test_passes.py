@@ -179,7 +179,7 @@ def test_first_uses_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = stock_tokens(target.model, 20, make_prompt_cache(target.model))
     seconds: list[float | None] = []
     policy, sampler = FixedPolicy(PLAN), KeyedSampler(SamplingParams(), target.vocab_size)
-    monkeypatch.setattr(policy, "observe", lambda step: seconds.append(step.seconds))
+    monkeypatch.setattr(FixedPolicy, "observe", lambda _, step: seconds.append(step.seconds))
     request, drafts = Request(PROMPT, max_tokens=20), ScriptedDrafts(stock)
     text = SequenceDecoder(target, target.caches.new(), sampler, request, drafts, policy)
     assert [token.id for token in decode(text)] == stock
