@@ -20,24 +20,19 @@ DRAFTER: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("plan", "nodes", "max_nodes", "level"),
-    [
+def test_sizes_of_a_shape() -> None:
+    """2 <= N <= 1 + 4 W (L - 1); merged beams have at most 1 + W (L - 1) nodes."""
+    for plan, nodes, max_nodes, level in (
         (DraftPlan.of(), 9, 65, 16),
         (DraftPlan.of(1, 5), 5, 5, 1),
         (DraftPlan.of(2, 2), 9, 9, 8),
         (DraftPlan.of(64, 16, 3841), 3841, 3841, 256),
         (DraftPlan.of(4, 5, select="beam"), None, 17, 16),
-        (DraftPlan.of(64, 16, select="beam"), None, 961, 256),
-    ],
-)
-def test_sizes_of_a_shape(plan: DraftPlan, nodes: int | None, max_nodes: int, level: int) -> None:
-    """2 <= N <= 1 + 4 W (L - 1); merged beams have at most 1 + W (L - 1) nodes."""
-    assert plan.options["tree_nodes"] == nodes
-    assert plan.num_nodes == (max_nodes if nodes is None else nodes)
-    assert plan.shape.max_nodes == max_nodes
-    assert plan.shape.level_nodes == level
-    assert plan.shape.levels == plan.shape.length - 1
+    ):
+        assert plan.options["tree_nodes"] == nodes
+        assert plan.num_nodes == (nodes or max_nodes)
+        assert (plan.shape.max_nodes, plan.shape.level_nodes) == (max_nodes, level)
+        assert plan.shape.levels == plan.shape.length - 1
 
 
 # Values of a field that are refused, and what is said before ", got" and the value.
@@ -76,19 +71,14 @@ def test_extreme_sampling_is_possible() -> None:
     SamplingParams(temp=100, top_p=1, min_p=1, top_k=10**6, seed=2**32 - 1)
 
 
-def test_drafter_config_round_trip() -> None:
+def test_drafter_configs_are_read_back_and_keys_of_other_programs_ignored() -> None:
     config = DrafterConfig(100, 16, 40, 0, rnn=True, draft_top_k=50, draft_vocab_size=60)
     assert DrafterConfig.from_dict(config.to_dict()) == config
-    assert config.has_input_proj
-    assert config.head_rows == 60
-
-
-def test_keys_of_other_programs_are_ignored() -> None:
+    assert (config.has_input_proj, config.head_rows) == (True, 60)
     values = {**DRAFTER, "num_lookback_tokens": -1, "emb_norm": True, "rms_norm_eps": 1e-5}
     config = DrafterConfig.from_dict(values)
     assert config == DrafterConfig(100, 16, 32, 2, rnn=False)
-    assert not config.has_input_proj
-    assert config.head_rows == 100
+    assert (config.has_input_proj, config.head_rows) == (False, 100)
 
 
 @pytest.mark.parametrize(

@@ -70,23 +70,17 @@ def test_max_tokens_cuts_inside_a_step(
 
 @pytest.mark.parametrize("position", [0, 1, 3, 11])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("max_tokens", [-1, "at the stop token"])
 def test_a_stop_token_cuts_inside_a_step(
-    model: nn.Module,
-    stock: list[Scored],
-    position: int,
-    shape: dict[str, Any],
-    max_tokens: int | str,
+    model: nn.Module, stock: list[Scored], position: int, shape: dict[str, Any]
 ) -> None:
     stop = ids(stock)[position]
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE, {stop})
-    first = ids(stock).index(stop)
-    limit = first + 1 if isinstance(max_tokens, str) else max_tokens
-    expected = list(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=limit))
-    assert expected[-1].finish_reason == "stop"
-    for drafter in (_scripted(stock), None):
-        options = {"tokenizer": tokenizer, "max_tokens": limit, **(shape if drafter else {})}
-        _assert_same_responses(expected, list(_stream(model, drafter, **options)), first + 1)
+    tokenizer, first = wrapped_tokenizer(VOCAB_SIZE, {stop}), ids(stock).index(stop)
+    for limit in (-1, first + 1):
+        expected = list(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=limit))
+        assert expected[-1].finish_reason == "stop"
+        for drafter in (_scripted(stock), None):
+            options = {"tokenizer": tokenizer, "max_tokens": limit, **(shape if drafter else {})}
+            _assert_same_responses(expected, list(_stream(model, drafter, **options)), first + 1)
 
 
 def _assert_same_responses(
@@ -136,17 +130,15 @@ def test_prompt_may_be_ids_of_any_kind(model: nn.Module, stock: list[Scored], as
 
 @pytest.mark.parametrize("step_size", [1, 3, 2048])
 def test_prefill_in_chunks_reports_progress_as_stock(model: nn.Module, step_size: int) -> None:
-    def options(progress: list[tuple[int, int]]) -> dict[str, Any]:
-        append = lambda *pair: progress.append(pair)  # noqa: E731
-        return {"prefill_step_size": step_size, "prompt_progress_callback": append}
-
-    prompt, expected = list(range(1, 8)), list[tuple[int, int]]()
-    stock = stock_tokens(model, prompt, 3, **options(expected))
+    prompt, seen = list(range(1, 8)), list[tuple[int, int]]()
+    options: dict[str, Any] = {"prefill_step_size": step_size, "max_tokens": 3}
+    options["prompt_progress_callback"] = lambda *pair: seen.append(pair)
+    stock = stock_tokens(model, prompt, **options)
+    expected = seen[:]
     for drafter in (None, RANDOM):
-        found: list[tuple[int, int]] = []
-        tokens = _tokens(model, drafter, prompt=prompt, max_tokens=3, **options(found))
-        assert found == expected
-        assert_same_tokens(stock, tokens)
+        seen.clear()
+        assert_same_tokens(stock, _tokens(model, drafter, prompt=prompt, **options))
+        assert seen == expected
 
 
 def test_interleaved_generators_on_one_model(model: nn.Module) -> None:
@@ -271,25 +263,14 @@ def test_unknown_options_are_refused(model: nn.Module) -> None:
         Engine(model, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sampler": lambda log_probs: 3}, "sampler must return one token id per row.*got int"),
-        (
-            {"logits_processors": [lambda tokens, logits: None]},
-            r"logits_processors\[0\] must return logits of shape .*got NoneType",
-        ),
-        (
-            {"logits_processors": [lambda tokens, logits: logits[:, :3]]},
-            r"logits_processors\[0\] must return logits of shape .*got \(1, 3\)",
-        ),
-    ],
-)
-def test_functions_that_return_other_things_are_named(
-    model: nn.Module, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        next(stream_generate(model, TOKENIZER, PROMPT, **options))
+def test_functions_that_return_other_things_are_named(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"sampler must return one token id per row.*got int"):
+        next(_stream(model, sampler=lambda log_probs: 3))
+    for length, found in ((0, "NoneType"), (3, r"\(1, 3\)")):
+        cut = lambda _, logits, end=length: logits[:, :end] if end else None  # noqa: E731
+        message = rf"logits_processors\[0\] must return logits of shape .*got {found}"
+        with pytest.raises(ConfigError, match=message):
+            next(_stream(model, logits_processors=[cut]))
 
 
 def test_prompt_after_a_full_cache_is_refused(model: nn.Module) -> None:
@@ -418,11 +399,11 @@ class WrongAt(SequenceDecoder):
 
 
 def test_equal_texts_up_to_a_stop_token() -> None:
-    model, drafter = tiny_llama(), random_drafter(VOCAB_SIZE, 32)
+    model = tiny_llama()
     tokens = ids(stock_tokens(model, PROMPT, 20))
     for options, stops in (({}, {tokens[4]}), ({"temp": 1.0, "seed": 2}, set())):
         tokenizer = wrapped_tokenizer(VOCAB_SIZE, stops)
-        found = compare_decoding(model, tokenizer, drafter, PROMPT, 20, **options)
+        found = compare_decoding(model, tokenizer, RANDOM, PROMPT, 20, **options)
         end = tokens.index(tokens[4]) + 1 if stops else 20
         assert (found.num_tokens, found.difference) == (end, None)
         assert found.tokens_per_step is not None
@@ -431,13 +412,11 @@ def test_equal_texts_up_to_a_stop_token() -> None:
 
 @pytest.mark.parametrize("position", [0, 3, 11])
 def test_first_difference(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, drafter = tiny_llama(), random_drafter(VOCAB_SIZE, 32)
+    model = tiny_llama()
     expected = stock_tokens(model, PROMPT, 12)
-    monkeypatch.setattr(
-        engine, "SequenceDecoder", type("Wrong", (WrongAt,), {"position": position})
-    )
-    found = compare_decoding(model, wrapped_tokenizer(VOCAB_SIZE), drafter, PROMPT, 12)
-    difference = found.difference
+    wrong = type("Wrong", (WrongAt,), {"position": position})
+    monkeypatch.setattr(engine, "SequenceDecoder", wrong)
+    difference = compare_decoding(model, TOKENIZER, RANDOM, PROMPT, 12).difference
     assert difference is not None
     token, log_probs = expected[position]
     assert (difference.position, difference.expected) == (position, token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -51,16 +52,13 @@ def _cached(cache: Path, name: str, source: Path, **changes: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "copy", "-4bit -8bit -MLX-4bit -bf16 -float32 -4bit-DWQ -mxfp4 -FP8 -mlx-8Bit-g32".split()
-)
-def test_a_copy_is_the_same_model_and_a_similar_name_is_not(copy: str) -> None:
-    assert plain_name(f"mlx-community/Qwen3-4B{copy}") == plain_name("Qwen/Qwen3-4B")
-    for other in ("Qwen3-4B-Base", "Qwen3-4B-Instruct-2507", "Qwen3-40B", "Qwen3-4B-qat", "Qwen3"):
-        assert plain_name(f"mlx-community/{other}{copy}") != plain_name("Qwen/Qwen3-4B")
-
-
-def test_only_a_quantised_copy_has_the_name_of_its_base_model() -> None:
+def test_a_copy_is_the_same_model_and_a_similar_name_is_not() -> None:
+    model = plain_name("Qwen/Qwen3-4B")
+    for copy in "-4bit -8bit -MLX-4bit -bf16 -float32 -4bit-DWQ -mxfp4 -FP8 -mlx-8Bit-g32".split():
+        assert plain_name(f"mlx-community/Qwen3-4B{copy}") == model
+        for other in "4B-Base 4B-Instruct-2507 40B 4B-qat".split():
+            assert plain_name(f"mlx-community/Qwen3-{other}{copy}") != model
+    # Only a quantised copy has the name of its base model.
     base = ("Qwen/Qwen3-4B",)
     copy, tuned = Card(base_models=base, is_quantised=True), Card(base_models=base)
     assert Identity.of("me/small", {}, copy).is_named(*base)
@@ -78,26 +76,25 @@ def test_no_config_breaks_the_comparison(
     assert found is None or isinstance(found, str)
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"hidden_size": 64}, "its hidden_size 64 is not the model's 32"),
-        ({"vocab_size": 101}, "its vocab_size 101 is not the model's 100"),
-        ({"transformer_layer_config": {"hidden_size": 8}}, "hidden_size 8"),
-        ({"dflash_config": {"num_target_layers": 5}}, "a model of 5 layers, not of 4"),
-        ({"dflash_config": {"target_layer_ids": [1, 5]}}, "reads layer 5"),
-        ({"target": {"name": "org/other"}}, "it was made for org/other"),
-        ({"target": {"name": "a folder"}}, None),
-        ({"hidden_size": 32, "vocab_size": 90, "target_layer_ids": [0, 4]}, None),
-    ],
-)
-def test_a_config_that_contradicts_the_model_is_named(
-    config: dict[str, object], reason: str | None
-) -> None:
+CONTRADICTIONS: list[tuple[dict[str, object], str | None]] = [
+    ({"hidden_size": 64}, "its hidden_size 64 is not the model's 32"),
+    ({"vocab_size": 101}, "its vocab_size 101 is not the model's 100"),
+    ({"transformer_layer_config": {"hidden_size": 8}}, "hidden_size 8"),
+    ({"dflash_config": {"num_target_layers": 5}}, "a model of 5 layers, not of 4"),
+    ({"dflash_config": {"target_layer_ids": [1, 5]}}, "reads layer 5"),
+    ({"target": {"name": "org/other"}}, "it was made for org/other"),
+    ({"target": {"name": "a folder"}}, None),
+    ({"hidden_size": 32, "vocab_size": 90, "target_layer_ids": [0, 4]}, None),
+]
+
+
+def test_a_config_that_contradicts_the_model_is_named() -> None:
     sizes = {"hidden_size": 32, "vocab_size": 100, "num_hidden_layers": 4}
     for model in (sizes, {"text_config": sizes}):
-        found = Identity.of("org/model", model, Card()).contradiction(config)
-        assert found == reason or (reason or "nothing") in (found or "")
+        identity = Identity.of("org/model", model, Card())
+        for config, reason in CONTRADICTIONS:
+            found = identity.contradiction(config)
+            assert found == reason or (reason or "nothing") in (found or "")
 
 
 def test_the_table_is_in_order() -> None:
@@ -139,15 +136,13 @@ def test_a_drafter_is_found_by_its_config_or_card_alone(cache: Path) -> None:
     (by_card / "README.md").write_text("---\nbase_model: org/Tiny\n---\n")
     assert search.stored() is None, "made for a model of a similar name"
     (by_card / "README.md").write_text("---\nbase_model: [org/Tiny-Instruct]\n---\n")
-    found = search.stored()
-    assert found is not None
+    found: Any = search.stored()
     assert (found.name, found.reason) == ("org/by-card", "its card names org/Tiny-Instruct")
     _cached(cache, "org/a-wide", drafter, target={"name": "org/Tiny-Instruct"}, hidden_size=64)
     _cached(cache, "org/by-config", drafter, target={"name": "org/Tiny-Instruct"})
     (by_card / "README.md").write_text("---\n[\n---\n")
     assert read_card(by_card) == Card(), "a damaged card"
     found = search.stored()
-    assert found is not None
     assert found.name == "org/by-config"
     assert "org/a-wide is not for this model: its hidden_size 64" in search.skipped[-1]
 
@@ -195,8 +190,7 @@ def test_the_smallest_model_with_the_same_tokens_may_draft(cache: Path) -> None:
     assert search.draft_model() is None, "as large as the target"
     with (target / "model.safetensors").open("r+b") as file:
         file.truncate(10**8)
-    found = search.draft_model()
-    assert found is not None
+    found: Any = search.draft_model()
     assert found.path == str(draft)
     (draft / "tokenizer.model").write_bytes(b"other")
     assert search.draft_model() is None

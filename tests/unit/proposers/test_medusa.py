@@ -31,11 +31,12 @@ from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.medusa import random_medusa, with_static_tree
+from tests.helpers.oracles import Path as Node
+from tests.helpers.oracles import paths_of
 
 VOCAB_SIZE = 64
 NUM_HEADS = 4
 HIDDEN = mx.random.normal((32,), key=mx.random.key(5))
-Path_ = tuple[int, ...]
 
 
 def propose(network: Medusa, plan: DraftPlan, noise: Any = None, couple: bool = True) -> TokenTree:
@@ -44,13 +45,10 @@ def propose(network: Medusa, plan: DraftPlan, noise: Any = None, couple: bool = 
     return network.open(target, [1], couple, []).propose(flight, plan, noise)
 
 
-def paths(tree: TokenTree) -> dict[Path_, float]:
+def paths(tree: TokenTree) -> dict[Node, float]:
     """Tokens from the root to each node, and its score."""
-    tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
-    found: list[Path_] = [()]
-    for node in range(1, len(tokens)):
-        found.append((*found[parents[node]], tokens[node]))
-    return dict(zip(found[1:], tree.read().scores, strict=True))
+    found = paths_of(to_ints(tree.tokens), to_ints(tree.parents))[1:]
+    return {path[1:]: score for path, score in zip(found, tree.read().scores, strict=True)}
 
 
 def marginals(network: Medusa, scale: float = 1.0) -> np.ndarray:
@@ -58,23 +56,22 @@ def marginals(network: Medusa, scale: float = 1.0) -> np.ndarray:
     return np.stack([np.array(network.log_probs(HIDDEN[None], k, scale)[0]) for k in range(4)])
 
 
-def best_products(scores: np.ndarray, count: int) -> dict[Path_, float]:
+def best_products(scores: np.ndarray, count: int) -> dict[Node, float]:
     """The paths with the largest sums of scores of their tokens, among the 10 best of each head."""
     best = [np.argsort(-row)[:10] for row in scores]
-    found = {}
-    for depth in range(1, len(scores) + 1):
-        for path in product(*best[:depth]):
-            tokens = tuple(int(token) for token in path)
-            found[tokens] = float(sum(scores[d, token] for d, token in enumerate(tokens)))
+    found = {
+        tuple(map(int, path)): float(sum(scores[d, token] for d, token in enumerate(path)))
+        for depth in range(1, len(scores) + 1)
+        for path in product(*best[:depth])
+    }
     return dict(sorted(found.items(), key=lambda item: -item[1])[:count])
 
 
-@pytest.mark.parametrize("count", [4, 12])
-def test_the_dynamic_tree_has_the_largest_products_of_probabilities(count: int) -> None:
+def test_the_dynamic_tree_has_the_largest_products_of_probabilities() -> None:
     network = random_medusa(num_heads=NUM_HEADS)
-    expected = best_products(marginals(network), count)
-    found = paths(propose(network, DraftPlan.of(16, 5, count + 1)))
-    assert found == pytest.approx(expected, abs=1e-4)
+    for count in (4, 12):
+        found = paths(propose(network, DraftPlan.of(16, 5, count + 1)))
+        assert found == pytest.approx(best_products(marginals(network), count), abs=1e-4)
 
 
 def test_calibration_applies_where_no_noise_ranks() -> None:
@@ -92,9 +89,9 @@ def test_calibration_applies_where_no_noise_ranks() -> None:
     assert uncoupled == paths(propose(network, plan))
 
 
-def explored(accuracies: np.ndarray, num_nodes: int) -> list[Path_]:
+def explored(accuracies: np.ndarray, num_nodes: int) -> list[Node]:
     """The paper's search: the best neighbour of the nodes so far, one after another."""
-    nodes: list[Path_] = []
+    nodes: list[Node] = []
     while len(nodes) < num_nodes:
         neighbours = {(0,)} | {(*node, 0) for node in nodes if len(node) < len(accuracies)}
         neighbours |= {(*node[:-1], node[-1] + 1) for node in nodes}
