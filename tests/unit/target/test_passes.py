@@ -52,8 +52,8 @@ from tests.models.trees import (
 PATHS = [[0, 1, 3, 6], [0, 2, 5, 10], [0]]
 
 
-def new_target(model_type: str, changes: dict[str, Any] | None = None) -> Target:
-    return Target(build({**tiny_config(model_type, main_rope(model_type)), **(changes or {})}))
+def new_target(model_type: str) -> Target:
+    return Target(build(tiny_config(model_type, main_rope(model_type))))
 
 
 def verify_growing(target: Target, steps: int) -> list[mx.array]:
@@ -98,18 +98,16 @@ def test_products_with_weights_have_the_bits_of_layers(dtype: mx.Dtype, has_bias
 def test_one_trace_serves_all_lengths_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_passes(monkeypatch, uses=3)
     target = new_target("llama")
-    calls = 0
+    calls: list[int] = []
 
-    def count(call: Any, *args: Any, **options: Any) -> mx.array:
-        nonlocal calls
-        calls += 1
-        result: mx.array = call(*args, **options)
-        return result
+    def count(call: Any, *args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return call(*args, **options)
 
     install_in_attention(target.model, count)
     verify_growing(target, 70)
     # The prompt and its last token; two passes before; the trace; operations at two lengths.
-    assert calls == len(target.model.layers) * (2 + 2 + 1 + 2)
+    assert len(calls) == len(target.model.layers) * (2 + 2 + 1 + 2)
 
 
 def test_targets_of_a_model_share_passes_until_weights_change(
@@ -222,7 +220,7 @@ def test_texts_and_caches_are_those_of_plain_decoding(
 ) -> None:
     """At every end: by length, by a stop token inside a path, and by the caller."""
     compile_passes(monkeypatch, uses=1)
-    target = Target(build(tiny_config(model_type, main_rope(model_type))))
+    target = new_target(model_type)
     followed = Followed(monkeypatch)
     for temp in (0.0, 1.0):
         text = text_of(begin(target, None, temp=temp, seed=3))
@@ -244,7 +242,7 @@ def test_texts_and_caches_are_those_of_plain_decoding(
 def test_a_caller_leaves_at_any_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches then hold what the caller has taken, though a later pass is in flight."""
     compile_passes(monkeypatch, uses=1)
-    target = Target(build(tiny_config("qwen3_5", main_rope("qwen3_5"))))
+    target = new_target("qwen3_5")
     text = text_of(begin(target, None))
     for count in range(6, 12):
         caches = [make_prompt_cache(target.model) for _ in range(2)]
@@ -259,7 +257,7 @@ def test_a_caller_leaves_at_any_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nan_after_a_path_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the error and after the tokens of plain decoding."""
     compile_passes(monkeypatch, uses=1)
-    target = Target(build(tiny_config("llama", main_rope("llama"))))
+    target = new_target("llama")
     text = text_of(begin(target, None))
     first = next(i for i in range(12, 40) if text[i] not in {*PROMPT, *text[:i]})
     followed, compute = Followed(monkeypatch), Target.compute
@@ -293,12 +291,10 @@ LAYERS = (2, 0, FINAL)
 
 def _layer_inputs(model: Any, tokens: list[int]) -> mx.array:
     """Inputs of layers 2 and 0 and the final output, one layer after another."""
-    h = model.model.embed_tokens(mx.array([tokens]))
-    inputs = []
+    inputs = [model.model.embed_tokens(mx.array([tokens]))]
     for layer in model.model.layers:
-        inputs.append(h)
-        h = layer(h, "causal", None)
-    return mx.concatenate([inputs[2], inputs[0], model.model.norm(h)], axis=-1)[0]
+        inputs.append(layer(inputs[-1], "causal", None))
+    return mx.concatenate([inputs[2], inputs[0], model.model.norm(inputs[-1])], axis=-1)[0]
 
 
 class _States(ScriptedDrafts):
@@ -368,9 +364,8 @@ def test_logits_of_states_are_the_models(model_type: str) -> None:
     """With the scales and caps that models have after their heads."""
     target = Target(build(tiny_config(model_type)))
     outputs = target.advance(mx.array([7]), target.caches.new())
-    assert mx.allclose(
-        target.modules.logits(outputs.hidden_states), outputs.logits, atol=1e-5
-    ).item()
+    found = target.modules.logits(outputs.hidden_states)
+    assert mx.allclose(found, outputs.logits, atol=1e-5).item()
 
 
 def test_layers_that_are_not_there_are_refused() -> None:
@@ -389,29 +384,9 @@ def test_buckets_waste_little(length: int) -> None:
     assert length <= entries < length + max(BUCKET, length / 8)
     assert entries % BUCKET == 0
     assert bucket(entries) == entries
-
-
-def test_buckets_are_few() -> None:
+    # And they are few.
     assert len({bucket(length) for length in range(1, 2049)}) == 8
     assert len({bucket(length) for length in range(2049, 16_385)}) == 24
-
-
-class Attention:
-    """MLX's attention, counting the shapes of what verifies trees."""
-
-    def __init__(self, patch: pytest.MonkeyPatch):
-        self.shapes: set[tuple[Any, ...]] = set()
-        self.masks: list[mx.array] = []
-        self._stock = mx.fast.scaled_dot_product_attention
-        patch.setattr(mx.fast, "scaled_dot_product_attention", self)
-
-    def __call__(self, q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
-        mask = options.get("mask")
-        if q.shape[2] > 1 and isinstance(mask, mx.array):
-            self.shapes.add((q.shape, k.shape, mask.shape, mask.dtype))
-            if not any(mask is one for one in self.masks):
-                self.masks.append(mask)
-        return self._stock(q, k, v, **options)
 
 
 @pytest.mark.parametrize(
@@ -424,8 +399,18 @@ def test_a_text_has_few_shapes(
     use_few_shapes(monkeypatch, BUCKET)
     model, tokenizer, drafter = load()
     engine = Engine(model, tokenizer, drafter)
-    attention = Attention(monkeypatch)
-    num_steps = 0
+    stock_attention, num_steps = mx.fast.scaled_dot_product_attention, 0
+    shapes: set[tuple[Any, ...]] = set()
+    masks: dict[int, mx.array] = {}
+
+    def attend(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
+        mask = options.get("mask")
+        if q.shape[2] > 1 and isinstance(mask, mx.array):  # verifies a tree
+            shapes.add((q.shape, k.shape, mask.shape, mask.dtype))
+            masks[id(mask)] = mask
+        return stock_attention(q, k, v, **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)
     for prompt in PROMPTS[:num_texts]:
         tokens = tokenizer.encode(prompt)
         *_, last = found = list(engine.stream(tokens, max_tokens=120, **shape))
@@ -433,7 +418,6 @@ def test_a_text_has_few_shapes(
         assert [response.token for response in found] == [int(token) for token, _ in stock]
         num_steps += last.stats.steps
     assert num_steps > 50
-    assert 1 <= len(attention.shapes) <= most
-    assert all(dtype == mx.float32 for *_, dtype in attention.shapes)
-    # One mask per step, which all layers share.
-    assert len(attention.masks) <= num_steps
+    assert 1 <= len(shapes) <= most
+    assert all(dtype == mx.float32 for *_, dtype in shapes)
+    assert len(masks) <= num_steps, "one mask per step, which all layers share"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import compress
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -41,16 +43,10 @@ def feed(layer: RotatingKVCache | SlidingCache, numbers: Sequence[int]) -> list[
     assert mx.array_equal(keys, -values)
     # What layers that share these rows get.
     assert all(map(mx.array_equal, layer.keys_and_values(), (keys, values)))
-    if mask is None:
-        mask = mx.ones((len(numbers), keys.shape[2]), dtype=mx.bool_)
-    assert isinstance(mask, mx.array)
-    mask = mask.reshape(mask.shape[-2:])
-    assert mask.shape == (len(numbers), keys.shape[2])
+    shape = (len(numbers), keys.shape[2])
+    seen: Any = mx.ones(shape, dtype=mx.bool_) if mask is None else mask
     found = [int(number) for number in keys.reshape(-1).tolist()]
-    return [
-        [n for n, is_seen in zip(found, row, strict=True) if is_seen]
-        for row in mask.tolist()  # type: ignore[union-attr]
-    ]
+    return [[*compress(found, row)] for row in seen.reshape(shape).tolist()]
 
 
 def read(ring: RotatingKVCache, numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:

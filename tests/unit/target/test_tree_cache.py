@@ -27,6 +27,7 @@ from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import grow, make_tree
 from tests.helpers.models import tiny_llama, tiny_qwen3
+from tests.helpers.oracles import paths_of
 
 VOCAB_SIZE = 64
 PLAN = DraftPlan.of(4, 5, 9)
@@ -110,16 +111,13 @@ def test_every_node_is_scored_as_if_decoded_alone(build: Any) -> None:
         tokens, parents = grow(rng, 7, [], DraftPlan.of(4, 5, 20), VOCAB_SIZE, accuracy=0)
         tree = make_tree(tokens, parents, 4)
         logits = np.array(target.verify(tree, cache).logits)
-        for node in range(len(tokens)):
-            path = [node]
-            while path[-1]:
-                path.append(parents[path[-1]])
-            history = [*text, *(tokens[n] for n in path[::-1])]
+        for node, path in enumerate(paths_of(tokens, parents)):
+            history = [*text, *path]
             alone = np.array(model(mx.array([history]))[0, -1])
             np.testing.assert_allclose(logits[node], alone, atol=1e-4, rtol=0)
-        path = _random_path(rng, parents)
-        cache.commit(path)
-        text += [tokens[n] for n in path]
+        nodes = _random_path(rng, parents)
+        cache.commit(nodes)
+        text += [tokens[n] for n in nodes]
 
 
 def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) -> None:
@@ -137,8 +135,6 @@ def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) 
         for _ in path:
             target.advance(mx.array([7]), plain)
         for layer, reference in zip(cache.stock, plain.stock, strict=True):
-            assert layer.keys is not None
-            assert reference.keys is not None
             extra = -(-(nodes + length) // block) * block
             assert layer.keys.shape[2] <= reference.keys.shape[2] + extra
 
