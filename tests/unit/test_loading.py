@@ -67,13 +67,10 @@ def test_what_drafts_for_a_float32_model_is_in_float32_too(
 
 def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    original: Any = mlx_lm.load
-
-    def record(path: str, **options: Any) -> Any:
-        seen.update(options)
-        return original(path, **options)
-
-    monkeypatch.setattr(mlx_lm, "load", record)
+    stock: Any = mlx_lm.load
+    monkeypatch.setattr(
+        mlx_lm, "load", lambda path, **more: seen.update(more) or stock(path, **more)
+    )
     load(stories.folder, tokenizer_config={"eos_token": "<s>"})
     assert seen["tokenizer_config"] == {"trust_remote_code": False, "eos_token": "<s>"}
     assert seen["trust_remote_code"] is False

@@ -169,30 +169,21 @@ def changed(**values: Any) -> dict[str, Any]:
     return {**config, **rest, "text_config": {**config["text_config"], **text}}
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_contradicting_configs_are_refused(tmp_path: Path) -> None:
+    for config, message in (
         ({"model_type": "gemma4_assistant"}, "expected an object text_config .* found none"),
         (changed(backbone_hidden_size=0), "backbone_hidden_size must be an integer from 1"),
-        (
-            changed(num_centroids=13),
-            "vocab_size must be a multiple of num_centroids, got 96 and 13",
-        ),
+        (changed(num_centroids=13), "a multiple of num_centroids, got 96 and 13"),
         (changed(centroid_intermediate_top_k=40), "centroid_intermediate_top_k must be an integer"),
         (changed(layer_types=["full_attention"]), "layer_types must be .* for each of 3 layers"),
         (changed(hidden_size=2**40), "hidden_size must be an integer from 1"),
         (changed(tie_word_embeddings=False), "use_ordered_embeddings needs tie_word_embeddings"),
         (changed(enable_moe_block=True), "enable_moe_block must be absent or 0"),
         (changed(intermediate_size=41), r"mlp.gate_proj.weight' has shape \[40, 24\], expected"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_contradicting_configs_are_refused(
-    config: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    write(tmp_path, config, assistant_tensors("assistant with clusters"))
-    with pytest.raises(CheckpointError, match=message):
-        load_assistant(tmp_path)
+    ):
+        write(tmp_path, config, assistant_tensors("assistant with clusters"))
+        with pytest.raises(CheckpointError, match=message):
+            load_assistant(tmp_path)
 
 
 def test_clusters_hold_every_token_once(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,11 @@ MODEL = tiny_llama(seed=4, vocab_size=VOCAB)
 PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4)]
 
 
-def _published(name: str, tensors: Any) -> PublishedHead:
-    model: Any = MODEL
-    embedding, head = (
-        torch.from_numpy(np.array(weight))
-        for weight in (model.model.embed_tokens.weight, model["lm_head"].weight)
-    )
-    return PublishedHead(LAYOUTS[name], tensors, embedding, head)
+def _torch(*names: str) -> Iterator[torch.Tensor]:
+    """Weights of the target."""
+    for name, weight in named_parameters(MODEL).items():
+        if name.removeprefix("model.").removesuffix(".weight") in names:
+            yield torch.from_numpy(np.array(weight))
 
 
 def _assert_scores(
@@ -88,7 +86,7 @@ def test_levels_are_those_of_the_equations_whatever_the_steps_before(
 ) -> None:
     monkeypatch.setattr(kv_drafting, "READ_STEP_SIZE", 3)  # skipped passes are read in pieces
     tensors = write_head(tmp_path, LAYOUTS[name])
-    published = _published(name, tensors)
+    published = PublishedHead(LAYOUTS[name], tensors, *_torch("embed_tokens", "lm_head"))
     eagle = load_eagle(tmp_path)
     width, rng = eagle.config.num_captured * HIDDEN, random.Random(name)
     for text, states, tree in drafts_after_any_steps(eagle, Target(MODEL), width, PLANS, rng):
@@ -168,9 +166,8 @@ def _change(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **values}))
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_contradicting_configs_are_refused(tmp_path: Path) -> None:
+    for values, message in (
         ({"hidden_size": 64}, r"fc.weight' has shape \[32, 96\], expected \[64, 192\]"),
         ({"num_hidden_layers": 2}, "layers.1.self_attn.q_proj.weight is missing"),
         ({"norm_before_fc": True}, "input_norm.weight is missing"),
@@ -184,16 +181,19 @@ def _change(folder: Path, **values: Any) -> None:
         ({"layer_types": ["sliding_attention", 1]}, "layer_types must be one of"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "but the tensor fc.weight"),
         ({"speculators_model_type": "peagle"}, "expected mask_token_id in the config.json"),
-    ],
-    ids=str,
-)
-def test_contradicting_configs_are_refused(
-    values: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    write_head(tmp_path, LAYOUTS["EAGLE-3"])
-    _change(tmp_path, **values)
-    with pytest.raises(CheckpointError, match=message):
-        load_eagle(tmp_path)
+    ):
+        write_head(tmp_path, LAYOUTS["EAGLE-3"])
+        _change(tmp_path, **values)
+        with pytest.raises(CheckpointError, match=message):
+            load_eagle(tmp_path)
+    for config, message in (
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "is a MLP speculator"),
+        ({"speculators_model_type": "xpress"}, "is a drafter of speculators_model_type 'xpress'"),
+        ({"model_type": "deepseek_v4_mtp"}, "is a module with multi-token prediction alone"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=message):
+            recognise(tmp_path)
 
 
 def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
@@ -207,58 +207,31 @@ def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
         proposer.check_fit(Target(tiny_llama(vocab_size=80)), wrapped_tokenizer(80))
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "is a MLP speculator"),
-        ({"speculators_model_type": "xpress"}, "is a drafter of speculators_model_type 'xpress'"),
-        ({"model_type": "deepseek_v4_mtp"}, "is a module with multi-token prediction alone"),
-    ],
-    ids=str,
-)
-def test_other_formats_are_refused_by_name(
-    config: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=message):
-        recognise(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "add", "message"),
-    [
-        (
-            "fc.weight",
-            "",
-            0,
-            "head has use_aux_hidden_state True, but no tensor fc.weight",
-        ),
+def test_tensors_of_other_forms_are_named(tmp_path: Path) -> None:
+    changes: list[tuple[str, str, Any, str]] = [
+        ("fc.weight", "", 0, "head has use_aux_hidden_state True, but no tensor fc.weight"),
         ("mlp.up_proj.weight", "mlp.gate.weight", 0, "this EAGLE head has a mixture of experts"),
         ("q_proj.weight", "kv_a_proj_with_mqa.weight", 0, "head has layers with latent attention"),
         ("d2t", "d2t", mx.arange(3, 43), "token_ids in .* ids from 0 to 63"),
         ("norm.weight", "norm.weight", mx.nan, r"NaN or infinite weights in .*norm\.weight"),
-    ],
-)
-def test_tensors_of_other_forms_are_named(
-    old: str, new: str, add: Any, message: str, tmp_path: Path
-) -> None:
-    write_head(tmp_path, LAYOUTS["EAGLE-3"])
-    changed = {
-        name.replace(old, new): tensor + add if name == old else tensor
-        for name, tensor in read_tensors(tmp_path).items()
-        if new or name != old
-    }
-    mx.eval(changed)
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), changed)
-    assert recognise(tmp_path)[0].NAME == "EAGLE head"
-    with pytest.raises(RedrafterError, match=message):
-        load_eagle(tmp_path)
+    ]
+    for old, new, add, message in changes:
+        write_head(tmp_path, LAYOUTS["EAGLE-3"])
+        changed = {
+            name.replace(old, new): tensor + add if name == old else tensor
+            for name, tensor in read_tensors(tmp_path).items()
+            if new or name != old
+        }
+        mx.eval(changed)
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), changed)
+        assert recognise(tmp_path)[0].NAME == "EAGLE head"
+        with pytest.raises(RedrafterError, match=message):
+            load_eagle(tmp_path)
 
 
 WIDTH, SLOTS, HEADS, EPS = 48, 4, 4, 1e-6
 LAYERS = (0, 1, 1, -1)
 SLOT_TOLERANCE = 2e-5
-
 SHORT_PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4), DraftPlan.of(3, 2, 4)]
 
 
@@ -278,15 +251,9 @@ class Published:
     """The published forward pass on the same tensors, without a cache, in float32."""
 
     def __init__(self, network: SpecFormer):
-        self.tensors = {
-            name: torch.from_numpy(np.array(tensor))
-            for name, tensor in named_parameters(network).items()
-        }
-        model: Any = MODEL
-        self.final_norm, self.head = (
-            torch.from_numpy(np.array(weight))
-            for weight in (model.model.norm.weight, model["lm_head"].weight)
-        )
+        own = named_parameters(network)
+        self.tensors = {name: torch.from_numpy(np.array(tensor)) for name, tensor in own.items()}
+        self.final_norm, self.head = _torch("norm", "lm_head")
 
     def log_probs(self, states: mx.array) -> torch.Tensor:
         """Those of all slots after the last of the states, (n, S) to (slots, V)."""
