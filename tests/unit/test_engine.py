@@ -117,9 +117,8 @@ def test_a_text_is_cancelled_while_its_prompt_is_processed(engine: Engine) -> No
         if processed >= 8:
             stream.cancel()
 
-    stream = engine.stream(
-        PROMPT * 20, prefill_step_size=4, max_tokens=9, prompt_progress_callback=on_progress
-    )
+    options: Any = {"prefill_step_size": 4, "prompt_progress_callback": on_progress}
+    stream = engine.stream(PROMPT * 20, max_tokens=9, **options)
     assert list(stream) == []
     assert done[-1] == 8
 
@@ -141,15 +140,14 @@ def test_with_ends_a_stream(engine: Engine) -> None:
 
 def test_estimates_are_carried_from_text_to_text(model: nn.Module) -> None:
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
-    assert engine.memory.policy is None
-    engine.generate(PROMPT, max_tokens=60)
-    first = engine.memory.policy
-    assert first is not None
-    engine.generate(PROMPT, max_tokens=60)
-    assert engine.memory.policy is not first
-    second = engine.memory.policy
-    engine.generate(PROMPT, max_tokens=60, temp=0.5, couple=False)
-    assert engine.memory.policy is second, "uncoupled drafts say nothing of coupled ones"
+    known = [engine.memory.policy]
+    for options in ({}, {}, {"temp": 0.5, "couple": False}):
+        engine.generate(PROMPT, max_tokens=20, **options)
+        known.append(engine.memory.policy)
+    assert known[0] is None
+    assert known[1] is not None
+    assert known[2] is not known[1]
+    assert known[3] is known[2], "uncoupled drafts say nothing of coupled ones"
 
 
 def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:
@@ -159,21 +157,13 @@ def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:
     assert memories.of(other, drafter) is memory
     assert memories.of(other) is not memory
     assert memories.of(model, drafter) is not memory
+    generate(other, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter="lookup", max_tokens=5)
     gone = weakref.ref(other)
+    mx.synchronize()
     del other
     gc.collect()
-    assert gone() is None, "a memory keeps no model"
+    assert gone() is None, "neither a memory nor a function keeps a model"
     assert len(memories._known) == 1
-
-
-def test_a_function_remembers_without_keeping_the_model() -> None:
-    model = tiny_llama(seed=6)
-    generate(model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter="lookup", max_tokens=5)
-    gone = weakref.ref(model)
-    mx.synchronize()
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 def test_lookup_is_the_default(model: nn.Module) -> None:
@@ -254,8 +244,8 @@ def test_answers_are_those_of_plain_decoding(
 @pytest.mark.parametrize("model_type", ["qwen3_5", "mamba2"])
 def test_answers_of_models_with_states(model_type: str, kept: int | None) -> None:
     """A state cannot be cut where a template shortens, and the tokens in it may be unknown."""
-    config, sizes = tiny_config(model_type), {"vocab_size": VOCAB_SIZE}
-    sizes["max_position_embeddings"] = 512
+    config = tiny_config(model_type)
+    sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512}
     inner = {**config.get("text_config", {}), **sizes}
     model = build({**config, **sizes, "text_config": inner})
     _assert_plain_answers(model, "lookup", kept, {"temp": 0.9, "seed": 3})
@@ -291,12 +281,8 @@ def test_a_turn_drafts_from_the_turns_before_it(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     engine, begun = Engine(model, _tokenizer(), DRAFTERS[drafter](model)), list[Contexts]()
-
-    def begin(drafting: LookupDrafting, contexts: Contexts, *args: Any) -> None:
-        begun.append(contexts)
-        init(drafting, contexts, *args)
-
-    init = LookupDrafting.__init__
+    init: Any = LookupDrafting.__init__
+    begin = lambda *args: begun.append(args[1]) or init(*args)  # noqa: E731
     monkeypatch.setattr(LookupDrafting, "__init__", begin)
     one, other = Conversation(engine), Conversation(engine)
     for text in ASKED:

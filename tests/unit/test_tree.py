@@ -30,24 +30,6 @@ def test_ancestor_mask_marks_every_node_above(draws: list[int]) -> None:
     assert np.array_equal(np.array(found), ancestors(parents))
 
 
-def _worked_example() -> Expansion:
-    """Beams 1-4-6 and 1-5-7 of the root 9, width 2, length 4; 2 was a dead end."""
-    return Expansion(
-        tokens=mx.array([1, 2, 3, 4, 5, 8, 6, 7, 1], dtype=mx.int32),
-        scores=mx.array([-1.0, -3.0, -4.0, -1.5, -1.6, -5.0, -1.7, -1.8, -8.0]),
-        parents=mx.array([-1, -1, -1, 0, 0, 1, 3, 4, 3], dtype=mx.int32),
-    )
-
-
-def test_beams_are_merged() -> None:
-    shape = DraftShape(2, 4, "beam")
-    tree = merge_beams(_worked_example(), mx.array([9]), shape)
-    assert tree_paths(tree) == [(9,), (9, 1), (9, 1, 4), (9, 1, 5), (9, 1, 4, 6), (9, 1, 5, 7)]
-    assert tree.num_nodes == 6
-    assert tree.num_unmerged == 7
-    assert tree.tokens.shape == (6,)
-
-
 def test_of_equal_scores_the_parent_comes_first() -> None:
     # A certain continuation costs nothing, so that child and parent tie.
     expansion = Expansion(

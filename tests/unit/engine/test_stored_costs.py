@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +190,9 @@ def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(
     used, passes, before = set(compiled._uses), set(compiled.passes), compiled._uses.total()
     assert {use[0] for use in used} == set(SIZES)
     for seed in range(4):
-        options: dict[str, Any] = {"max_tokens": 60, "temp": seed % 2, "seed": seed}
-        found, expected = (
-            [response.token for response in one.stream([seed + 1, 2, 3], **options)]
-            for one in (engine, plain)
-        )
+        options: dict[str, Any] = {"max_tokens": 30, "temp": seed % 2, "seed": seed}
+        streams = (one.stream([seed + 1, 2, 3], **options) for one in (engine, plain))
+        found, expected = ([response.token for response in stream] for stream in streams)
         assert found == expected
     assert compiled._uses.total() > before + 20
     assert set(compiled._uses) == used
@@ -204,19 +202,10 @@ def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(
 KEYS = ("few", "many")
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
 def _run(few: float, many: float, is_doubtful: bool = False) -> dict[str, float] | None:
     """Load the fastest times, or time them as given; None without new times."""
     timed: list[dict[str, float]] = []
-
-    def time_rounds() -> Sequence[dict[str, float]]:
-        timed.append({"few": few, "many": many})
-        return timed
-
+    time_rounds = lambda: timed.append({"few": few, "many": many}) or timed  # noqa: E731
     rounds = load_or_time("what", [], KEYS, lambda _: is_doubtful, time_rounds)
     return fastest(rounds) if timed else None
 
@@ -247,7 +236,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 FEW_KINDS = (PLAIN, VERIFY[2], READ)
 
 
-def _rounds(seconds: Callable[[Kind, int, int], float], pause: float = 0.0) -> list[Seconds]:
+def _rounds(seconds: Callable[[Kind, int, int], float | None], pause: float = 0.0) -> list[Seconds]:
     """Play a schedule on a machine whose steps cost ``seconds`` by kind, round and step of a turn.
 
     The policy chooses every step before it observes the previous one; ``pause`` is added to the
@@ -272,6 +261,9 @@ def test_the_steps_inside_a_turn_count() -> None:
     first = {kind: 1.0 + place for place, kind in enumerate(FEW_KINDS)}
     rounds = _rounds(lambda kind, _, step: first[kind] if step in (2, 3) else 99.0)
     assert rounds == [first] * profiling.ROUNDS
+    # A step without a time leaves the others: stored times must be finite.
+    rounds = _rounds(lambda kind, _, step: first[kind] if step == 3 else None)
+    assert rounds == [first] * profiling.ROUNDS
 
 
 def test_disturbed_rounds_are_followed_by_others_up_to_a_bound() -> None:
@@ -287,16 +279,9 @@ def test_disturbed_rounds_are_followed_by_others_up_to_a_bound() -> None:
     rounds = _rounds(lambda kind, number, _: 2.0**-number)
     assert len(rounds) == profiling.MAX_ROUNDS
     assert profiling.is_doubtful(rounds)
-
-
-def test_a_step_without_a_time_leaves_the_others_of_its_turn() -> None:
-    """Stored times must be finite, or every run would time again."""
-    schedule = profiling._Schedule(FEW_KINDS)
-    for number in range(profiling.STEPS * len(FEW_KINDS)):
-        schedule.choose(None)
-        seconds = None if number % profiling.STEPS == 2 else 1.0
-        schedule.observe(Step(schedule._kind(number).plan, 1, [1], seconds))
-    assert schedule.rounds == [dict.fromkeys(FEW_KINDS, 1.0)]
+    for share, expected in ((0.3, 3), (0.6, 1), (3.0, 1)):  # none begins that would end too late
+        pause = share * profiling.PATIENCE / (profiling.STEPS * len(FEW_KINDS))
+        assert len(_rounds(lambda kind, number, _: 2.0**-number, pause)) == expected
 
 
 def test_a_step_that_costs_more_than_one_that_does_more_leaves_doubt() -> None:
@@ -307,24 +292,13 @@ def test_a_step_that_costs_more_than_one_that_does_more_leaves_doubt() -> None:
     assert profiling.is_doubtful([usual | {PLAIN: 3.0}])
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.3, 3), (0.6, 1), (3.0, 1)])
-def test_no_round_begins_that_would_end_too_late(share: float, expected: int) -> None:
-    pause = share * profiling.PATIENCE / (profiling.STEPS * len(FEW_KINDS))
-    assert len(_rounds(lambda kind, number, _: 2.0**-number, pause)) == expected
-
-
 def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, _, drafter = load()
     assert isinstance(drafter, Drafter)
-    target, caches = Target(model), []
-    blank_cache = profiling.blank_cache
-
-    def remembered(target: Target, length: int, quantisation: None) -> TreeCache:
-        caches.append(blank_cache(target, length))
-        return caches[-1]
-
+    target, caches, blank_cache = Target(model), list[TreeCache](), profiling.blank_cache
+    remembered = lambda *given: caches.append(blank_cache(*given)) or caches[-1]  # noqa: E731
     monkeypatch.setattr(profiling, "blank_cache", remembered)
     monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
     profiling.time_steps(target, drafter, CONTEXT)
