@@ -227,14 +227,11 @@ def test_a_folder_of_glm_has_names_of_its_own(quantisation: Any, tmp_path: Path)
     if quantisation is not None:
         size, bits, mode = quantisation
         values["quantization"] = {"group_size": size, "bits": bits, "mode": mode}
-        nn.quantize(
-            published,
-            *quantisation[:2],
-            mode=mode,
-            class_predicate=lambda _, layer: (
-                hasattr(layer, "to_quantized") and layer.weight.shape[-1] % size == 0
-            ),
-        )
+
+        def fits(_: str, layer: Any) -> bool:
+            return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % size == 0
+
+        nn.quantize(published, size, bits, mode=mode, class_predicate=fits)
     tensors = {"lm_head.weight": mx.zeros((64, 8)), "model.embed_tokens.weight": mx.zeros((64, 8))}
     for own, tensor in named_parameters(published).items():
         old = next(filter(own.startswith, GLM_SIDECAR))

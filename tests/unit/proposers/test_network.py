@@ -14,7 +14,6 @@ from mlx.utils import tree_map
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.measured import cache_folder
 from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
 from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
@@ -326,17 +325,6 @@ def test_8_bits_are_used_if_they_are_faster_in_both_of_two_runs(
         found = _choose(drafter, target, timer)
         assert _bits_of(found) == expected
         assert (found is drafter) == (expected is None)
-
-
-def test_a_damaged_file_is_measured_again(drafter: Drafter, target: Target) -> None:
-    assert _choose(drafter, target, _timer(SLOWER)) is drafter
-    folder = cache_folder()
-    assert folder is not None
-    (path,) = folder.glob("*.json")
-    one = '{"rounds": [{"given": 1, "quantised": -1}], "runs": 2, "doubted": false}'
-    for text in ("", "[]", '{"rounds": []}', one, one.replace("-1", "1").replace("2", "9")):
-        path.write_text(text)
-        assert _bits_of(_choose(drafter, target, _timer(FASTER))) == 8
 
 
 def test_both_are_timed(drafter: Drafter, target: Target) -> None:

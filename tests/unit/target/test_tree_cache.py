@@ -9,7 +9,6 @@ import gc
 import random
 import weakref
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +21,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.target.caches.full import consecutive_runs
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import grow, make_tree
@@ -150,31 +148,3 @@ def test_buffers_go_with_the_request(target: Target) -> None:
         assert layer() is None
     finally:
         gc.enable()
-
-
-def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
-    cache = target.caches.new()
-    prefill(target, mx.array([1, 2, 3]), cache, 512)
-    tree, parents = [4, 5, 6, 7], [0, 0, 1, 0]
-    _decode_tree(target, cache, tree, parents, [0, 1, 2])
-    assert _places(cache) == [(6, [])] * 3
-    _decode_tree(target, cache, tree, parents, [0, 3])
-    assert _places(cache) == [(7, [3])] * 3
-    _decode_tree(target, cache, tree, parents, [0, 1])
-    assert _places(cache) == [(10, [])] * 3
-    cache.trim_to(cache.length)
-    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6, 4, 7, 4, 5]))
-
-
-def _places(cache: TreeCache) -> list[tuple[int, list[int]]]:
-    """Of each layer, how many committed rows are in place, and the nodes of the others."""
-    layers: list[Any] = cache.layers
-    moves = [layer.step.moves[0] for layer in layers]
-    return [(start, list(nodes)) for nodes, start in moves]
-
-
-@given(st.lists(st.integers(0, 9)))
-def test_runs(numbers: list[int]) -> None:
-    found = consecutive_runs(numbers)
-    assert [number for run in found for number in range(run.start, run.stop)] == numbers
-    assert all(one.stop != other.start for one, other in pairwise(found))
