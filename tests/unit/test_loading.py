@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import Drafter, generate, load, save_drafter
 from mlx_redrafter.checkpoints.bundled import find_bundled
@@ -24,15 +22,6 @@ from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter.precision import quantised_copy
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter
-
-
-def test_loads_all_three(stories: Trained, drafter_folder: Path) -> None:
-    model, tokenizer, drafter = load(str(stories.folder), drafter=str(drafter_folder))
-    assert isinstance(model, nn.Module)
-    assert isinstance(tokenizer, TokenizerWrapper)
-    assert isinstance(drafter, Drafter)
-    assert drafter.config == stories.drafter.config
-    assert load(stories.folder)[2] is None
 
 
 def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
