@@ -113,12 +113,9 @@ def test_a_step_that_chooses_its_drafts_reads_what_is_known_of_them_as_well(
         assert not any(event.startswith("wait") for event in step)
     # The outcome is read while the next draft is in flight. What is known of a draft is read when
     # it is there or, where its plan does not depend on it, in the next step beside the verify.
-    read = "read by tolist"
-    kinds = [
-        [*before, "dispatch", read, *after, "dispatch"]
-        for before in ([], [read])
-        for after in ([], [read])
-    ]
+    read: list[list[str]] = [[], ["read by tolist"]]
+    middle = ["dispatch", "read by tolist"]
+    kinds = [[*one, *middle, *other, "dispatch"] for one in read for other in read]
     assert sum(steps.count(kind) for kind in kinds) > STEPS - 10
 
 

@@ -103,7 +103,7 @@ def _assert_same_responses(
 
 def test_unlimited_text_goes_on_past_256_tokens(model: nn.Module) -> None:
     responses = _stream(model, max_tokens=-1)
-    found = [next(iter(responses)).token for _ in range(270)]
+    found = [next(responses).token for _ in range(270)]
     responses.close()
     assert_same_tokens(stock_tokens(model, PROMPT, 270), found)
 

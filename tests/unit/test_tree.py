@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -30,13 +32,14 @@ def test_ancestor_mask_marks_every_node_above(draws: list[int]) -> None:
     assert np.array_equal(np.array(found), ancestors(parents))
 
 
+def _expansion(tokens: Iterable[int], scores: Any, parents: Iterable[int]) -> Expansion:
+    places = (mx.array([*one], dtype=mx.int32) for one in (tokens, parents))
+    return Expansion(next(places), mx.array(scores, dtype=mx.float32), next(places))
+
+
 def test_of_equal_scores_the_parent_comes_first() -> None:
     # A certain continuation costs nothing, so that child and parent tie.
-    expansion = Expansion(
-        tokens=mx.array([1, 2, 3, 4, 5, 6], dtype=mx.int32),
-        scores=mx.array([-0.5, -0.5, -0.5, -0.5, -0.5, -0.5]),
-        parents=mx.array([-1, -1, -1, 0, 0, 1], dtype=mx.int32),
-    )
+    expansion = _expansion(range(1, 7), [-0.5] * 6, [-1, -1, -1, 0, 0, 1])
     for nodes in range(2, 8):
         tree = build_tree(expansion, mx.array([9]), DraftPlan.of(2, 3, nodes))
         assert len(tree_paths(tree)) == nodes  # checks that every parent is there
@@ -48,16 +51,12 @@ def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(
 ) -> None:
     drafted = length - 1
     losses = data.draw(st.lists(st.floats(0, 5, width=32), min_size=drafted, max_size=drafted))
-    expansion = Expansion(
-        tokens=mx.arange(10, 10 + drafted, dtype=mx.int32),
-        scores=mx.array(-np.cumsum(losses, dtype=np.float32)),
-        parents=mx.arange(-1, drafted - 1, dtype=mx.int32),
-    )
+    scores = -np.cumsum(losses, dtype=np.float32)
+    expansion = _expansion(range(10, 10 + drafted), scores, range(-1, drafted - 1))
     root = mx.array([9])
     chain = build_tree(expansion, root, DraftPlan.of(1, length, length))
     beam = merge_beams(expansion, root, DraftShape(1, length, "beam"))
-    assert chain.scores is not None
-    assert np.array_equal(chain.scores, expansion.scores)
+    assert np.array_equal(chain.scores, expansion.scores)  # type: ignore[arg-type]
     _assert_same(replace(chain, scores=None), beam)
     nodes = data.draw(st.integers(2, length))
     shorter = build_tree(expansion, root, DraftPlan.of(1, length, nodes))
@@ -69,8 +68,7 @@ def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(
 def test_the_first_nodes_of_a_tree_are_the_smaller_tree(
     width: int, length: int, data: st.DataObject
 ) -> None:
-    largest = DraftShape(width, length).max_nodes
-    size = data.draw(st.integers(2, largest))
+    size = data.draw(st.integers(2, DraftShape(width, length).max_nodes))
     smaller = data.draw(st.integers(2, size))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     drafter = random_drafter(64, 32)
@@ -78,10 +76,8 @@ def test_the_first_nodes_of_a_tree_are_the_smaller_tree(
     root = mx.array([5])
     plan = DraftPlan.of(width, length, size)
     expansion = expand(drafter, lambda tokens: embed[tokens], embed[9], root, plan.shape)
-    tree = build_tree(expansion, root, plan)
-    _assert_same(
-        tree.first(smaller), build_tree(expansion, root, DraftPlan.of(width, length, smaller))
-    )
+    wanted = build_tree(expansion, root, DraftPlan.of(width, length, smaller))
+    _assert_same(build_tree(expansion, root, plan).first(smaller), wanted)
 
 
 def _assert_same(found: TokenTree, wanted: TokenTree) -> None:
@@ -97,11 +93,7 @@ def test_padding_leaves_the_nodes_of_a_tree_alone(parents: int, size: int) -> No
     """Six beams that share some of the tokens after the root."""
     width = 6
     above = [beam % parents for beam in range(width)]
-    expansion = Expansion(
-        tokens=mx.arange(2 * width, dtype=mx.int32),
-        scores=-mx.arange(2 * width, dtype=mx.float32),
-        parents=mx.array([-1] * width + above, dtype=mx.int32),
-    )
+    expansion = _expansion(range(12), -np.arange(12.0), [-1] * width + above)
     merged = merge_beams(expansion, mx.array([99]), DraftShape(width, 3, "beam"))
     tree = merged.padded(size)
     count = 1 + parents + width

@@ -110,11 +110,10 @@ def test_the_static_tree_is_the_papers_whatever_the_probabilities(has_noise: boo
         noise = GumbelNoise(SamplingParams(temp=1.0), gumbel_noise(3, mx.arange(5), VOCAB_SIZE))
         scores = scores + 0.5 * np.array(noise.values[:NUM_HEADS])
     ranked = np.argsort(-scores, axis=1)
+    explored_places = [list(enumerate(node)) for node in explored(accuracies, 24)]
     expected = {
-        tuple(int(ranked[d, r]) for d, r in enumerate(node)): sum(
-            log(accuracies[d, r]) for d, r in enumerate(node)
-        )
-        for node in explored(accuracies, 24)
+        tuple(int(ranked[place]) for place in places): sum(log(accuracies[one]) for one in places)
+        for places in explored_places
     }
     found = paths(propose(network, DraftPlan.of(32, 5, 25), noise))
     assert found == pytest.approx(expected, abs=1e-4)

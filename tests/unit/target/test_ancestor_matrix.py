@@ -24,8 +24,7 @@ TOLERANCE = 1e-4
 
 
 class Inputs(NamedTuple):
-    """Random inputs: a state, and for each head and node a key, a query, a value, a strength and
-    the logarithm of a gate."""
+    """Random inputs: a state, and numbers for each head and node."""
 
     state: Array
     keys: Array
@@ -44,14 +43,8 @@ def random_inputs(seed: int, parents: list[int], alike: float = 0.0) -> Inputs:
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     gates = -np.exp(rng.normal(size=(HEADS, size), scale=2.0))
     gates[:, 1] = -300.0  # underflows
-    return Inputs(
-        rng.normal(size=(HEADS, VALUE, KEY)),
-        keys,
-        queries,
-        rng.normal(size=(HEADS, size, VALUE)),
-        rng.uniform(0, 2, (HEADS, size, 1)),
-        gates,
-    )
+    state, values = rng.normal(size=(HEADS, VALUE, KEY)), rng.normal(size=(HEADS, size, VALUE))
+    return Inputs(state, keys, queries, values, rng.uniform(0, 2, (HEADS, size, 1)), gates)
 
 
 def by_definition(inputs: Inputs, parents: list[int], is_delta: bool) -> tuple[Array, list[Array]]:
@@ -77,13 +70,11 @@ def by_matrix(inputs: Inputs, tree: TokenTree, is_delta: bool) -> tuple[mx.array
     )
     trees = TreeBatch([tree])
     given = log_gates[..., None], state, trees.ancestors
-    if is_delta:
-        read, updates, log_decays = follow_delta_rule(
-            queries, keys, values, strengths, *given, trees.above, tree.max_depth
-        )
-    else:
-        updates = values
-        read, log_decays = follow_updates(queries, keys, updates, *given)
+    if not is_delta:
+        read, log_decays = follow_updates(queries, keys, values, *given)
+        return read[0], BranchStates(state, keys, values, log_decays)
+    deep = trees.above, tree.max_depth
+    read, updates, log_decays = follow_delta_rule(queries, keys, values, strengths, *given, *deep)
     return read[0], BranchStates(state, keys, updates, log_decays)
 
 
