@@ -253,7 +253,7 @@ def _write(folder: Path, model_type: str, bits: int | None) -> nn.Module:
     config: dict[str, Any] = tiny_config(model_type)
     config["torch_dtype"] = "float32"
     for values in (config, config.get("text_config", {})):
-        values.update({key: size for key, size in SIZES.items() if key in values})
+        values |= {key: size for key, size in SIZES.items() if key in values}
     model = build(config)
     if bits is not None:
         nn.quantize(model, 64, bits)
