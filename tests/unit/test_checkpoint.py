@@ -355,10 +355,6 @@ def test_impossible_shapes_and_sampling(
             make(**{field: value})
         assert message in str(caught.value)
         assert str(caught.value).endswith(f", got {value!r}")
-
-
-def test_extreme_sampling_is_possible() -> None:
-    SamplingParams(temp=0, top_p=0, min_p=0, top_k=0, seed=0)
     SamplingParams(temp=100, top_p=1, min_p=1, top_k=10**6, seed=2**32 - 1)
 
 
@@ -372,9 +368,8 @@ def test_drafter_configs_are_read_back_and_keys_of_other_programs_ignored() -> N
     assert (config.has_input_proj, config.head_rows) == (False, 100)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_impossible_drafter_configs() -> None:
+    for change, message in (
         ({"model_type": "llama"}, "expected a drafter with model_type .*, found 'llama'"),
         ({"vocab_size": None}, "out of range: drafter vocab_size must be an integer .*None"),
         ({"vocab_size": 2**24 + 1}, "drafter vocab_size must be an integer from 1 to 16777216"),
@@ -384,12 +379,9 @@ def test_drafter_configs_are_read_back_and_keys_of_other_programs_ignored() -> N
         ({"rnn_activation": "relu"}, "must be 'silu' or 'identity', got 'relu'"),
         ({"draft_top_k": 101}, "drafter draft_top_k must be an integer from 1 to 100, got 101"),
         ({"draft_vocab_size": 0}, "drafter draft_vocab_size must be an integer from 1 to 100"),
-    ],
-    ids=str,
-)
-def test_impossible_drafter_configs(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        DrafterConfig.from_dict({**DRAFTER, **change})
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            DrafterConfig.from_dict({**DRAFTER, **change})
     values = {"model_type": DRAFTER["model_type"], "exit_dim": 32}
     with pytest.raises(CheckpointError, match=r"lacks vocab_size, hidden_size, num_draft_layers"):
         DrafterConfig.from_dict(values)

@@ -21,7 +21,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter import Engine, Lookup, generate, load, memory_sizes, stream_generate
+from mlx_redrafter import Engine, Lookup, generate, memory_sizes, stream_generate
 from mlx_redrafter.engine import memory_guard
 from mlx_redrafter.engine.conversation import Conversation
 from mlx_redrafter.engine.generation import LearnedStates
@@ -85,16 +85,6 @@ def test_four_threads_have_their_own_texts(engine: Engine, model: nn.Module) -> 
         found = list(pool.map(work, range(4)))
     pairs = zip(prompts, options, strict=True)
     assert found == [_plain(model, prompt, 20, **more) for prompt, more in pairs]
-
-
-def test_a_pair_loaded_in_one_thread_works_in_another() -> None:
-    with ThreadPoolExecutor(1) as loader:
-        model, tokenizer, drafter = loader.submit(load).result()
-    with ThreadPoolExecutor(1) as worker:
-        text = worker.submit(
-            lambda: generate(model, tokenizer, "Once", drafter=drafter, max_tokens=20)
-        ).result()
-    assert text == generate(model, tokenizer, "Once", drafter=None, max_tokens=20)
 
 
 def test_a_stream_belongs_to_one_thread(engine: Engine) -> None:
@@ -381,10 +371,8 @@ def test_all_texts_of_a_batch_end(stories: Trained, readings: list[bool]) -> Non
     tokens: list[list[Any]] = [[], []]
     for number, response in engine.stream_batch([TALE, TALE], max_tokens=100, seed=0):
         tokens[number].append(response)
-        if not readings:
-            readings += [True] * 100
-    for one in tokens:
-        assert (len(one), one[-1].finish_reason) == (END, "length")
+        readings[:] = [True] * 100
+    assert [(len(one), one[-1].finish_reason) for one in tokens] == [(END, "length")] * 2
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS reports a level of pressure")
@@ -408,11 +396,7 @@ def test_the_reading_of_macos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_wired_limit_is_a_switch(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     wired: list[Any] = []
-
-    def limit(model: Any, streams: Any) -> Any:
-        wired.append(model)
-        return nullcontext()
-
+    limit = lambda model, _: wired.append(model) or nullcontext()  # noqa: E731
     monkeypatch.setattr(memory_guard, "wired_limit", limit)
     for value, expected in (("1", 1), ("0", 1)):
         monkeypatch.setenv(memory_guard.SWITCH, value)

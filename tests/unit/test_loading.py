@@ -57,24 +57,19 @@ def test_what_drafts_for_a_float32_model_is_in_float32_too(
 def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     stock: Any = mlx_lm.load
-    monkeypatch.setattr(
-        mlx_lm, "load", lambda path, **more: seen.update(more) or stock(path, **more)
-    )
+    record = lambda path, **more: seen.update(more) or stock(path, **more)  # noqa: E731
+    monkeypatch.setattr(mlx_lm, "load", record)
     load(stories.folder, tokenizer_config={"eos_token": "<s>"})
     assert seen["tokenizer_config"] == {"trust_remote_code": False, "eos_token": "<s>"}
     assert seen["trust_remote_code"] is False
     assert seen["adapter_path"] is None
 
 
-def _fail(*args: object, **kwargs: object) -> None:
-    raise AssertionError("this was to come later")
-
-
 def test_cheap_checks_come_first(
     stories: Trained, drafter_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the model is read, and all but the last before the drafter's weights are."""
-    monkeypatch.setattr(mlx_lm, "load", _fail)
+    monkeypatch.setattr(mlx_lm, "load", None)
     folder = shutil.copytree(stories.folder, tmp_path / "model")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -83,18 +78,19 @@ def test_cheap_checks_come_first(
         drafter = random_drafter(*values)
         drafter.rnn_u.bias[0] = float("inf") if name == "infinite" else 0.0
         save_drafter(drafter, tmp_path / name)
+    adapted = {"adapter_path": "/no/such", "drafter": drafter_folder}
     calls: list[tuple[Any, dict[str, Any], str]] = [
         (folder, {}, "is truncated or not a safetensors file"),
         (stories.folder, {"drafter": tmp_path / "hidden"}, "hidden_size 32 does not match"),
         (stories.folder, {"drafter": tmp_path / "vocab"}, "vocab_size 513 does not match"),
         ("nobody/nothing", {}, "'nobody/nothing' is neither a local folder nor"),
-        (stories.folder, {"adapter_path": "/no/such"}, "no such adapter folder: /no/such"),
+        (stories.folder, adapted, "no such adapter folder: /no/such"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "fill", _fail)
+        patch.setattr(Checkpoint, "fill", None)
         for model, options, message in calls:
             with pytest.raises(CheckpointError, match=message):
-                load(model, **{"drafter": drafter_folder, **options})
+                load(model, **options)
     with pytest.raises(NonFiniteError):
         load(stories.folder, drafter=tmp_path / "infinite")
 

@@ -146,19 +146,13 @@ def _check(scores: np.ndarray, k: int) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [3, 256, 1023, 1024, 1025, 50257])
+@pytest.mark.parametrize("size", [3, 256, 300, 1023, 1024, 1025, 4097, 50257])
 @pytest.mark.parametrize("k", [1, 2, 16, 64])
-def test_continuous_scores(size: int, k: int) -> None:
-    scores = np.random.default_rng(size).standard_normal((3, size)).astype(np.float32)
-    _check(scores, min(k, size))
-
-
-@pytest.mark.parametrize("size", [300, 4097])
-@pytest.mark.parametrize("k", [1, 2, 16])
-@pytest.mark.parametrize("levels", [1, 2, 40])
-def test_of_equal_scores_the_first_win(size: int, k: int, levels: int) -> None:
-    scores = np.random.default_rng(size).integers(0, levels, (4, size)).astype(np.float32)
-    _check(scores, k)
+@pytest.mark.parametrize("levels", [None, 1, 2, 40])
+def test_the_best_scores_and_of_equal_ones_the_first(size: int, k: int, levels: int | None) -> None:
+    rng = np.random.default_rng(size)
+    scores = rng.integers(0, levels, (3, size)) if levels else rng.standard_normal((3, size))
+    _check(scores.astype(np.float32), min(k, size))
 
 
 def test_winners_in_one_block_in_the_padded_last_one_and_among_infinities() -> None:

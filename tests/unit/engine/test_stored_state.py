@@ -22,7 +22,6 @@ from mlx_redrafter.engine import stored_state
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.stored_state import StateFile
 from mlx_redrafter.measured import FOLDER
-from mlx_redrafter.policy.calibration import Calibration
 from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.policy.step_times import TRUST, Guard
@@ -111,6 +110,9 @@ def test_old_evidence_weighs_less() -> None:
             seen += 1
         needed.append(seen)
     assert needed[0] > needed[1] > needed[2]
+    # A restored calibration is as sure as a quarter of a window.
+    traces = [np.trace(one.calibration.stored()["evidence"]) for one in (state, once)]
+    assert traces[1] == pytest.approx(traces[0] / 2)
     assert 0.5 * np.log(1.5) < np.log(once.ratios.of(8)) <= np.log(1.5)
 
 
@@ -246,9 +248,3 @@ def test_batches_begin_with_the_estimates_of_the_process_before(model: nn.Module
     second = _engine(model)
     second.share()
     assert 2 in second.memory.batches
-
-
-def test_a_restored_calibration_is_as_sure_as_a_quarter_of_a_window() -> None:
-    stored = _learned().calibration.stored()
-    evidence, again = stored["evidence"], Calibration.restored(stored).stored()["evidence"]
-    assert np.trace(again) == pytest.approx(np.trace(evidence) / 2)

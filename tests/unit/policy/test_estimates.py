@@ -264,20 +264,13 @@ def test_the_guard_stops_drafts_that_cost_more_than_they_yield() -> None:
     assert 9 <= lost <= TRUST + 9 + LOSS * 250
 
 
-def test_gains_pay_for_losses_and_half_of_them_stays_for_the_next_sequence() -> None:
-    guard = _measured()
+def test_gains_pay_for_losses_up_to_a_bound_and_half_stays_for_the_next_sequence() -> None:
+    guard, lost = _measured(), 0
     guard.learn_drafted(12.0, 1)
     assert not guard.allows_drafts
     guard.fade()
     guard.learn_drafted(6.0, 1)
     assert not guard.allows_drafts
-    for _ in range(10):
-        guard.learn_drafted(1.0, 4)
-    assert guard.allows_drafts
-
-
-def test_drafting_may_lose_what_it_has_gained_up_to_a_bound() -> None:
-    guard, lost = _measured(), 0
     for _ in range(10):
         guard.learn_drafted(1.0, 4)
     while guard.allows_drafts:
