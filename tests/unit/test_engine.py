@@ -121,18 +121,15 @@ def test_a_text_is_cancelled_while_its_prompt_is_processed(engine: Engine) -> No
 
 
 def test_a_closed_engine_ends_its_texts_and_begins_none(engine: Engine) -> None:
+    with engine.stream(PROMPT, max_tokens=-1) as stream:
+        next(stream)
+    assert list(stream) == []
     stream = engine.stream(PROMPT, max_tokens=-1)
     next(stream)
     engine.close()
     assert len(list(stream)) < 16
     with pytest.raises(ConfigError, match="the engine is closed"):
         engine.stream(PROMPT)
-
-
-def test_with_ends_a_stream(engine: Engine) -> None:
-    with engine.stream(PROMPT, max_tokens=-1) as stream:
-        next(stream)
-    assert list(stream) == []
 
 
 def test_estimates_are_carried_from_text_to_text(model: nn.Module) -> None:

@@ -407,8 +407,10 @@ def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(
     for _ in range(steps):
         length = len(text) - 1  # committed before the root of the pass
         # What the pass verified: these drafts, or those of another proposer after a skip.
-        drafts = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(5))]
-        path = [text[-1], *(drafts if tree is None else _any_path(tree, rng))]
+        drafts = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(5)))
+        if tree is not None:
+            drafts = rng.choice(paths_of(to_ints(tree.tokens), to_ints(tree.parents)))[1:]
+        path = [text[-1], *drafts]
         num_accepted, bonus = rng.randrange(len(path)), rng.randrange(VOCAB_SIZE)
         flight = flight_of(path, num_accepted, bonus, length)
         text += flight.tokens
@@ -421,16 +423,6 @@ def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(
             with patch.object(draft_model, "READ_STEP_SIZE", 3):  # texts are read in chunks
                 tree = drafting.propose(flight, plan, None)
             _assert_scores(model, text, tree)
-
-
-def _any_path(tree: Any, rng: random.Random) -> list[int]:
-    """Drafts of a tree from a child of the root on."""
-    tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
-    path, node = [], rng.randrange(len(tokens))
-    while node:
-        path.insert(0, tokens[node])
-        node = parents[node]
-    return path
 
 
 MODELS: dict[str, nn.Module] = {"llama": tiny_llama(seed=3), "qwen3": tiny_qwen3(seed=3)}

@@ -286,9 +286,6 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
     for tensors, changes, message in bad:
         with pytest.raises(RedrafterError, match=message):
             load_mtp(write(tmp_path, tensors, {**CONFIG, **changes}))
-
-
-def test_modules_of_other_models_are_refused(tmp_path: Path) -> None:
     module = load_mtp(write(tmp_path, module_tensors()))
     target = Target(tiny_llama(vocab_size=65))
     with pytest.raises(CheckpointError, match="vocab_size 64 does not match"):

@@ -214,11 +214,6 @@ TOLERANCE = 1e-4
 RECORDED = mx.load(str(FILE))
 
 
-def log_softmax(logits: Any) -> np.ndarray:
-    rows = mx.array(logits)
-    return np.array(rows - mx.logsumexp(rows, axis=-1, keepdims=True))
-
-
 @pytest.mark.parametrize("name", SPECULATORS)
 def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None:
     """After texts within and beyond the window, and after one to three drafts."""
@@ -229,7 +224,7 @@ def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None
     table = mx.array(tensors["embed_tokens.weight"])
     target: Any = SimpleNamespace(modules=SimpleNamespace(embed=lambda tokens: table[tokens]))
     text, states = text_and_states()
-    expected = log_softmax(RECORDED[name])
+    expected = np.array(nn.log_softmax(mx.array(RECORDED[name]), axis=-1))
     for end in (2, 4, 7, len(states) - NUM_DRAFTS):
         drafting: Any = head.open(target, text[:end], True, [])
         drafting.reader.read(mx.array(states[: end - 1]))
