@@ -191,7 +191,7 @@ def test_plain_decoding_makes_one_token_per_step(model: nn.Module) -> None:
         assert only.stats.acceptance_rate_by_depth == []
 
 
-# Bounds of shapes and of sampling are those of `test_config`.
+# Bounds of shapes and of sampling are those of `test_checkpoint`.
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens must be 1 or more, or -1 for no limit, got 0"),
     ({"max_tokens": -2}, "max_tokens must be an integer at least -1 .*got -2"),
