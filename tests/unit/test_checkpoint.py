@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,9 @@ def test_failed_writing_leaves_the_old_file(folder: Path) -> None:
 
 
 VOCAB_SIZE, HIDDEN_SIZE = 64, 32
+TARGET = tiny_llama(seed=6, layers=1), wrapped_tokenizer(VOCAB_SIZE)
+write = partial(generate, *TARGET, [3, 4], max_tokens=12)
+PLAIN = write(drafter=None)
 
 
 def _assert_same_drafter(found: Drafter, expected: Drafter) -> None:
@@ -175,9 +179,7 @@ def _assert_round_trip(drafter: Drafter, folder: Path, provenance: Any = None) -
     save_drafter(drafter, folder, provenance)
     loaded = load_drafter(folder)
     _assert_same_drafter(loaded, drafter)
-    model, tokenizer = tiny_llama(seed=6, layers=1), wrapped_tokenizer(VOCAB_SIZE)
-    plain = generate(model, tokenizer, [3, 4], drafter=None, max_tokens=12)
-    assert generate(model, tokenizer, [3, 4], max_tokens=12, drafter=loaded) == plain
+    assert write(drafter=loaded) == PLAIN
     return loaded
 
 
