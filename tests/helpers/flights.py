@@ -71,7 +71,7 @@ def drafts_after_any_steps(
         drafting.reader.read(states[start : min(start + 4, 6)])
     flight = flight_of(text[-1:], 0, 9, len(text) - 1, states[-1:])
     text.append(9)
-    for step in range(8):
+    for step in range(6):
         if step % 3 == 1:
             drafting.skip(flight)
         else:

@@ -111,16 +111,16 @@ def test_unlimited_text_goes_on_past_256_tokens(model: nn.Module) -> None:
 @pytest.mark.parametrize("prompt", ["Once upon a time", "Lily said: é ü", ""])
 def test_text_segments_are_those_of_stock_mlx_lm(stories: Trained, prompt: str) -> None:
     pair = stories.model, stories.tokenizer, prompt
-    expected = list(mlx_lm.stream_generate(*pair, max_tokens=60))
+    expected = list(mlx_lm.stream_generate(*pair, max_tokens=30))
     drafter = Scripted([r.token for r in expected], 512)
-    found = list(stream_generate(*pair, drafter=drafter, max_tokens=60))
+    found = list(stream_generate(*pair, drafter=drafter, max_tokens=30))
     assert [r.text for r in found] == [r.text for r in expected]
-    whole = generate(*pair, drafter=stories.drafter, max_tokens=60)
+    whole = generate(*pair, drafter=stories.drafter, max_tokens=30)
     assert whole == "".join(r.text for r in expected)
-    assert whole == mlx_lm.generate(*pair, max_tokens=60)
+    assert whole == mlx_lm.generate(*pair, max_tokens=30)
     # mlx-lm's wrapper of the tokenizer may be missing.
     inner = stories.tokenizer._tokenizer
-    assert whole == generate(stories.model, inner, prompt, drafter=None, max_tokens=60)
+    assert whole == generate(stories.model, inner, prompt, drafter=None, max_tokens=30)
 
 
 @pytest.mark.parametrize("as_type", [tuple, mx.array, np.array])
@@ -369,8 +369,8 @@ def test_drafts_that_are_no_numbers_change_nothing(
     for layer in drafter.lm_head if part == "head" else [drafter.rnn_u]:
         inner: Any = getattr(layer, "linear", layer)
         inner.weight = inner.weight * value
-    found = _tokens(model, drafter, max_tokens=30, select=select)
-    assert_same_tokens(stock[:30], found)
+    found = _tokens(model, drafter, max_tokens=15, select=select)
+    assert_same_tokens(stock[:15], found)
 
 
 class WrongAt(SequenceDecoder):
