@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Trained
+from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 
 TEMPLATE = (
     "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] }}"

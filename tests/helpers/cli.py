@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import pytest
 import typer.main
 
 from mlx_redrafter.cli.main import main
+
+# Arguments of Python that run the program in a process of its own, without torch: the program
+# never needs it, and transformers, where it is installed, imports it for seconds.
+PROGRAM = (
+    "-c",
+    "import sys; sys.modules['torch'] = None; from mlx_redrafter.cli.main import run; run()",
+)
 
 # Typer builds all commands anew for every call, 20 ms that a program spends once.
 typer.main.get_command = cache(typer.main.get_command)
@@ -28,3 +36,12 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> Result:
     code = main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return Result(code, out, err)
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """`run` for tests that need no captured output of their own."""
+    return partial(run, capsys)
