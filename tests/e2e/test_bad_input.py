@@ -286,12 +286,9 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
     assert "No space left on device; make room on the disk" in found.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("redirection", [">&-", ">&- 2>&-"])
-def test_closed_streams_are_no_error(redirection: str) -> None:
-    found = _redrafter(redirection)
-    assert (found.returncode, found.stdout) == (0, "")
-    assert "Traceback" not in found.stderr
-    assert ("Generation: 4 tokens" in found.stderr) == ("2>&-" not in redirection)
+def test_closed_streams_are_no_error() -> None:
+    found = _redrafter(">&- 2>&-")
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
 def test_grammars_that_are_too_large_are_refused(cli: Cli, tmp_path: Path) -> None:

@@ -31,18 +31,10 @@ from mlx_redrafter.convert import publication
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import load_or_time
 from tests.helpers.cli import Cli
-from tests.helpers.hostile import COMMANDS, build_yard, make_call, run_call
+from tests.helpers.hostile import COMMANDS, make_call, run_call
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
 
 NOBODY = 65534
-
-
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with the bundled model's tokenizer, a drafter of it, and texts."""
-    folder = tmp_path_factory.mktemp("untouched")
-    build_yard(folder)
-    return folder
 
 
 @pytest.fixture
@@ -398,8 +390,11 @@ FULL: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("room", [0, 100])
 @pytest.mark.parametrize("arguments", FULL.values(), ids=FULL)
-def test_no_room_for_a_file(cli: Cli, yard: Path, arguments: list[str], room: int) -> None:
+def test_no_room_for_a_file(
+    cli: Cli, yard: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], room: int
+) -> None:
     """A bound on the size of files stands for a full disk: writing fails in the same places."""
+    monkeypatch.setattr("mlx_redrafter.bench.speed.time_shapes", lambda *_: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = snapshot(yard)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
