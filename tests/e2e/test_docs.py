@@ -21,8 +21,7 @@ from typer.main import get_command
 
 from mlx_redrafter.bench.lab.__main__ import NAMES, make_parser
 from mlx_redrafter.cli.main import app
-from tests.conftest import Trained
-from tests.helpers.cli import run
+from tests.helpers.cli import Cli
 from tests.helpers.models import ROOT
 
 PROGRAM = "redrafter-mlx"
@@ -214,12 +213,14 @@ def test_every_command_on_the_pages_is_run_by_a_test() -> None:
     assert {one for one in quoted if not one.startswith("-")} <= called
 
 
-def test_the_example_of_the_readme_is_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_readme_is_what_is_shown(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_redrafter.cli.try_out.ROUNDS", 1)
     (shown,) = (one for one in _blocks(PAGES[0].read_text(), "") if one.startswith("$ "))
     command, _, output = shown.removeprefix("$ ").partition("\n")
     text = output.partition("=" * 10)[0]
-    for _ in range(2):
-        assert run(capsys, *shlex.split(command, comments=True)[1:]).out == text
+    assert cli(*shlex.split(command, comments=True)[1:]).out == text
 
 
 @pytest.mark.parametrize("page", [PAGES[0], ROOT / "docs" / "python.md"], ids=lambda p: p.name)
@@ -260,20 +261,21 @@ def _ask(server: HTTPServer, answers: list[str]) -> None:
 
 
 def test_commands_of_the_command_line_page_run(
-    stories: Trained,
-    chat_folder: Path,
-    drafter_folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    chat_folder: Path, drafter_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = {"MODEL": chat_folder, "DRAFTER": drafter_folder, "SMALLER-MODEL": stories.folder}
+    names = {"MODEL": chat_folder, "DRAFTER": drafter_folder, "SMALLER-MODEL": chat_folder}
     done = []
     for command in _commands(ROOT / "docs" / "command-line.md"):
         words = [str(names.get(word, word)) for word in command]
         if words[0] in RUN:
             monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
-            found = run(capsys, *words, "-m", 8)
+            found = cli(*words, "-m", 4)
             assert found.code == 0, found.err
             assert found.out
             done.append(words[0])
     assert set(done) == set(RUN)
+
+
+def test_the_laboratorys_page_lists_every_command() -> None:
+    page = (ROOT / "bench" / "lab" / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) == set(NAMES)
