@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 from tests.server.serving import Served, make_engine, serving
 
 
