@@ -7,7 +7,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
@@ -26,11 +25,11 @@ from mlx_redrafter.training import (
 )
 from mlx_redrafter.training import loss as loss_module
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
-from mlx_redrafter.training.loss import draft_loss
+from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.students.kv_students import AutoregressiveStudent
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training_options import HEADS, Head, Recipe
+from mlx_redrafter.training_options import HEADS, Head
 from tests.helpers.models import shared_model, tiny_llama, wrapped_tokenizer
 from tests.training.conftest import small_request
 from tests.training.pieces import Silent
@@ -59,26 +58,10 @@ def _shard(target: Target, student: Student, *lengths: int) -> Shard:
     return read_sequences(target, texts, 4, student.layers)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("recipe", ["coupled", "apple"])
-def test_every_head_learns_by_other_recipes(target: Target, head: Head, recipe: Recipe) -> None:
-    """Some steps on one batch make its loss less; distillation, or the tokens alone."""
-    student = _student(target, head)
-    shard = _shard(target, student, 16)
+def _batch(shard: Shard) -> TrainingBatch:
+    """All 16 positions, each of which drafts at every step."""
     group = make_group(shard, np.ones((16, LENGTH - 1), np.bool_), 16)
-    batch = gather(group, np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
-    network, counts = student.network, mx.sum(batch.weights, axis=0)
-    optimiser = optim.Adam(learning_rate=3e-3)
-
-    def loss() -> mx.array:
-        return draft_loss(student.logits(network, batch), batch, counts, recipe)
-
-    losses = []
-    for _ in range(30):
-        value, gradient = nn.value_and_grad(network, loss)()
-        optimiser.update(network, gradient)
-        losses.append(value.item())
-    assert losses[-1] < 0.9 * losses[0]
+    return gather(group, np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
 
 
 @pytest.mark.parametrize(
@@ -102,9 +85,7 @@ def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -
     student = _student(target, head)
     assert isinstance(student, AutoregressiveStudent)
     shard = _shard(target, student, 9, 7)
-    steps = np.ones((16, LENGTH - 1), np.bool_)
-    batch = gather(make_group(shard, steps, 16), np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
-    found = np.array(student.logits(student.network, batch))
+    found = np.array(student.logits(student.network, _batch(shard)))
     states = shard.hidden if shard.states is None else shard.states
     features = student.network.fuse(states.astype(mx.float32))
     for start, end in ((0, 9), (9, 16)):
@@ -122,9 +103,7 @@ def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -
 def test_slots_along_a_text_are_those_of_drafting(target: Target) -> None:
     student = _student(target, "specformer")
     shard = _shard(target, student, 9, 7)
-    steps = np.ones((16, LENGTH - 1), np.bool_)
-    batch = gather(make_group(shard, steps, 16), np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
-    found = np.array(student.logits(student.network, batch))
+    found = np.array(student.logits(student.network, _batch(shard)))
     assert shard.states is not None
     network, features = student.network, student.network.fuse(shard.states.astype(mx.float32))
     for start, end in ((0, 9), (9, 16)):
@@ -135,16 +114,14 @@ def test_slots_along_a_text_are_those_of_drafting(target: Target) -> None:
             np.testing.assert_allclose(found[position], expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("head", STUDENTS)
+# Those of the others are torch's.
+@pytest.mark.parametrize("head", [head for head in HEADS if head.startswith("d")])
 def test_gradients_are_those_of_the_loss(
     target: Target, head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a random direction, against the difference of two losses."""
     student = _student(target, head)
-    shard = _shard(target, student, 16)
-    steps = np.ones((16, LENGTH - 1), np.bool_)
-    group = make_group(shard, steps, 16)
-    batch = gather(group, np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
+    batch = _batch(_shard(target, student, 16))
     counts = mx.sum(batch.weights, axis=0)
     # Without the confidence, through which no gradient flows.
     monkeypatch.setattr(loss_module, "CONFIDENCE_FLOOR", 1)
@@ -168,12 +145,11 @@ def test_gradients_are_those_of_the_loss(
 @pytest.mark.parametrize("head", STUDENTS)
 def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None:
     student = _student(target, head)
-    network = student.with_weights({}).network  # decoding hooks it
-    drafter = network
+    drafter = student.with_weights({}).network  # decoding hooks it
     tokenizer = wrapped_tokenizer(VOCAB, set())
     sequences, tokens, steps = [], 0, 0
     for prompt in ([1, 2, 3], [5, 4, 3, 2, 1, 6, 7]):
-        options = {"max_tokens": 60, "beam_width": 1, "beam_length": LENGTH}
+        options = {"max_tokens": 40, "beam_width": 1, "beam_length": LENGTH}
         responses = list(
             stream_generate(target.model, tokenizer, prompt, drafter=drafter, **options)
         )
@@ -187,13 +163,13 @@ def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None
     assert steps < tokens, "some drafts are right by chance"
 
 
-@pytest.mark.parametrize("head", ["medusa", "eagle", "specformer"])
+@pytest.mark.parametrize("head", ["eagle", "specformer"])
 def test_heads_are_trained_and_used(
     stories_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, head: Head
 ) -> None:
     request = small_request(stories_file, tmp_path / "head")
     cache = tmp_path_factory.getbasetemp() / "heads-cache"
-    draft_vocab = 300 if head in ("medusa", "eagle") else None
+    draft_vocab = 300 if head == "eagle" else None
     request = replace(request, cache=cache, network=NetworkOptions(head, draft_vocab=draft_vocab))
     result = train_drafter(request, Silent())
     assert result is not None

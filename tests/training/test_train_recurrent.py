@@ -11,7 +11,7 @@ import pytest
 
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
-from tests.helpers.cli import run
+from tests.helpers.cli import Cli
 from tests.models.tiny_models import build, flat_parameters, tiny_config
 
 TEXTS = ["Tom has a red ball and a big dog.", "Sam sees the dog and the red ball."] * 4
@@ -33,20 +33,18 @@ def hybrid(tmp_path: Path) -> Path:
     return folder
 
 
-def test_train_generate_and_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], hybrid: Path
-) -> None:
+def test_train_generate_and_check(tmp_path: Path, cli: Cli, hybrid: Path) -> None:
     texts, out = tmp_path / "texts.jsonl", tmp_path / "drafter"
     texts.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     options = ("--answer-tokens", 8, "--epochs", 2)
-    trained = run(capsys, "train", "--model", hybrid, "--data", texts, "--out", out, *options)
+    trained = cli("train", "--model", hybrid, "--data", texts, "--out", out, *options)
     assert trained.code == 0, trained.err
 
     prompt = ("--model", hybrid, "--prompt", "Tom has a dog.", "--max-tokens", 24)
-    plain = run(capsys, "generate", *prompt, "--drafter", "none", "--json")
-    drafted = run(capsys, "generate", *prompt, "--drafter", out, "--json")
+    plain = cli("generate", *prompt, "--drafter", "none", "--json")
+    drafted = cli("generate", *prompt, "--drafter", out, "--json")
     assert drafted.code == 0, drafted.err
     assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]
 
-    checked = run(capsys, "check", *prompt, "--drafter", out, "--json")
+    checked = cli("check", *prompt, "--drafter", out, "--json")
     assert checked.code == 0, checked.err

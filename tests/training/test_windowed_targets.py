@@ -17,7 +17,7 @@ from mlx_redrafter.training import (
     TrainingRequest,
     train_drafter,
 )
-from tests.helpers.cli import run
+from tests.helpers.cli import Cli
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import shared_model
 from tests.models.tiny_models import WINDOW, build, flat_parameters, windowed_config
@@ -41,12 +41,12 @@ def save_target(model_type: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "least"),
+    ("model_type", "epochs", "least"),
     # Text of random experts is hard to predict.
-    [("gemma3_text", 1.5), ("gpt_oss", 1), ("llama4", 1)],
+    [("gemma3_text", 80, 1.5), ("gpt_oss", 2, 1), ("llama4", 2, 1)],
 )
 def test_from_training_to_drafted_text(
-    model_type: str, least: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_type: str, epochs: int, least: float, tmp_path: Path, cli: Cli
 ) -> None:
     target, out, file = (tmp_path / name for name in ("target", "drafter", "prompts.txt"))
     save_target(model_type, target)
@@ -58,13 +58,13 @@ def test_from_training_to_drafted_text(
         prompts=[file],
         data_options=DataOptions(answer_tokens=4 * WINDOW, temp=0),
         network=NetworkOptions(exit_dim=64, layers=1),
-        training=TrainingOptions(epochs=80, batch_tokens=64, num_evaluations=1),
+        training=TrainingOptions(epochs=epochs, batch_tokens=64, num_evaluations=1),
     )
     assert train_drafter(request, Silent()) is not None
 
     text = ("--prompt", lines[0], "--max-tokens", NUM_TOKENS, "--json")
     pair = ("--model", target, "--drafter", out)
-    result = run(capsys, "generate", *pair, *text, "--beam-width", 2)
+    result = cli("generate", *pair, *text, "--beam-width", 2)
     assert result.code == 0, result.err
     found = json.loads(result.out)
     model, tokenizer, *_ = mlx_lm.load(str(target))
