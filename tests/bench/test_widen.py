@@ -36,18 +36,6 @@ CONFIG = {
 }
 
 
-def make_model(config: dict) -> llama.Model:
-    mx.random.seed(3)
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    # Larger than the initial values, so that a misplaced weight shows.
-    scaled = [
-        (k, 3 * mx.random.normal(v.shape) / v.shape[-1] ** 0.5)
-        for k, v in mlx.utils.tree_flatten(model.parameters())
-    ]
-    model.load_weights(scaled)
-    return model
-
-
 def read_model(folder: Path) -> llama.Model:
     config = json.loads((folder / "config.json").read_text())
     model = llama.Model(llama.ModelArgs.from_dict(config))
@@ -56,7 +44,14 @@ def read_model(folder: Path) -> llama.Model:
 
 
 def write_model(folder: Path, config: dict) -> llama.Model:
-    model = make_model(config)
+    mx.random.seed(3)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    # Larger than the initial values, so that a misplaced weight shows.
+    scaled = [
+        (k, 3 * mx.random.normal(v.shape) / v.shape[-1] ** 0.5)
+        for k, v in mlx.utils.tree_flatten(model.parameters())
+    ]
+    model.load_weights(scaled)
     write_checkpoint(folder, config, dict(mlx.utils.tree_flatten(model.parameters())))
     (folder / "tokenizer_config.json").write_text("{}")
     return model
@@ -83,9 +78,8 @@ def test_logits_stay(tmp_path, is_tied, num_layers):
     assert not mx.any(wide_hidden[..., 48:])
 
 
-@pytest.mark.parametrize("name", ["stories260k", "books-6m"])
-def test_greedy_text_of_a_trained_model_stays(tmp_path, name):
-    folder = shared_model(name)
+def test_greedy_text_of_a_trained_model_stays(tmp_path):
+    folder = shared_model("stories260k")
     widen_target(folder, tmp_path, 12_000_000)
     small, _, *_ = mlx_lm.load(str(folder))
     wide, tokenizer, *_ = mlx_lm.load(str(tmp_path))
@@ -137,12 +131,6 @@ def test_drafts_stay(tmp_path, values):
     assert mx.allclose(found.scores, expected.scores, atol=1e-4)
 
 
-def test_shape_near_the_wanted_number_of_parameters():
-    old = LlamaShape.from_config(CONFIG)
-    for wanted in (5_000_000, 20_000_000, 200_000_000):
-        assert 0.8 < widened_shape(old, wanted).num_parameters / wanted < 1.2
-
-
 def test_refusals():
     old = LlamaShape.from_config(CONFIG)
     with pytest.raises(ConfigError, match="at least the model's 2, got 1"):
@@ -166,8 +154,6 @@ def test_nothing_is_overwritten(tmp_path):
     (mine / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="which this command did not write"):
         widen_target(source, mine, 10**6)
-    with pytest.raises(ConfigError, match="found a file"):
-        widen_target(source, mine / "notes.txt", 10**6)
     assert {path: path.read_bytes() for path in source.iterdir()} == before
     assert [path.name for path in mine.iterdir()] == ["notes.txt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "small"]
