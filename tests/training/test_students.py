@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,7 +27,6 @@ from mlx_redrafter.training import (
 from mlx_redrafter.training import loss as loss_module
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
-from mlx_redrafter.training.students.kv_students import AutoregressiveStudent
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import HEADS, Head
@@ -35,7 +35,6 @@ from tests.training.conftest import small_request
 from tests.training.pieces import Silent
 
 VOCAB, LENGTH = 12, 4
-CONTEXT: list[Head] = ["eagle", "eagle1"]
 STUDENTS = {head: NetworkOptions(head, length=LENGTH) for head in HEADS}
 
 
@@ -79,39 +78,28 @@ def test_the_layers_of_a_head_are_read(target: Target, head: Head, layers: tuple
         target.modules.watch((*layers, 40))
 
 
-@pytest.mark.parametrize("head", CONTEXT)
+@pytest.mark.parametrize("head", ["eagle", "eagle1", "specformer"])
 def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -> None:
     """Row by row through a cache of mlx-lm, against all positions and levels at once."""
     student = _student(target, head)
-    assert isinstance(student, AutoregressiveStudent)
-    shard = _shard(target, student, 9, 7)
-    found = np.array(student.logits(student.network, _batch(shard)))
+    shard, network = _shard(target, student, 9, 7), student.network
+    found = np.array(student.logits(network, _batch(shard)))
     states = shard.hidden if shard.states is None else shard.states
-    features = student.network.fuse(states.astype(mx.float32))
-    for start, end in ((0, 9), (9, 16)):
-        for position in range(start, end - LENGTH):
-            caches = [KVCache() for _ in range(student.network.num_layers)]
-            following = target.modules.embed(shard.tokens[start + 1 : position + 2])
-            outputs = student.network(features[start : position + 1], following, caches)[-1:]
-            for level in range(LENGTH - 1):
-                expected = student.network.logits(outputs, target)[0]
-                np.testing.assert_allclose(found[position, level], np.array(expected), atol=2e-5)
-                token = target.modules.embed(shard.tokens[position + 2 + level][None])
-                outputs = student.network(student.network.feed_back(outputs), token, caches)
-
-
-def test_slots_along_a_text_are_those_of_drafting(target: Target) -> None:
-    student = _student(target, "specformer")
-    shard = _shard(target, student, 9, 7)
-    found = np.array(student.logits(student.network, _batch(shard)))
-    assert shard.states is not None
-    network, features = student.network, student.network.fuse(shard.states.astype(mx.float32))
-    for start, end in ((0, 9), (9, 16)):
-        for position in range(start, end - LENGTH):
-            read = features[start : position + 1]
+    features = network.fuse(states.astype(mx.float32))
+    for start, position in [(0, t) for t in range(9 - LENGTH)] + [(9, 9 + t) for t in range(3)]:
+        read, levels = features[start : position + 1], range(LENGTH - 1)
+        if head == "specformer":
             slots = network.slots(network(read, mx.array([]), [KVCache()])[-1:], LENGTH - 1)[0]
-            expected = np.array(network.logits(slots, target))
-            np.testing.assert_allclose(found[position], expected, atol=2e-5)
+            expected = [np.array(network.logits(slots, target))[level] for level in levels]
+        else:
+            caches, expected = [KVCache() for _ in range(network.num_layers)], []
+            following = target.modules.embed(shard.tokens[start + 1 : position + 2])
+            outputs = network(read, following, caches)[-1:]
+            for level in levels:
+                expected.append(np.array(network.logits(outputs, target)[0]))
+                token = target.modules.embed(shard.tokens[position + 2 + level][None])
+                outputs = network(network.feed_back(outputs), token, caches)
+        np.testing.assert_allclose(found[position], expected, atol=2e-5)
 
 
 # Those of the others are torch's.
@@ -190,13 +178,13 @@ def student_name(student: Student) -> str:
 
 
 def test_what_a_head_cannot_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="exit_dim has no meaning for the head eagle"):
-        NetworkOptions("eagle", exit_dim=8)
-    with pytest.raises(ConfigError, match="draft_vocab has no meaning for the head eagle1"):
-        NetworkOptions("eagle1", draft_vocab=8)
-    with pytest.raises(ConfigError, match="layers has no meaning for the head specformer"):
-        NetworkOptions("specformer", layers=1)
-    with pytest.raises(ConfigError, match="head must be one of redrafter, medusa, eagle"):
-        NetworkOptions("hydra")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="recurrent or block drafter only, got the head medusa"):
-        NetworkOptions("medusa", start_from="x")
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ("eagle", {"exit_dim": 8}, "exit_dim has no meaning for the head eagle"),
+        ("eagle1", {"draft_vocab": 8}, "draft_vocab has no meaning for the head eagle1"),
+        ("specformer", {"layers": 1}, "layers has no meaning for the head specformer"),
+        ("hydra", {}, "head must be one of redrafter, medusa, eagle"),
+        ("medusa", {"start_from": "x"}, "recurrent or block drafter only, got the head medusa"),
+    ]
+    for head, options, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            NetworkOptions(head, **options)
