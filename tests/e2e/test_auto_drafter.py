@@ -47,6 +47,12 @@ def _generate(cli: Cli, *options: str) -> Result:
     return cli(*arguments, *options)
 
 
+def _line(result: Result, code: int) -> str:
+    """The one line about a command that fails."""
+    assert (result.code, result.err.count("\n")) == (code, 1), result.err
+    return result.err
+
+
 def _tokens(result: Result) -> list[int]:
     assert result.code == 0, result.err
     tokens: list[int] = json.loads(result.out)["tokens"]
@@ -83,9 +89,8 @@ def test_a_newcomer_finds_downloads_and_drafts(
 
 def test_a_name_alone_runs(hub: FakeHub, cli: Cli) -> None:
     name = MODEL.partition("/")[2]
-    asked = cli("run", name, "Once")
-    assert (asked.code, asked.err.count("\n")) == (2, 1)
-    assert f"Download {MODEL} (" in asked.err
+    asked = _line(cli("run", name, "Once"), 2)
+    assert f"Download {MODEL} (" in asked
     assert hub.fetched == [f"{MODEL}/config.json"], "which says whether the model is supported"
     first = cli("run", name, "Once", "--yes", "-m", "8")
     assert first.code == 0, first.err
@@ -94,52 +99,42 @@ def test_a_name_alone_runs(hub: FakeHub, cli: Cli) -> None:
     again = cli("run", name, "Once", "-m", "8")
     assert (again.code, again.out) == (0, first.out)
     assert hub.fetched == fetched
-    missing = cli("run", "nothing", "Once")
-    assert (missing.code, missing.err.count("\n")) == (1, 1)
-    assert "no 'mlx-community/nothing' on this machine or on the hub; check the name" in missing.err
+    missing = _line(cli("run", "nothing", "Once"), 1)
+    assert "no 'mlx-community/nothing' on this machine or on the hub; check the name" in missing
 
 
 @pytest.mark.parametrize(
-    ("files", "remedy"),
+    ("names", "config", "remedy"),
     [
-        ({"model-Q4_K_M.gguf": "", "config.json": LLAMA}, "found GGUF files; use a copy in MLX's"),
-        ({"pytorch_model.bin": "", "config.json": LLAMA}, "found PyTorch's weights; use a copy in"),
-        ({"adapters.safetensors": "", "adapter_config.json": "{}"}, "found an adapter; "),
-        ({"unet.safetensors": ""}, "safetensors of another format"),
-        ({"README.md": ""}, "is it a checkpoint folder?"),
-        ({"model.safetensors": "", "config.json": '{"model_type": "bert"}'}, "'bert' cannot be"),
+        ("model-Q4_K_M.gguf config.json", LLAMA, "found GGUF files; use a copy in MLX's"),
+        ("pytorch_model.bin config.json", LLAMA, "found PyTorch's weights; use a copy in"),
+        ("adapters.safetensors adapter_config.json", "{}", "found an adapter; "),
+        ("unet.safetensors", "", "safetensors of another format"),
+        ("README.md", "", "is it a checkpoint folder?"),
+        ("model.safetensors config.json", '{"model_type": "bert"}', "'bert' cannot be"),
     ],
 )
 def test_a_repository_that_is_no_model_is_one_line(
-    hub: FakeHub,
-    cli: Cli,
-    tmp_path: Path,
-    files: dict[str, str],
-    remedy: str,
+    hub: FakeHub, cli: Cli, tmp_path: Path, names: str, config: str, remedy: str
 ) -> None:
-    folder = tmp_path / "other"
-    folder.mkdir()
-    for name, content in files.items():
-        (folder / name).write_text(content)
-    hub.add("org/other", folder)
+    (tmp_path / "other").mkdir()
+    for name in names.split():
+        (tmp_path / "other" / name).write_text(config if name.endswith(".json") else "")
+    hub.add("org/other", tmp_path / "other")
     for arguments in (("run", "org/other", "Once", "--yes"), ("chat", "--model", "org/other")):
-        refused = cli(*arguments)
-        assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
-        assert remedy in refused.err
+        assert remedy in _line(cli(*arguments), 1)
     assert not any(name.endswith("model.safetensors") for name in hub.fetched)
 
 
 def test_a_wrong_name_and_a_gate_are_one_line(hub: FakeHub, cli: Cli) -> None:
-    refused = cli("run", MODEL.replace("Qwen3", "Qven3"), "Once", "--yes")
-    assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
-    assert f"did you mean {MODEL}?" in refused.err
+    refused = _line(cli("run", MODEL.replace("Qwen3", "Qven3"), "Once", "--yes"), 1)
+    assert f"did you mean {MODEL}?" in refused
     missing = _generate(cli, "--drafter", f"{MODEL}-drafter", "--yes")
     assert f"there is no '{MODEL}-drafter' on this machine or on the hub; " in missing.err
     assert f"did you mean {MODEL}?" not in missing.err
     hub.add("org/gated", hub.folders[MODEL], gated="manual")
-    refused = cli("run", "org/gated", "Once", "--yes")
-    assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
-    assert f"accept the terms at {hub.address}/org/gated, then run `hf auth login`" in refused.err
+    refused = _line(cli("run", "org/gated", "Once", "--yes"), 1)
+    assert f"accept the terms at {hub.address}/org/gated, then run `hf auth login`" in refused
     drafter = cli("run", DRAFTER, "Once", "--yes")
     assert f"{DRAFTER} is a drafter; give it with --drafter" in drafter.err
 
@@ -243,9 +238,8 @@ def test_models_are_listed_pulled_and_removed(hub: FakeHub, cli: Cli, tmp_path: 
     assert rows[0]["drafter"] == f"{DRAFTER} (EAGLE-3, on this machine)"
     assert rows[0]["bytes"] == sum(path.stat().st_size for path in hub.folders[MODEL].iterdir())
 
-    asked = cli("rm", DRAFTER)
-    assert (asked.code, asked.err.count("\n")) == (2, 1)
-    assert "add --yes" in asked.err
+    asked = _line(cli("rm", DRAFTER), 2)
+    assert "add --yes" in asked
     assert cli("rm", DRAFTER, "--yes").code == 0
     shutil.copytree(hub.folders[MODEL], tmp_path / ".lmstudio" / "models" / "org" / "kept")
     for name, error in (("org/kept", "LM Studio keeps it"), (DRAFTER, "is not in the Hugging")):

@@ -58,49 +58,33 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def write_eagle(folder: Path, version: int) -> Path:
-    sizes = {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "intermediate_size": 32}
-    layers = {"captured_layers": (0, 1, 1)} if version == 3 else {}
-    mx.random.seed(version)
-    config = EagleConfig(version, num_attention_heads=4, num_key_value_heads=2, **sizes, **layers)
-    save_drafter(Eagle(config), folder)
-    return folder
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "intermediate_size": 32, **HEADS}
 
 
-def write_specformer(folder: Path) -> Path:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "intermediate_size": 32}
+def write_heads(folder: Path, make: Callable[[], Any]) -> Path:
     mx.random.seed(5)
-    config = SpecFormerConfig(**sizes, **heads, captured_layers=(0, 1, 1, -1), num_slots=5)
-    save_drafter(SpecFormer(config), folder)
+    save_drafter(make(), folder)
     return folder
 
 
-def write_heads(folder: Path, heads: Any) -> Path:
-    save_drafter(heads, folder)
-    return folder
-
-
-def write_toy(folder: Path) -> Path:
+def make_toy() -> toy.Toy:
     network = toy.Toy(toy.ToyConfig(VOCAB_SIZE, 32))
     network.table = mx.random.normal((VOCAB_SIZE, VOCAB_SIZE), scale=3.0, key=mx.random.key(6))
-    save_drafter(network, folder)
-    return folder
+    return network
 
 
-KINDS: dict[str, Callable[[Path], Path | str]] = {
-    "recurrent": lambda folder: write_heads(folder, random_drafter(VOCAB_SIZE, 32, **CALIBRATION)),
-    "EAGLE-1": lambda folder: write_eagle(folder, 1),
-    "EAGLE-3": lambda folder: write_eagle(folder, 3),
-    "Medusa": lambda folder: write_heads(folder, random_medusa(VOCAB_SIZE, 32, **CALIBRATION)),
-    "MTP": lambda folder: "mtp",
-    "SpecFormer": write_specformer,
-    "DFlash 2": lambda folder: write_heads(
-        folder, random_block(block_config(VOCAB_SIZE, 32, **LINKS["DFlash 2"]))
+# What makes the network of each kind.
+KINDS: dict[str, Callable[[], Any]] = {
+    "recurrent": lambda: random_drafter(VOCAB_SIZE, 32, **CALIBRATION),
+    "EAGLE-1": lambda: Eagle(EagleConfig(1, **SIZES)),
+    "EAGLE-3": lambda: Eagle(EagleConfig(3, **SIZES, captured_layers=(0, 1, 1))),
+    "Medusa": lambda: random_medusa(VOCAB_SIZE, 32, **CALIBRATION),
+    "SpecFormer": lambda: SpecFormer(
+        SpecFormerConfig(**SIZES, captured_layers=(0, 1, 1, -1), num_slots=5)
     ),
-    "toy": write_toy,
-    "draft model": lambda folder: write_model(folder, {**CONFIG, "num_hidden_layers": 1}),
-    "lookup": lambda folder: "lookup",
+    "DFlash 2": lambda: random_block(block_config(VOCAB_SIZE, 32, **LINKS["DFlash 2"])),
+    "toy": make_toy,
 }
 
 
@@ -117,9 +101,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("target"), CONFIG)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, "mtp", "draft model", "lookup"])
 def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return KINDS[request.param](tmp_path_factory.mktemp("drafter"))
+    folder = tmp_path_factory.mktemp("drafter")
+    if request.param == "draft model":
+        return write_model(folder, {**CONFIG, "num_hidden_layers": 1})
+    known = KINDS.get(request.param)
+    return request.param if known is None else write_heads(folder, known)
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +316,7 @@ def test_check_and_compare(
 
 def test_a_new_kind_needs_a_folder_and_an_entry(target: Path, tmp_path: Path, cli: Cli) -> None:
     """Loading, generating, and inspection; the tests above have the rest."""
-    folder = write_toy(tmp_path / "toy")
+    folder = write_heads(tmp_path / "toy", make_toy)
     network = load(target, drafter=folder)[2]
     assert isinstance(network, toy.Toy)
     pair = ("--model", target, "--prompt", PROMPTS[0], "-m", 12, "--temp", 0)

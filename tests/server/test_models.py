@@ -88,11 +88,8 @@ def test_the_drafter_in_use_is_named() -> None:
     from mlx_redrafter.server.models import Model, Models
 
     model, tokenizer = tiny_llama(seed=4), make_engine().tokenizer
-    for proposer, expected in (
-        (None, "none"),
-        ("lookup", "lookup"),
-        (random_drafter(64, 32), "it"),
-    ):
+    drafters = {"none": None, "lookup": "lookup", "it": random_drafter(64, 32)}
+    for expected, proposer in drafters.items():
         load = partial(Engine, model, tokenizer, proposer)
         one = Model("one", load, name_drafter=lambda: "it")
         assert one.describe()["drafter"] is None

@@ -137,9 +137,8 @@ def test_interrupted_and_resumed_is_the_same_as_undisturbed(
     trainer = setup.trainer(tmp_path / "parts", head=head)
     assert trainer.progress.step == 7
     assert _same(trainer.run(_ignore, _ignore), expected)
-    first, second = (
-        load_arrays(tmp_path / name / STATE_FOLDER / STATE_FILE)[0] for name in ("whole", "parts")
-    )
+    states = [tmp_path / name / STATE_FOLDER / STATE_FILE for name in ("whole", "parts")]
+    first, second = (load_arrays(path)[0] for path in states)
     assert first.keys() == second.keys()
     assert all(mx.array_equal(first[name], second[name]).item() for name in first)
     rates = [
@@ -151,9 +150,8 @@ def test_interrupted_and_resumed_is_the_same_as_undisturbed(
 
 def test_a_finished_run_is_not_trained_again(setup: TrainingSetup, tmp_path: Path) -> None:
     expected = setup.trainer(tmp_path).run(_ignore, _ignore)
-    again = setup.trainer(tmp_path)
     steps: list[TrainingProgress] = []
-    assert _same(again.run(steps.append, _ignore), expected)
+    assert _same(setup.trainer(tmp_path).run(steps.append, _ignore), expected)
     assert not steps
 
 
