@@ -37,22 +37,15 @@ def _write_gguf(path: Path) -> None:
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "th"]
     tokens += [f"<unused{i}>" for i in range(VOCAB - len(tokens))]
     writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(2 * HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types(
-        [3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens]
-    )
-    writer.add_token_merges(["t h"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    facts = {
+        **{"block_count": 2, "context_length": 256, "embedding_length": HIDDEN},
+        **{"feed_forward_length": 2 * HIDDEN, "head_count": HEADS, "head_count_kv": HEADS},
+        **{"layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0, "tokenizer_pre": "smollm"},
+        **{"token_list": tokens, "token_merges": ["t h"], "bos_token_id": 1, "eos_token_id": 2},
+        "token_types": [3 if token[0] == "<" and len(token) > 1 else 1 for token in tokens],
+    }
+    for name, value in facts.items():
+        getattr(writer, f"add_{name}")(value)
     sizes = {"attn_q": HIDDEN, "attn_k": HIDDEN, "attn_v": HIDDEN, "attn_output": HIDDEN}
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (VOCAB, HIDDEN), "output_norm": (HIDDEN,)}
     for layer in range(2):

@@ -170,12 +170,8 @@ def test_every_command_line_is_parsed_by_its_program(page: Path) -> None:
     "typed",
     [
         "redrafter-mlx generate --no-such",
-        "redrafter-mlx no-such",
-        "redrafter-mlx bench no-such",
         "redrafter-mlx bench share x.json",  # without --out
-        "python -m mlx_redrafter no-such",
         f"{LABORATORY} tables --no-such",
-        f"{LABORATORY} no_such",
         f"{LABORATORY}.real_pairs PAIRS.json",
     ],
 )
