@@ -24,15 +24,15 @@ from tests.helpers.hostile import JSON_VALUES, MOST_CHARACTERS
 from tests.helpers.models import random_drafter, tiny_llama
 
 # Number of random calls.
-NUM_CALLS = 300
+NUM_CALLS = 200
 # Tokens that are read of a text.
 FEW = 4
 # Parts of the messages of Python's own errors about signatures.
 SIGNATURE = ("unexpected keyword argument", "required positional", "multiple values", "positional")
 # Values of wrong types, or out of range.
 VALUES: tuple[Any, ...] = (
-    *JSON_VALUES,
     *(
+        *JSON_VALUES,
         b"ab",
         {1, 2},
         range(3),
@@ -41,10 +41,9 @@ VALUES: tuple[Any, ...] = (
         1j,
         Path("/nowhere"),
         [[1], ["a"]],
-        (),
-        "lookup",
     ),
-    *([-1], [2**31], [[2**40]], [True], mx.zeros((2, 2)), mx.array([10**7]), float("inf")),
+    *((), "lookup", [-1], [2**31], [[2**40]], [True], mx.zeros((2, 2)), mx.array([10**7])),
+    float("inf"),
 )
 # Samplers and processors that return wrong values.
 FUNCTIONS: tuple[Any, ...] = (
@@ -218,7 +217,7 @@ def test_known_odd_arguments(yard: Yard) -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, "lookup", "network"])
-@pytest.mark.parametrize("token", [-5, 10**7, 2**31 - 1])
+@pytest.mark.parametrize("token", [-5, 2**31 - 1])
 def test_a_sampler_returns_an_id_outside_the_vocabulary(
     yard: Yard, drafter: str | None, token: int
 ) -> None:

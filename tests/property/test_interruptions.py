@@ -110,7 +110,7 @@ def test_cancelled_by_another_thread_at_any_point(
     drafter, shape = KINDS[kind]
     options = {**shape, "max_tokens": NUM_TOKENS, "prefill_step_size": 3}
     num_cut = 0
-    for number in range(2 + list(KINDS).index(kind) % 4, 34, 4):
+    for number in range(2 + list(KINDS).index(kind) % 4, 34, 5):
         engine = _engine(drafter)
         shared, caches = engine.share() if is_shared else None, []
         streams = []
@@ -164,18 +164,16 @@ def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(
 ) -> None:
     drafter, shape = KINDS[kind]
     engine, num_failed = _engine(drafter), 0
+
+    def fail() -> None:
+        raise OSError("unplugged")
+
     for number in range(1, 30, 3):
-        cache = engine.new_prompt_cache()
+        cache, found = engine.new_prompt_cache(), list[int]()
         stream = engine.stream(PROMPTS[0], prompt_cache=cache, max_tokens=NUM_TOKENS, **shape)
-
-        def fail() -> None:
-            raise OSError("unplugged")
-
-        found = []
         with monkeypatch.context() as patch, suppress(OSError):
             at_event(patch, number, fail)
-            for response in stream:
-                found.append(response.token)
+            found.extend(response.token for response in stream)
         num_failed += len(found) < NUM_TOKENS
         assert found == EXPECTED[0][: len(found)]
         length = cache[0].offset

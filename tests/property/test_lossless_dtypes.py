@@ -19,13 +19,13 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from mlx_redrafter import load, stream_generate
+from mlx_redrafter import load
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.helpers.drafts import Scripted, grow, make_tree
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import assert_same_tokens, ids, plain_tokens, stock_tokens, tokens
 from tests.helpers.models import random_drafter
 
 pytestmark = pytest.mark.skipif(
@@ -59,29 +59,14 @@ def target(request: pytest.FixtureRequest, stories: Trained) -> nn.Module:
 
 
 def _compare(
-    model: nn.Module,
-    trained: Trained,
-    drafter: Any,
-    max_tokens: int,
-    **options: Any,
+    model: nn.Module, trained: Trained, drafter: Any, max_tokens: int, **options: Any
 ) -> None:
-    if options:
-        plain = [
-            (response.token, response.logprobs)
-            for response in stream_generate(
-                model, trained.tokenizer, [1], drafter=None, max_tokens=max_tokens, **options
-            )
-        ]
-    else:
-        plain = stock_tokens(model, [1], max_tokens)
+    options |= {"tokenizer": trained.tokenizer, "max_tokens": max_tokens}
+    sampled = plain_tokens(model, [1], **options) if "temp" in options else None
+    plain = sampled or stock_tokens(model, [1], max_tokens)
     for proposer in (drafter, Scripted(ids(plain), VOCAB_SIZE)):
-        drafted = [
-            response.token
-            for response in stream_generate(
-                model, trained.tokenizer, [1], drafter=proposer, max_tokens=max_tokens, **options
-            )
-        ]
-        assert_same_tokens(plain, drafted, type(proposer).__name__)
+        found = tokens(model, [1], proposer, **options)
+        assert_same_tokens(plain, found, type(proposer).__name__)
 
 
 @pytest.mark.parametrize("drafter_dtype", ["float32", "float16"])
@@ -130,14 +115,8 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
 
 
 def test_checkpoint_quantised_by_mlx_lm(stories: Trained, tmp_path: Path) -> None:
-    mlx_lm.convert(
-        str(stories.folder),
-        str(tmp_path / "4bit"),
-        quantize=True,
-        q_group_size=32,
-        q_bits=4,
-        dtype="float32",
-    )
+    options: dict[str, Any] = {"quantize": True, "q_group_size": 32, "q_bits": 4}
+    mlx_lm.convert(str(stories.folder), str(tmp_path / "4bit"), dtype="float32", **options)
     model, _, _ = load(tmp_path / "4bit")
     assert isinstance(model["model"]["embed_tokens"], nn.QuantizedEmbedding)
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)

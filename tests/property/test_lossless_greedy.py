@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.generation_options import GenerationOptions
 from tests.conftest import Trained
 from tests.helpers.drafts import Scripted
-from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, stream, tokens
 from tests.helpers.models import shared_model
 
 GOLDEN_TOKENS = 200
@@ -47,76 +45,32 @@ def babyllama_tokens(babyllama: Trained) -> list[Scored]:
     return stock_tokens(babyllama.model, [BOS], 48)
 
 
-def test_stock_mlx_lm_writes_the_published_text(
+def test_stock_mlx_lm_and_plain_decoding_write_the_published_text(
     stories: Trained, golden_tokens: list[Scored]
 ) -> None:
     published = (shared_model("stories260k") / "golden.txt").read_text(encoding="utf-8")
     assert stories.tokenizer.decode(ids(golden_tokens)) == published
-
-
-def test_plain_decoding_writes_the_published_text(
-    stories: Trained, golden_tokens: list[Scored]
-) -> None:
-    responses = list(
-        stream_generate(
-            stories.model, stories.tokenizer, [BOS], drafter=None, max_tokens=GOLDEN_TOKENS
-        )
-    )
+    options = {"tokenizer": stories.tokenizer, "max_tokens": GOLDEN_TOKENS}
+    responses = list(stream(stories.model, [BOS], **options))
     assert_same_tokens(golden_tokens, [response.token for response in responses])
-    published = (shared_model("stories260k") / "golden.txt").read_text(encoding="utf-8")
     assert "".join(response.text for response in responses) == published
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_random_drafter_leaves_the_published_text(
+@pytest.mark.parametrize("shape", [*SHAPES, LARGEST], ids=str)
+def test_random_drafts_leave_the_published_text(
     stories: Trained, golden_tokens: list[Scored], shape: dict[str, Any]
 ) -> None:
-    responses = list(
-        stream_generate(
-            stories.model,
-            stories.tokenizer,
-            [BOS],
-            drafter=stories.drafter,
-            max_tokens=RANDOM_TOKENS,
-            **shape,
-        )
-    )
-    assert_same_tokens(
-        golden_tokens[:RANDOM_TOKENS], [response.token for response in responses], shape
-    )
-
-
-def test_largest_shape_leaves_the_published_text(
-    stories: Trained, golden_tokens: list[Scored]
-) -> None:
-    responses = stream_generate(
-        stories.model,
-        stories.tokenizer,
-        [BOS],
-        drafter=stories.drafter,
-        max_tokens=30,
-        **LARGEST,
-    )
-    assert_same_tokens(golden_tokens[:30], [response.token for response in responses], LARGEST)
+    found = tokens(stories.model, [BOS], stories.drafter, max_tokens=RANDOM_TOKENS, **shape)
+    assert_same_tokens(golden_tokens[:RANDOM_TOKENS], found, shape)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, LARGEST], ids=str)
 def test_mostly_right_drafts_leave_the_published_text(
-    stories: Trained,
-    golden_tokens: list[Scored],
-    shape: dict[str, Any],
+    stories: Trained, golden_tokens: list[Scored], shape: dict[str, Any]
 ) -> None:
     length = GOLDEN_TOKENS if shape is SHAPES[4] else GOLDEN_TOKENS // 2
-    responses = list(
-        stream_generate(
-            stories.model,
-            stories.tokenizer,
-            [BOS],
-            drafter=Scripted(ids(golden_tokens), vocab_size=512),
-            max_tokens=length,
-            **shape,
-        )
-    )
+    script = Scripted(ids(golden_tokens), vocab_size=512)
+    responses = list(stream(stories.model, [BOS], script, max_tokens=length, **shape))
     assert_same_tokens(golden_tokens[:length], [response.token for response in responses], shape)
     last = responses[-1]
     assert last.stats.num_tokens == length
@@ -125,27 +79,14 @@ def test_mostly_right_drafts_leave_the_published_text(
     assert last.tokens_per_step > 1.5
 
 
-@pytest.mark.parametrize(
-    ("shape", "drafts"), list(zip(SHAPES, itertools.cycle(["random", "mostly right"])))
-)
+@pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
 def test_babyllama_text_is_that_of_stock_mlx_lm(
-    babyllama: Trained,
-    babyllama_tokens: list[Scored],
-    shape: dict[str, Any],
-    drafts: str,
+    babyllama: Trained, babyllama_tokens: list[Scored], number: int, shape: dict[str, Any]
 ) -> None:
     script = Scripted(ids(babyllama_tokens), vocab_size=105)
-    responses = list(
-        stream_generate(
-            babyllama.model,
-            babyllama.tokenizer,
-            [BOS],
-            drafter=script if drafts == "mostly right" else babyllama.drafter,
-            max_tokens=len(babyllama_tokens),
-            **shape,
-        )
-    )
-    assert_same_tokens(babyllama_tokens, [response.token for response in responses], shape)
+    drafter = script if number % 2 else babyllama.drafter
+    found = tokens(babyllama.model, [BOS], drafter, max_tokens=len(babyllama_tokens), **shape)
+    assert_same_tokens(babyllama_tokens, found, shape)
 
 
 def test_shapes_cover_both_selections_and_the_limits() -> None:

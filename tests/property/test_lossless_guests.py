@@ -19,17 +19,24 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
-from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
-from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
+from tests.helpers.equality import (
+    Scored,
+    assert_same_tokens,
+    assert_turns,
+    ids,
+    stock_tokens,
+    stream,
+    tokens,
+)
+from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3
 
 VOCAB_SIZE = 64
 # Passages that come back, so that there is something to look up.
 PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
-NUM_TOKENS = 32
+NUM_TOKENS = 20
 SHAPES: list[dict[str, Any]] = [
     {},
     {"beam_width": 1, "beam_length": 6},
@@ -75,12 +82,6 @@ def guest(request: pytest.FixtureRequest) -> Any:
     return GUESTS[request.param]()
 
 
-def _tokens(guest: Any, **options: Any) -> list[int]:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE, options.pop("stop_tokens", None))
-    prompt = options.pop("prompt", PROMPT)
-    return [r.token for r in stream_generate(MODEL, tokenizer, prompt, drafter=guest, **options)]
-
-
 # What every guest is compared with, decoded once.
 @cache
 def _greedy() -> list[Scored]:
@@ -89,24 +90,24 @@ def _greedy() -> list[Scored]:
 
 @cache
 def _plain(temp: float) -> list[int]:
-    return _tokens(None, temp=temp, seed=11, max_tokens=NUM_TOKENS)
+    return tokens(MODEL, PROMPT, temp=temp, seed=11, max_tokens=NUM_TOKENS)
 
 
 @cache
 def _sampled_by_stock(number: int) -> list[Scored]:
     mx.random.seed(3)
-    return stock_tokens(MODEL, PROMPT, 24, sampler=make_sampler(**SAMPLERS[number]))
+    return stock_tokens(MODEL, PROMPT, 16, sampler=make_sampler(**SAMPLERS[number]))
 
 
 @cache
 def _processed_by_stock(number: int) -> list[Scored]:
     processors = make_logits_processors(**PROCESSORS[number])
-    return stock_tokens(MODEL, PROMPT, 24, logits_processors=processors)
+    return stock_tokens(MODEL, PROMPT, 16, logits_processors=processors)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_greedy_texts_are_stock_mlx_lms(guest: Any, shape: dict[str, Any]) -> None:
-    assert_same_tokens(_greedy(), _tokens(guest, max_tokens=NUM_TOKENS, **shape))
+    assert_same_tokens(_greedy(), tokens(MODEL, PROMPT, guest, max_tokens=NUM_TOKENS, **shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -115,29 +116,31 @@ def test_sampled_texts_are_those_of_plain_decoding(
     guest: Any, shape: dict[str, Any], temp: float, couple: bool
 ) -> None:
     options: dict[str, Any] = {"temp": temp, "seed": 11, "max_tokens": NUM_TOKENS}
-    assert _tokens(guest, couple=couple, **options, **shape) == _plain(temp)
+    assert tokens(MODEL, PROMPT, guest, couple=couple, **options, **shape) == _plain(temp)
 
 
 @pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
 def test_stock_samplers(guest: Any, number: int, shape: dict[str, Any]) -> None:
     expected = _sampled_by_stock(number)
     mx.random.seed(3)
-    found = _tokens(guest, max_tokens=24, sampler=make_sampler(**SAMPLERS[number]), **shape)
+    found = tokens(
+        MODEL, PROMPT, guest, max_tokens=16, sampler=make_sampler(**SAMPLERS[number]), **shape
+    )
     assert_same_tokens(expected, found)
 
 
 @pytest.mark.parametrize(("number", "shape"), [(i % 2, one) for i, one in enumerate(SHAPES)])
 def test_stock_logits_processors(guest: Any, number: int, shape: dict[str, Any]) -> None:
     processors = make_logits_processors(**PROCESSORS[number])
-    found = _tokens(guest, max_tokens=24, logits_processors=processors, **shape)
+    found = tokens(MODEL, PROMPT, guest, max_tokens=16, logits_processors=processors, **shape)
     assert_same_tokens(_processed_by_stock(number), found)
 
 
 @pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
 def test_stop_tokens_end_inside_a_draft(guest: Any, number: int, shape: dict[str, Any]) -> None:
-    text = ids(_greedy())[:24]  # several drafts of every shape
+    text = ids(_greedy())[:16]  # several drafts of every shape
     for stop in list(dict.fromkeys(text))[number :: len(SHAPES)]:
-        found = _tokens(guest, stop_tokens={stop}, max_tokens=len(text), **shape)
+        found = tokens(MODEL, PROMPT, guest, stop_tokens={stop}, max_tokens=len(text), **shape)
         assert found == text[: text.index(stop) + 1]
 
 
@@ -145,14 +148,10 @@ def test_stop_tokens_end_inside_a_draft(guest: Any, number: int, shape: dict[str
 def test_turns_on_one_prompt_cache(guest: Any, shape: dict[str, Any]) -> None:
     """With the target's layers alone, and with those of a draft model after them."""
     turns = [PROMPT, [7, 8, 9], [60], PROMPT]
-    for is_shared in (False, isinstance(guest, DraftModel)):
-        stock, cache = make_prompt_cache(MODEL), make_prompt_cache(MODEL)
-        own = make_prompt_cache(guest.target.model) if is_shared else []
-        for turn in turns:
-            expected = ids(stock_tokens(MODEL, turn, 7, prompt_cache=stock))
-            found = _tokens(guest, prompt=turn, max_tokens=7, prompt_cache=cache + own, **shape)
-            assert found == expected
-            assert {layer.offset for layer in cache + own} == {stock[0].offset}
+    assert_turns(MODEL, guest, turns, max_tokens=7, **shape)
+    if isinstance(guest, DraftModel):
+        own = make_prompt_cache(guest.target.model)
+        assert_turns(MODEL, guest, turns, own, max_tokens=7, **shape)
 
 
 @given(seed=st.integers(0, 10**6))
@@ -162,28 +161,15 @@ def test_any_repetitive_prompt(seed: int) -> None:
     passage = to_ints(mx.random.randint(1, VOCAB_SIZE, (9,), key=keys[0]))
     cuts = sorted(to_ints(mx.random.randint(0, 9, (6,), key=keys[1])))
     prompt = [*passage, *(t for a, b in pairwise(cuts) for t in passage[a:b]), *passage[:3]]
-    expected = stock_tokens(MODEL, prompt, 40)
+    expected = stock_tokens(MODEL, prompt, 24)
     for shape in SHAPES:
-        assert_same_tokens(expected, _tokens("lookup", prompt=prompt, max_tokens=40, **shape))
+        assert_same_tokens(expected, tokens(MODEL, prompt, "lookup", max_tokens=24, **shape))
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 @pytest.mark.parametrize("length", [2, 5, 9])
 def test_the_target_accepts_all_of_itself(temp: float, length: int) -> None:
-    guest = DraftModel(MODEL, None)
-    responses = list(
-        stream_generate(
-            MODEL,
-            wrapped_tokenizer(VOCAB_SIZE),
-            PROMPT,
-            drafter=guest,
-            temp=temp,
-            seed=5,
-            beam_width=1,
-            beam_length=length,
-            tree_nodes=length,
-            max_tokens=1 + 6 * length,
-        )
-    )
-    counts = responses[-1].stats.accepted_counts
-    assert counts == [0] * (length - 1) + [6]
+    shape = {"beam_width": 1, "beam_length": length, "tree_nodes": length}
+    options = {"temp": temp, "seed": 5, "max_tokens": 1 + 6 * length, **shape}
+    *_, last = stream(MODEL, PROMPT, DraftModel(MODEL, None), **options)
+    assert last.stats.accepted_counts == [0] * (length - 1) + [6]

@@ -12,19 +12,26 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter import DraftModel, Engine, SpeculateAhead, stream_generate
+from mlx_redrafter import DraftModel, Engine, SpeculateAhead
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.speculate_ahead import likeliest_outcomes
 from tests.helpers.drafts import RandomShapes, make_tree, use_policy
-from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import (
+    Scored,
+    assert_same_tokens,
+    assert_turns,
+    stock_tokens,
+    stream,
+    tokens,
+)
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
-NUM_TOKENS = 28
+NUM_TOKENS = 18
 SHAPES: list[dict[str, Any]] = [
     {},
     {"beam_width": 1, "beam_length": 6},
@@ -54,12 +61,6 @@ def drafter(request: pytest.FixtureRequest) -> Any:
     return DRAFTERS[request.param]()
 
 
-def _tokens(drafter: Any, **options: Any) -> list[int]:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    prompt = options.pop("prompt", PROMPT)
-    return [r.token for r in stream_generate(MODEL, tokenizer, prompt, drafter=drafter, **options)]
-
-
 # What every drafter is compared with, decoded once.
 @cache
 def _greedy() -> list[Scored]:
@@ -68,15 +69,15 @@ def _greedy() -> list[Scored]:
 
 @cache
 def _sampled() -> list[int]:
-    return _tokens(None, **SAMPLING)
+    return tokens(MODEL, PROMPT, **SAMPLING)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_texts_are_those_of_plain_decoding(drafter: Any, shape: dict[str, Any]) -> None:
     ahead = SpeculateAhead(drafter)
-    assert_same_tokens(_greedy(), _tokens(ahead, max_tokens=NUM_TOKENS, **shape))
+    assert_same_tokens(_greedy(), tokens(MODEL, PROMPT, ahead, max_tokens=NUM_TOKENS, **shape))
     couple = SHAPES.index(shape) % 2 == 0
-    assert _tokens(ahead, couple=couple, **SAMPLING, **shape) == _sampled()
+    assert tokens(MODEL, PROMPT, ahead, couple=couple, **SAMPLING, **shape) == _sampled()
     if shape:
         assert ahead.hits.passes > 5
 
@@ -86,32 +87,26 @@ def test_any_shape_after_any_other(drafter: Any, monkeypatch: pytest.MonkeyPatch
     expected, expected_sampled = _greedy(), _sampled()
     use_policy(monkeypatch, RandomShapes(1))
     ahead = SpeculateAhead(drafter, num_outcomes=3)
-    assert_same_tokens(expected, _tokens(ahead, max_tokens=NUM_TOKENS))
-    assert _tokens(ahead, **SAMPLING) == expected_sampled
+    assert_same_tokens(expected, tokens(MODEL, PROMPT, ahead, max_tokens=NUM_TOKENS))
+    assert tokens(MODEL, PROMPT, ahead, **SAMPLING) == expected_sampled
     assert ahead.hits.passes > 0
 
 
 def test_stock_samplers(drafter: Any) -> None:
+    options: dict[str, Any] = {"max_tokens": 16, "sampler": make_sampler(temp=0.7)}
+    mx.random.seed(3)
+    expected = stock_tokens(MODEL, PROMPT, **options)
     for shape in SHAPES[1:3]:
         mx.random.seed(3)
-        expected = stock_tokens(MODEL, PROMPT, 24, sampler=make_sampler(temp=0.7))
-        mx.random.seed(3)
-        sampler = make_sampler(temp=0.7)
-        found = _tokens(SpeculateAhead(drafter), max_tokens=24, sampler=sampler, **shape)
+        found = tokens(MODEL, PROMPT, SpeculateAhead(drafter), **options, **shape)
         assert_same_tokens(expected, found)
 
 
 def test_turns_on_one_prompt_cache(drafter: Any) -> None:
-    ahead = SpeculateAhead(drafter)
-    for is_shared, shape in ((False, SHAPES[1]), (isinstance(drafter, DraftModel), SHAPES[2])):
-        stock, cache = make_prompt_cache(MODEL), make_prompt_cache(MODEL)
-        own = make_prompt_cache(drafter.target.model) if is_shared else []
-        for turn in ([*PROMPT], [7, 8, 9], [60]):
-            expected = ids(stock_tokens(MODEL, turn, 9, prompt_cache=stock))
-            shared = cache + own
-            found = _tokens(ahead, prompt=turn, max_tokens=9, prompt_cache=shared, **shape)
-            assert found == expected
-            assert {layer.offset for layer in cache + own} == {stock[0].offset}
+    ahead, turns = SpeculateAhead(drafter), (PROMPT, [7, 8, 9], [60])
+    assert_turns(MODEL, ahead, turns, **SHAPES[1])
+    own = make_prompt_cache(drafter.target.model) if isinstance(drafter, DraftModel) else []
+    assert_turns(MODEL, ahead, turns, own, **SHAPES[2])
 
 
 def test_batches_and_threads(drafter: Any) -> None:
@@ -119,7 +114,7 @@ def test_batches_and_threads(drafter: Any) -> None:
     engine = Engine(MODEL, tokenizer, SpeculateAhead(drafter))
     prompts = [PROMPT, [7, 8, 9], [60]]
     options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 16, "beam_width": 2}
-    expected = [_tokens(None, prompt=one, temp=0.8, seed=4, max_tokens=16) for one in prompts]
+    expected = [tokens(MODEL, one, temp=0.8, seed=4, max_tokens=16) for one in prompts]
     found: list[list[int]] = [[] for _ in prompts]
     for number, response in engine.stream_batch(prompts, batch_size=2, **options):
         found[number].append(response.token)
@@ -136,9 +131,8 @@ def test_batches_and_threads(drafter: Any) -> None:
 def test_a_drafter_that_is_right_foresees_every_outcome(sampling: dict[str, Any]) -> None:
     """The target's own noise tells the token after the drafts at a temperature, too."""
     ahead = SpeculateAhead(DraftModel(MODEL, None))
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     options = {"max_tokens": 60, "beam_width": 1, "beam_length": 6, **sampling}
-    *_, last = stream_generate(MODEL, tokenizer, PROMPT, drafter=ahead, **options)
+    *_, last = stream(MODEL, PROMPT, ahead, **options)
     assert ahead.hits.passes >= 8
     assert ahead.hits.foreseen == ahead.hits.passes
     # So every draft made ahead is right; the last step may have fewer.

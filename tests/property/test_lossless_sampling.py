@@ -10,10 +10,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_redrafter import stream_generate
 from tests.conftest import Trained
 from tests.helpers.drafts import Scripted
-from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import (
+    Scored,
+    assert_same_tokens,
+    ids,
+    plain_tokens,
+    stock_tokens,
+    stream,
+    tokens,
+)
 from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
 
 VOCAB_SIZE = 100  # no multiple of a vector's length
@@ -73,10 +80,7 @@ def filters(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def plain_of_filter(model: nn.Module, filters: dict[str, Any]) -> list[Scored]:
     """What is sampled without drafts, with one seed."""
-    sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 40, **filters}
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    responses = stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
-    return [(response.token, response.logprobs) for response in responses]
+    return plain_tokens(model, PROMPT, temp=1.0, seed=5, max_tokens=20, **filters)
 
 
 def test_there_are_enough_combinations() -> None:
@@ -85,23 +89,13 @@ def test_there_are_enough_combinations() -> None:
 
 @pytest.mark.parametrize("group", range(6))
 def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> None:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    drafter = random_drafter(VOCAB_SIZE, 32, seed=group)
-    texts = set()
+    drafter, texts = random_drafter(VOCAB_SIZE, 32, seed=group), set()
     for case, (seed, temp, filters, shape) in enumerate(COMBINATIONS[group::6]):
         sampling = {"seed": seed, "temp": temp, "max_tokens": NUM_TOKENS, **filters}
-        plain: list[Scored] = [
-            (response.token, response.logprobs)
-            for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
-        ]
+        plain = plain_tokens(model, PROMPT, **sampling)
         # A quarter with the random drafter's drafts.
         proposer = Scripted(ids(plain), VOCAB_SIZE) if case % 4 else drafter
-        drafted = [
-            response.token
-            for response in stream_generate(
-                model, tokenizer, PROMPT, drafter=proposer, **sampling, **shape
-            )
-        ]
+        drafted = tokens(model, PROMPT, proposer, **sampling, **shape)
         assert_same_tokens(plain, drafted, (sampling, shape))
         texts.add(tuple(drafted))
     assert len(texts) > 10  # the options matter
@@ -109,77 +103,42 @@ def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> Non
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        {"temp": 1.0, "top_p": 1e-46},
-        {"temp": 1.5, "top_p": 5e-324, "top_k": 3},
-        {"temp": 5e-324},
-    ],
+    [{"temp": 1.0, "top_p": 1e-46}, {"temp": 1.5, "top_p": 5e-324, "top_k": 3}, {"temp": 5e-324}],
     ids=str,
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_0_in_float32_writes_the_greedy_text(
-    model: nn.Module, greedy: list[Scored], sampling: dict[str, Any], shape: dict[str, Any]
+    model: nn.Module, greedy: list[Scored], sampling: dict[str, Any]
 ) -> None:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    for drafter in (None, Scripted(ids(greedy), VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)):
-        found = stream_generate(
-            model, tokenizer, PROMPT, drafter=drafter, max_tokens=NUM_TOKENS, **sampling, **shape
-        )
-        assert_same_tokens(greedy, [response.token for response in found], drafter)
+    for shape in SHAPES:
+        for drafter in (None, Scripted(ids(greedy), VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)):
+            found = tokens(model, PROMPT, drafter, max_tokens=NUM_TOKENS, **sampling, **shape)
+            assert_same_tokens(greedy, found, (drafter, shape))
 
 
 def test_qwen3_samples_the_same_with_drafts() -> None:
-    model, tokenizer = tiny_qwen3(vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
-    sampling: dict[str, Any] = {"temp": 1.0, "seed": 11, "max_tokens": 60}
-    plain = [
-        (response.token, response.logprobs)
-        for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
-    ]
+    model, sampling = tiny_qwen3(vocab_size=VOCAB_SIZE), {"temp": 1.0, "seed": 11, "max_tokens": 40}
+    plain = plain_tokens(model, PROMPT, **sampling)
     drafter = Scripted(ids(plain), VOCAB_SIZE)
-    drafted = list(
-        stream_generate(model, tokenizer, PROMPT, drafter=drafter, tree_nodes=12, **sampling)
-    )
+    drafted = list(stream(model, PROMPT, drafter, tree_nodes=12, **sampling))
     assert_same_tokens(plain, [response.token for response in drafted])
     assert any(response.from_draft for response in drafted)
 
 
 def test_trained_model_samples_the_same_with_drafts(stories: Trained) -> None:
-    rng = random.Random(0)
-    for seed in rng.sample(range(2**32), 3):
-        sampling: dict[str, Any] = {"temp": 0.8, "top_p": 0.95, "seed": seed, "max_tokens": 60}
-        plain = [
-            (response.token, response.logprobs)
-            for response in stream_generate(
-                stories.model, stories.tokenizer, "Lily", drafter=None, **sampling
-            )
-        ]
-        drafted = [
-            response.token
-            for response in stream_generate(
-                stories.model,
-                stories.tokenizer,
-                "Lily",
-                drafter=Scripted(ids(plain), 512),
-                tree_nodes=9,
-                **sampling,
-            )
-        ]
+    for seed in random.Random(0).sample(range(2**32), 3):
+        options: dict[str, Any] = {"tokenizer": stories.tokenizer, "seed": seed, "max_tokens": 60}
+        options |= {"temp": 0.8, "top_p": 0.95}
+        plain = plain_tokens(stories.model, "Lily", **options)
+        script = Scripted(ids(plain), 512)
+        drafted = tokens(stories.model, "Lily", script, tree_nodes=9, **options)
         assert_same_tokens(plain, drafted, seed)
 
 
 def test_text_depends_on_the_seed_alone(model: nn.Module) -> None:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-
-    def sample(seed: int) -> list[int]:
-        return [
-            response.token
-            for response in stream_generate(
-                model, tokenizer, PROMPT, drafter=None, temp=1.0, seed=seed, max_tokens=20
-            )
-        ]
-
-    assert sample(5) == sample(5)
-    assert sample(5) != sample(6)
+    first, second, other = (
+        tokens(model, PROMPT, temp=1.0, seed=seed, max_tokens=20) for seed in (5, 5, 6)
+    )
+    assert first == second != other
 
 
 @pytest.mark.parametrize(
@@ -203,12 +162,9 @@ def test_drafters_that_know_part_of_the_vocabulary(
     drafter = random_drafter(vocab_size, hidden_size, **sizes)  # type: ignore[arg-type]
     if drafter.config.draft_vocab_size is not None:
         drafter.token_ids = mx.array([95, 3, 17, 60, 61, 62, 5, 8, 9, 44, 99, 0], dtype=mx.int32)
-    tokenizer = wrapped_tokenizer(vocab_size)
-    sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 40, **filters}
-    drafted = list(
-        stream_generate(model, tokenizer, PROMPT, drafter=drafter, tree_nodes=12, **sampling)
-    )
-    assert_same_tokens(plain_of_filter, [response.token for response in drafted])
+    options: dict[str, Any] = {"tokenizer": wrapped_tokenizer(vocab_size), "tree_nodes": 12}
+    options |= {"temp": 1.0, "seed": 5, "max_tokens": 20, **filters}
+    assert_same_tokens(plain_of_filter, tokens(model, PROMPT, drafter, **options))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -218,7 +174,6 @@ def test_drafts_that_are_no_numbers_change_no_sample(
     drafter = random_drafter(VOCAB_SIZE, 32)
     head: Any = drafter.lm_head[-1]
     head.weight[::2] = value
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 20, **filters}
-    drafted = stream_generate(model, tokenizer, PROMPT, drafter=drafter, beam_width=4, **sampling)
-    assert_same_tokens(plain_of_filter[:20], [response.token for response in drafted])
+    options: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 20, **filters}
+    found = tokens(model, PROMPT, drafter, beam_width=4, **options)
+    assert_same_tokens(plain_of_filter, found)

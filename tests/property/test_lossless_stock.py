@@ -10,14 +10,13 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_redrafter import stream_generate
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
-from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
+from tests.helpers.models import random_drafter, tiny_llama
 
 VOCAB_SIZE = 100
 PROMPT = [5, 17, 3, 60, 5, 17]
-NUM_TOKENS = 24
+NUM_TOKENS = 18
 
 SAMPLERS: list[dict[str, Any]] = [
     {"temp": 0.7},
@@ -58,7 +57,6 @@ def _check(
     options: dict[str, Any],
 ) -> None:
     """Plain and drafted decoding, with random and mostly right drafts, against stock mlx-lm."""
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     drafter = random_drafter(VOCAB_SIZE, 32, seed=seed)
     mx.random.seed(seed)
     expected = stock_tokens(model, PROMPT, NUM_TOKENS, **options)
@@ -70,18 +68,7 @@ def _check(
             if policy is not None:
                 use_policy(patch, policy)
             mx.random.seed(seed)
-            found = [
-                response.token
-                for response in stream_generate(
-                    model,
-                    tokenizer,
-                    PROMPT,
-                    drafter=proposer,
-                    max_tokens=NUM_TOKENS,
-                    **options,
-                    **shape,
-                )
-            ]
+            found = tokens(model, PROMPT, proposer, max_tokens=NUM_TOKENS, **options, **shape)
             assert_same_tokens(expected, found, (seed, shape, proposer is None))
             if "sampler" in options:  # the next request starts from the same state, too
                 assert _random_state() == state
@@ -131,28 +118,10 @@ def test_processors_see_the_prompt_and_every_token_before(model: nn.Module) -> N
         seen.append(tokens.tolist())  # type: ignore[arg-type]
         return logits
 
-    list(
-        stream_generate(
-            model,
-            wrapped_tokenizer(VOCAB_SIZE),
-            PROMPT,
-            drafter=None,
-            max_tokens=12,
-            logits_processors=[record],
-        )
-    )
+    options: dict[str, Any] = {"max_tokens": 12, "logits_processors": [record]}
+    tokens(model, PROMPT, **options)
     assert seen == [PROMPT + expected[:n] for n in range(12)]
-
     seen.clear()
-    list(
-        stream_generate(
-            model,
-            wrapped_tokenizer(VOCAB_SIZE),
-            PROMPT,
-            drafter=Scripted(expected, VOCAB_SIZE),
-            max_tokens=12,
-            logits_processors=[record],
-        )
-    )
+    tokens(model, PROMPT, Scripted(expected, VOCAB_SIZE), **options)
     histories = {tuple(history) for history in seen}
     assert {tuple(PROMPT + expected[:n]) for n in range(12)} <= histories

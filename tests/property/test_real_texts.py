@@ -48,14 +48,9 @@ def test_texts_are_those_of_mlx_lm() -> None:
     """Alone and in batches, with a quantised K/V cache, and in turns with a kept cache."""
     model, tokenizer = real_pair(SMOLLM2)
     settings = CommonSettings(model, tokenizer, cast("Any", None), 12)
-    found = decode_texts(
-        settings,
-        {"lookup": Lookup()},
-        [DraftPlan.of(1, 5, 5)],
-        _questions(tokenizer, 2),
-        4,
-        Recording(None, "exact", {}),
-    )
+    drafters, plans = {"lookup": Lookup()}, [DraftPlan.of(1, 5, 5)]
+    recording = Recording(None, "exact", {})
+    found = decode_texts(settings, drafters, plans, _questions(tokenizer, 2), 4, recording)
     assert len(found) == 7 * 2
     different = [one for one in found if not one.is_equal]
     assert [one for one in different if not one.is_tie] == []
@@ -69,11 +64,8 @@ def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone() -> None
     steps = tokens = 0
     for question in _questions(tokenizer, 2):
         text = stock_tokens(model, question.ids, 40)  # it does not stop at the answer's end
-        found = list(
-            stream_generate(
-                model, tokenizer, question.ids, drafter=drafter, max_tokens=40, beam_width=1
-            )
-        )
+        options: Any = {"drafter": drafter, "max_tokens": 40, "beam_width": 1}
+        found = list(stream_generate(model, tokenizer, question.ids, **options))
         assert_same_tokens(text[: len(found)], [one.token for one in found], question.ids)
         tokens, steps = tokens + len(found), steps + len(found) / found[-1].tokens_per_step
     assert tokens / steps > 1.3
