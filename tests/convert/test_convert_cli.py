@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,17 +24,13 @@ def source(tmp_path: Path) -> str:
 
 def test_convert(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
-    assert main(["convert", source, out, "-q", "--q-bits", "8", "--dtype", "bfloat16"]) == 0
+    assert main(["convert", "-q", "--q-bits", "8", source, out, "--dtype", "bfloat16"]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith(f"wrote {out}: hidden_size 64")
     assert "8 bits, groups of 64" in captured.out
     assert captured.err == ""
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["quantization"]["bits"] == 8
-
-
-def test_options_may_come_first(source: str, tmp_path: Path) -> None:
-    assert main(["convert", "--dtype", "float32", source, str(tmp_path / "out")]) == 0
 
 
 def test_inspect(source: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,15 +81,13 @@ def test_usage_errors(
     assert error.count("\n") == 1
 
 
-def test_help_is_fast_and_names_both_uses() -> None:
-    start = time.perf_counter()
+def test_help_loads_little_and_names_both_uses() -> None:
     shown = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "mlx_redrafter", "convert", "--help"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert time.perf_counter() - start < 60
     assert "convert SRC` describes a checkpoint" in " ".join(shown.stdout.split())
     assert "mlx_lm" not in shown.stderr
     assert "torch" not in shown.stderr

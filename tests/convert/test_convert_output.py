@@ -72,8 +72,7 @@ def test_dtypes(source: Path, dtype: str) -> None:
     assert load_drafter(source.parent / "out").dtype == getattr(mx, dtype)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
-@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 64), (4, 64), (6, 32), (8, 64)])
 def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_size: int) -> None:
     out = source.parent / "out"
     options = ConversionOptions(quantize=True, q_bits=bits, q_group_size=group_size)
@@ -94,43 +93,27 @@ def test_a_quantised_copy_is_for_the_same_target(tmp_path: Path) -> None:
     assert "base_model: org/Model" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_calibration_outlives_quantising(tmp_path: Path) -> None:
-    drafter = random_drafter(97, 64, exit_dim=32, inverse_temperature=2.5, coupling_weight=0.8)
-    save_drafter(drafter, tmp_path / "drafter")
-    options = ConversionOptions(quantize=True, q_group_size=32)
-    config = convert_drafter(tmp_path / "drafter", tmp_path / "out", options).config
-    assert (config.inverse_temperature, config.coupling_weight) == (2.5, 0.8)
-    assert load_drafter(tmp_path / "out").config == config
+def test_impossible_quantisation(source: Path) -> None:
+    for bits, group_size in ((5, 64), (4, 48), (0, 64)):
+        options = ConversionOptions(quantize=True, q_bits=bits, q_group_size=group_size)
+        with pytest.raises(ConfigError, match="must be one of"):
+            convert_drafter(source, source.parent / "out", options)
+    narrow = source.parent / "narrow"
+    handmade.write_checkpoint(narrow, "zip")
+    with pytest.raises(ConfigError, match="group_size 64"):  # which divides no width
+        convert_drafter(narrow, source.parent / "out", ConversionOptions(quantize=True))
+    assert files(source.parent) == ["narrow", "source"]
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(5, 64), (4, 48), (0, 64)])
-def test_impossible_quantisation(source: Path, bits: int, group_size: int) -> None:
-    options = ConversionOptions(quantize=True, q_bits=bits, q_group_size=group_size)
-    with pytest.raises(ConfigError, match="must be one of"):
-        convert_drafter(source, source.parent / "out", options)
-
-
-def test_a_width_that_no_group_divides(tmp_path: Path) -> None:
-    handmade.write_checkpoint(tmp_path / "source", "zip")
-    with pytest.raises(ConfigError, match="group_size 64"):
-        convert_drafter(tmp_path / "source", tmp_path / "out", ConversionOptions(quantize=True))
-    assert files(tmp_path) == ["source"]
-
-
-def test_an_earlier_conversion_is_replaced(source: Path) -> None:
+def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source: Path) -> None:
     out = source.parent / "out"
+    out.mkdir()
     convert_drafter(source, out)
     before = contents(out)
     convert_drafter(source, out, ConversionOptions(dtype="float32"))
     assert contents(out) != before
     assert files(out) == OUTPUT
     assert files(out.parent) == ["out", "source"]
-
-
-def test_an_empty_folder_is_filled(source: Path) -> None:
-    (source.parent / "out").mkdir()
-    convert_drafter(source, source.parent / "out")
-    assert files(source.parent / "out") == OUTPUT
 
 
 @pytest.mark.parametrize("present", ["thesis.txt", "config.json"])
@@ -152,41 +135,31 @@ def test_the_source_is_not_replaced(source: Path) -> None:
     assert contents(source) == before
 
 
-def test_a_failure_while_writing_leaves_the_earlier_output(
+def test_a_failure_leaves_or_brings_back_the_earlier_output(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = source.parent / "out"
+    out, rename, calls = source.parent / "out", os.rename, []
     convert_drafter(source, out)
     before = contents(out)
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("mlx_redrafter.convert.output.render_card", fail)
-    with pytest.raises(OSError, match="disk full"):
-        convert_drafter(source, out, ConversionOptions(dtype="float32"))
-    assert contents(out) == before
-    assert files(out.parent) == ["out", "source"]
-
-
-def test_a_failure_while_moving_brings_the_earlier_output_back(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = source.parent / "out"
-    convert_drafter(source, out)
-    before, rename, calls = contents(out), os.rename, []
-
     def fail_once(*paths: object) -> None:
         calls.append(paths)
         if len(calls) == 2:
-            raise OSError("cannot move")
+            raise OSError("disk full")
         rename(*paths)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(publication.os, "rename", fail_once)
-    with pytest.raises(OSError, match="cannot move"):
-        convert_drafter(source, out, ConversionOptions(dtype="float32"))
-    assert contents(out) == before
-    assert files(out.parent) == ["out", "source"]
+    broken = {"output.render_card": fail, "publication.os.rename": fail_once}
+    for name, function in broken.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"mlx_redrafter.convert.{name}", function)
+            with pytest.raises(OSError, match="disk full"):
+                convert_drafter(source, out, ConversionOptions(dtype="float32"))
+        assert contents(out) == before
+        assert files(out.parent) == ["out", "source"]
+    assert len(calls) > 1
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
@@ -207,18 +180,14 @@ def test_back_to_pytorch(source: Path, bits: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "reason"),
-    [
-        ({"rnn_activation": "identity"}, "TensorRT-LLM's recurrence"),
-        ({"rnn_first_step_bias": False}, "TensorRT-LLM's recurrence"),
-    ],
+    "variant", [{"rnn_activation": "identity"}, {"rnn_first_step_bias": False}], ids=str
 )
 def test_what_apples_code_cannot_compute_is_not_written(
-    tmp_path: Path, variant: dict[str, Any], reason: str
+    tmp_path: Path, variant: dict[str, Any]
 ) -> None:
     handmade.write_checkpoint(tmp_path / "source", "zip", {**WIDE, **variant})
     convert_drafter(tmp_path / "source", tmp_path / "mlx")
-    with pytest.raises(CheckpointError, match=reason):
+    with pytest.raises(CheckpointError, match="TensorRT-LLM's recurrence"):
         export_drafter(tmp_path / "mlx", tmp_path / "back")
     assert files(tmp_path) == ["mlx", "source"]
 
@@ -235,16 +204,11 @@ def test_the_most_frequent_tokens_are_kept() -> None:
     assert choose_rows(counts, [], 5).tolist() == [0, 1, 3, 4, 6]
     assert choose_rows(counts, [99, -1], 7).tolist() == list(range(7))
 
-
-@pytest.mark.parametrize("num_rows", [0, 1, 8])
-def test_an_impossible_number_of_rows(num_rows: int) -> None:
-    with pytest.raises(ConfigError, match="vocabulary slice"):
-        choose_rows(np.zeros(7), [3], num_rows)
-
-
-def test_a_slice_needs_a_tokenizer(tmp_path: Path) -> None:
+    for num_rows in (0, 1, 8):
+        with pytest.raises(ConfigError, match="vocabulary slice"):
+            choose_rows(np.zeros(7), [3], num_rows)
     with pytest.raises(ConfigError, match="needs --target"):
-        ConversionOptions(vocab_slice=5, vocab_text=[tmp_path])
+        ConversionOptions(vocab_slice=5, vocab_text=[Path("text")])
 
 
 def test_token_ids_out_of_range(tmp_path: Path) -> None:
@@ -293,11 +257,12 @@ def test_upload(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("top_k", [None, 7, 50])
-def test_calibration_comes_back_from_pytorch(tmp_path: Path, top_k: int | None) -> None:
-    drafter = random_drafter(
-        96, 64, draft_top_k=top_k, inverse_temperature=0.61, coupling_weight=0.83
-    )
+def test_calibration_outlives_quantising_and_pytorch(tmp_path: Path, top_k: int | None) -> None:
+    measured = {"inverse_temperature": 0.61, "coupling_weight": 0.83}
+    drafter = random_drafter(96, 64, draft_top_k=top_k, **measured)  # type: ignore[arg-type]
     save_drafter(drafter, tmp_path / "mlx")
     export_drafter(tmp_path / "mlx", tmp_path / "torch")
     convert_drafter(tmp_path / "torch", tmp_path / "back", ConversionOptions(dtype="float32"))
     assert load_drafter(tmp_path / "back").config == drafter.config
+    convert_drafter(tmp_path / "mlx", tmp_path / "out", ConversionOptions(quantize=True))
+    assert load_drafter(tmp_path / "out").config == drafter.config

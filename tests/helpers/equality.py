@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter import stream_generate
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.target.model_parts import find_parts
 from tests.helpers.models import wrapped_tokenizer
@@ -96,3 +97,10 @@ def batch_texts(stream: Iterable[Any], count: int) -> list[str]:
     for number, response in stream:
         texts[number] += response.text
     return texts
+
+
+def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
+    """Check that two networks have the same parameters by the same names."""
+    weights, others = named_parameters(found), named_parameters(expected)
+    assert weights.keys() == others.keys()
+    assert all(mx.array_equal(weights[name], others[name]).item() for name in weights)
