@@ -53,7 +53,8 @@ def stream(
 ) -> ResponseStream:
     """Begin a text of this package, by default with characters as tokens, and an end at none."""
     stop = options.pop("stop_tokens", None)
-    tokenizer = tokenizer or wrapped_tokenizer(find_parts(model).vocab_size, stop)
+    if tokenizer is None:
+        tokenizer = wrapped_tokenizer(find_parts(model).vocab_size, stop)
     return stream_generate(model, tokenizer, prompt, drafter=drafter, **options)
 
 

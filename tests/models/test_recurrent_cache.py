@@ -90,23 +90,23 @@ def test_anywhere_in_the_newest_path(after: str, length: int, expected: int) -> 
     assert found.trimmed(length) == expected
 
 
-def test_a_token_and_a_root_after_a_path() -> None:
-    for is_tree in (False, True):
-        found = text()
-        found.verify(8, 16)
-        found.cache.commit([0])
-        (found.verify if is_tree else found.advance)(64)
-        assert found.trimmed(5) == 79
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_a_token_and_a_root_after_a_path(is_tree: bool) -> None:
+    found = text()
+    found.verify(8, 16)
+    found.cache.commit([0])
+    (found.verify if is_tree else found.advance)(64)
+    assert found.trimmed(5) == 79
 
 
-def test_two_tokens_after_a_path() -> None:
-    for length, expected in ((6, 207), (5, 79)):
-        found = text()
-        found.verify(8, 16)
-        found.cache.commit([0])
-        found.advance(64)
-        found.advance(128)
-        assert found.trimmed(length) == expected
+@pytest.mark.parametrize(("length", "expected"), [(6, 207), (5, 79)])
+def test_two_tokens_after_a_path(length: int, expected: int) -> None:
+    found = text()
+    found.verify(8, 16)
+    found.cache.commit([0])
+    found.advance(64)
+    found.advance(128)
+    assert found.trimmed(length) == expected
 
 
 def test_an_interruption_before_the_layer_or_after_it() -> None:
@@ -125,12 +125,3 @@ def test_the_beginning_of_a_text() -> None:
     found.advance(5, 6)
     assert found.trimmed(0) == 0
     assert found.layer.stock.empty()
-
-
-def test_what_models_ask() -> None:
-    layer = text().layer
-    assert layer.lengths is None
-    assert layer.left_padding is None
-    assert layer.make_mask(3) is None
-    layer.advance(3)
-    assert bool(layer)
