@@ -150,23 +150,12 @@ def test_the_facade_loads_the_back_end_only() -> None:
 
 # Array code and counts that stand on MLX alone.
 WITHOUT_MLX_LM = (
-    "draft_plan",
-    "generation_options",
-    "trees/tree",
-    "trees/tree_batch",
-    "trees/topk",
-    "decoding/accept",
-    "decoding/stats",
-    "decoding/passes",
-    "decoding/records",
-    "proposers/expansion",
-    "proposers/search",
-    "proposers/lookup/chances",
-    "proposers/lookup/contexts",
-    "proposers/redrafter/recurrence",
-    "proposers/redrafter/network",
+    "draft_plan", "generation_options", "trees/tree", "trees/tree_batch", "trees/topk",
+    "decoding/accept", "decoding/stats", "decoding/passes", "decoding/records",
+    "proposers/expansion", "proposers/search", "proposers/lookup/chances",
+    "proposers/lookup/contexts", "proposers/redrafter/recurrence", "proposers/redrafter/network",
     "proposers/scores",
-)
+)  # fmt: skip
 
 
 def test_the_core_does_not_know_mlx_lm() -> None:

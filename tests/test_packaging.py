@@ -21,26 +21,18 @@ from mlx_redrafter import __version__
 from tests.helpers.models import ROOT
 
 FOLDERS = {
-    "mlx_redrafter": "mlx_redrafter",
-    "cli": "mlx_redrafter/cli",
-    "convert": "mlx_redrafter/convert",
-    "bench": "mlx_redrafter/bench",
+    "mlx_redrafter": "mlx_redrafter", "cli": "mlx_redrafter/cli",
+    "convert": "mlx_redrafter/convert", "bench": "mlx_redrafter/bench",
     "server": "mlx_redrafter/server",
-}
+}  # fmt: skip
 PAGE = (
-    "page.html",
-    "page.js",
-    "marked.umd.js",
-    "purify.min.js",
-    "marked.LICENSE",
-    "purify.LICENSE",
-)
+    "page.html", "page.js", "marked.umd.js", "purify.min.js", "marked.LICENSE", "purify.LICENSE",
+)  # fmt: skip
 WEIGHTS = [ROOT / "mlx_redrafter" / name for name in ("pair", "drafters")]
 OTHERS = {
-    "mlx_redrafter/py.typed",
-    *(f"mlx_redrafter/server/page/{name}" for name in PAGE),
+    "mlx_redrafter/py.typed", *(f"mlx_redrafter/server/page/{name}" for name in PAGE),
     "mlx_redrafter/checkpoints/drafters.tsv",
-}
+}  # fmt: skip
 LARGEST_WHEEL = 25 * 10**6
 NOT_SHIPPED = {"bench/lab", "bench/pair", "bench/results"}
 # Repository that the links on the package index lead to.

@@ -143,33 +143,17 @@ def changed(name: str, tensor: mx.array | None) -> dict[str, mx.array]:
 
 
 BAD: dict[str, tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], str]] = {
-    "a model without": (
-        {"model.embed_tokens.weight": mx.ones((64, 32))},
-        {},
-        CheckpointError,
-        r"no tensors model\.mtp_layers\.0\.\*",
-    ),
-    "missing": (
-        changed("mlp.up_proj.weight", None),
-        {},
-        CheckpointError,
-        r"model\.mtp_layers\.0\.mlp\.up_proj\.weight is missing",
-    ),
-    "shape": (
-        changed("input_proj.weight", mx.ones((32, 32))),
-        {},
-        CheckpointError,
-        r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]",
-    ),
-    "too large": (
-        changed("final_layernorm.weight", mx.full((32,), 1e6)),
-        {"dtype": "float16"},
-        NonFiniteError,
-        r"model\.mtp_layers\.0\.final_layernorm\.weight; .* if float16 overflowed",
-    ),
+    "a model without": ({"model.embed_tokens.weight": mx.ones((64, 32))}, {}, CheckpointError,
+        r"no tensors model\.mtp_layers\.0\.\*"),
+    "missing": (changed("mlp.up_proj.weight", None), {}, CheckpointError,
+        r"model\.mtp_layers\.0\.mlp\.up_proj\.weight is missing"),
+    "shape": (changed("input_proj.weight", mx.ones((32, 32))), {}, CheckpointError,
+        r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]"),
+    "too large": (changed("final_layernorm.weight", mx.full((32, ), 1e6)), {"dtype": "float16"},
+        NonFiniteError, r"model\.mtp_layers\.0\.final_layernorm\.weight; .* if float16 overflowed"),
     "recurrence": (MODULE, {"rnn_activation": "silu"}, ConfigError, "is not for an MTP module"),
     "tree": (MODULE, {"tree": "dynamic"}, ConfigError, "--tree is not for an MTP module"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -106,14 +106,10 @@ def test_apples_default_of_minus_one_says_nothing(tmp_path: Path) -> None:
     assert convert(source).config.hidden_size == CONFIG["hidden_size"]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"rnn_activation": "identity", "rnn_first_step_bias": False, "draft_top_k": None},) * 2,
-        ({}, {"rnn_activation": "silu", "rnn_first_step_bias": True, "draft_top_k": 50}),
-    ],
-    ids=["ours", "Apple's"],
-)
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"rnn_activation": "identity", "rnn_first_step_bias": False, "draft_top_k": None}, ) * 2,
+    ({}, {"rnn_activation": "silu", "rnn_first_step_bias": True, "draft_top_k": 50}),
+], ids=["ours", "Apple's"])  # fmt: skip
 def test_drafters_keep_their_variant(
     tmp_path: Path, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
@@ -121,20 +117,17 @@ def test_drafters_keep_their_variant(
     assert {key: getattr(found, key) for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("hidden_size", 9, "'rnn_u.weight' has shape [8, 8], expected [9, 9]"),
-        ("exit_dim", 13, "'input_proj.bias' has shape [12], expected [13]"),
-        ("vocab_size", 71, "'lm_head.2.weight' has shape [70, 12], expected [71, 12]"),
-        ("num_draft_layers", 3, "lm_head.3.weight is missing, expected shape [70, 12]"),
-        ("num_draft_layers", 1, "'lm_head.1.linear.weight' of shape [12, 12] is unexpected"),
-        ("rnn", False, "'rnn_w.weight' of shape [8, 8] is unexpected"),
-        ("hidden_size", "8", "hidden_size must be an integer"),
-        ("num_draft_layers", 10**9, "num_draft_layers must be an integer"),
-        ("rnn_activation", "tanh", "rnn_activation must be"),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "expected"), [
+    ("hidden_size", 9, "'rnn_u.weight' has shape [8, 8], expected [9, 9]"),
+    ("exit_dim", 13, "'input_proj.bias' has shape [12], expected [13]"),
+    ("vocab_size", 71, "'lm_head.2.weight' has shape [70, 12], expected [71, 12]"),
+    ("num_draft_layers", 3, "lm_head.3.weight is missing, expected shape [70, 12]"),
+    ("num_draft_layers", 1, "'lm_head.1.linear.weight' of shape [12, 12] is unexpected"),
+    ("rnn", False, "'rnn_w.weight' of shape [8, 8] is unexpected"),
+    ("hidden_size", "8", "hidden_size must be an integer"),
+    ("num_draft_layers", 10**9, "num_draft_layers must be an integer"),
+    ("rnn_activation", "tanh", "rnn_activation must be"),
+])  # fmt: skip
 def test_a_config_that_contradicts_the_tensors(
     tmp_path: Path, key: str, value: object, expected: str
 ) -> None:
@@ -193,15 +186,12 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
 SHARD_OF_TENSORRT = handmade.tensors(), {"mapping": {"tp_size": 2}}, "one rank of a TensorRT"
 FOREIGN: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     "ambiguous": (handmade.medusa(1), {}, "either a ReDrafter head or a Medusa head"),
-    "speculators": (
-        handmade.tensors(),
-        {"speculators_model_type": "mlp"},
-        "a drafter of speculators_model_type 'mlp'",
-    ),
+    "speculators": (handmade.tensors(), {"speculators_model_type": "mlp"},
+        "a drafter of speculators_model_type 'mlp'"),
     "a model": ({"model.embed_tokens.weight": np.zeros((2, 2), "f4")}, {}, "a language model"),
     "quantised": (handmade.tensors(), {"quantization": {"bits": 4}}, "quantised already"),
     "tensor parallel": SHARD_OF_TENSORRT,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FOREIGN)

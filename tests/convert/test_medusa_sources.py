@@ -40,30 +40,21 @@ def with_(name: str, shape: tuple[int, ...]) -> Values:
 BAD: dict[str, tuple[Values, dict[str, Any], str]] = {
     "missing": (without("1.0.linear.bias"), CONFIG, r"1\.0\.linear\.bias is missing, expected sh"),
     "no final layer": (without("0.1.weight"), CONFIG, "the final layer of the first head.*none"),
-    "shape": (
-        with_("2.0.linear.weight", (8, 9)),
-        CONFIG,
-        r"2\.0\.linear\.weight' has shape \[8, 9\], expected \[8, 8\]",
-    ),
+    "shape": (with_("2.0.linear.weight", (8, 9)), CONFIG,
+        r"2\.0\.linear\.weight' has shape \[8, 9\], expected \[8, 8\]"),
     "rows": (with_("1.1.weight", (71, 8)), CONFIG, r"1\.1\.weight' has shape \[71, 8\], expected"),
-    "unexpected": (with_("norm.weight", (8,)), CONFIG, "not part of Medusa heads: 'norm.weight'"),
+    "unexpected": (with_("norm.weight", (8, )), CONFIG, "not part of Medusa heads: 'norm.weight'"),
     "twice": (with_("medusa_head.0.1.weight", (70, 8)), CONFIG, "both stand for heads.0.1.weight"),
-    "whole model": (
-        with_("model.embed_tokens.weight", (70, 8)),
-        {**CONFIG, "model_type": "llama"},
-        "in a Medusa-2 model both were trained",
-    ),
+    "whole model": (with_("model.embed_tokens.weight", (70, 8)), {**CONFIG, "model_type": "llama"},
+        "in a Medusa-2 model both were trained"),
     "too few": (handmade.medusa(2), {**CONFIG, "medusa_num_heads": 5}, "medusa_num_heads 5, but"),
     "hidden": (handmade.medusa(2), {**CONFIG, "hidden_size": 16}, "hidden_size 16, but the tens"),
     "layers": (handmade.medusa(2), {**CONFIG, "medusa_num_layers": 2}, "num_layers 2, but the te"),
-    "vllm's layers": (
-        handmade.medusa(2),
-        {"model_type": "medusa", "num_hidden_layers": 2},
-        "num_hidden_layers 2, but the te",
-    ),
+    "vllm's layers": (handmade.medusa(2), {"model_type": "medusa", "num_hidden_layers": 2},
+        "num_hidden_layers 2, but the te"),
     "vocabulary": (handmade.medusa(2), {**CONFIG, "vocab_size": 90}, "vocab_size 90, but"),
     "too many heads": (handmade.medusa(65, 1, 1), {"medusa_num_heads": 2}, "num_heads must be an"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -96,13 +87,10 @@ def test_pickles_are_for_convert(tmp_path: Path) -> None:
         recognise(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rnn_activation": "silu"}, "--rnn-activation is not for Medusa heads"),
-        ({"tree": "static"}, "a static tree needs --target"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"rnn_activation": "silu"}, "--rnn-activation is not for Medusa heads"),
+    ({"tree": "static"}, "a static tree needs --target"),
+])  # fmt: skip
 def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     source = write(tmp_path / "source", handmade.medusa(2))
     with pytest.raises(ConfigError, match=message):

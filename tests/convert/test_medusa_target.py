@@ -41,14 +41,10 @@ def convert(source: Path, stories: Trained, out: Path, **options: Any) -> Conver
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "4 bits, sliced": {
-        "dtype": "float32",
-        "quantize": True,
-        "vocab_slice": 256,
-        "vocab_text": [Path("text.txt")],
-    },
+    "4 bits, sliced": {"dtype": "float32", "quantize": True, "vocab_slice": 256,
+        "vocab_text": [Path("text.txt")]},
     "static": {"dtype": "float32", "tree": "static"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)

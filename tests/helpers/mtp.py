@@ -19,13 +19,9 @@ from tests.models.tiny_models import tiny_config
 Shapes = dict[str, tuple[int, ...]]
 # Classes of the families in transformers.
 TORCH_NAMES = {
-    "deepseek_v3": "DeepseekV3",
-    "glm4_moe": "Glm4Moe",
-    "glm4_moe_lite": "Glm4MoeLite",
-    "qwen3_5": "Qwen3_5",
-    "qwen3_5_moe": "Qwen3_5Moe",
-    "qwen3_next": "Qwen3Next",
-}
+    "deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "glm4_moe_lite": "Glm4MoeLite",
+    "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_next": "Qwen3Next",
+}  # fmt: skip
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 

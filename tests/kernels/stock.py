@@ -17,30 +17,12 @@ from mlx_redrafter.kernels.variant import LANES, METAL_TYPES, AnyVariant, DenseV
 HEADERS = Path(mx.__file__).parent / "include/mlx/backend/metal/kernels"
 # What the kernels are made of, by header.
 TEMPLATES = {
-    "quantized.h": (
-        "get_pack_factor",
-        "get_bytes_per_pack",
-        "load_vector",
-        "load_vector_safe",
-        "qdot",
-        "qdot_safe",
-        "qmv_fast_impl",
-        "qmv_impl",
-    ),
-    "gemv.h": ("GEMVKernel",),
-    "fp_quantized.h": (
-        "get_pack_factor",
-        "get_bytes_per_pack",
-        "dequantize_scale",
-        "Dequantize",
-        "load_vector",
-        "load_vector_safe",
-        "qdot",
-        "qdot_safe",
-        "fp_qmv_fast_impl",
-        "fp_qmv_impl",
-    ),
-}
+    "quantized.h": ("get_pack_factor", "get_bytes_per_pack", "load_vector", "load_vector_safe",
+        "qdot", "qdot_safe", "qmv_fast_impl", "qmv_impl"),
+    "gemv.h": ("GEMVKernel", ),
+    "fp_quantized.h": ("get_pack_factor", "get_bytes_per_pack", "dequantize_scale", "Dequantize",
+        "load_vector", "load_vector_safe", "qdot", "qdot_safe", "fp_qmv_fast_impl", "fp_qmv_impl"),
+}  # fmt: skip
 # Whole headers before these.
 NUMBERS = {"fp_quantized.h": ("fp4.h", "fp8.h")}
 # Macros, constants and types that stand elsewhere in the headers.

@@ -50,87 +50,36 @@ FORMAT = Variant(4, 32, "float16", "qmv")
 # Constants of the arithmetic by variant: how each stands in the source, and another one. Where
 # eight SIMD groups share an output of a dense matrix, a part of the last block is missing.
 CONSTANTS: list[tuple[AnyVariant, list[tuple[str, str]]]] = [
-    (
-        Variant(2, 32, "float32"),
-        [
-            *(("VALUES = 16", "VALUES = 8"), ("/ 4.0f", "/ 8.0f"), ("/ 16.0f", "/ 8.0f")),
-            *(("/ 64.0f", "/ 32.0f"), ("0x0c", "0x04"), ("0x30", "0x10"), ("0xc0", "0x40")),
-        ],
-    ),
-    (
-        Variant(3, 32, "float32"),
-        [
-            *(("VALUES = 16", "VALUES = 8"), ("i += 8", "i += 4"), ("- 1;", "- 2;")),
-            *(("BITS / 8", "BITS / 16"), ("BITS % 8", "BITS % 4")),
-            *(("float(1 << bit)", "float(2 << bit)"), ("& (MASK << bit)", "& MASK")),
-        ],
-    ),
-    (
-        Variant(6, 32, "float32"),
-        [
-            *(("VALUES = 8", "VALUES = 16"), ("i += 4", "i += 8"), ("BITS > 8", "BITS > 11")),
-            *(("byte + 1", "byte"), ("(8 - bit)", "(9 - bit)"), ("* 256.0f", "* 128.0f")),
-            ("j == 0", "j <= 1"),
-        ],
-    ),
-    (
-        Variant(4, 32, "float32"),
-        [
-            *(("VALUES = 16", "VALUES = 8"), ("/ 16.0f", "/ 32.0f"), ("/ 256.0f", "/ 128.0f")),
-            *(("/ 4096.0f", "/ 2048.0f"), ("0x000f", "0x0007"), ("0x0f00", "0x0700")),
-            ("0xf000", "0x7000"),
-        ],
-    ),
-    (
-        Variant(8, 32, "float32"),
-        [
-            *(("VALUES = 8", "VALUES = 4"), ("packed[3]", "packed[2]"), ("BITS = 8", "BITS = 4")),
-            *(("GROUP = 32", "GROUP = 64"), ("BLOCK = 32", "BLOCK = 16"), ("i += 4", "i += 8")),
-            ("sums[t] * b", "b"),
-        ],
-    ),
-    (
-        Variant(4, 32, "float32", mode="mxfp4"),
-        [
-            *(("VALUES = 16", "VALUES = 8"), ("GROUP = 32", "GROUP = 64"), ("<< 23", "<< 22")),
-            *(("0x400000", "0x800000"), ("& 7", "& 3"), ("16384.0f", "8192.0f"), ("& 8", "& 4")),
-        ],
-    ),
-    (
-        DenseVariant("float32", *MANY),
-        [
-            *(
-                ("LANES = 32", "LANES = 16"),
-                ("GROUPS = 8", "GROUPS = 4"),
-                ("BLOCK = 4", "BLOCK = 2"),
-            ),
-            *(("int k = 4", "int k = 2"), ("4 * (group * LANES", "4 * (LANES")),
-            *(("end = BLOCK", "end = 0"), ("K % BLOCK > 0", "K % BLOCK > 999")),
-        ],
-    ),
-    (
-        DenseVariant("float32", *MANY),
-        [
-            *(("k += BLOCK", "k += BLOCK / 2"), ("LANES / 2", "LANES / 4"), ("by /= 2", "by /= 4")),
-            *(("wl[r * K", "wl[0 * K"), ("x[t * K", "x[0 * K")),
-            *(("totals[0][lane]", "totals[1][lane]"), ("int g = 1", "int g = 2")),
-        ],
-    ),
-    (
-        DenseVariant("float32", *MANY),
-        [
-            *(("lane % ROWS) * N", "lane / TILE) * N"), ("r * ROWS + t]", "r * ROWS]")),
-            *(("TILE * tile", "tile"), ("/ GROUPS * (32", "* (32"), ("k + i < K", "k + i + 1 < K")),
-        ],
-    ),
-    (
-        DenseVariant("float32", *FEW),
-        [
-            *(("LANES = 4", "LANES = 8"), ("+ lane / LANES", ""), ("32 / LANES", "64 / LANES")),
-            ("if (lane % LANES == 0)", "if (lane == 0)"),
-        ],
-    ),
-]
+    (Variant(2, 32, "float32"), [*(("VALUES = 16", "VALUES = 8"), ("/ 4.0f", "/ 8.0f"), ("/ 16.0f",
+        "/ 8.0f")), *(("/ 64.0f", "/ 32.0f"), ("0x0c", "0x04"), ("0x30", "0x10"), ("0xc0",
+        "0x40"))]),
+    (Variant(3, 32, "float32"), [*(("VALUES = 16", "VALUES = 8"), ("i += 8", "i += 4"), ("- 1;",
+        "- 2;")), *(("BITS / 8", "BITS / 16"), ("BITS % 8", "BITS % 4")), *(("float(1 << bit)",
+        "float(2 << bit)"), ("& (MASK << bit)", "& MASK"))]),
+    (Variant(6, 32, "float32"), [*(("VALUES = 8", "VALUES = 16"), ("i += 4", "i += 8"), ("BITS > 8",
+        "BITS > 11")), *(("byte + 1", "byte"), ("(8 - bit)", "(9 - bit)"), ("* 256.0f",
+        "* 128.0f")), ("j == 0", "j <= 1")]),
+    (Variant(4, 32, "float32"), [*(("VALUES = 16", "VALUES = 8"), ("/ 16.0f", "/ 32.0f"),
+        ("/ 256.0f", "/ 128.0f")), *(("/ 4096.0f", "/ 2048.0f"), ("0x000f", "0x0007"), ("0x0f00",
+        "0x0700")), ("0xf000", "0x7000")]),
+    (Variant(8, 32, "float32"), [*(("VALUES = 8", "VALUES = 4"), ("packed[3]", "packed[2]"),
+        ("BITS = 8", "BITS = 4")), *(("GROUP = 32", "GROUP = 64"), ("BLOCK = 32", "BLOCK = 16"),
+        ("i += 4", "i += 8")), ("sums[t] * b", "b")]),
+    (Variant(4, 32, "float32", mode="mxfp4"), [*(("VALUES = 16", "VALUES = 8"), ("GROUP = 32",
+        "GROUP = 64"), ("<< 23", "<< 22")), *(("0x400000", "0x800000"), ("& 7", "& 3"), ("16384.0f",
+        "8192.0f"), ("& 8", "& 4"))]),
+    (DenseVariant("float32", *MANY), [*(("LANES = 32", "LANES = 16"), ("GROUPS = 8", "GROUPS = 4"),
+        ("BLOCK = 4", "BLOCK = 2")), *(("int k = 4", "int k = 2"), ("4 * (group * LANES",
+        "4 * (LANES")), *(("end = BLOCK", "end = 0"), ("K % BLOCK > 0", "K % BLOCK > 999"))]),
+    (DenseVariant("float32", *MANY), [*(("k += BLOCK", "k += BLOCK / 2"), ("LANES / 2",
+        "LANES / 4"), ("by /= 2", "by /= 4")), *(("wl[r * K", "wl[0 * K"), ("x[t * K", "x[0 * K")),
+        *(("totals[0][lane]", "totals[1][lane]"), ("int g = 1", "int g = 2"))]),
+    (DenseVariant("float32", *MANY), [*(("lane % ROWS) * N", "lane / TILE) * N"), ("r * ROWS + t]",
+        "r * ROWS]")), *(("TILE * tile", "tile"), ("/ GROUPS * (32", "* (32"), ("k + i < K",
+        "k + i + 1 < K"))]),
+    (DenseVariant("float32", *FEW), [*(("LANES = 4", "LANES = 8"), ("+ lane / LANES", ""),
+        ("32 / LANES", "64 / LANES")), ("if (lane % LANES == 0)", "if (lane == 0)")]),
+]  # fmt: skip
 
 
 def _half_as_long(trial: ProductTrial, equal: object, rows: int) -> Times:

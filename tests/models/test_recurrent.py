@@ -175,27 +175,17 @@ def cache_after(model: nn.Module, num_texts: int = 1) -> list[Any]:
 
 
 DAMAGE: dict[str, tuple[Callable[[list[Any]], object], str]] = {
-    "state": (
-        lambda cache: cache[0].cache.__setitem__(1, cache[0][1][:, :1]),
-        "state of the shapes .* in layer 0, the model's has",
-    ),
-    "half a state": (
-        lambda cache: cache[0].cache.__setitem__(1, None),
-        "state of the shapes .* in layer 0, the model's has",
-    ),
-    "no state": (
-        lambda cache: setattr(cache[0], "cache", [None, None]),
-        "layers of 12 tokens and others whose state",
-    ),
-    "no rows": (
-        lambda cache: cache.__setitem__(1, KVCache()),
-        "layers of 0 tokens and others whose state",
-    ),
-    "padding": (
-        lambda cache: setattr(cache[0], "left_padding", mx.array([1])),
-        "a batch of 1 texts",
-    ),
-}
+    "state": (lambda cache: cache[0].cache.__setitem__(1, cache[0][1][:, :1]),
+        "state of the shapes .* in layer 0, the model's has"),
+    "half a state": (lambda cache: cache[0].cache.__setitem__(1, None),
+        "state of the shapes .* in layer 0, the model's has"),
+    "no state": (lambda cache: setattr(cache[0], "cache", [None, None]),
+        "layers of 12 tokens and others whose state"),
+    "no rows": (lambda cache: cache.__setitem__(1, KVCache()),
+        "layers of 0 tokens and others whose state"),
+    "padding": (lambda cache: setattr(cache[0], "left_padding", mx.array([1])),
+        "a batch of 1 texts"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
