@@ -243,11 +243,8 @@ def test_the_checker_sees_every_form_of_import(source: str, imported: str) -> No
 
 
 def test_the_checker_reads_floors() -> None:
-    assert read_floors("Rooms.\n\n    2  a  b_c\n    1  d\n\n12 words\n") == {
-        "a": 2,
-        "b_c": 2,
-        "d": 1,
-    }
+    docstring = "Rooms.\n\n    2  a  b_c\n    1  d\n\n12 words\n"
+    assert read_floors(docstring) == {"a": 2, "b_c": 2, "d": 1}
 
 
 def test_constants_are_no_pending_operations() -> None:

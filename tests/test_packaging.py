@@ -48,13 +48,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT, source, ignore=ignored, symlinks=True)
     command = [sys.executable, "-m", "build", "--outdir", str(folder), str(source)]
-    built = subprocess.run(
-        command,
-        env={**os.environ, "REPOSITORY_URL": REPOSITORY},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {**os.environ, "REPOSITORY_URL": REPOSITORY}
+    built = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr[-2000:]
     assert "absent from" not in built.stdout + built.stderr
     return folder

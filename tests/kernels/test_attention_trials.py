@@ -91,16 +91,6 @@ def test_drafted_text_and_logits_are_plain_with_both_kernels(
 
 @needs_emulator
 @pytest.mark.usefixtures("machine", "no_matrices")
-def test_equal_attention_is_used_where_it_is_no_slower() -> None:
-    model = _model()
-    assert attention_shapes(model) == {SHAPE: 1}
-    use_kernels(model)
-    (choice,) = choices(model)
-    assert "max_keys=40, rows=(2, 3, 4, 6, 7," in choice
-
-
-@needs_emulator
-@pytest.mark.usefixtures("machine", "no_matrices")
 def test_longer_texts_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are equal up to the shorter of the limits only; trees beyond it go without."""
     model = _model()
@@ -166,23 +156,20 @@ def test_a_wrong_order_is_refused(
 
 @needs_emulator
 @pytest.mark.usefixtures("machine", "no_matrices")
-def test_the_table(
+def test_equal_attention_is_used_where_it_is_no_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _load(monkeypatch, _model())
+    model = _model()
+    assert attention_shapes(model) == {SHAPE: 1}
+    use_kernels(model)
+    (choice,) = choices(model)
+    assert "max_keys=40, rows=(2, 3, 4, 6, 7," in choice
     shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup")
     assert shown.code == 0
     assert "\n  equal: up to 40 keys\n" in shown.out
     assert "   4 rows: 1000.000 ms, MLX's 1000.000 ms, used\n" in shown.out
     assert "   5 rows: 2000.000 ms, MLX's 1000.000 ms\n" in shown.out
-
-
-@needs_emulator
-def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in_attention(monkeypatch, emulated_attention())
-    monkeypatch.setattr(AttentionTrial, "find_equal", lambda self: None)
-    times = AttentionTrial(SHAPE, 1).measure(20, 2)
-    assert times.kernel > times.stock > 0  # threads are slow in the emulator
 
 
 @needs_emulator

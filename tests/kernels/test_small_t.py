@@ -71,8 +71,12 @@ def kernels() -> Kernels:
     return emulated((variant, t) for variant in SAMPLE for t in _launched(variant))
 
 
-def _different(
-    kernels: Kernels, variant: AnyVariant, rows: Sequence[int], order: int = 0
+def different_rows(
+    kernels: Kernels,
+    variant: AnyVariant,
+    rows: Sequence[int],
+    order: int = 0,
+    size: tuple[int, int] | None = None,
 ) -> list[int]:
     """Values of T for which some bit is not that of one row at a time."""
     inputs = 2 * variant.block
@@ -80,8 +84,9 @@ def _different(
         inputs += 5  # some lanes have nothing in the last block, and one has a part
     elif variant.order == "qmv":
         inputs -= variant.group_size  # some lanes have nothing in the last block
-    matrix = random_matrix(variant, OUTPUTS, inputs)
-    x = mx.random.normal((ROWS[-1], inputs), key=mx.random.key(1)).astype(DTYPES[variant.dtype])
+    matrix = random_matrix(variant, *(size or (OUTPUTS, inputs)))
+    shape = ROWS[-1], size[1] if size else inputs
+    x = mx.random.normal(shape, key=mx.random.key(1)).astype(DTYPES[variant.dtype])
     expected = as_integers(kernels.stock(variant, x, *matrix, order=order))
     found = {t: as_integers(small_t(x[:t], matrix, variant)) for t in rows}
     return [t for t, y in found.items() if not mx.array_equal(y, expected[:t])]
@@ -96,7 +101,7 @@ def test_rows_have_the_bits_of_one_row(
     rows = ROWS if has_all else (*FEW, 2 * MAX_ROWS)
     for order in SIMD_ORDERS if has_all else SIMD_ORDERS[::2]:
         run_emulated(monkeypatch, kernels, order)
-        assert _different(kernels, variant, rows, order) == []
+        assert different_rows(kernels, variant, rows, order) == []
 
 
 @needs_emulator
@@ -118,7 +123,7 @@ def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(
     fused = emulated([(variant, t) for variant in variants for t in FEW], flags=FUSED)
     run_emulated(monkeypatch, fused)
     for variant in variants:
-        assert _different(fused, variant, FEW) == []
+        assert different_rows(fused, variant, FEW) == []
 
 
 @needs_emulator

@@ -19,6 +19,8 @@ from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.kernels import product_trials, selection, trial
+from mlx_redrafter.kernels.attention import AttentionShape
+from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.product_trials import ProductTrial
@@ -42,7 +44,7 @@ from tests.helpers.drafts import Scripted, grow, make_tree
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import tiny_llama
 from tests.kernels.emulator import Kernels, needs_emulator
-from tests.kernels.stand_in import emulated, stand_in
+from tests.kernels.stand_in import emulated, emulated_attention, stand_in, stand_in_attention
 
 VOCAB_SIZE = 64
 DIFFERENT = "its bits are not those of MLX's kernel for one row"
@@ -250,6 +252,10 @@ def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried.equal == variant
     assert tried.times[3].kernel > tried.times[3].stock > 0  # threads are slow in the emulator
     assert tried.rows == ()
+    stand_in_attention(monkeypatch, emulated_attention())
+    monkeypatch.setattr(AttentionTrial, "find_equal", lambda self: None)
+    times = AttentionTrial(AttentionShape(4, 2, 64, "float16"), 1).measure(20, 2)
+    assert times.kernel > times.stock > 0
 
 
 @pytest.fixture
@@ -264,8 +270,20 @@ def broken(monkeypatch: pytest.MonkeyPatch, machine: None) -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("broken")
-def test_what_does_not_compile_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_compile_is_not_used(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = quantised_model()
+    monkeypatch.setattr(loading, "load", lambda *_, **__: (model, None, None))
+    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
+    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup", "--json")
+    assert shown.code == 1
+    (shape, *_) = json.loads(shown.out)["shapes"]
+    assert shape["failure"].startswith("[metal::Device] Unable to build")
+    assert shape["rows"] == []
     with caplog.at_level(logging.WARNING):
         use_kernels(model)
     assert choices(model) == ()
@@ -336,20 +354,6 @@ def test_the_table(
     assert third == "  equal: qmv_4_bits_32_float16"
     assert fourth == "   2 rows: 500.000 ms, MLX's 1000.000 ms, used"
     assert "   5 rows: 1000.000 ms, MLX's 1000.000 ms\n" in shown.out
-
-
-@needs_emulator
-@pytest.mark.usefixtures("broken")
-def test_the_table_of_what_does_not_compile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(loading, "load", lambda *_, **__: (quantised_model(), None, None))
-    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
-    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup", "--json")
-    assert shown.code == 1
-    (shape, *_) = json.loads(shown.out)["shapes"]
-    assert shape["failure"].startswith("[metal::Device] Unable to build")
-    assert shape["rows"] == []
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is an Apple GPU")

@@ -35,7 +35,7 @@ from mlx_redrafter.target.hooks import (
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
-from tests.helpers.few_shapes import compile_passes
+from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import layer_inputs
 from tests.models.tiny_models import (
     COMMON,
@@ -156,8 +156,14 @@ def apply_head(model: nn.Module, model_type: str, forward: TargetOutputs) -> mx.
 
 
 @pytest.mark.parametrize("model_type", TEXT_MODELS)
-@pytest.mark.usefixtures("few_shapes_or_not")
-def test_generated_tokens_and_cache(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_few_shapes", [False, True])
+def test_generated_tokens_and_cache(
+    model_type: str, has_few_shapes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees may attend to whole buckets, here of so few entries that short texts fill some."""
+    if has_few_shapes:
+        use_few_shapes(monkeypatch)
+        compile_passes(monkeypatch, uses=2)
     model = build(tiny_config(model_type, main_rope(model_type)))
     stock_cache = make_prompt_cache(model)
     stock = stock_tokens(model, NUM_TOKENS, stock_cache)
