@@ -147,8 +147,7 @@ def test_the_source_archive_holds_what_the_tests_import(built: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "argument"),
-    [("mlx_redrafter", "--version"), ("mlx_redrafter.bench.lab", "--help")],
+    ("module", "argument"), [("mlx_redrafter", "--version"), ("mlx_redrafter.bench.lab", "--help")]
 )
 def test_a_checkout_runs_without_an_editable_install(module: str, argument: str) -> None:
     """As after README's install, whose package the folder here hides."""

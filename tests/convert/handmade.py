@@ -113,11 +113,7 @@ def state_dict(items: Mapping[str, bytes]) -> bytes:
 def pickled(values: Mapping[str, np.ndarray]) -> bytes:
     return state_dict(
         {
-            name: tensor(
-                storage(str(i), value.size),
-                value.shape,
-                contiguous(value.shape),
-            )
+            name: tensor(storage(str(i), value.size), value.shape, contiguous(value.shape))
             for i, (name, value) in enumerate(values.items())
         }
     )

@@ -31,6 +31,11 @@ def test_convert(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert captured.err == ""
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["quantization"]["bits"] == 8
+    back = str(tmp_path / "back")
+    assert main(["convert", source, str(tmp_path / "mlx")]) == 0
+    assert main(["convert", str(tmp_path / "mlx"), back, "--to", "pytorch"]) == 0
+    assert "Apple's PyTorch code" in capsys.readouterr().out
+    assert main(["convert", back]) == 0
 
 
 def test_inspect(source: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,14 +44,6 @@ def test_inspect(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a recurrent drafter with apple names" in shown
     assert "hidden_size: 64" in shown
     assert re.search(r"rnn_w\.weight +float32 +\[64, 64\]", shown)
-
-
-def test_back_to_pytorch(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mlx, back = str(tmp_path / "mlx"), str(tmp_path / "back")
-    assert main(["convert", source, mlx]) == 0
-    assert main(["convert", mlx, back, "--to", "pytorch", "--dtype", "float32"]) == 0
-    assert "Apple's PyTorch code" in capsys.readouterr().out
-    assert main(["convert", back]) == 0
 
 
 def test_a_bad_source_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

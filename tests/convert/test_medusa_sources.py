@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.checkpoints.recognition import recognise
-from mlx_redrafter.convert.conversion import (
-    ConversionOptions,
-    convert_drafter,
-)
+from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter
 from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.medusa import load as load_medusa

@@ -77,9 +77,7 @@ class Kernels:
     """
 
     def __init__(
-        self,
-        sources: Mapping[tuple[AnyVariant, int], KernelSource],
-        flags: Sequence[str] = ROUNDED,
+        self, sources: Mapping[tuple[AnyVariant, int], KernelSource], flags: Sequence[str] = ROUNDED
     ):
         variants = dict.fromkeys(variant for variant, _ in sources)
         text = '#include "shim.h"\n' + STATE + stock_source(variants)
@@ -99,23 +97,13 @@ class Kernels:
         return self._run(f"stock_{variant}", (x.shape[0], groups), x, matrix, order)
 
     def ours(
-        self,
-        variant: AnyVariant,
-        x: mx.array,
-        *matrix: mx.array,
-        groups: int,
-        order: int = 0,
+        self, variant: AnyVariant, x: mx.array, *matrix: mx.array, groups: int, order: int = 0
     ) -> mx.array:
         """Our kernel for all rows of x at once, in ``groups`` SIMD groups."""
         return self._run(f"ours_{x.shape[0]}_{variant}", (1, groups), x, matrix, order)
 
     def _run(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        x: mx.array,
-        matrix: Sequence[mx.array],
-        order: int,
+        self, name: str, grid: tuple[int, int], x: mx.array, matrix: Sequence[mx.array], order: int
     ) -> mx.array:
         rows, outputs = x.shape[0], matrix[0].shape[0]
         x_bits, *bits = (np.ascontiguousarray(bits_of(one)) for one in (x, *matrix))

@@ -24,8 +24,7 @@ def test_frames_are_read_as_they_were_written(frames: list[tuple[Do, list[Any]]]
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b"\n", b"5\n", b"[]\n", b'["eval", 1]\n', b"[[1]]\n", b"\xff\n", b"[" * 10**5 + b"\n"],
+    "line", [b"\n", b"5\n", b"[]\n", b'["eval", 1]\n', b"[[1]]\n", b"\xff\n", b"[" * 10**5 + b"\n"]
 )
 def test_foreign_bytes_are_an_error(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):

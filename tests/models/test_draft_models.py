@@ -12,13 +12,7 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.target import Target
 from tests.helpers.flights import flight_of
-from tests.models.tiny_models import (
-    WITH_WINDOWS,
-    build,
-    main_rope,
-    tiny_config,
-    windowed_config,
-)
+from tests.models.tiny_models import WITH_WINDOWS, build, main_rope, tiny_config, windowed_config
 from tests.models.tiny_recurrent import WITH_STATES
 from tests.models.trees import PROMPT
 

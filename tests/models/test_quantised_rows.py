@@ -29,13 +29,7 @@ from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
 from tests.helpers.models import random_drafter, wrapped_tokenizer
 from tests.models.test_architectures import VISIBLE, disagreement
-from tests.models.tiny_models import (
-    VOCAB_SIZE,
-    build,
-    main_rope,
-    tiny_config,
-    windowed_config,
-)
+from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config, windowed_config
 from tests.models.trees import PROMPT, branching_tree, decode_paths, verify_after_prompt
 
 GROUP_SIZE = 32

@@ -33,13 +33,7 @@ from tests.models.tiny_models import (
     wrapper_config,
 )
 from tests.models.tiny_recurrent import WITH_STATES
-from tests.models.trees import (
-    PROMPT,
-    branching_tree,
-    decode_paths,
-    verify_after_prompt,
-    wide_tree,
-)
+from tests.models.trees import PROMPT, branching_tree, decode_paths, verify_after_prompt, wide_tree
 
 # One of each kind: three convolutions, one, groups of heads, no layer with rows, convolutions
 # alone, layers with a state and rows, of all tokens and of a window; level by level, with one

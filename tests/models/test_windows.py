@@ -9,10 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import (
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter import Engine
 from mlx_redrafter.engine.profiling import blank_cache
@@ -22,23 +19,9 @@ from mlx_redrafter.target.target import Target
 from tests.helpers.equality import assert_same_tokens, stock_tokens
 from tests.helpers.memory import peak_of
 from tests.helpers.models import wrapped_tokenizer
-from tests.models.test_architectures import (
-    VISIBLE,
-    assert_tree_agrees,
-    disagreement,
-)
-from tests.models.tiny_models import (
-    VOCAB_SIZE,
-    WINDOW,
-    WITH_WINDOWS,
-    build,
-    windowed_config,
-)
-from tests.models.trees import (
-    branching_tree,
-    decode_paths,
-    verify_after_prompt,
-)
+from tests.models.test_architectures import VISIBLE, assert_tree_agrees, disagreement
+from tests.models.tiny_models import VOCAB_SIZE, WINDOW, WITH_WINDOWS, build, windowed_config
+from tests.models.trees import branching_tree, decode_paths, verify_after_prompt
 
 # One model of each kind of mask.
 MASKS = "gemma3_text", "gpt_oss", "llama4", "smollm3"

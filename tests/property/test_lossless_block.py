@@ -10,20 +10,12 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
-from mlx_redrafter import Engine, Grammar
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork
 from mlx_redrafter.target.target import Target
 from tests.helpers.block import LINKS, block_config, random_block
-from tests.helpers.equality import (
-    assert_same_tokens,
-    batch_texts,
-    ids,
-    stock_tokens,
-    stream,
-    tokens,
-)
-from tests.helpers.models import fast_tokenizer, tiny_llama, tiny_qwen3
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
+from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
 
 PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
@@ -114,23 +106,6 @@ def test_turns_and_files_of_one_prompt_cache(tmp_path: Any) -> None:
             shared = load_prompt_cache(path)
     held = [layer.keys.shape[2] for layer in shared[-2:]]
     assert held[1] <= held[0], "a window keeps no more entries than the whole text has"
-
-
-def test_grammars_and_batches() -> None:
-    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
-    model, tokenizer = tiny_llama(vocab_size=264, seed=1), fast_tokenizer()
-    drafted = Engine(model, tokenizer, network_for(model, "gated"))
-    plain = Engine(model, tokenizer, None)
-    grammar = Grammar.regex("[a-f]{12}")
-    prompts = ["Once upon", "abc abc abc", "Lily"]
-    for temp in (0.0, 0.9):
-        options: dict[str, Any] = {"temp": temp, "seed": 2, "max_tokens": 12}
-        expected = plain.generate(prompts[0], grammar=grammar, **options)
-        assert drafted.generate(prompts[0], grammar=grammar, **options, **TREE) == expected
-        batch = drafted.stream_batch(prompts, batch_size=2, **options, **TREE)
-        assert batch_texts(batch, len(prompts)) == [
-            plain.generate(prompt, **options) for prompt in prompts
-        ]
 
 
 def test_long_texts_keep_windows_bounded() -> None:

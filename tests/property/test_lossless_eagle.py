@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
-from tests.helpers.equality import assert_same_tokens, assert_turns, ids, stock_tokens, tokens
+from tests.helpers.equality import assert_same_tokens, assert_turns, stock_tokens, tokens
 from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
 
@@ -98,13 +97,3 @@ def test_turns_on_one_prompt_cache(name: str, kind: str) -> None:
     assert_turns(model, head, turns, **SHAPES[1])
     # Every turn leaves out one pair.
     assert_turns(model, head, turns, make_prompt_cache(head), behind=1, **SHAPES[2])
-
-
-def test_threads_share_a_head() -> None:
-    model = MODELS["llama"]
-    head = _head(model, "EAGLE-3")
-    expected = ids(stock_tokens(model, PROMPT, 16))
-    options = {"max_tokens": 16, "beam_width": 2}
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: tokens(model, PROMPT, head, **options), range(4)))
-    assert found == [expected] * 4

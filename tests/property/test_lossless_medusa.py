@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -83,19 +82,6 @@ def test_a_stock_sampler() -> None:
 def test_turns_on_one_prompt_cache(model: nn.Module, heads: Medusa) -> None:
     for shape in SHAPES[:3]:
         assert_turns(model, heads, (PROMPT, [60], [7, 8, 9]), **shape)
-
-
-def test_threads_share_the_heads() -> None:
-    model, heads = tiny_llama(seed=4), random_medusa(num_heads=4)
-    shared = Engine(model, wrapped_tokenizer(VOCAB_SIZE), heads)
-    prompts = [[*PROMPT, i] for i in range(1, 5)]
-
-    def write(prompt: list[int]) -> list[int]:
-        return [r.token for r in shared.stream(prompt, max_tokens=12, **SHAPES[2])]
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(write, prompts))
-    assert found == [ids(stock_tokens(model, prompt, 12)) for prompt in prompts]
 
 
 def test_the_policy_never_asks_for_more_than_the_heads_reach(

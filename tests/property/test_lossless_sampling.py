@@ -151,10 +151,7 @@ def test_text_depends_on_the_seed_alone(model: nn.Module) -> None:
     ids=str,
 )
 def test_drafters_that_know_part_of_the_vocabulary(
-    model: nn.Module,
-    filters: dict[str, Any],
-    plain_of_filter: list[Scored],
-    head: dict[str, int],
+    model: nn.Module, filters: dict[str, Any], plain_of_filter: list[Scored], head: dict[str, int]
 ) -> None:
     """They rank with the noise of the tokens that their rows stand for."""
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, **head}

@@ -42,9 +42,7 @@ def _peak_of_decoding(model: nn.Module, capacity: int, drafter: Any = None, **sh
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [{"tree_nodes": 9}, {"beam_width": 8, "tree_nodes": 32}, {"select": "beam"}],
-    ids=str,
+    "shape", [{"tree_nodes": 9}, {"beam_width": 8, "tree_nodes": 32}, {"select": "beam"}], ids=str
 )
 def test_drafted_decoding_copies_no_buffer(model: nn.Module, shape: dict[str, Any]) -> None:
     drafter = random_drafter(VOCAB_SIZE, 32)
