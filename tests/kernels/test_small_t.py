@@ -9,10 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
+from mlx_redrafter.kernels import trial
+from mlx_redrafter.kernels.attention import AttentionShape
+from mlx_redrafter.kernels.attention_trials import AttentionTrial
+from mlx_redrafter.kernels.layers import layers_by_shape
 from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
+from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
+from mlx_redrafter.kernels.tree_attention import HEAD_SIZES
 from mlx_redrafter.kernels.variant import (
     BITS,
     DENSE_ORDERS,
@@ -25,6 +32,7 @@ from mlx_redrafter.kernels.variant import (
     DenseVariant,
     Variant,
 )
+from tests.golden import record_dense, record_small_t, record_tree_attention
 from tests.helpers.sources import print_generated_source
 from tests.kernels.emulator import (
     FUSED,
@@ -211,3 +219,39 @@ def test_orders_of_dense_matrices() -> None:
         (4, 1): [(512, 64), (8, 64)],
         (32, 8): [(512, 8192)],
     }
+
+
+def test_sources_are_those_on_record() -> None:
+    for kernel in (record_dense, record_small_t, record_tree_attention):
+        assert kernel.record() == kernel.FILE.read_text(encoding="utf-8")
+
+
+@pytest.mark.metal
+@pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
+@pytest.mark.parametrize("kind", ["dense", "mxfp4", *BITS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_on_an_apple_gpu(
+    monkeypatch: pytest.MonkeyPatch, kind: str | int, dtype: str
+) -> None:
+    monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
+    model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100), nn.Linear(1024, 32))
+    model.set_dtype(DTYPES[dtype])
+    if kind == "mxfp4":
+        nn.quantize(model, 32, 4, mode="mxfp4")
+    elif kind != "dense":
+        nn.quantize(model, 32, kind)
+    assert len(layers_by_shape(model)) == 3
+    for shape, layers in layers_by_shape(model).items():
+        tried = ProductTrial(shape, layers)
+        assert tried.failure is None, f"{shape}: {tried.failure}"
+
+
+@pytest.mark.metal
+@pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
+@pytest.mark.parametrize("size", HEAD_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_equal_on_an_apple_gpu(
+    monkeypatch: pytest.MonkeyPatch, size: int, dtype: str
+) -> None:
+    monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
+    assert AttentionTrial(AttentionShape(8, 2, size, dtype), 1).failure is None
