@@ -30,13 +30,9 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def test_exported_names() -> None:
+def test_exported_names_exist_and_no_others() -> None:
     assert mlx_redrafter.__all__ == EXPORTS
-    for name in EXPORTS:
-        assert getattr(mlx_redrafter, name) is not None
-
-
-def test_other_names_do_not_exist() -> None:
+    assert all(getattr(mlx_redrafter, name) is not None for name in EXPORTS)
     with pytest.raises(AttributeError, match="has no attribute 'speculate'"):
         _ = mlx_redrafter.speculate
 

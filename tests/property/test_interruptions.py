@@ -17,12 +17,16 @@ from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
+from tests.helpers.drafts import Scripted
+from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.few_shapes import compile_passes
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
 
 VOCAB_SIZE, NUM_TOKENS = 64, 9
 PROMPTS = [[5, 17, 3, 60, 9, 11], [8, 2, 8, 2, 8], [33, 1, 7]]
+MODEL = tiny_llama(seed=5, vocab_size=VOCAB_SIZE)
+EXPECTED = [ids(stock_tokens(MODEL, prompt, NUM_TOKENS)) for prompt in PROMPTS]
 # Drafters by name, and the shapes of their drafts.
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (None, {}),
@@ -30,15 +34,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chains": (random_drafter(VOCAB_SIZE, 32), {"beam_width": 1, "beam_length": 4}),
     "trees": (random_drafter(VOCAB_SIZE, 32), {"beam_width": 2, "beam_length": 3}),
     "adaptive": (random_drafter(VOCAB_SIZE, 32), {}),
+    "right": (Scripted(EXPECTED[0], VOCAB_SIZE, 0.9), {"beam_width": 2, "beam_length": 5}),
 }
-MODEL = tiny_llama(seed=5, vocab_size=VOCAB_SIZE)
 
 
 def _engine(drafter: Any) -> Engine:
     return Engine(MODEL, wrapped_tokenizer(VOCAB_SIZE), drafter)
-
-
-EXPECTED = [[r.token for r in _engine(None).stream(one, max_tokens=NUM_TOKENS)] for one in PROMPTS]
 
 
 def at_event(patch: pytest.MonkeyPatch, number: int, do: Callable[[], object]) -> None:

@@ -92,22 +92,6 @@ def test_at_a_stop_token(model: nn.Module, text: list[int], start: Start, positi
     _assert_holds(model, cache, PROMPT + found)
 
 
-@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "left"])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 11])
-def test_after_closing_in_the_middle(
-    model: nn.Module, text: list[int], start: Start, count: int, is_closed: bool
-) -> None:
-    """Or after an error of the caller, with which the stream is gone."""
-    cache = make_prompt_cache(model)
-    responses = start(max_tokens=30, prompt_cache=cache)
-    found = [next(responses).token for _ in range(count)]
-    if is_closed:
-        responses.close()
-    del responses
-    assert found == text[:count]
-    _assert_holds(model, cache, PROMPT + found)
-
-
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_after_an_error_in_the_progress_callback(model: nn.Module, start: Start, call: int) -> None:
     """Prompts of 4 tokens in chunks of 2 report 0, 2, 3 and, with the first token, 4."""
