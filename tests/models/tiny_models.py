@@ -154,11 +154,13 @@ OVERRIDES: dict[str, Config] = {
 }  # fmt: skip
 
 # Families whose layers have windows or chunks, with what some of them need for it.
+_WITHOUT_MORE = (
+    "afmoe", "cohere2", "exaone_moe", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text",
+    "gpt_oss", "iquestloopcoder", "laguna", "llama4", "mellum", "mimo_v2_flash", "muse_glimmer",
+    "olmo3", "plamo3", "spark2_5", "step3p5",
+)  # fmt: skip
 WITH_WINDOWS: dict[str, Config] = {
-    **dict.fromkeys(("afmoe", "cohere2", "exaone_moe", "gemma3", "gemma3_text", "gemma3n"), {}),
-    **dict.fromkeys(("gemma4", "gemma4_text", "gpt_oss", "iquestloopcoder", "laguna"), {}),
-    **dict.fromkeys(("llama4", "mellum", "mimo_v2_flash", "muse_glimmer", "olmo3", "plamo3"), {}),
-    **dict.fromkeys(("spark2_5", "step3p5"), {}),
+    **{name: {} for name in _WITHOUT_MORE},
     "exaone4": {"sliding_window_pattern": "LG"},
     "llama": WINDOWED,
     "ministral3": WINDOWED,

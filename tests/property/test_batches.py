@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import Engine, generate, generate_batch
 from mlx_redrafter.decoding.records import Request
@@ -146,71 +145,6 @@ def _read_in_turns(streams: list[Any]) -> list[str]:
             else:
                 texts[number] += response.text
     return texts
-
-
-@pytest.mark.parametrize("drafter", ["none", "random", "lookup"])
-@pytest.mark.parametrize("shape", [{}, TREE])
-def test_streams_that_share_their_passes(drafter: str, shape: dict[str, Any]) -> None:
-    """They come and go in any order, with caches, processors and samplings of their own."""
-    drafters: dict[str, Any] = {"none": None, "lookup": "lookup"}
-    drafters["random"] = random_drafter(VOCAB_SIZE, 32)
-    engine = Engine(MODEL, TOKENIZER, drafters[drafter])
-    rng, shared = random.Random(3), engine.share()
-    cases: list[dict[str, Any]] = [
-        {"prompt": prompt, "max_tokens": rng.randrange(1, 40), **shape, **sampling}
-        for prompt, sampling in zip(_prompts(9), SAMPLING * 3, strict=True)
-    ]
-    cases[1]["logits_processors"] = make_logits_processors(repetition_penalty=1.5)
-    texts, caches, streams = [""] * len(cases), [], {}
-    for _ in range(10_000):
-        if len(caches) < len(cases) and rng.random() < 0.2:
-            number = len(caches)
-            caches.append(engine.new_prompt_cache())
-            streams[number] = engine.stream(
-                **cases[number], prompt_cache=caches[number], shared=shared
-            )
-        for number, stream in list(streams.items()):
-            response = next(stream, None)
-            if response is None:
-                del streams[number]
-            else:
-                texts[number] += response.text
-            if number == 4 and len(texts[number]) > 5:
-                stream.close()
-        if len(caches) == len(cases) and not streams:
-            break
-    for case, text, cache in zip(cases, texts, caches, strict=True):
-        stock = engine.new_prompt_cache()
-        expected = engine.generate(**case, prompt_cache=stock)
-        if case is cases[4]:
-            assert expected.startswith(text)
-            continue
-        assert text == expected
-        for layer, stock_layer in zip(cache, stock, strict=True):
-            assert layer.offset == stock_layer.offset
-            pairs = zip(layer.keys_and_values(), stock_layer.keys_and_values(), strict=True)
-            for rows, stock_rows in pairs:
-                assert mx.allclose(rows, stock_rows, atol=1e-4)
-
-
-def test_a_text_that_raises_among_others_ends_alone() -> None:
-    engine, calls = Engine(MODEL, TOKENIZER, None), 0
-
-    def fail(tokens: mx.array, logits: mx.array) -> mx.array:
-        nonlocal calls
-        calls += 1
-        if calls == 9:
-            raise OSError("disk full")
-        return logits
-
-    shared, prompts = engine.share(), _prompts(3)
-    expected = engine.generate(prompts[0], max_tokens=30)
-    good = engine.stream(prompts[0], max_tokens=30, shared=shared)
-    bad = engine.stream(prompts[1], max_tokens=30, shared=shared, logits_processors=[fail])
-    texts: list[str] = []
-    with pytest.raises(OSError, match="disk full"):
-        texts.extend(response.text for _, response in zip(bad, good, strict=True))
-    assert "".join([*texts, *(response.text for response in good)]) == expected
 
 
 def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text() -> None:

@@ -16,7 +16,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_redrafter.engine import engine, generation
 from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.policy.plans import SIZES, WIDTHS, StepCosts
-from tests.conftest import Trained
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import (
     Scored,
@@ -27,7 +26,7 @@ from tests.helpers.equality import (
     stream,
     tokens,
 )
-from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 100  # no multiple of a vector's length
 PROMPT = [5, 17, 3, 60]
@@ -119,25 +118,6 @@ def test_what_is_0_in_float32_writes_the_greedy_text(
         for drafter in (None, Scripted(ids(greedy), VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)):
             found = tokens(model, PROMPT, drafter, max_tokens=NUM_TOKENS, **sampling, **shape)
             assert_same_tokens(greedy, found, (drafter, shape))
-
-
-def test_qwen3_samples_the_same_with_drafts() -> None:
-    model, sampling = tiny_qwen3(vocab_size=VOCAB_SIZE), {"temp": 1.0, "seed": 11, "max_tokens": 40}
-    plain = plain_tokens(model, PROMPT, **sampling)
-    drafter = Scripted(ids(plain), VOCAB_SIZE)
-    drafted = list(stream(model, PROMPT, drafter, tree_nodes=12, **sampling))
-    assert_same_tokens(plain, [response.token for response in drafted])
-    assert any(response.from_draft for response in drafted)
-
-
-def test_trained_model_samples_the_same_with_drafts(stories: Trained) -> None:
-    for seed in random.Random(0).sample(range(2**32), 3):
-        options: dict[str, Any] = {"tokenizer": stories.tokenizer, "seed": seed, "max_tokens": 60}
-        options |= {"temp": 0.8, "top_p": 0.95}
-        plain = plain_tokens(stories.model, "Lily", **options)
-        script = Scripted(ids(plain), 512)
-        drafted = tokens(stories.model, "Lily", script, tree_nodes=9, **options)
-        assert_same_tokens(plain, drafted, seed)
 
 
 def test_text_depends_on_the_seed_alone(model: nn.Module) -> None:

@@ -169,18 +169,6 @@ def test_stock_mlx_lm_continues_exactly(
         assert_same_tokens(shorter, ids(continued))
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_conversations_of_several_turns_equal_stock(model: nn.Module, drafts: bool) -> None:
-    """Each turn continues from the cache of the turns before."""
-    drafter = random_drafter(VOCAB_SIZE, 32) if drafts else None
-    ours, stock = make_prompt_cache(model), make_prompt_cache(model)
-    for turn, question in enumerate([[5, 17, 3], [8], [40, 2], [7, 7, 7, 1]]):
-        expected = stock_tokens(model, question, 7 + turn, prompt_cache=stock)
-        found = tokens(model, question, drafter, max_tokens=7 + turn, prompt_cache=ours)
-        assert_same_tokens(expected, found, turn)
-        assert_same_rows(ours, stock)
-
-
 def test_keyed_sampling_continues_from_a_cache_as_from_the_whole_prompt(model: nn.Module) -> None:
     """Noise belongs to positions in the text, cached ones included."""
     options: dict[str, Any] = {"temp": 1.0, "seed": 3, "max_tokens": 12}
