@@ -7,6 +7,7 @@ the trees of the tests lie across it.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any, cast
 
@@ -240,11 +241,22 @@ def main_rope(model_type: str) -> str:
     return next((kind for kind in ("yarn", "dynamic") if kind in kinds), kinds[-1])
 
 
+# Weights that were drawn, by config and seed.
+_DRAWN: dict[tuple[str, int], list[tuple[str, mx.array]]] = {}
+
+
 def build(config: Config, seed: int = 0) -> nn.Module:
     """A stock model whose random float32 weights make tokens, positions and experts matter."""
+    key = json.dumps(config), seed  # before mlx-lm changes the config
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
-    model.update(tree_unflatten(_random_weights(model, mx.random.key(seed))))
+    if key not in _DRAWN:
+        if len(_DRAWN) > 300:
+            _DRAWN.clear()
+        _DRAWN[key] = _random_weights(model, mx.random.key(seed))
+        mx.eval(_DRAWN[key])
+    # Arrays of its own, as a test may change them in place.
+    model.update(tree_unflatten([(name, mx.array(one)) for name, one in _DRAWN[key]]))
     model.eval()
     mx.eval(model.parameters())
     return model
