@@ -89,11 +89,14 @@ class Drafting(Protocol):
         """Reader of the states of every pass; None if the drafts need none."""
         ...
 
-    def matches(self) -> Sequence[float] | None:
+    def matches(self, least: float) -> Sequence[float] | None:
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
         Empty if the lookup finds nothing; None for a network, which always proposes something. It
         uses the tokens that the host has read, and never waits for the device.
+
+        Args:
+            least: Probability below which drafts need not be found, which saves the host time.
         """
         ...
 
@@ -124,19 +127,12 @@ class Drafting(Protocol):
         ...
 
 
-@runtime_checkable
-class Recycling(Protocol):
-    """Drafts that learn what the target finds probable after every node that it verifies."""
-
-    @property
-    def num_best(self) -> int:
-        """Number of tokens after each node that `Outcome.best` has; 0 for none."""
-        ...
-
-
 def num_best_of(drafting: Drafting | None) -> int:
-    """Return the number of most probable tokens after each node that a drafting asks for."""
-    return drafting.num_best if isinstance(drafting, Recycling) else 0
+    """Return the number of tokens after each node that a drafting wants in `Outcome.best`.
+
+    They are those that the target finds most probable; only a lookup learns them.
+    """
+    return getattr(drafting, "num_best", 0)
 
 
 @runtime_checkable
@@ -212,6 +208,11 @@ class DraftPolicy(Protocol):
     @property
     def reads_drafts(self) -> bool:
         """Whether it may read drafts, so that their scores are computed with them."""
+        ...
+
+    @property
+    def least_chance(self) -> float:
+        """Probability below which no draft of a lookup can pay; above 1 if none can."""
         ...
 
     def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:

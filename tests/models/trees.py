@@ -131,7 +131,7 @@ class _Drafts:
     def __init__(self) -> None:
         self.num_drafted = 0
 
-    def matches(self) -> None:
+    def matches(self, least: float) -> None:
         """There is always something to propose."""
 
     def next_num_right(self, most: int) -> int:
