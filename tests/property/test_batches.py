@@ -54,7 +54,7 @@ def _watch_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 @pytest.mark.parametrize("shape", [{}, TREE])
 def test_random_drafts(sampling: dict[str, Any], shape: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"drafter": random_drafter(VOCAB_SIZE, 32), "max_tokens": 16}
+    options: dict[str, Any] = {"drafter": random_drafter(VOCAB_SIZE, 32), "max_tokens": 10}
     options |= sampling | shape
     prompts = _prompts(9)
     alone = [generate(MODEL, TOKENIZER, prompt, **options) for prompt in prompts]
@@ -69,15 +69,15 @@ def test_good_drafts(drafter: str, sampling: dict[str, Any]) -> None:
     model, tokenizer, trained = load_once()
     engine = Engine(model, tokenizer, trained if drafter == "trained" else drafter)
     prompts = ["Once upon a time", "The old man opened the door and", "It was", "She said that he"]
-    alone = [engine.generate(prompt, max_tokens=20, **sampling) for prompt in prompts]
+    alone = [engine.generate(prompt, max_tokens=14, **sampling) for prompt in prompts]
     texts = [""] * len(prompts)
     steps = {}
-    for number, response in engine.stream_batch(prompts, max_tokens=20, **sampling):
+    for number, response in engine.stream_batch(prompts, max_tokens=14, **sampling):
         texts[number] += response.text
         steps[number] = response.steps
     assert texts == alone
     if drafter == "trained":
-        assert min(steps.values()) < 19, "some drafts were accepted"
+        assert min(steps.values()) < 13, "some drafts were accepted"
 
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
@@ -88,7 +88,7 @@ def test_drafts_that_are_only_looked_at(
     shadows = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
     choices = [Choice(), *shadows, Choice(WIDEST, 3)]
     monkeypatch.setattr(Explorer, "choose", lambda explorer, allows_drafts: rng.choice(choices))
-    prompts, options = _prompts(5), {"max_tokens": 20, **sampling}
+    prompts, options = _prompts(5), {"max_tokens": 14, **sampling}
     plain = [generate(MODEL, TOKENIZER, prompt, drafter=None, **options) for prompt in prompts]
     engine = Engine(MODEL, TOKENIZER, random_drafter(VOCAB_SIZE, 32))
     assert [engine.generate(prompt, **options) for prompt in prompts] == plain

@@ -16,7 +16,7 @@ from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
 
 PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
-NUM_TOKENS = 24
+NUM_TOKENS = 14
 MODELS: dict[str, nn.Module] = {
     "llama": tiny_llama(seed=4, vocab_size=VOCAB_SIZE),
     "qwen3": tiny_qwen3(seed=2, vocab_size=VOCAB_SIZE),

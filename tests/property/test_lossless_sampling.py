@@ -30,7 +30,7 @@ from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 100  # no multiple of a vector's length
 PROMPT = [5, 17, 3, 60]
-NUM_TOKENS = 16
+NUM_TOKENS = 12
 
 TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
 FILTERS: list[dict[str, Any]] = [
@@ -287,9 +287,9 @@ def test_auto_is_the_default_and_leaves_the_text_alone(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(engine, "step_costs", step_costs)  # the real ones
-    plain = plain_tokens(model, PROMPT, max_tokens=80, **sampling)
+    plain = plain_tokens(model, PROMPT, max_tokens=50, **sampling)
     drafter = random_drafter(VOCAB_SIZE, 32)
-    found = tokens(model, PROMPT, drafter, max_tokens=80, **sampling)
+    found = tokens(model, PROMPT, drafter, max_tokens=50, **sampling)
     assert_same_tokens(plain, found, sampling)
     assert (tmp_path / "mlx-redrafter").is_dir(), "step times were measured"
 
