@@ -150,23 +150,12 @@ def test_the_facade_loads_the_back_end_only() -> None:
 
 # Array code and counts that stand on MLX alone.
 WITHOUT_MLX_LM = (
-    "draft_plan",
-    "generation_options",
-    "trees/tree",
-    "trees/tree_batch",
-    "trees/topk",
-    "decoding/accept",
-    "decoding/stats",
-    "decoding/passes",
-    "decoding/records",
-    "proposers/expansion",
-    "proposers/search",
-    "proposers/lookup/chances",
-    "proposers/lookup/contexts",
-    "proposers/redrafter/recurrence",
-    "proposers/redrafter/network",
+    "draft_plan", "generation_options", "trees/tree", "trees/tree_batch", "trees/topk",
+    "decoding/accept", "decoding/stats", "decoding/passes", "decoding/records",
+    "proposers/expansion", "proposers/search", "proposers/lookup/chances",
+    "proposers/lookup/contexts", "proposers/redrafter/recurrence", "proposers/redrafter/network",
     "proposers/scores",
-)
+)  # fmt: skip
 
 
 def test_the_core_does_not_know_mlx_lm() -> None:
@@ -254,11 +243,8 @@ def test_the_checker_sees_every_form_of_import(source: str, imported: str) -> No
 
 
 def test_the_checker_reads_floors() -> None:
-    assert read_floors("Rooms.\n\n    2  a  b_c\n    1  d\n\n12 words\n") == {
-        "a": 2,
-        "b_c": 2,
-        "d": 1,
-    }
+    docstring = "Rooms.\n\n    2  a  b_c\n    1  d\n\n12 words\n"
+    assert read_floors(docstring) == {"a": 2, "b_c": 2, "d": 1}
 
 
 def test_constants_are_no_pending_operations() -> None:

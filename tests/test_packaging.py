@@ -21,26 +21,18 @@ from mlx_redrafter import __version__
 from tests.helpers.models import ROOT
 
 FOLDERS = {
-    "mlx_redrafter": "mlx_redrafter",
-    "cli": "mlx_redrafter/cli",
-    "convert": "mlx_redrafter/convert",
-    "bench": "mlx_redrafter/bench",
+    "mlx_redrafter": "mlx_redrafter", "cli": "mlx_redrafter/cli",
+    "convert": "mlx_redrafter/convert", "bench": "mlx_redrafter/bench",
     "server": "mlx_redrafter/server",
-}
+}  # fmt: skip
 PAGE = (
-    "page.html",
-    "page.js",
-    "marked.umd.js",
-    "purify.min.js",
-    "marked.LICENSE",
-    "purify.LICENSE",
-)
+    "page.html", "page.js", "marked.umd.js", "purify.min.js", "marked.LICENSE", "purify.LICENSE",
+)  # fmt: skip
 WEIGHTS = [ROOT / "mlx_redrafter" / name for name in ("pair", "drafters")]
 OTHERS = {
-    "mlx_redrafter/py.typed",
-    *(f"mlx_redrafter/server/page/{name}" for name in PAGE),
+    "mlx_redrafter/py.typed", *(f"mlx_redrafter/server/page/{name}" for name in PAGE),
     "mlx_redrafter/checkpoints/drafters.tsv",
-}
+}  # fmt: skip
 LARGEST_WHEEL = 25 * 10**6
 NOT_SHIPPED = {"bench/lab", "bench/pair", "bench/results"}
 # Repository that the links on the package index lead to.
@@ -56,13 +48,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT, source, ignore=ignored, symlinks=True)
     command = [sys.executable, "-m", "build", "--outdir", str(folder), str(source)]
-    built = subprocess.run(
-        command,
-        env={**os.environ, "REPOSITORY_URL": REPOSITORY},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {**os.environ, "REPOSITORY_URL": REPOSITORY}
+    built = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr[-2000:]
     assert "absent from" not in built.stdout + built.stderr
     return folder
@@ -93,24 +80,15 @@ def _weights() -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
-def test_every_source_ships(wheel: zipfile.ZipFile) -> None:
-    shipped = {name for name in wheel.namelist() if name.endswith(".py")}
-    assert shipped == _sources()
-
-
-def test_nothing_else_stands_at_the_top(wheel: zipfile.ZipFile) -> None:
+def test_every_source_ships_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert top == {"mlx_redrafter", f"mlx_redrafter-{__version__}.dist-info"}
-    others = {name for name in wheel.namelist() if name.startswith("mlx_redrafter/")} - _sources()
-    assert others == OTHERS | _weights()
+    shipped = {name for name in wheel.namelist() if name.startswith("mlx_redrafter/")}
+    assert shipped == _sources() | OTHERS | _weights()
 
 
-def test_the_weights_are_small(wheel: zipfile.ZipFile) -> None:
-    found = sum(file.compress_size for file in wheel.infolist())
-    assert found <= LARGEST_WHEEL
-
-
-def test_the_licences_are_in_it(wheel: zipfile.ZipFile) -> None:
+def test_the_weights_are_small_and_the_licences_in_it(wheel: zipfile.ZipFile) -> None:
+    assert sum(file.compress_size for file in wheel.infolist()) <= LARGEST_WHEEL
     for name in ("LICENSE", "server/page/marked.LICENSE", "server/page/purify.LICENSE"):
         found = wheel.read(f"mlx_redrafter-{__version__}.dist-info/licenses/{name}")
         assert found == (ROOT / name).read_bytes()
@@ -160,8 +138,7 @@ def test_the_source_archive_holds_what_the_tests_import(built: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "argument"),
-    [("mlx_redrafter", "--version"), ("mlx_redrafter.bench.lab", "--help")],
+    ("module", "argument"), [("mlx_redrafter", "--version"), ("mlx_redrafter.bench.lab", "--help")]
 )
 def test_a_checkout_runs_without_an_editable_install(module: str, argument: str) -> None:
     """As after README's install, whose package the folder here hides."""

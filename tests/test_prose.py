@@ -14,12 +14,9 @@ from tests.helpers.prose import in_page, in_source
 from tests.test_architecture import PACKAGE, SOURCES
 
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "bench").rglob("*.md")),
-]
+    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "bench").rglob("*.md")),
+]  # fmt: skip
 # Files of other projects that pages name.
 FOREIGN = ("convert_checkpoint.py",)
 # Files that pages quote by a path, or the end of one.

@@ -16,52 +16,23 @@ from mlx_redrafter.engine.generation import GenerationKeywords
 from mlx_redrafter.generation_options import GenerationOptions
 
 EXPORTS = [
-    "Conversation",
-    "DraftModel",
-    "Drafter",
-    "DrafterConfig",
-    "Engine",
-    "GenerationResponse",
-    "Grammar",
-    "Lookup",
-    "RedrafterError",
-    "SpeculateAhead",
-    "__version__",
-    "generate",
-    "generate_batch",
-    "load",
-    "load_drafter",
-    "save_drafter",
-    "stream_generate",
-]
+    "Conversation", "DraftModel", "Drafter", "DrafterConfig", "Engine", "GenerationResponse",
+    "Grammar", "Lookup", "RedrafterError", "SpeculateAhead", "__version__", "generate",
+    "generate_batch", "load", "load_drafter", "save_drafter", "stream_generate",
+]  # fmt: skip
 
 
 DEFAULTS = {
-    "max_tokens": 256,
-    "temp": None,
-    "top_p": None,
-    "top_k": None,
-    "min_p": None,
-    "seed": None,
-    "beam_width": "auto",
-    "beam_length": "auto",
-    "tree_nodes": "auto",
-    "select": "top_n",
-    "couple": True,
-    "prefill_step_size": 2048,
-    "kv_bits": None,
-    "kv_group_size": 64,
+    "max_tokens": 256, "temp": None, "top_p": None, "top_k": None, "min_p": None, "seed": None,
+    "beam_width": "auto", "beam_length": "auto", "tree_nodes": "auto", "select": "top_n",
+    "couple": True, "prefill_step_size": 2048, "kv_bits": None, "kv_group_size": 64,
     "quantized_kv_start": 5000,
-}
+}  # fmt: skip
 
 
-def test_exported_names() -> None:
+def test_exported_names_exist_and_no_others() -> None:
     assert mlx_redrafter.__all__ == EXPORTS
-    for name in EXPORTS:
-        assert getattr(mlx_redrafter, name) is not None
-
-
-def test_other_names_do_not_exist() -> None:
+    assert all(getattr(mlx_redrafter, name) is not None for name in EXPORTS)
     with pytest.raises(AttributeError, match="has no attribute 'speculate'"):
         _ = mlx_redrafter.speculate
 

@@ -11,14 +11,9 @@ from pathlib import Path
 import numpy as np
 
 CONFIG = {
-    "model_type": "recurrent_drafting_drafter",
-    "vocab_size": 70,
-    "hidden_size": 8,
-    "exit_dim": 12,
-    "num_draft_layers": 2,
-    "num_lookback_tokens": -1,
-    "rnn": True,
-}
+    "model_type": "recurrent_drafting_drafter", "vocab_size": 70, "hidden_size": 8, "exit_dim": 12,
+    "num_draft_layers": 2, "num_lookback_tokens": -1, "rnn": True,
+}  # fmt: skip
 
 
 def shapes(config: Mapping[str, object] = CONFIG) -> dict[str, tuple[int, ...]]:
@@ -118,11 +113,7 @@ def state_dict(items: Mapping[str, bytes]) -> bytes:
 def pickled(values: Mapping[str, np.ndarray]) -> bytes:
     return state_dict(
         {
-            name: tensor(
-                storage(str(i), value.size),
-                value.shape,
-                contiguous(value.shape),
-            )
+            name: tensor(storage(str(i), value.size), value.shape, contiguous(value.shape))
             for i, (name, value) in enumerate(values.items())
         }
     )

@@ -25,6 +25,7 @@ from tests.conftest import Trained
 from tests.golden.block_layouts import LAYOUTS, tensors
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.cli import run
+from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import layer_inputs
 
 
@@ -44,9 +45,7 @@ def test_a_converted_drafter_is_the_published_one(name: str, tmp_path: Path) -> 
     conversion = convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="float32"))
     converted = load_block(tmp_path / "out")
     assert conversion.config == converted.config == expected.config
-    found, weights = named_parameters(converted), named_parameters(expected)
-    assert found.keys() == weights.keys()
-    assert all(mx.array_equal(found[key], weights[key]).item() for key in found)
+    assert_same_weights(converted, expected)
     kind = f"a {expected.config.name} drafter, "
     packaging = re.sub(" .*", "", name).replace("NVIDIA", "DeepSpec")
     assert inspect_checkpoint(source).kind == f"{kind}as {packaging} writes it"

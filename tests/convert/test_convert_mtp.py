@@ -23,11 +23,12 @@ from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.helpers import mimo
 from tests.helpers.cli import run
+from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import tiny_llama
 from tests.helpers.mtp import family_config, module_tensors
 from tests.unit.proposers.test_mtp import own_folder
 
-PREFIX = mimo.PREFIX
+MODULE = mimo.module_tensors()
 
 
 def convert(source: Path | str, out: Path, **options: Any) -> Any:
@@ -48,9 +49,7 @@ def test_a_converted_module_is_the_published_one(model_type: str, tmp_path: Path
     assert conversion.config == expected.config
     assert recognise(tmp_path / "out")[0].NAME == "MTP module"
     converted = load_mtp(tmp_path / "out")
-    found, weights = named_parameters(converted), named_parameters(expected)
-    assert found.keys() == weights.keys()
-    assert all(mx.array_equal(found[name], weights[name]).item() for name in found)
+    assert_same_weights(converted, expected)
     rows = mx.random.normal((2, 5, expected.config.hidden_size), key=mx.random.key(1))
     outputs = [net(rows[0], rows[1], net.make_cache()) for net in (converted, expected)]
     assert mx.array_equal(*outputs).item()
@@ -80,9 +79,9 @@ def test_out_of_a_models_own_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("mlx_redrafter.convert.selftest.TOKENS_PER_PROMPT", 8)
-    folder, out = own_folder(stories, tmp_path / "own", mimo.module_tensors()), tmp_path / "out"
+    folder, out = own_folder(stories, tmp_path / "own", MODULE), tmp_path / "out"
     assert inspect_checkpoint(folder).kind == "an MTP module of a model of type 'mimo', for 'own'"
-    assert set(inspect_checkpoint(folder).source.tensors) == set(mimo.module_tensors())
+    assert set(inspect_checkpoint(folder).source.tensors) == set(MODULE)
     result = run(capsys, "convert", folder, out, "--dtype", "float32")
     assert "MTP module of a model of type mimo, hidden_size 32, float32" in result.out
     assert read_config(out)["conversion"]["target"] == "own"
@@ -109,8 +108,7 @@ def test_out_of_a_models_own_files(
 def test_of_a_repository_the_files_of_the_module_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors = mimo.module_tensors()
-    files = dict.fromkeys(tensors, "model-00002.safetensors")
+    files = dict.fromkeys(MODULE, "model-00002.safetensors")
     index = {"weight_map": {**files, "lm_head.weight": "model-00001.safetensors"}}
     folder = mimo.write(tmp_path / "cache", {})
     (folder / "model.safetensors").unlink()
@@ -120,7 +118,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
     def download(repo: str, patterns: list[str], *_: object) -> Path:
         asked.append(patterns)
         if patterns == ["model-00002.safetensors"]:
-            mx.save_safetensors(str(folder / "model-00002.safetensors"), tensors)
+            mx.save_safetensors(str(folder / "model-00002.safetensors"), MODULE)
         return folder
 
     monkeypatch.setattr("mlx_redrafter.hub.fetch", download)
@@ -140,48 +138,22 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
 
 
 def changed(name: str, tensor: mx.array | None) -> dict[str, mx.array]:
-    tensors = {**mimo.module_tensors(), PREFIX + name: tensor}
+    tensors = {**MODULE, mimo.PREFIX + name: tensor}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 BAD: dict[str, tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], str]] = {
-    "a model without": (
-        {"model.embed_tokens.weight": mx.ones((64, 32))},
-        {},
-        CheckpointError,
-        r"no tensors model\.mtp_layers\.0\.\*",
-    ),
-    "missing": (
-        changed("mlp.up_proj.weight", None),
-        {},
-        CheckpointError,
-        r"model\.mtp_layers\.0\.mlp\.up_proj\.weight is missing",
-    ),
-    "shape": (
-        changed("input_proj.weight", mx.ones((32, 32))),
-        {},
-        CheckpointError,
-        r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]",
-    ),
-    "too large": (
-        changed("final_layernorm.weight", mx.full((32,), 1e6)),
-        {"dtype": "float16"},
-        NonFiniteError,
-        r"model\.mtp_layers\.0\.final_layernorm\.weight; .* if float16 overflowed",
-    ),
-    "recurrence": (
-        mimo.module_tensors(),
-        {"rnn_activation": "silu"},
-        ConfigError,
-        "is not for an MTP module",
-    ),
-    "tree": (
-        mimo.module_tensors(),
-        {"tree": "dynamic"},
-        ConfigError,
-        "--tree is not for an MTP module",
-    ),
-}
+    "a model without": ({"model.embed_tokens.weight": mx.ones((64, 32))}, {}, CheckpointError,
+        r"no tensors model\.mtp_layers\.0\.\*"),
+    "missing": (changed("mlp.up_proj.weight", None), {}, CheckpointError,
+        r"model\.mtp_layers\.0\.mlp\.up_proj\.weight is missing"),
+    "shape": (changed("input_proj.weight", mx.ones((32, 32))), {}, CheckpointError,
+        r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]"),
+    "too large": (changed("final_layernorm.weight", mx.full((32, ), 1e6)), {"dtype": "float16"},
+        NonFiniteError, r"model\.mtp_layers\.0\.final_layernorm\.weight; .* if float16 overflowed"),
+    "recurrence": (MODULE, {"rnn_activation": "silu"}, ConfigError, "is not for an MTP module"),
+    "tree": (MODULE, {"tree": "dynamic"}, ConfigError, "--tree is not for an MTP module"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -1,10 +1,13 @@
-"""What is written: whole or not at all, quantised, sliced, described, and back to PyTorch."""
+"""What is written: whole or not at all, quantised, sliced, described, back to PyTorch, and said."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_redrafter.cli.main import main
 from mlx_redrafter.convert import publication
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
@@ -72,8 +76,7 @@ def test_dtypes(source: Path, dtype: str) -> None:
     assert load_drafter(source.parent / "out").dtype == getattr(mx, dtype)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
-@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 64), (4, 64), (6, 32), (8, 64)])
 def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_size: int) -> None:
     out = source.parent / "out"
     options = ConversionOptions(quantize=True, q_bits=bits, q_group_size=group_size)
@@ -94,43 +97,27 @@ def test_a_quantised_copy_is_for_the_same_target(tmp_path: Path) -> None:
     assert "base_model: org/Model" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_calibration_outlives_quantising(tmp_path: Path) -> None:
-    drafter = random_drafter(97, 64, exit_dim=32, inverse_temperature=2.5, coupling_weight=0.8)
-    save_drafter(drafter, tmp_path / "drafter")
-    options = ConversionOptions(quantize=True, q_group_size=32)
-    config = convert_drafter(tmp_path / "drafter", tmp_path / "out", options).config
-    assert (config.inverse_temperature, config.coupling_weight) == (2.5, 0.8)
-    assert load_drafter(tmp_path / "out").config == config
+def test_impossible_quantisation(source: Path) -> None:
+    for bits, group_size in ((5, 64), (4, 48), (0, 64)):
+        options = ConversionOptions(quantize=True, q_bits=bits, q_group_size=group_size)
+        with pytest.raises(ConfigError, match="must be one of"):
+            convert_drafter(source, source.parent / "out", options)
+    narrow = source.parent / "narrow"
+    handmade.write_checkpoint(narrow, "zip")
+    with pytest.raises(ConfigError, match="group_size 64"):  # which divides no width
+        convert_drafter(narrow, source.parent / "out", ConversionOptions(quantize=True))
+    assert files(source.parent) == ["narrow", "source"]
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(5, 64), (4, 48), (0, 64)])
-def test_impossible_quantisation(source: Path, bits: int, group_size: int) -> None:
-    options = ConversionOptions(quantize=True, q_bits=bits, q_group_size=group_size)
-    with pytest.raises(ConfigError, match="must be one of"):
-        convert_drafter(source, source.parent / "out", options)
-
-
-def test_a_width_that_no_group_divides(tmp_path: Path) -> None:
-    handmade.write_checkpoint(tmp_path / "source", "zip")
-    with pytest.raises(ConfigError, match="group_size 64"):
-        convert_drafter(tmp_path / "source", tmp_path / "out", ConversionOptions(quantize=True))
-    assert files(tmp_path) == ["source"]
-
-
-def test_an_earlier_conversion_is_replaced(source: Path) -> None:
+def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source: Path) -> None:
     out = source.parent / "out"
+    out.mkdir()
     convert_drafter(source, out)
     before = contents(out)
     convert_drafter(source, out, ConversionOptions(dtype="float32"))
     assert contents(out) != before
     assert files(out) == OUTPUT
     assert files(out.parent) == ["out", "source"]
-
-
-def test_an_empty_folder_is_filled(source: Path) -> None:
-    (source.parent / "out").mkdir()
-    convert_drafter(source, source.parent / "out")
-    assert files(source.parent / "out") == OUTPUT
 
 
 @pytest.mark.parametrize("present", ["thesis.txt", "config.json"])
@@ -152,41 +139,31 @@ def test_the_source_is_not_replaced(source: Path) -> None:
     assert contents(source) == before
 
 
-def test_a_failure_while_writing_leaves_the_earlier_output(
+def test_a_failure_leaves_or_brings_back_the_earlier_output(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = source.parent / "out"
+    out, rename, calls = source.parent / "out", os.rename, []
     convert_drafter(source, out)
     before = contents(out)
 
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("mlx_redrafter.convert.output.render_card", fail)
-    with pytest.raises(OSError, match="disk full"):
-        convert_drafter(source, out, ConversionOptions(dtype="float32"))
-    assert contents(out) == before
-    assert files(out.parent) == ["out", "source"]
-
-
-def test_a_failure_while_moving_brings_the_earlier_output_back(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = source.parent / "out"
-    convert_drafter(source, out)
-    before, rename, calls = contents(out), os.rename, []
-
     def fail_once(*paths: object) -> None:
         calls.append(paths)
         if len(calls) == 2:
-            raise OSError("cannot move")
+            raise OSError("disk full")
         rename(*paths)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(publication.os, "rename", fail_once)
-    with pytest.raises(OSError, match="cannot move"):
-        convert_drafter(source, out, ConversionOptions(dtype="float32"))
-    assert contents(out) == before
-    assert files(out.parent) == ["out", "source"]
+    broken = {"output.render_card": fail, "publication.os.rename": fail_once}
+    for name, function in broken.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"mlx_redrafter.convert.{name}", function)
+            with pytest.raises(OSError, match="disk full"):
+                convert_drafter(source, out, ConversionOptions(dtype="float32"))
+        assert contents(out) == before
+        assert files(out.parent) == ["out", "source"]
+    assert len(calls) > 1
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
@@ -207,18 +184,14 @@ def test_back_to_pytorch(source: Path, bits: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "reason"),
-    [
-        ({"rnn_activation": "identity"}, "TensorRT-LLM's recurrence"),
-        ({"rnn_first_step_bias": False}, "TensorRT-LLM's recurrence"),
-    ],
+    "variant", [{"rnn_activation": "identity"}, {"rnn_first_step_bias": False}], ids=str
 )
 def test_what_apples_code_cannot_compute_is_not_written(
-    tmp_path: Path, variant: dict[str, Any], reason: str
+    tmp_path: Path, variant: dict[str, Any]
 ) -> None:
     handmade.write_checkpoint(tmp_path / "source", "zip", {**WIDE, **variant})
     convert_drafter(tmp_path / "source", tmp_path / "mlx")
-    with pytest.raises(CheckpointError, match=reason):
+    with pytest.raises(CheckpointError, match="TensorRT-LLM's recurrence"):
         export_drafter(tmp_path / "mlx", tmp_path / "back")
     assert files(tmp_path) == ["mlx", "source"]
 
@@ -235,16 +208,11 @@ def test_the_most_frequent_tokens_are_kept() -> None:
     assert choose_rows(counts, [], 5).tolist() == [0, 1, 3, 4, 6]
     assert choose_rows(counts, [99, -1], 7).tolist() == list(range(7))
 
-
-@pytest.mark.parametrize("num_rows", [0, 1, 8])
-def test_an_impossible_number_of_rows(num_rows: int) -> None:
-    with pytest.raises(ConfigError, match="vocabulary slice"):
-        choose_rows(np.zeros(7), [3], num_rows)
-
-
-def test_a_slice_needs_a_tokenizer(tmp_path: Path) -> None:
+    for num_rows in (0, 1, 8):
+        with pytest.raises(ConfigError, match="vocabulary slice"):
+            choose_rows(np.zeros(7), [3], num_rows)
     with pytest.raises(ConfigError, match="needs --target"):
-        ConversionOptions(vocab_slice=5, vocab_text=[tmp_path])
+        ConversionOptions(vocab_slice=5, vocab_text=[Path("text")])
 
 
 def test_token_ids_out_of_range(tmp_path: Path) -> None:
@@ -293,11 +261,82 @@ def test_upload(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("top_k", [None, 7, 50])
-def test_calibration_comes_back_from_pytorch(tmp_path: Path, top_k: int | None) -> None:
-    drafter = random_drafter(
-        96, 64, draft_top_k=top_k, inverse_temperature=0.61, coupling_weight=0.83
-    )
+def test_calibration_outlives_quantising_and_pytorch(tmp_path: Path, top_k: int | None) -> None:
+    measured = {"inverse_temperature": 0.61, "coupling_weight": 0.83}
+    drafter = random_drafter(96, 64, draft_top_k=top_k, **measured)  # type: ignore[arg-type]
     save_drafter(drafter, tmp_path / "mlx")
     export_drafter(tmp_path / "mlx", tmp_path / "torch")
     convert_drafter(tmp_path / "torch", tmp_path / "back", ConversionOptions(dtype="float32"))
     assert load_drafter(tmp_path / "back").config == drafter.config
+    convert_drafter(tmp_path / "mlx", tmp_path / "out", ConversionOptions(quantize=True))
+    assert load_drafter(tmp_path / "out").config == drafter.config
+
+
+def test_convert_by_command(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert main(["convert", "-q", "--q-bits", "8", str(source), out, "--dtype", "bfloat16"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"wrote {out}: hidden_size 64")
+    assert "8 bits, groups of 64" in captured.out
+    assert captured.err == ""
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["quantization"]["bits"] == 8
+    back = str(tmp_path / "back")
+    assert main(["convert", str(source), str(tmp_path / "mlx")]) == 0
+    assert main(["convert", str(tmp_path / "mlx"), back, "--to", "pytorch"]) == 0
+    assert "Apple's PyTorch code" in capsys.readouterr().out
+    assert main(["convert", back]) == 0
+
+
+def test_inspect_by_command(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(source)]) == 0
+    shown = capsys.readouterr().out
+    assert "a recurrent drafter with apple names" in shown
+    assert "hidden_size: 64" in shown
+    assert re.search(r"rnn_w\.weight +float32 +\[64, 64\]", shown)
+
+
+def test_a_bad_source_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handmade.write_checkpoint(tmp_path / "source", "safetensors", {**WIDE, "exit_dim": 100})
+    handmade.write_config(tmp_path / "source", WIDE)
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "has shape [100, 100], expected [128, 128]" in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing argument 'SRC'"),
+        (["a", "-q"], "options need a folder to write; add DST"),
+        (["a", "b", "--dtype", "int8"], "--dtype"),
+        (["a", "b", "--vocab-slice", "5"], "need each other"),
+        (["a", "b", "--vocab-slice", "5", "--vocab-text", "t"], "needs --target"),
+        (["a", "b", "--to", "pytorch", "-q"], "no option but --dtype"),
+        (["a", "b", "-q", "--q-bits", "5"], "must be one of"),
+    ],
+)
+def test_usage_errors(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_help_loads_little_and_names_both_uses() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "mlx_redrafter", "convert", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "convert SRC` describes a checkpoint" in " ".join(shown.stdout.split())
+    assert "mlx_lm" not in shown.stderr
+    assert "torch" not in shown.stderr

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import load_drafter, stream_generate
+from mlx_redrafter import load_drafter
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
@@ -29,6 +29,7 @@ from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.convert import handmade
 from tests.convert.fitted import fit_drafter
+from tests.helpers.equality import tokens
 from tests.helpers.models import random_drafter, shared_path
 from tests.helpers.recurrent_search import expand
 
@@ -59,16 +60,8 @@ def convert(fitted: Path, stories: Trained, tmp_path: Path) -> Convert:
 
 def decode(stories: Trained, drafter: Drafter | None) -> list[list[int]]:
     """Greedy tokens after each prompt."""
-    model, tokenizer = stories.model, stories.tokenizer
-    return [
-        [
-            response.token
-            for response in stream_generate(
-                model, tokenizer, prompt, drafter=drafter, max_tokens=40, temp=0
-            )
-        ]
-        for prompt in PROMPTS
-    ]
+    options: Any = {"tokenizer": stories.tokenizer, "max_tokens": 40}
+    return [tokens(stories.model, prompt, drafter, **options) for prompt in PROMPTS]
 
 
 def test_quantised_drafters_give_the_same_text(
@@ -86,17 +79,15 @@ def test_quantised_drafters_give_the_same_text(
         assert decode(stories, load_drafter(tmp_path / "out")) == plain
 
 
-def test_a_drafter_that_fits_gets_no_warning(convert: Convert) -> None:
+def test_a_drafter_that_fits_is_calibrated_and_gets_no_warning(
+    convert: Convert, tmp_path: Path
+) -> None:
     conversion = convert()
     assert conversion.warnings == ()
     assert conversion.provenance["self_test"]["acceptance"] > MIN_ACCEPTANCE
     assert conversion.provenance["target"] == "stories260k"
-
-
-def test_calibration_is_stored(convert: Convert, tmp_path: Path) -> None:
-    fitted = convert().config
-    assert load_drafter(tmp_path / "out").config == fitted
-    assert fitted.inverse_temperature != 1
+    assert load_drafter(tmp_path / "out").config == conversion.config
+    assert conversion.config.inverse_temperature != 1
 
 
 def test_the_recurrence_is_the_one_that_the_target_accepts_most(
@@ -138,9 +129,8 @@ def test_the_self_test_measures_what_drafting_does(
         forward = prefill(target, ids, cache, 512)
         for _ in range(TOKENS_PER_PROMPT):
             root = mx.argmax(forward.logits, axis=-1)
-            draft = expand(
-                drafter, target.modules.embed, forward.hidden_states[0], root, shape
-            ).tokens[0]
+            hidden = forward.hidden_states[0]
+            draft = expand(drafter, target.modules.embed, hidden, root, shape).tokens[0]
             forward = target.advance(root, cache)
             matches.append(draft.item() == mx.argmax(forward.logits).item())
     measured = conversion.provenance["self_test"]

@@ -173,13 +173,7 @@ def check_beams(drafter: Drafter, published: PublishedDrafter) -> None:
     for root in range(4):
         hidden = torch.randn(config.hidden_size, generator=generator)
         own_root, own_hidden = mx.array([root], dtype=mx.int32), mx.array(hidden.numpy())
-        expansion = expand(
-            drafter,
-            lambda ids: embedding[ids],
-            own_hidden,
-            own_root,
-            shape,
-        )
+        expansion = expand(drafter, lambda ids: embedding[ids], own_hidden, own_root, shape)
         tokens, parents, scores = (
             array.tolist() for array in (expansion.tokens, expansion.parents, expansion.scores)
         )

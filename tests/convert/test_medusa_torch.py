@@ -131,16 +131,9 @@ def assert_equal(network: Medusa, expected: list[torch.Tensor]) -> None:
 
 
 LAYOUTS = (
-    "pt",
-    "pt, bfloat16",
-    "pt, two blocks",
-    "pt, no block",
-    "safetensors",
-    "vllm",
-    "vllm, bias",
-    "vllm, map",
-    "vllm, shared",
-)
+    "pt", "pt, bfloat16", "pt, two blocks", "pt, no block", "safetensors", "vllm", "vllm, bias",
+    "vllm, map", "vllm, shared",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,19 +13,12 @@ from mlx_redrafter.proposers.block.network import BlockNetwork
 # Fields of the config for each link.
 LINKS: dict[str, dict[str, Any]] = {
     "DFlash": {"first_slot": 1, "block_size": 6, "windows_from_root": True},
-    "DFlash 2": {
-        "first_slot": 1,
-        "block_size": 6,
-        "link": "selector",
-        "rank": 8,
-        "num_candidates": 12,
-        "conv_taps": 3,
-        "conv_groups": 4,
-    },
+    "DFlash 2": {"first_slot": 1, "block_size": 6, "link": "selector", "rank": 8,
+        "num_candidates": 12, "conv_taps": 3, "conv_groups": 4},
     "vanilla": {"link": "vanilla", "rank": 8},
     "gated": {"link": "gated", "rank": 8, "num_candidates": 20},
     "recurrent": {"link": "recurrent", "rank": 8},
-}
+}  # fmt: skip
 
 
 def block_config(vocab_size: int, hidden_size: int, **changes: Any) -> BlockConfig:

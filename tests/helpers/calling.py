@@ -57,19 +57,11 @@ def _model(tokenizer: TokenizerWrapper, logits: dict[str, float]) -> llama.Model
     table[tokenizer.tool_call_end_tokens[-1], tokenizer.eos_token_id] += 20.0
     for character, weight in logits.items():
         table[ids('"')[0], ids(character)[0]] += weight
-    arguments = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=VOCAB_SIZE,
-        num_hidden_layers=1,
-        intermediate_size=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=1 << 17,
-        tie_word_embeddings=False,
-    )
+    sizes = {"hidden_size": VOCAB_SIZE, "num_hidden_layers": 1, "intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    more = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    more |= {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 1 << 17}
+    arguments = llama.ModelArgs(**sizes, **heads, **more)  # type: ignore[arg-type]
     model = llama.Model(arguments)
     model.update(tree_map(mx.zeros_like, model.parameters()))
     weights: Any = model

@@ -1,4 +1,4 @@
-"""Comparing token sequences exactly, with the two best scores at the first difference."""
+"""Texts of stock mlx-lm and of this package, and exact comparisons of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.engine.responses import ResponseStream
+from mlx_redrafter.target.model_parts import find_parts
+from tests.helpers.models import wrapped_tokenizer
 
 Scored = tuple[int, mx.array]
 
@@ -39,3 +46,62 @@ def assert_same_tokens(expected: Sequence[Scored], found: Sequence[int], what: o
                 f"{first} ({row[first]:.7f}) and {second} ({row[second]:.7f})"
             )
     assert len(found) == len(expected), f"{what}: {len(found)} tokens, expected {len(expected)}"
+
+
+def stream(
+    model: nn.Module, prompt: Any, drafter: Any = None, *, tokenizer: Any = None, **options: Any
+) -> ResponseStream:
+    """Begin a text of this package, by default with characters as tokens, and an end at none."""
+    stop = options.pop("stop_tokens", None)
+    if tokenizer is None:
+        tokenizer = wrapped_tokenizer(find_parts(model).vocab_size, stop)
+    return stream_generate(model, tokenizer, prompt, drafter=drafter, **options)
+
+
+def tokens(model: nn.Module, prompt: Any, drafter: Any = None, **options: Any) -> list[int]:
+    """Tokens of a text of this package; arguments as of `stream`."""
+    return [response.token for response in stream(model, prompt, drafter, **options)]
+
+
+def plain_tokens(model: nn.Module, prompt: Any, **options: Any) -> list[Scored]:
+    """Tokens of a text without drafts, with their log-probabilities."""
+    return [(one.token, one.logprobs) for one in stream(model, prompt, None, **options)]
+
+
+def assert_turns(
+    model: nn.Module,
+    drafter: Any,
+    turns: Iterable[list[int]],
+    own: Sequence[Any] = (),
+    behind: int = 0,
+    max_tokens: int = 9,
+    **shape: Any,
+) -> None:
+    """Check texts that go on in one prompt cache, and what the cache holds after each.
+
+    The drafter's ``own`` layers stand after those of the target, and leave out ``behind`` tokens of
+    each turn.
+    """
+    stock, cache = make_prompt_cache(model), make_prompt_cache(model)
+    for number, turn in enumerate(turns, start=1):
+        expected = stock_tokens(model, turn, max_tokens, prompt_cache=stock)
+        given = [*cache, *own]
+        found = tokens(model, turn, drafter, max_tokens=max_tokens, prompt_cache=given, **shape)
+        assert_same_tokens(expected, found, turn)
+        assert [layer.offset for layer in cache] == [layer.offset for layer in stock]
+        assert {layer.offset for layer in own} <= {cache[0].offset - behind * number}
+
+
+def batch_texts(stream: Iterable[Any], count: int) -> list[str]:
+    """Texts of the responses of a batch of ``count`` prompts."""
+    texts = [""] * count
+    for number, response in stream:
+        texts[number] += response.text
+    return texts
+
+
+def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
+    """Check that two networks have the same parameters by the same names."""
+    weights, others = named_parameters(found), named_parameters(expected)
+    assert weights.keys() == others.keys()
+    assert all(mx.array_equal(weights[name], others[name]).item() for name in weights)

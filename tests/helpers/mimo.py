@@ -17,18 +17,10 @@ from mlx_lm.models import mimo
 from mlx_redrafter.checkpoint_files import named_parameters
 
 CONFIG: dict[str, Any] = {
-    "model_type": "mimo",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 64,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "num_nextn_predict_layers": 1,
-}
+    "model_type": "mimo", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 64,
+    "rope_theta": 10000.0, "max_position_embeddings": 512, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 PREFIX = "model.mtp_layers.0."
 
 

@@ -48,6 +48,13 @@ def shared_model(name: str) -> Path:
     return shared_path(f"models/{name}")
 
 
+def _sizes(name: str, vocab_size: int, context: int = 512) -> dict[str, Any]:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, **heads}
+    more = {"model_type": name, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    return {**sizes, **more, "vocab_size": vocab_size, "max_position_embeddings": context}
+
+
 def tiny_llama(
     seed: int = 0,
     vocab_size: int = 64,
@@ -57,49 +64,15 @@ def tiny_llama(
     head_size: int = 8,
 ) -> nn.Module:
     """A random float32 llama with grouped queries, hidden size 32."""
-    return _randomised(
-        llama.Model(
-            llama.ModelArgs(
-                model_type="llama",
-                hidden_size=32,
-                num_hidden_layers=layers,
-                intermediate_size=48,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=head_size,
-                rms_norm_eps=1e-5,
-                vocab_size=vocab_size,
-                max_position_embeddings=context,
-                tie_word_embeddings=False,
-            )
-        ),
-        seed,
-        spread,
-    )
+    own = {"num_hidden_layers": layers, "head_dim": head_size}
+    sizes = _sizes("llama", vocab_size, context) | own
+    return _randomised(llama.Model(llama.ModelArgs(**sizes)), seed, spread)
 
 
 def tiny_qwen3(seed: int = 0, vocab_size: int = 64, spread: float = 6.0) -> nn.Module:
     """A random float32 qwen3 with normalised queries, hidden size 32."""
-    return _randomised(
-        qwen3.Model(
-            qwen3.ModelArgs(
-                model_type="qwen3",
-                hidden_size=32,
-                num_hidden_layers=3,
-                intermediate_size=48,
-                num_attention_heads=4,
-                rms_norm_eps=1e-5,
-                vocab_size=vocab_size,
-                num_key_value_heads=2,
-                max_position_embeddings=512,
-                rope_theta=10000.0,
-                head_dim=8,
-                tie_word_embeddings=False,
-            )
-        ),
-        seed,
-        spread,
-    )
+    sizes = _sizes("qwen3", vocab_size) | {"rope_theta": 10000.0}
+    return _randomised(qwen3.Model(qwen3.ModelArgs(**sizes)), seed, spread)
 
 
 def _randomised(model: nn.Module, seed: int, spread: float) -> nn.Module:

@@ -57,60 +57,22 @@ class Layout:
 
 LAYOUTS = {
     "EAGLE-1": Layout(1, {"model_type": "llama"}, prefix="layers.0"),
-    "EAGLE-1 without bias": Layout(
-        1, {"model_type": "llama", "bias": False}, {"rope_theta": 500.0}, "layers.0", 2
-    ),
-    "EAGLE-3": Layout(
-        3,
-        {"model_type": "llama", "draft_vocab_size": DRAFT_VOCAB},
-        {"rope_theta": 500000.0},
-    ),
-    "speculators": Layout(
-        3,
-        {
-            "speculators_model_type": "eagle3",
-            "norm_before_residual": True,
-            "norm_before_fc": True,
-            "eagle_aux_hidden_state_layer_ids": None,
-        },
-        {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 200.0}},
-        "layers.0",
-        2,
-    ),
-    "speculators 3.1": Layout(
-        3,
-        {
-            "speculators_model_type": "eagle3",
-            "fc_norm": True,
-            "norm_output": True,
-            "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
-        },
-        {"model_type": "qwen3", "rope_theta": 1000.0},
-        "layers.0",
-        has_qk_norm=True,
-    ),
-    "NVIDIA": Layout(
-        3,
-        {
-            "model_type": "llama",
-            "draft_vocab_size": DRAFT_VOCAB,
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": [0, 2, 3],
-                "norm_before_fc": True,
-                "use_aux_hidden_state": True,
-            },
-        },
-    ),
-    "NVIDIA without fc": Layout(
-        3,
-        {
-            "model_type": "llama",
-            "draft_vocab_size": DRAFT_VOCAB,
-            "eagle_config": {"use_aux_hidden_state": False, "use_last_layernorm": True},
-        },
-        num_states=1,
-    ),
-}
+    "EAGLE-1 without bias": Layout(1, {"model_type": "llama", "bias": False}, {"rope_theta": 500.0},
+        "layers.0", 2),
+    "EAGLE-3": Layout(3, {"model_type": "llama", "draft_vocab_size": DRAFT_VOCAB},
+        {"rope_theta": 500000.0}),
+    "speculators": Layout(3, {"speculators_model_type": "eagle3", "norm_before_residual": True,
+        "norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": None}, {"model_type": "llama",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 200.0}}, "layers.0", 2),
+    "speculators 3.1": Layout(3, {"speculators_model_type": "eagle3", "fc_norm": True,
+        "norm_output": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, {"model_type": "qwen3",
+        "rope_theta": 1000.0}, "layers.0", has_qk_norm=True),
+    "NVIDIA": Layout(3, {"model_type": "llama", "draft_vocab_size": DRAFT_VOCAB,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3], "norm_before_fc": True,
+        "use_aux_hidden_state": True}}),
+    "NVIDIA without fc": Layout(3, {"model_type": "llama", "draft_vocab_size": DRAFT_VOCAB,
+        "eagle_config": {"use_aux_hidden_state": False, "use_last_layernorm": True}}, num_states=1),
+}  # fmt: skip
 
 
 def write_head(folder: Path, layout: Layout, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -22,26 +22,14 @@ HIDDEN, VOCAB, DRAFT_VOCAB, NUM_TOKENS = 32, 64, 40, 14
 # Number of drafts after each text in a recording.
 NUM_DRAFTS = 3
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 200.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 4.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "attention_factor": 1.3,
-}
+    "rope_type": "yarn", "rope_theta": 200.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False, "attention_factor": 1.3,
+}  # fmt: skip
 _LAYER = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+    "hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
 _DEFAULT = {"rope_type": "default", "rope_theta": 100.0}
 
 
@@ -61,28 +49,15 @@ def _layer(model_type: str, kinds: str, rope: Mapping[str, Any]) -> dict[str, An
 
 # Heads of speculators by name: the config.
 SPECULATORS: dict[str, dict[str, Any]] = {
-    "windows": {
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": _layer("qwen3", "sf", _DEFAULT),
+    "windows": {"speculators_model_type": "eagle3", "transformer_layer_config": _layer("qwen3",
+        "sf", _DEFAULT), "norm_before_residual": True, "norm_output": True, "fc_norm": True},
+    "yarn": {"speculators_model_type": "eagle3", "transformer_layer_config": _layer("llama", "s",
+        YARN), "norm_before_fc": True, "embed_requires_grad": True},
+    "parallel": {"speculators_model_type": "peagle", "transformer_layer_config": _layer("qwen3",
+        "ff", _DEFAULT), "mask_token_id": 7, "embed_requires_grad": True,
         "norm_before_residual": True,
-        "norm_output": True,
-        "fc_norm": True,
-    },
-    "yarn": {
-        "speculators_model_type": "eagle3",
-        "transformer_layer_config": _layer("llama", "s", YARN),
-        "norm_before_fc": True,
-        "embed_requires_grad": True,
-    },
-    "parallel": {
-        "speculators_model_type": "peagle",
-        "transformer_layer_config": _layer("qwen3", "ff", _DEFAULT),
-        "mask_token_id": 7,
-        "embed_requires_grad": True,
-        "norm_before_residual": True,
-        "speculators_config": {"proposal_methods": [{"speculative_tokens": 1 + NUM_DRAFTS}]},
-    },
-}
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 1 + NUM_DRAFTS}]}},
+}  # fmt: skip
 SPECULATORS["parallel windows"] = {
     **SPECULATORS["parallel"],
     "transformer_layer_config": _layer("qwen3", "sf", _DEFAULT),
@@ -93,12 +68,10 @@ for _config in SPECULATORS.values():
 
 # MTP modules in folders of their own, as mlx-vlm's splitters write them: family and mode of codes.
 SIDECARS: dict[str, tuple[str, str | None]] = {
-    "nemotron_h": ("nemotron_h", None),
-    "nemotron_h mxfp8": ("nemotron_h", "mxfp8"),
-    "qwen3_5_moe": ("qwen3_5_moe", None),
-    "qwen3_5_moe mxfp4": ("qwen3_5_moe", "mxfp4"),
+    "nemotron_h": ("nemotron_h", None), "nemotron_h mxfp8": ("nemotron_h", "mxfp8"),
+    "qwen3_5_moe": ("qwen3_5_moe", None), "qwen3_5_moe mxfp4": ("qwen3_5_moe", "mxfp4"),
     "qwen3_5_moe nvfp4": ("qwen3_5_moe", "nvfp4"),
-}
+}  # fmt: skip
 
 
 _ASSISTANT_LAYERS = {
@@ -115,31 +88,22 @@ _ASSISTANT_LAYERS = {
     "rms_norm_eps": 1e-6,
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-        "full_attention": {
-            "rope_type": "proportional",
-            "rope_theta": 100.0,
-            "partial_rotary_factor": 0.25,
-        },
-    },
+    "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0,
+        "partial_rotary_factor": 0.25}},
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 0,
     "use_double_wide_mlp": False,
     "enable_moe_block": False,
     "attention_k_eq_v": False,
     "max_position_embeddings": 512,
-}
+}  # fmt: skip
 # Gemma 4 assistants by name: the config. Their target has a hidden size of 64.
 ASSISTANTS: dict[str, dict[str, Any]] = {
     "assistant": {"model_type": "gemma4_assistant"},
-    "assistant with clusters": {
-        "model_type": "gemma4_unified_assistant",
-        "use_ordered_embeddings": True,
-        "num_centroids": 12,
-        "centroid_intermediate_top_k": 3,
-    },
-}
+    "assistant with clusters": {"model_type": "gemma4_unified_assistant",
+        "use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 3},
+}  # fmt: skip
 for _config in ASSISTANTS.values():
     _config |= {"backbone_hidden_size": 64, "text_config": _ASSISTANT_LAYERS}
 

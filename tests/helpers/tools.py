@@ -22,14 +22,9 @@ MARKS = {
     "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]"],
     "kimi_k3": ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"],
-    "kimi_k2": [
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
-        "<|tool_call_begin|>",
-        "<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-    ],
-}
+    "kimi_k2": ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>", "<|tool_call_end|>"],
+}  # fmt: skip
 # Formats whose tokens are special.
 SPECIAL = ("gemma4", "kimi_k2", "kimi_k3", "mistral", "pythonic")
 # Template of a chat that shows the tools, the calls and their results.

@@ -13,8 +13,7 @@ import numpy as np
 
 from mlx_redrafter.kernels.tree_attention import AttentionVariant
 from mlx_redrafter.kernels.variant import METAL_TYPES
-from tests.kernels.emulator import ROUNDED, bits_of, compiled
-from tests.kernels.stock import HEADERS, template
+from tests.kernels.emulator import HEADERS, ROUNDED, bits_of, compiled, template
 
 STATE = """
 static constexpr bool has_mask = false, query_transposed = false, do_causal = false;

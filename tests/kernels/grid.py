@@ -11,45 +11,22 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
-import mlx.core as mx
+import pytest
 import typer
 
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
-from mlx_redrafter.kernels.small_t import as_integers, source_of
 from mlx_redrafter.kernels.tree_attention import attention_source
-from mlx_redrafter.kernels.variant import DTYPES, AnyVariant, DenseVariant
+from mlx_redrafter.kernels.variant import AnyVariant, DenseVariant
 from tests.kernels.attention_emulator import AttentionKernels
-from tests.kernels.emulator import FUSED, ROUNDED, SIMD_ORDERS, Kernels, random_matrix
-from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated
-from tests.kernels.test_small_t import DENSE_VARIANTS, VARIANTS
+from tests.kernels.emulator import FUSED, ROUNDED, SIMD_ORDERS
+from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated, run_emulated
+from tests.kernels.test_small_t import DENSE_VARIANTS, VARIANTS, different_rows
 from tests.kernels.test_tree_attention import different_nodes
 
 COMPILED = range(2, MAX_ROWS + 1)
 # Committed tokens before a tree.
 TREES = (0, 1, 29, 70, 300)
 FLAGS = {"rounded": ROUNDED, "fused": FUSED}
-
-
-def compare(kernels: Kernels, variant: AnyVariant, name: str) -> Counter[str]:
-    """Numbers of comparisons, and of those where a bit differs; these are printed."""
-    counts: Counter[str] = Counter()
-    for inputs in sizes(variant):
-        for outputs in (8, 13, 32):
-            matrix = random_matrix(variant, outputs, inputs, seed=inputs)
-            x = mx.random.normal((MAX_ROWS, inputs)).astype(DTYPES[variant.dtype])
-            for order in SIMD_ORDERS:
-                expected = as_integers(kernels.stock(variant, x, *matrix, order=order))
-                for rows in COMPILED:
-                    source = source_of(variant, rows)
-                    groups = -(-outputs // source.outputs) * source.simd_groups
-                    y = kernels.ours(variant, x[:rows], *matrix, groups=groups, order=order)
-                    share = mx.mean(as_integers(y) == expected[:rows]).item()
-                    counts["compared"] += 1
-                    counts["different"] += share < 1
-                    if share < 1:
-                        size = f"{rows} rows, {outputs} x {inputs}, order {order}"
-                        typer.echo(f"{name}: {variant}, {size}: {share:.4f} equal")
-    return counts
 
 
 def sizes(variant: AnyVariant) -> tuple[int, ...]:
@@ -60,33 +37,35 @@ def sizes(variant: AnyVariant) -> tuple[int, ...]:
     return step, 3 * variant.block, 3 * variant.block + step
 
 
-def compare_attention(name: str) -> Counter[str]:
-    """Numbers of comparisons of trees, and of those with nodes that differ; these are printed."""
+def compare(name: str) -> Counter[str]:
+    """Numbers of comparisons by what differs; what differs is printed."""
     counts: Counter[str] = Counter()
-    kernels = AttentionKernels(
+    for variant in (*VARIANTS, *DENSE_VARIANTS):
+        kernels = emulated(((variant, rows) for rows in COMPILED), flags=FLAGS[name])
+        for outputs, inputs, order in product((8, 13, 32), sizes(variant), SIMD_ORDERS):
+            with pytest.MonkeyPatch.context() as patch:
+                run_emulated(patch, kernels, order)
+                rows = different_rows(kernels, variant, COMPILED, order, (outputs, inputs))
+            counts["products"] += len(COMPILED)
+            counts["different products"] += len(rows)
+            if rows:
+                typer.echo(f"{name}: {variant}, {outputs} x {inputs}, order {order}: rows {rows}")
+    trees = AttentionKernels(
         {one: attention_source(one) for one in ATTENTION_VARIANTS}, FLAGS[name]
     )
-    for variant, committed, order in product(ATTENTION_VARIANTS, TREES, SIMD_ORDERS):
-        nodes = different_nodes(kernels, variant, committed, order)
-        counts["compared"] += 1
-        counts["different"] += bool(nodes)
+    for head, committed, order in product(ATTENTION_VARIANTS, TREES, SIMD_ORDERS):
+        nodes = different_nodes(trees, head, committed, order)
+        counts["trees"] += 1
+        counts["different trees"] += bool(nodes)
         if nodes:
-            typer.echo(
-                f"{name}: attention {variant}, {committed} tokens, order {order}: nodes {nodes}"
-            )
+            typer.echo(f"{name}: {head}, {committed} tokens, order {order}: nodes {nodes}")
     return counts
 
 
 def main(arithmetic: list[str]) -> None:
     """Compare and print."""
     for name in arithmetic:
-        total: Counter[str] = Counter()
-        for variant in (*VARIANTS, *DENSE_VARIANTS):
-            kernels = emulated([(variant, rows) for rows in COMPILED], flags=FLAGS[name])
-            total.update(compare(kernels, variant, name))
-        typer.echo(f"{name}: {total['compared']} compared, {total['different']} different")
-        trees = compare_attention(name)
-        typer.echo(f"{name}: {trees['compared']} trees compared, {trees['different']} different")
+        typer.echo(f"{name}: {dict(compare(name))}")
 
 
 if __name__ == "__main__":

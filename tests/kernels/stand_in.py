@@ -12,14 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.kernels import (
-    attention,
-    layers,
-    selection,
-    small_t,
-    tree_attention,
-    trial,
-)
+from mlx_redrafter.kernels import attention, layers, selection, small_t, tree_attention, trial
 from mlx_redrafter.kernels.tree_attention import (
     HEAD_SIZES,
     THREADS,
@@ -70,11 +63,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     multiply_dense: Any = mx.array.__matmul__
 
     def quantized_matmul(
-        x: mx.array,
-        weight: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        **format: Any,
+        x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array | None, **format: Any
     ) -> mx.array:
         inputs, dtype = x.shape[-1], str(x.dtype).removeprefix("mlx.core.")
         bits, size = format["bits"], format["group_size"]

@@ -12,7 +12,6 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.kernels import attention_trials, selection
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
 from mlx_redrafter.kernels.attention_trials import AttentionTrial
@@ -24,7 +23,7 @@ from mlx_redrafter.kernels.trial import Times
 from mlx_redrafter.proposers.draft_model import DraftModel
 from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import needs_emulator
@@ -78,7 +77,7 @@ def test_drafted_text_and_logits_are_plain_with_both_kernels(
 ) -> None:
     stand_in(monkeypatch, kernels_of_model())
     monkeypatch.setattr(ProductTrial, "measure", lambda *_: Times(1.0, 0.5))
-    model, tokenizer = quantised_model(head_size=64), wrapped_tokenizer(VOCAB_SIZE)
+    model = quantised_model(head_size=64)
     plain = logits_of_tree(model, follow=True)
     use_kernels(model)
     assert are_equal(logits_of_tree(model, follow=False), plain)
@@ -86,19 +85,8 @@ def test_drafted_text_and_logits_are_plain_with_both_kernels(
         patch.setattr("mlx_redrafter.kernels.attention.is_available", lambda: False)
         assert not are_equal(logits_of_tree(model, follow=False), plain)
     text = stock_tokens(model, [1, 5, 9], 8)
-    drafter = Scripted(ids(text), VOCAB_SIZE)
-    drafted = stream_generate(model, tokenizer, [1, 5, 9], drafter=drafter, max_tokens=8)
-    assert_same_tokens(text, [response.token for response in drafted], "with kernels")
-
-
-@needs_emulator
-@pytest.mark.usefixtures("machine", "no_matrices")
-def test_equal_attention_is_used_where_it_is_no_slower() -> None:
-    model = _model()
-    assert attention_shapes(model) == {SHAPE: 1}
-    use_kernels(model)
-    (choice,) = choices(model)
-    assert "max_keys=40, rows=(2, 3, 4, 6, 7," in choice
+    drafted = tokens(model, [1, 5, 9], Scripted(ids(text), VOCAB_SIZE), max_tokens=8)
+    assert_same_tokens(text, drafted, "with kernels")
 
 
 @needs_emulator
@@ -140,6 +128,14 @@ def test_the_limit_counts_the_keys_of_the_deepest_node(
     assert are_equal(logits_of_tree(model, follow=False), stock) != is_used
 
 
+def _load(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
+    """Let the command line load a model, on a machine that has kernels."""
+    loading = "mlx_redrafter.checkpoints.loading.load"
+    patch.setattr(loading, lambda *_, **__: (model, None, None))
+    patch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
+    patch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
+
+
 @needs_emulator
 @pytest.mark.usefixtures("machine", "no_matrices")
 def test_a_wrong_order_is_refused(
@@ -149,11 +145,7 @@ def test_a_wrong_order_is_refused(
     source = attention_source(variant).replace("int i = group;", "int i = group ^ (group >> 1);")
     stand_in_attention(monkeypatch, AttentionKernels({variant: source}))
     model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=64)
-    monkeypatch.setattr(
-        "mlx_redrafter.checkpoints.loading.load", lambda *_, **__: (model, None, None)
-    )
-    monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
-    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
+    _load(monkeypatch, model)
     shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup")
     assert shown.code == 1
     assert shown.out.splitlines()[1:] == [
@@ -164,27 +156,20 @@ def test_a_wrong_order_is_refused(
 
 @needs_emulator
 @pytest.mark.usefixtures("machine", "no_matrices")
-def test_the_table(
+def test_equal_attention_is_used_where_it_is_no_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "mlx_redrafter.checkpoints.loading.load", lambda *_, **__: (_model(), None, None)
-    )
-    monkeypatch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
-    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
+    _load(monkeypatch, _model())
+    model = _model()
+    assert attention_shapes(model) == {SHAPE: 1}
+    use_kernels(model)
+    (choice,) = choices(model)
+    assert "max_keys=40, rows=(2, 3, 4, 6, 7," in choice
     shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup")
     assert shown.code == 0
     assert "\n  equal: up to 40 keys\n" in shown.out
     assert "   4 rows: 1000.000 ms, MLX's 1000.000 ms, used\n" in shown.out
     assert "   5 rows: 2000.000 ms, MLX's 1000.000 ms\n" in shown.out
-
-
-@needs_emulator
-def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in_attention(monkeypatch, emulated_attention())
-    monkeypatch.setattr(AttentionTrial, "find_equal", lambda self: None)
-    times = AttentionTrial(SHAPE, 1).measure(20, 2)
-    assert times.kernel > times.stock > 0  # threads are slow in the emulator
 
 
 @needs_emulator
@@ -227,5 +212,5 @@ def test_drafters_with_attention_of_their_own_are_hooked_beside_the_kernel(
         drafter = DraftModel(smaller, tokenizer)
         attention_shapes(model)
     assert len(llama.scaled_dot_product_attention.redrafter_hooks) == 2
-    drafted = stream_generate(model, tokenizer, [1, 5, 9], drafter=drafter, max_tokens=8)
-    assert_same_tokens(text, [response.token for response in drafted], "with both hooks")
+    drafted = tokens(model, [1, 5, 9], drafter, tokenizer=tokenizer, max_tokens=8)
+    assert_same_tokens(text, drafted, "with both hooks")

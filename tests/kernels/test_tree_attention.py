@@ -26,17 +26,14 @@ COMMITTED = (70, 29, 0)
 MUTATIONS = [
     ("int up = committed + depth - i;", "int up = committed + depth - i - 1;"),
     ("i <= committed + depth", "i < committed + depth"),
-    ("int i = group;", "int i = group ^ (group >> 1);"),
-    ("row += committed;", ""),
-    ("scale * float(", "float("),
-    ("total = total * factor", "total = total"),
-    ("sums[j] = sums[j] * factor", "sums[j] = sums[j]"),
-    ("totals[lane] * factor", "totals[lane]"),
+    ("int i = group;", "int i = group ^ (group >> 1);"), ("row += committed;", ""),
+    ("scale * float(", "float("), ("total = total * factor", "total = total"),
+    ("sums[j] = sums[j] * factor", "sums[j] = sums[j]"), ("totals[lane] * factor", "totals[lane]"),
     ("32 + lane] * factor", "32 + lane]"),
     ("head / (queries_shape[1] / keys_shape[1])", "head % keys_shape[1]"),
     ("node * queries_strides[2]", "head * queries_strides[2]"),
     ("key_head * values_strides[1]", "0"),
-]
+]  # fmt: skip
 
 
 def different_nodes(

@@ -14,24 +14,25 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.kernels import product_trials, selection, trial
-from mlx_redrafter.kernels.dense_source import dense_source
+from mlx_redrafter.kernels.attention import AttentionShape
+from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
-from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
+from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.selection import use_kernels
-from mlx_redrafter.kernels.small_t import as_integers
+from mlx_redrafter.kernels.small_t import as_integers, source_of
 from mlx_redrafter.kernels.trial import Times
 from mlx_redrafter.kernels.variant import (
     DENSE_ORDERS,
     FEW,
     MANY,
     USUAL,
+    AnyVariant,
     DenseShape,
     DenseVariant,
     MatrixShape,
@@ -40,100 +41,47 @@ from mlx_redrafter.kernels.variant import (
 from mlx_redrafter.target.target import Target
 from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted, grow, make_tree
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
-from tests.helpers.models import tiny_llama, wrapped_tokenizer
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
+from tests.helpers.models import tiny_llama
 from tests.kernels.emulator import Kernels, needs_emulator
-from tests.kernels.stand_in import emulated, stand_in
+from tests.kernels.stand_in import emulated, emulated_attention, stand_in, stand_in_attention
 
 VOCAB_SIZE = 64
 DIFFERENT = "its bits are not those of MLX's kernel for one row"
-MXFP4 = [
-    ("VALUES = 16", "VALUES = 8"),
-    ("GROUP = 32", "GROUP = 64"),
-    ("0x400000", "0x800000"),
-    ("<< 23", "<< 22"),
-    ("(4 * j)", "(3 * j)"),
-    ("& 7", "& 3"),
-    ("<< 9", "<< 8"),
-    ("16384.0f", "8192.0f"),
-    ("& 8", "& 4"),
-]
 FORMAT = Variant(4, 32, "float16", "qmv")
-# Constants of the arithmetic: how each stands in the source, and another one.
-ONES = [
-    ("- 1;", "- 2;"),
-    ("BITS / 8", "BITS / 16"),
-    ("BITS % 8", "BITS % 4"),
-    ("float(1 << bit)", "float(2 << bit)"),
-    ("& (MASK << bit)", "& MASK"),
-    ("BITS > 8", "BITS > 11"),
-    ("byte + 1", "byte"),
-    ("(8 - bit)", "(9 - bit)"),
-    ("* 256.0f", "* 128.0f"),
-    ("j == 0", "j <= 1"),
-]
-CONSTANTS = {
-    2: [
-        ("VALUES = 16", "VALUES = 8"),
-        ("/ 4.0f", "/ 8.0f"),
-        ("/ 16.0f", "/ 8.0f"),
-        ("/ 64.0f", "/ 32.0f"),
-        ("0x03", "0x01"),
-        ("0x0c", "0x04"),
-        ("0x30", "0x10"),
-        ("0xc0", "0x40"),
-    ],
-    3: [("VALUES = 16", "VALUES = 8"), ("i += 8", "i += 4"), *ONES[:5]],
-    6: [("VALUES = 8", "VALUES = 16"), ("i += 4", "i += 8"), *ONES[5:]],
-    4: [
-        ("VALUES = 16", "VALUES = 8"),
-        ("/ 16.0f", "/ 32.0f"),
-        ("/ 256.0f", "/ 128.0f"),
-        ("/ 4096.0f", "/ 2048.0f"),
-        ("0x000f", "0x0007"),
-        ("0x00f0", "0x0070"),
-        ("0x0f00", "0x0700"),
-        ("0xf000", "0x7000"),
-    ],
-    8: [
-        ("VALUES = 8", "VALUES = 4"),
-        ("packed[3]", "packed[2]"),
-        ("BITS = 8", "BITS = 4"),
-        ("GROUP = 32", "GROUP = 64"),
-        ("BLOCK = 32", "BLOCK = 16"),
-        ("i += 4", "i += 8"),
-        ("sums[t] * b", "b"),
-    ],
-}
-# The same where an output is shared by eight SIMD groups, and a part of the last block is missing.
-DENSE_CONSTANTS = [
-    ("LANES = 32", "LANES = 16"),
-    ("GROUPS = 8", "GROUPS = 4"),
-    ("BLOCK = 4", "BLOCK = 2"),
-    ("int k = 4", "int k = 2"),
-    ("4 * (group * LANES", "4 * (LANES"),
-    ("end = BLOCK", "end = 0"),
-    ("K % BLOCK > 0", "K % BLOCK > 999"),
-    ("k += BLOCK", "k += BLOCK / 2"),
-    ("LANES / 2", "LANES / 4"),
-    ("by /= 2", "by /= 4"),
-    ("wl[r * K", "wl[0 * K"),
-    ("x[t * K", "x[0 * K"),
-    ("totals[0][lane]", "totals[1][lane]"),
-    ("int g = 1", "int g = 2"),
-    ("lane % ROWS) * N", "lane / TILE) * N"),
-    ("r * ROWS + t]", "r * ROWS]"),
-    ("TILE * tile", "tile"),
-    ("/ GROUPS * (32", "* (32"),
-    ("k + i < K", "k + i + 1 < K"),
-]
-# And where four lanes share one.
-FOUR_LANES = [
-    ("LANES = 4", "LANES = 8"),
-    ("+ lane / LANES", ""),
-    ("32 / LANES", "64 / LANES"),
-    ("if (lane % LANES == 0)", "if (lane == 0)"),
-]
+# Constants of the arithmetic by variant: how each stands in the source, and another one. Where
+# eight SIMD groups share an output of a dense matrix, a part of the last block is missing.
+CONSTANTS: list[tuple[AnyVariant, list[tuple[str, str]]]] = [
+    (Variant(2, 32, "float32"), [*(("VALUES = 16", "VALUES = 8"), ("/ 4.0f", "/ 8.0f"), ("/ 16.0f",
+        "/ 8.0f")), *(("/ 64.0f", "/ 32.0f"), ("0x0c", "0x04"), ("0x30", "0x10"), ("0xc0",
+        "0x40"))]),
+    (Variant(3, 32, "float32"), [*(("VALUES = 16", "VALUES = 8"), ("i += 8", "i += 4"), ("- 1;",
+        "- 2;")), *(("BITS / 8", "BITS / 16"), ("BITS % 8", "BITS % 4")), *(("float(1 << bit)",
+        "float(2 << bit)"), ("& (MASK << bit)", "& MASK"))]),
+    (Variant(6, 32, "float32"), [*(("VALUES = 8", "VALUES = 16"), ("i += 4", "i += 8"), ("BITS > 8",
+        "BITS > 11")), *(("byte + 1", "byte"), ("(8 - bit)", "(9 - bit)"), ("* 256.0f",
+        "* 128.0f")), ("j == 0", "j <= 1")]),
+    (Variant(4, 32, "float32"), [*(("VALUES = 16", "VALUES = 8"), ("/ 16.0f", "/ 32.0f"),
+        ("/ 256.0f", "/ 128.0f")), *(("/ 4096.0f", "/ 2048.0f"), ("0x000f", "0x0007"), ("0x0f00",
+        "0x0700")), ("0xf000", "0x7000")]),
+    (Variant(8, 32, "float32"), [*(("VALUES = 8", "VALUES = 4"), ("packed[3]", "packed[2]"),
+        ("BITS = 8", "BITS = 4")), *(("GROUP = 32", "GROUP = 64"), ("BLOCK = 32", "BLOCK = 16"),
+        ("i += 4", "i += 8")), ("sums[t] * b", "b")]),
+    (Variant(4, 32, "float32", mode="mxfp4"), [*(("VALUES = 16", "VALUES = 8"), ("GROUP = 32",
+        "GROUP = 64"), ("<< 23", "<< 22")), *(("0x400000", "0x800000"), ("& 7", "& 3"), ("16384.0f",
+        "8192.0f"), ("& 8", "& 4"))]),
+    (DenseVariant("float32", *MANY), [*(("LANES = 32", "LANES = 16"), ("GROUPS = 8", "GROUPS = 4"),
+        ("BLOCK = 4", "BLOCK = 2")), *(("int k = 4", "int k = 2"), ("4 * (group * LANES",
+        "4 * (LANES")), *(("end = BLOCK", "end = 0"), ("K % BLOCK > 0", "K % BLOCK > 999"))]),
+    (DenseVariant("float32", *MANY), [*(("k += BLOCK", "k += BLOCK / 2"), ("LANES / 2",
+        "LANES / 4"), ("by /= 2", "by /= 4")), *(("wl[r * K", "wl[0 * K"), ("x[t * K", "x[0 * K")),
+        *(("totals[0][lane]", "totals[1][lane]"), ("int g = 1", "int g = 2"))]),
+    (DenseVariant("float32", *MANY), [*(("lane % ROWS) * N", "lane / TILE) * N"), ("r * ROWS + t]",
+        "r * ROWS]")), *(("TILE * tile", "tile"), ("/ GROUPS * (32", "* (32"), ("k + i < K",
+        "k + i + 1 < K"))]),
+    (DenseVariant("float32", *FEW), [*(("LANES = 4", "LANES = 8"), ("+ lane / LANES", ""),
+        ("32 / LANES", "64 / LANES")), ("if (lane % LANES == 0)", "if (lane == 0)")]),
+]  # fmt: skip
 
 
 def _half_as_long(trial: ProductTrial, equal: object, rows: int) -> Times:
@@ -143,11 +91,7 @@ def _half_as_long(trial: ProductTrial, equal: object, rows: int) -> Times:
 
 def kernels_of_model() -> Kernels:
     """What the layers of `quantised_model` and `dense_model` may use."""
-    variants = [
-        FORMAT,
-        Variant(4, 32, "float16", "qmv"),
-        *(DenseVariant("float16", *order) for order in DENSE_ORDERS),
-    ]
+    variants = [FORMAT, *(DenseVariant("float16", *order) for order in DENSE_ORDERS)]
     return emulated((variant, t) for variant in variants for t in range(2, MAX_ROWS + 1))
 
 
@@ -179,9 +123,6 @@ def dense_model() -> nn.Module:
     model.set_dtype(mx.float16)
     mx.eval(model.parameters())
     return model
-
-
-MODELS = pytest.mark.parametrize("build", [quantised_model, dense_model])
 
 
 def _layer(number: int, outputs: int = 32, inputs: int = 512) -> tuple[MatrixShape, nn.Module]:
@@ -219,53 +160,34 @@ def are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
 
 
 @needs_emulator
-@MODELS
+@pytest.mark.parametrize("build", [quantised_model, dense_model])
 @pytest.mark.usefixtures("machine")
-def test_logits_of_trees_have_the_bits_of_single_tokens(build: Callable[[], nn.Module]) -> None:
+def test_trees_and_drafted_texts_have_the_bits_of_single_tokens(
+    build: Callable[[], nn.Module],
+) -> None:
     model = build()
-    plain = logits_of_tree(model, follow=True)
+    plain, text = logits_of_tree(model, follow=True), stock_tokens(model, [1, 5, 9], 16)
     assert not are_equal(logits_of_tree(model, follow=False), plain)  # another order of additions
     use_kernels(model)
     assert are_equal(logits_of_tree(model, follow=False), plain)
     assert are_equal(logits_of_tree(model, follow=True), plain)
-
-
-@needs_emulator
-@MODELS
-@pytest.mark.usefixtures("machine")
-def test_drafted_text_is_plain_text(build: Callable[[], nn.Module]) -> None:
-    model, tokenizer = build(), wrapped_tokenizer(VOCAB_SIZE)
-    plain = stock_tokens(model, [1, 5, 9], 16)
-    use_kernels(model)
-    drafted = [
-        response.token
-        for response in stream_generate(
-            model, tokenizer, [1, 5, 9], drafter=Scripted(ids(plain), VOCAB_SIZE), max_tokens=16
-        )
-    ]
-    assert_same_tokens(plain, drafted, "with kernels")
+    drafted = tokens(model, [1, 5, 9], Scripted(ids(text), VOCAB_SIZE), max_tokens=16)
+    assert_same_tokens(text, drafted, "with kernels")
 
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
-def test_equal_kernels_are_used_where_they_are_faster() -> None:
+def test_equal_kernels_are_used_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantised_model()
-    before = choices(model)
+    with monkeypatch.context() as patch:
+        patch.setenv(selection.SWITCH, "0")
+        use_kernels(model)
+        assert choices(model) == ()
     use_kernels(model)
-    assert before == ()
     (*_, last) = choices(model)
     assert len(choices(model)) == 5  # sizes of matrices; a part of the key of step times
     assert "rows=(2, 3, 4, 6, 7, 8" in last
     assert "16)" in last
-
-
-@needs_emulator
-@pytest.mark.usefixtures("machine")
-def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(selection.SWITCH, "0")
-    model = quantised_model()
-    use_kernels(model)
-    assert choices(model) == ()
 
 
 def test_kernels_are_tried_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,21 +199,35 @@ def test_kernels_are_tried_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -
     assert tried == [model]
 
 
+def _layer_of(variant: AnyVariant) -> tuple[MatrixShape | DenseShape, nn.Module]:
+    if isinstance(variant, DenseVariant):
+        inputs = 1100 if variant.groups == 8 else 57
+        return DenseShape("float32", inputs, 65), nn.Linear(inputs, 65)
+    if variant.mode == "affine":
+        return _layer(variant.bits)
+    layer = nn.QuantizedLinear(512, 32, bias=False, group_size=32, bits=4, mode="mxfp4")
+    layer.scales[0] = 0
+    return MatrixShape(4, 32, "float32", 512, 32, "mxfp4"), layer
+
+
 @needs_emulator
-@pytest.mark.parametrize(("number", "wrong"), [(n, w) for n in CONSTANTS for w in CONSTANTS[n]])
-def test_a_wrong_constant_is_refused(
-    monkeypatch: pytest.MonkeyPatch, number: int, wrong: tuple[str, str]
+@pytest.mark.parametrize(("variant", "wrong"), CONSTANTS, ids=str)
+def test_wrong_constants_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variant: AnyVariant, wrong: list[tuple[str, str]]
 ) -> None:
-    shape, layer = _layer(number)
-    variant = Variant(number, 32, "float32")
-    source = metal_source(variant, 3)
-    assert wrong[0] in source.body
-    kernels = Kernels({(variant, 3): source._replace(body=source.body.replace(*wrong))})
-    stand_in(monkeypatch, kernels)
-    monkeypatch.setattr(product_trials, "ROWS", range(3, 4))
-    monkeypatch.setattr(MatrixShape, "variants", lambda self: iter([variant]))
-    tried = ProductTrial(shape, [layer])
-    assert (tried.equal, tried.failure) == (None, DIFFERENT)
+    """Each in the source of another number of rows, as all are compiled together."""
+    shape, layer = _layer_of(variant)
+    sources = {(variant, rows): source_of(variant, rows) for rows in range(2, 2 + len(wrong))}
+    changed = {}
+    for (key, source), change in zip(sources.items(), wrong, strict=True):
+        assert change[0] in source.body
+        changed[key] = source._replace(body=source.body.replace(*change))
+    stand_in(monkeypatch, Kernels(changed))
+    monkeypatch.setattr(type(shape), "variants", lambda self: iter([variant]))
+    for rows, change in enumerate(wrong, start=2):
+        monkeypatch.setattr(product_trials, "ROWS", range(rows, rows + 1))
+        tried = ProductTrial(shape, [layer])  # type: ignore[arg-type]
+        assert (tried.equal, tried.failure) == (None, DIFFERENT), change
 
 
 @needs_emulator
@@ -306,47 +242,6 @@ def test_dense_layers_with_biases_are_equal(inputs: int, order: tuple[int, int])
 
 
 @needs_emulator
-@pytest.mark.parametrize("wrong", MXFP4)
-def test_a_wrong_constant_of_mxfp4_is_refused(
-    monkeypatch: pytest.MonkeyPatch, wrong: tuple[str, str]
-) -> None:
-    variant = Variant(4, 32, "float32", mode="mxfp4")
-    layer = nn.QuantizedLinear(512, 32, bias=False, group_size=32, bits=4, mode="mxfp4")
-    layer.scales[0] = 0
-    source = metal_source(variant, 3)
-    assert wrong[0] in source.body
-    body = source.body.replace(*wrong)
-    stand_in(monkeypatch, Kernels({(variant, 3): source._replace(body=body)}))
-    monkeypatch.setattr(product_trials, "ROWS", range(3, 4))
-    monkeypatch.setattr(MatrixShape, "variants", lambda self: iter([variant]))
-    tried = ProductTrial(MatrixShape(4, 32, "float32", 512, 32, "mxfp4"), [layer])
-    assert (tried.equal, tried.failure) == (None, DIFFERENT)
-
-
-@needs_emulator
-@pytest.mark.parametrize(
-    ("order", "wrong"),
-    [*((MANY, one) for one in DENSE_CONSTANTS), *((FEW, one) for one in FOUR_LANES)],
-)
-def test_a_wrong_constant_of_dense_kernels_is_refused(
-    monkeypatch: pytest.MonkeyPatch, order: tuple[int, int], wrong: tuple[str, str]
-) -> None:
-    variant = DenseVariant("float32", *order)
-    inputs = 1100 if variant.groups == 8 else 57
-    layer = nn.Linear(inputs, 65)
-    shape = DenseShape("float32", inputs, 65)
-    assert next(shape.variants()) == variant
-    source = dense_source(variant, 3)
-    assert wrong[0] in source.body
-    body = source.body.replace(*wrong)
-    stand_in(monkeypatch, Kernels({(variant, 3): source._replace(body=body)}))
-    monkeypatch.setattr(product_trials, "ROWS", range(3, 4))
-    monkeypatch.setattr(DenseShape, "variants", lambda self: iter([variant]))
-    tried = ProductTrial(shape, [layer])
-    assert (tried.equal, tried.failure) == (None, DIFFERENT)
-
-
-@needs_emulator
 def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, layer = _layer(8)
     variant = Variant(8, 32, "float32")
@@ -357,6 +252,10 @@ def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried.equal == variant
     assert tried.times[3].kernel > tried.times[3].stock > 0  # threads are slow in the emulator
     assert tried.rows == ()
+    stand_in_attention(monkeypatch, emulated_attention())
+    monkeypatch.setattr(AttentionTrial, "find_equal", lambda self: None)
+    times = AttentionTrial(AttentionShape(4, 2, 64, "float16"), 1).measure(20, 2)
+    assert times.kernel > times.stock > 0
 
 
 @pytest.fixture
@@ -371,8 +270,20 @@ def broken(monkeypatch: pytest.MonkeyPatch, machine: None) -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("broken")
-def test_what_does_not_compile_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_compile_is_not_used(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = quantised_model()
+    monkeypatch.setattr(loading, "load", lambda *_, **__: (model, None, None))
+    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
+    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup", "--json")
+    assert shown.code == 1
+    (shape, *_) = json.loads(shown.out)["shapes"]
+    assert shape["failure"].startswith("[metal::Device] Unable to build")
+    assert shape["rows"] == []
     with caplog.at_level(logging.WARNING):
         use_kernels(model)
     assert choices(model) == ()
@@ -409,15 +320,12 @@ def test_mxfp4_needs_a_model_of_one_dtype() -> None:
 
 
 def test_the_order_of_variants() -> None:
-    names = [str(one) for one in MatrixShape(4, 64, "float16", 1024, 8).variants()]
-    assert names == [
-        "qmv_fast_4_bits_64_float16",
-        "qmv_4_bits_64_float16",
-    ]
-    names = [str(one) for one in MatrixShape(8, 32, "bfloat16", 320, 8).variants()]
-    assert names == ["qmv_8_bits_32_bfloat16"]
-    names = [str(one) for one in MatrixShape(2, 32, "float32", 320, 8).variants()]
-    assert names == ["qmv_fast_2_bits_32_float32"]
+    for shape, names in (
+        ((4, 64, "float16", 1024), ["qmv_fast_4_bits_64_float16", "qmv_4_bits_64_float16"]),
+        ((8, 32, "bfloat16", 320), ["qmv_8_bits_32_bfloat16"]),
+        ((2, 32, "float32", 320), ["qmv_fast_2_bits_32_float32"]),
+    ):
+        assert [str(one) for one in MatrixShape(*shape, 8).variants()] == names
 
 
 @needs_emulator
@@ -446,20 +354,6 @@ def test_the_table(
     assert third == "  equal: qmv_4_bits_32_float16"
     assert fourth == "   2 rows: 500.000 ms, MLX's 1000.000 ms, used"
     assert "   5 rows: 1000.000 ms, MLX's 1000.000 ms\n" in shown.out
-
-
-@needs_emulator
-@pytest.mark.usefixtures("broken")
-def test_the_table_of_what_does_not_compile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(loading, "load", lambda *_, **__: (quantised_model(), None, None))
-    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
-    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup", "--json")
-    assert shown.code == 1
-    (shape, *_) = json.loads(shown.out)["shapes"]
-    assert shape["failure"].startswith("[metal::Device] Unable to build")
-    assert shape["rows"] == []
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is an Apple GPU")

@@ -64,12 +64,7 @@ def model_of(family: str, size: int, dtype: mx.Dtype) -> nn.Module:
 
 
 def write(
-    target: Target,
-    prompt: list[int],
-    count: int,
-    temp: float,
-    right: Any = None,
-    chunk: int = 5,
+    target: Target, prompt: list[int], count: int, temp: float, right: Any = None, chunk: int = 5
 ) -> Any:
     """Tokens of a text, and its steps; with drafts around the text ``right`` if it is given."""
     sampler = KeyedSampler(SamplingParams(temp=temp, seed=7), target.vocab_size)

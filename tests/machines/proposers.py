@@ -1,6 +1,6 @@
 """A script for ranks: texts with every kind of proposer, batches, cancelled texts, prompt caches.
 
-python -m tests.machines.proposers FOLDER [slow] [KIND ...]
+python -m tests.machines.proposers FOLDER [slow] [tokens=16] [KIND ...]
 
 Without ``mlx.launch`` it fills the folder. With it, it prints a JSON line with the checks of each
 kind, all of them but MTP by default. With "slow" the last rank waits 3 ms before each pass.
@@ -58,8 +58,6 @@ TIMED = "recurrent", "draft model", "lookup", "EAGLE-3"
 THOROUGH = *TIMED, MTP
 # Entries in 8 bits from a token of the first prompt's text on.
 QUANTISED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}
-# Tokens of a text.
-TOKENS = 16
 
 
 def _write_block(link: str, folder: Path) -> Path:
@@ -88,22 +86,24 @@ class Writer:
 
     Attributes:
         engine: The engine.
+        length: Number of tokens of a text.
         tokens: Number of tokens so far.
     """
 
-    def __init__(self, *given: Any):
+    def __init__(self, length: int, *given: Any):
         self.engine = Engine(*given)
+        self.length = length
         self.tokens = 0
 
     def texts(self, temp: float, **options: Any) -> list[list[int]]:
         """Token ids of texts that are written one after the other."""
-        options = {"max_tokens": TOKENS, "temp": temp, "seed": 3, **options}
+        options = {"max_tokens": self.length, "temp": temp, "seed": 3, **options}
         return [self.ids(self.engine.stream(prompt, **options)) for prompt in PROMPTS]
 
     def batch(self, temp: float, **options: Any) -> list[list[int]]:
         """Token ids of the same texts, two at a time."""
         found: list[list[int]] = [[] for _ in PROMPTS]
-        options = {"max_tokens": TOKENS, "temp": temp, "seed": 3, **options}
+        options = {"max_tokens": self.length, "temp": temp, "seed": 3, **options}
         for number, response in self.engine.stream_batch(PROMPTS, batch_size=2, **options):
             found[number] += self.ids([response])
         return found
@@ -118,7 +118,7 @@ class Writer:
 
     def cancelled(self, **options: Any) -> list[int]:
         """Token ids of a text that is cancelled after five."""
-        stream = self.engine.stream(PROMPTS[0], max_tokens=TOKENS, temp=0.0, **options)
+        stream = self.engine.stream(PROMPTS[0], max_tokens=self.length, temp=0.0, **options)
         begun = self.ids(next(stream) for _ in range(5))
         stream.cancel()
         return begun + self.ids(stream)
@@ -141,7 +141,7 @@ def try_kind(
     if name not in THOROUGH:
         return found
     begun = writer.cancelled(**SHAPES[2])
-    found["cancelled"] = 0 < len(begun) < TOKENS and begun == plain[0.0][0][: len(begun)]
+    found["cancelled"] = 0 < len(begun) < writer.length and begun == plain[0.0][0][: len(begun)]
     found["chat"] = writer.chat(**SHAPES[1]) == whole.chat()
     if whole.engine.target.num_layers == CONFIG["num_hidden_layers"]:
         found["kv_bits"] = writer.chat(**QUANTISED, **SHAPES[1]) == whole.chat(**QUANTISED)
@@ -177,21 +177,22 @@ def main(folder: Path, *words: str) -> None:
         slow_down()
     target = folder / (MTP_TARGET if MTP in words else TARGET)
     model, tokenizer, _ = load(target, group=group)
-    whole = Writer(*load(target)[:2], None)
-    writer = Writer(model, tokenizer, None)
+    length = int(next((one[7:] for one in words if one.startswith("tokens=")), 16))
+    whole = Writer(length, *load(target)[:2], None)
+    writer = Writer(length, model, tokenizer, None)
     expected = {temp: writer.texts(temp) for temp in (0.0, 1.0)}
     checks = {
         "one process": all(whole.texts(temp) == texts for temp, texts in expected.items()),
         "foreign caches": refuses_foreign_caches(writer, whole),
     }
     _print("no drafts", checks, writer.tokens)
-    for name in [one for one in words if one != "slow"] or [*TRIED, AHEAD]:
+    for name in [one for one in words if one != "slow" and "=" not in one] or [*TRIED, AHEAD]:
         drafter: Any = "lookup"
         if name == AHEAD:
             drafter = SpeculateAhead(load_drafter(folder / "recurrent"), 4)
         elif name != "lookup":
             drafter = load_drafter(folder / name)
-        writer = Writer(model, tokenizer, drafter)
+        writer = Writer(length, model, tokenizer, drafter)
         found = try_kind(name, writer, expected, whole)
         label = f"{name}, the last rank slowed" if "slow" in words else name
         _print(label, found, writer.tokens)

@@ -23,13 +23,10 @@ def test_frames_are_read_as_they_were_written(frames: list[tuple[Do, list[Any]]]
     assert read(stream) is None
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b"\n", b"5\n", b"[]\n", b'["eval", 1]\n', b"[[1]]\n", b"\xff\n", b"[" * 10**5 + b"\n"],
-)
-def test_foreign_bytes_are_an_error(line: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        read(io.BytesIO(line))
+def test_foreign_bytes_are_an_error() -> None:
+    for line in (b"\n", b"5\n", b'["eval", 1]\n', b"[[1]]\n", b"\xff\n", b"[" * 10**5 + b"\n"):
+        with pytest.raises(ValueError, match=r"."):
+            read(io.BytesIO(line))
 
 
 @given(st.binary(max_size=200))

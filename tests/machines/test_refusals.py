@@ -69,7 +69,6 @@ def _machines(*answers: Frame) -> tuple[Machines, Line]:
     ("changes", "size", "found"),
     [
         ({"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 80}, 2, "5 n_heads"),
-        ({"num_key_value_heads": 2}, 4, "2 n_kv_heads"),
         ({"intermediate_size": 63}, 2, "Cannot shard the output of size 63"),
     ],
 )

@@ -32,24 +32,13 @@ pytestmark = pytest.mark.timeout(600)  # ranks have a limit of their own
 PROMPTS = ["Once upon a time", "The king", "She ran and ran and ran", "In the old house"]
 
 
-def _ask(port: int, path: str, **body: Any) -> Any:
+def _ask(port: int, path: str, limit: int = -1, **body: Any) -> str:
+    """Send a request; with a body it is a POST. Read an answer, or its begin, and hang up."""
+    headers = {"Content-Type": "application/json"} if body else {}
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=240)) as client:
-        client.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        return json.loads(client.getresponse().read())
-
-
-def _read(port: int, path: str) -> str:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=240)) as client:
-        client.request("GET", path)
-        return client.getresponse().read().decode()
-
-
-def _leave_early(port: int) -> None:
-    """Begin a long text and hang up."""
-    body = json.dumps({"prompt": PROMPTS[1], "max_tokens": 400, "stream": True})
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=240)) as client:
-        client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        client.getresponse().read(20)
+        client.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers)
+        response = client.getresponse()
+        return (response.read() if limit < 0 else response.read(limit)).decode()
 
 
 def _store_adapter(folder: Path, model: Any) -> Path:
@@ -87,18 +76,14 @@ def _served(folder: Path, *options: str) -> Iterator[tuple[Ranks, int]]:
 
 def test_a_lost_rank_ends_the_server_with_an_answer(folder: Path) -> None:
     with _served(folder) as (ranks, port), ThreadPoolExecutor(1) as pool:
-        body = {
-            "prompt": PROMPTS[0],
-            "max_tokens": 3000,
-            "temperature": 1,
-            "logit_bias": {"2": -100},
-        }
+        body = {"prompt": PROMPTS[0], "max_tokens": 3000, "temperature": 1}
+        body["logit_bias"] = {"2": -100}
         answer = pool.submit(_ask, port, "/v1/completions", **body)
-        while "running_requests 1" not in _read(port, "/metrics"):
+        while "running_requests 1" not in _ask(port, "/metrics"):
             time.sleep(0.05)
         ranks.processes[1].kill()
         ended = ranks.wait()
-        error = answer.result()["error"]
+        error = json.loads(answer.result())["error"]
     assert [one.code for one in ended] == [LOST, -9], ended
     assert error["code"] == "machine_lost"
     assert error["message"].startswith("rank 1 (")
@@ -118,18 +103,19 @@ def test_answers_of_two_ranks_with_an_adapter(folder: Path, tmp_path: Path) -> N
 
         def complete(prompt: str) -> str:
             body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.7, "seed": 5}
-            answer = _ask(port, "/v1/completions", **body)
+            answer = json.loads(_ask(port, "/v1/completions", **body))
             return str(answer["choices"][0]["text"])
 
         with ThreadPoolExecutor(4) as pool:
-            pool.submit(_leave_early, port)
+            long = {"prompt": PROMPTS[1], "max_tokens": 400, "stream": True}
+            pool.submit(_ask, port, "/v1/completions", 20, **long)
             found = list(pool.map(complete, PROMPTS))
             assert found == expected
             assert list(pool.map(complete, longer)) == expected_then
-        (hits,) = re.findall(r"prefix_hits_total (\d+)", _read(port, "/metrics"))
+        (hits,) = re.findall(r"prefix_hits_total (\d+)", _ask(port, "/metrics"))
         assert int(hits) >= len(longer)
         scored = {"prompt": PROMPTS[0], "max_tokens": 1, "echo": True, "logprobs": 1}
-        answer = _ask(port, "/v1/completions", **scored)
+        answer = json.loads(_ask(port, "/v1/completions", **scored))
         assert answer["choices"][0]["text"].startswith(PROMPTS[0])
         ranks.processes[0].send_signal(signal.SIGTERM)
         ended = ranks.wait()

@@ -27,7 +27,7 @@ def _rows(*arguments: str, size: int = 2) -> dict[str, dict[str, bool]]:
 
 def test_two_ranks_write_what_one_process_writes() -> None:
     families = ("llama", "qwen3_5")
-    found = _rows("tests.machines.families", *families)
+    found = _rows("tests.machines.families", *families, "tokens=12")
     assert found.keys() == set(families)
     assert all(all(checks.values()) for checks in found.values()), found
 
@@ -41,11 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", TRIED)
 def test_proposers_batches_and_caches_on_two_ranks(kind: str, folder: Path) -> None:
-    found = _rows("tests.machines.proposers", str(folder), kind)
+    found = _rows("tests.machines.proposers", str(folder), kind, "tokens=10")
     assert found.keys() == {"no drafts", kind}
     assert all(all(checks.values()) for checks in found.values()), found
 
 
 def test_sums_in_rank_order_keep_drafted_texts_plain_on_three_ranks() -> None:
-    found = _rows("tests.machines.families", "llama", "dtype=bfloat16", size=3)["llama"]
+    words = "llama", "dtype=bfloat16", "tokens=12"
+    found = _rows("tests.machines.families", *words, size=3)["llama"]
     assert all(found[check] for check in ("drafted", "batch", "kept"))

@@ -230,13 +230,9 @@ def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
     rng, target = random.Random(1), Target(model)
     scheduler = Scheduler(target)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(12)] for _ in range(3)]
+    sampler = KeyedSampler(SamplingParams(), VOCAB_SIZE)
     texts = [
-        SequenceDecoder(
-            target,
-            target.caches.new(),
-            KeyedSampler(SamplingParams(), VOCAB_SIZE),
-            Request(prompt, max_tokens=20),
-        )
+        SequenceDecoder(target, target.caches.new(), sampler, Request(prompt, max_tokens=20))
         for prompt in prompts
     ]
     readers = [decode(text, scheduler) for text in texts]

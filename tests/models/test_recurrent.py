@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.target.architectures import SUPPORTED
-from mlx_redrafter.target.caches.cache_kinds import parts_of
-from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
-from tests.helpers.drafts import RandomShapes, Scripted, use_policy
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
-from tests.helpers.models import random_drafter, wrapped_tokenizer
 from tests.models import trees
 from tests.models.test_architectures import (
     TOLERANCE,
@@ -30,14 +22,6 @@ from tests.models.test_architectures import (
     assert_agree,
     assert_tree_agrees,
     disagreement,
-)
-from tests.models.test_windows import (
-    SAMPLERS,
-    assert_continues_alike,
-    assert_conversation,
-    assert_sampled_texts,
-    assert_texts_of_any_shapes,
-    read_by_stock,
 )
 from tests.models.tiny_models import (
     COMMON,
@@ -49,15 +33,8 @@ from tests.models.tiny_models import (
     wrapper_config,
 )
 from tests.models.tiny_recurrent import WITH_STATES
-from tests.models.trees import (
-    PROMPT,
-    branching_tree,
-    decode_paths,
-    verify_after_prompt,
-    wide_tree,
-)
+from tests.models.trees import PROMPT, branching_tree, decode_paths, verify_after_prompt, wide_tree
 
-NUM_TOKENS = 40
 # One of each kind: three convolutions, one, groups of heads, no layer with rows, convolutions
 # alone, layers with a state and rows, of all tokens and of a window; level by level, with one
 # convolution or three, with windows, and without rows.
@@ -65,23 +42,12 @@ KINDS = [
     "olmo_hybrid", "qwen3_5", "granitemoehybrid", "mamba2", "lfm2", "falcon_h1", "baichuan_m1",
     "jamba", "kimi_linear", "recurrent_gemma", "mamba",
 ]  # fmt: skip
-WITH_ROWS = [name for name in KINDS if name not in ("mamba", "mamba2")]
 
 
 def long_config(model_type: str) -> Config:
     """The config of a model that has no limit to speak of."""
     config, sizes = tiny_config(model_type), {"max_position_embeddings": 4096}
     return {**config, **sizes, "text_config": {**config.get("text_config", {}), **sizes}}
-
-
-def test_the_families_with_states_are_known() -> None:
-    found = {
-        name
-        for name in SUPPORTED
-        if ArraysCache
-        in map(type, parts_of(make_prompt_cache(build(tiny_config(name, SUPPORTED[name][0])))))
-    }
-    assert found == set(WITH_STATES)
 
 
 def test_a_text_without_positions_has_no_limit() -> None:
@@ -122,8 +88,8 @@ def test_chains_and_wide_trees(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "wrong"),
     # Level by level, parents are all that is asked for.
-    [(name, "ancestors") for name in WITH_STATES if name != "mamba"]
-    + [(name, "parents") for name in WITH_STATES],
+    [(name, "ancestors") for name in KINDS if name != "mamba"]
+    + [(name, "parents") for name in KINDS],
 )
 def test_a_wrong_ancestor_is_noticed(model_type: str, wrong: str) -> None:
     """One node sees another's branch: in the recurrence, or in the convolution."""
@@ -174,132 +140,6 @@ def test_a_draft_that_is_not_a_number_spoils_its_branch_alone() -> None:
     assert_agree(found[others], expected[others])
 
 
-@pytest.mark.parametrize(
-    ("model_type", "length"), list(zip(WITH_STATES, itertools.cycle([1, 2, 17])))
-)
-def test_texts_of_any_shapes(monkeypatch: pytest.MonkeyPatch, model_type: str, length: int) -> None:
-    assert_texts_of_any_shapes(monkeypatch, build(tiny_config(model_type)), length)
-
-
-@pytest.mark.parametrize(("model_type", "options"), list(zip(KINDS, itertools.cycle(SAMPLERS))))
-def test_sampled_texts(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, options: dict[str, Any]
-) -> None:
-    assert_sampled_texts(monkeypatch, build(tiny_config(model_type)), options)
-
-
-def test_a_recurrent_drafter_and_lookup() -> None:
-    model = build(tiny_config("qwen3_5"))
-    stock = stock_tokens(model, PROMPT, 50)
-    for drafter in (random_drafter(VOCAB_SIZE, 64), "lookup"):
-        found = stream_generate(
-            model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter=drafter, max_tokens=50
-        )
-        assert_same_tokens(stock, [response.token for response in found])
-
-
-@pytest.mark.parametrize(
-    ("model_type", "has_drafts"),
-    [(name, True) for name in WITH_ROWS] + [(name, False) for name in WITH_ROWS[::3]],
-)
-def test_conversations_of_several_turns(model_type: str, has_drafts: bool) -> None:
-    assert_conversation(build(long_config(model_type)), has_drafts)
-
-
-@functools.cache
-def written(model_type: str) -> list[int]:
-    """What stock mlx-lm writes after `PROMPT`, greedily."""
-    return ids(stock_tokens(build(tiny_config(model_type)), PROMPT, 40))
-
-
-# In the prompt's token, inside a path, behind one, and with a token or a root after them. Steps
-# without drafts are all alike after the first.
-@pytest.mark.parametrize(
-    ("policy", "count"),
-    [("trees", n) for n in (1, 2, 3, 4, 5, 7, 12)]
-    + [("both", n) for n in (1, 2, 6, 9, 13)]
-    + [("plain", n) for n in (1, 2)],
-)
-@pytest.mark.parametrize("model_type", ["olmo_hybrid", "mamba2", *KINDS[-3:]])
-def test_a_text_that_is_closed_in_the_middle(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, count: int, policy: str
-) -> None:
-    model, text = build(tiny_config(model_type)), written(model_type)
-    cache = make_prompt_cache(model)
-    if policy == "both":
-        use_policy(monkeypatch, RandomShapes(count))
-    responses = stream_generate(
-        model,
-        wrapped_tokenizer(VOCAB_SIZE),
-        PROMPT,
-        drafter=None if policy == "plain" else Scripted(text, VOCAB_SIZE, accuracy=0.95),
-        prompt_cache=cache,
-        **({"beam_width": 4, "beam_length": 6, "tree_nodes": 16} if policy == "trees" else {}),
-    )
-    assert [next(responses).token for _ in range(count)] == text[:count]
-    responses.close()
-    assert_continues_alike(model, cache, read_by_stock(model, [*PROMPT, *text[:count]]))
-
-
-def four_layers() -> Config:
-    """The config of a model with states before and after a layer with rows."""
-    config = {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4}
-    return {**config, "layer_types": ["mamba", "mamba", "attention", "mamba"]}
-
-
-@functools.cache
-def written_by_four_layers() -> list[int]:
-    """What stock mlx-lm writes after `PROMPT`, greedily."""
-    return ids(stock_tokens(build(four_layers()), PROMPT, 40))
-
-
-@pytest.mark.parametrize(
-    ("kind", "number", "layer"),
-    [("token", n, (n + more) % 3) for n in range(1, 7) for more in (0, 1)]
-    + [("tree", n, (n + more) % 3) for n in range(4) for more in (0, 1)],
-)
-def test_an_interruption_between_two_layers(
-    monkeypatch: pytest.MonkeyPatch, kind: str, number: int, layer: int
-) -> None:
-    """In the prompt, in plain steps, and inside trees: the cache holds tokens that were taken."""
-    model, text = build(four_layers()), written_by_four_layers()
-    responses = stream_generate(
-        model,
-        wrapped_tokenizer(VOCAB_SIZE),
-        PROMPT,
-        drafter=Scripted(text, VOCAB_SIZE, accuracy=0.95) if kind == "tree" else None,
-        prompt_cache=(cache := make_prompt_cache(model)),
-        max_tokens=30,
-        prefill_step_size=4,
-    )
-    owner, name, per_layer = (
-        (RecurrentCache, "branch", 1) if kind == "tree" else (ArraysCache, "__setitem__", 2)
-    )
-    interrupt(monkeypatch, owner, name, per_layer * (3 * number + layer))
-    taken: list[int] = []
-    with pytest.raises(KeyboardInterrupt):
-        taken.extend(response.token for response in responses)
-    monkeypatch.undo()
-    held = cache[2].offset
-    if kind == "token" and number < 4:  # a chunk of the prompt, or its last token
-        assert held == min(4 * number, len(PROMPT) - 1)
-    else:
-        assert len(PROMPT) + len(taken) - 1 <= held <= len(PROMPT) + len(taken)
-    assert_continues_alike(model, cache, read_by_stock(model, [*PROMPT, *text][:held]))
-
-
-def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
-    """Interrupt after ``number`` calls of a method."""
-    calls, method = itertools.count(), getattr(owner, name)
-
-    def call(self: Any, *args: Any) -> Any:
-        if next(calls) == number:
-            raise KeyboardInterrupt
-        return method(self, *args)
-
-    patch.setattr(owner, name, call)
-
-
 def test_memory_does_not_hold_a_state_per_node() -> None:
     sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 8}
     config = tiny_config("qwen3_5")
@@ -321,20 +161,6 @@ def test_memory_does_not_hold_a_state_per_node() -> None:
     assert held - held_by_few < 60 * 8 * (128 + 128 + 3 * 128) * 4
 
 
-@pytest.mark.parametrize("length", [3, 600])
-@pytest.mark.parametrize("model_type", KINDS)
-def test_blank_caches_of_any_length(model_type: str, length: int) -> None:
-    target = Target(build(tiny_config(model_type)))
-    cache = blank_cache(target, length)
-    for shorter in (length, length - 1):
-        cache.trim_to(shorter)
-        assert {layer.offset for layer in parts_of(cache.stock) if type(layer) is KVCache} <= {
-            shorter
-        }
-        outputs = target.verify(branching_tree(), cache)
-        assert mx.all(mx.isfinite(outputs.logits)).item()
-
-
 def cache_after(model: nn.Module, num_texts: int = 1) -> list[Any]:
     """A stock cache after a few tokens."""
     cache = make_prompt_cache(model)
@@ -342,40 +168,26 @@ def cache_after(model: nn.Module, num_texts: int = 1) -> list[Any]:
     return cache
 
 
-def other_state(cache: list[Any]) -> None:
-    cache[0][1] = cache[0][1][:, :1]
+DAMAGE: dict[str, tuple[Callable[[list[Any]], object], str]] = {
+    "state": (lambda cache: cache[0].cache.__setitem__(1, cache[0][1][:, :1]),
+        "state of the shapes .* in layer 0, the model's has"),
+    "half a state": (lambda cache: cache[0].cache.__setitem__(1, None),
+        "state of the shapes .* in layer 0, the model's has"),
+    "no state": (lambda cache: setattr(cache[0], "cache", [None, None]),
+        "layers of 12 tokens and others whose state"),
+    "no rows": (lambda cache: cache.__setitem__(1, KVCache()),
+        "layers of 0 tokens and others whose state"),
+    "padding": (lambda cache: setattr(cache[0], "left_padding", mx.array([1])),
+        "a batch of 1 texts"),
+}  # fmt: skip
 
 
-def no_state(cache: list[Any]) -> None:
-    cache[0].cache = [None, None]
-
-
-def half_a_state(cache: list[Any]) -> None:
-    cache[0][1] = None
-
-
-def no_rows(cache: list[Any]) -> None:
-    cache[1] = KVCache()
-
-
-def padded(cache: list[Any]) -> None:
-    cache[0].left_padding = mx.array([1])
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (other_state, "state of the shapes .* in layer 0, the model's has"),
-        (half_a_state, "state of the shapes .* in layer 0, the model's has"),
-        (no_state, "layers of 12 tokens and others whose state"),
-        (no_rows, "layers of 0 tokens and others whose state"),
-        (padded, "a batch of 1 texts"),
-    ],
-)
-def test_damaged_prompt_caches_are_refused(damage: Any, words: str) -> None:
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_prompt_caches_are_refused(kind: str) -> None:
     model = build(tiny_config("qwen3_5"))
     cache = cache_after(model)
     Target(model).caches.new(cache)
+    damage, words = DAMAGE[kind]
     damage(cache)
     with pytest.raises(ConfigError, match=words):
         Target(model).caches.new(cache)

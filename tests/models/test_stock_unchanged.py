@@ -1,4 +1,4 @@
-"""Hooks change nothing outside a verify, and are installed once."""
+"""Hooks change nothing outside a verify, and every architecture drafts with its probabilities."""
 
 from __future__ import annotations
 
@@ -11,13 +11,24 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.errors import UnsupportedTargetError
+from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target
-from tests.models.tiny_models import build, flat_parameters, main_rope, tiny_config
+from tests.helpers.flights import flight_of
+from tests.models.tiny_models import (
+    WITH_WINDOWS,
+    build,
+    flat_parameters,
+    main_rope,
+    tiny_config,
+    windowed_config,
+)
+from tests.models.tiny_recurrent import WITH_STATES
 from tests.models.trees import PROMPT, branching_tree, verify_after_prompt
-
-CASES = [(name, main_rope(name)) for name in SUPPORTED]
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
@@ -34,28 +45,21 @@ def stock_logits(model: nn.Module) -> list[mx.array]:
     return [*logits, model(mx.array([PROMPT]))]
 
 
-@pytest.mark.parametrize(("model_type", "rope"), CASES)
-def test_stock_logits_stay_bitwise_equal(model_type: str, rope: str) -> None:
-    model = build(tiny_config(model_type, rope))
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_stock_logits_stay_bitwise_equal(model_type: str) -> None:
+    model = build(tiny_config(model_type, main_rope(model_type)))
     names = [name for name, _ in flat_parameters(model)]
-    before = stock_logits(model)
-    for _ in range(2):
-        verify_after_prompt(Target(model), branching_tree())
-        after = stock_logits(model)
-        assert all(mx.array_equal(*pair) for pair in zip(before, after, strict=True))
-    assert [name for name, _ in flat_parameters(model)] == names
-
-
-@pytest.mark.parametrize(("model_type", "rope"), CASES)
-def test_hooks_are_installed_once(model_type: str, rope: str) -> None:
-    model = build(tiny_config(model_type, rope))
+    before, hooked = stock_logits(model), list[object]()
     points = find_parts(model).hooks
-    Target(model)
-    hooked = [hooked_class(point.owner, point.name) for point in points]
-    assert all(is_hooked(point.owner, point.name) for point in points)
-    Target(model)
-    assert [hooked_class(point.owner, point.name) for point in points] == hooked
+    for _ in range(2):  # hooks are installed once
+        verify_after_prompt(Target(model), branching_tree())
+        assert all(mx.array_equal(*pair) for pair in zip(before, stock_logits(model), strict=True))
+        found = [hooked_class(point.owner, point.name) for point in points]
+        assert all(hasattr(one, "redrafter_hooks") for one in found)
+        assert found == (hooked or found)
+        hooked = found
     assert find_parts(model).hooks == points
+    assert [name for name, _ in flat_parameters(model)] == names
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt2", "llama"])
@@ -86,5 +90,50 @@ def hooked_class(owner: object, name: str) -> object:
     return type(owner) if isinstance(owner, nn.Module) else getattr(owner, name)
 
 
-def is_hooked(owner: object, name: str) -> bool:
-    return hasattr(hooked_class(owner, name), "redrafter_hooks")
+# Far above rounding (float32), far below any wrong position or mask.
+TOLERANCE = 2e-3
+
+
+REFUSED = ("longcat_flash", *WITH_STATES)
+# Several tokens at once have one base of the "dynamic" rope, in mlx-lm's own forward passes too.
+EXACT = [
+    name
+    for name in SUPPORTED
+    if main_rope(name) != "dynamic" and WITH_WINDOWS.get(name) != {} and name not in REFUSED
+]
+
+
+@pytest.mark.parametrize("model_type", EXACT)
+def test_scores_are_sums_of_the_models_log_probabilities(model_type: str) -> None:
+    model = build(tiny_config(model_type, main_rope(model_type)))
+    drafting = DraftModel(model, None).open(Target(model), PROMPT, True, [])
+    # The newest pass has verified a path of four tokens and accepted the first two drafts of it.
+    path, bonus = [PROMPT[-1], 7, 8, 9], 30
+    flight = flight_of(path, 2, bonus, len(PROMPT) - 1)
+    tree = drafting.propose(flight, DraftPlan.of(2, 4, 8), None)
+    tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
+    scores, depths, *_ = tree.read()
+    assert max(depths) > 1
+    for node in range(1, len(tokens)):
+        drafts, above = [tokens[node]], parents[node]
+        while above:
+            drafts.insert(0, tokens[above])
+            above = parents[above]
+        text = [*PROMPT, 7, 8, bonus]
+        logits = model(mx.array([[*text, *drafts]]))[0].astype(mx.float32)
+        log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        rows = mx.arange(len(text) - 1, len(text) - 1 + len(drafts))
+        expected = mx.sum(log_probs[rows, mx.array(drafts)]).item()
+        assert scores[node - 1] == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("model_type", sorted(WITH_WINDOWS.keys() - {"smollm3"}))
+def test_windows_are_refused_by_name(model_type: str) -> None:
+    with pytest.raises(UnsupportedTargetError, match=r"with caches \w+KVCache\(\w+=8"):
+        DraftModel(build(windowed_config(model_type)), None)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_states_and_layers_with_several_caches_are_refused_by_name(model_type: str) -> None:
+    with pytest.raises(UnsupportedTargetError, match=r"with caches (ArraysCache|CacheList)"):
+        DraftModel(build(tiny_config(model_type)), None)

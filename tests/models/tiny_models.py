@@ -7,6 +7,7 @@ the trees of the tests lie across it.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any, cast
 
@@ -28,59 +29,28 @@ SCALING_FACTOR = 4.0
 
 # Model files take what they know from a config and ignore the rest, so most share this one.
 COMMON: Config = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "layer_norm_eps": 1e-5,
-    "layer_norm_epsilon": 1e-5,
-    "max_position_embeddings": 56,
-    "original_max_position_embeddings": THRESHOLD,
-    "rope_theta": 100.0,
-    "partial_rotary_factor": 0.5,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+    "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "max_position_embeddings": 56,
+    "original_max_position_embeddings": THRESHOLD, "rope_theta": 100.0,
+    "partial_rotary_factor": 0.5, "tie_word_embeddings": False, "attention_bias": False,
     "mlp_bias": True,
     # Mixtures of experts; the first layer is dense where the family has dense layers.
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "n_group": 2,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "num_shared_experts": 1, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "norm_topk_prob": True, "routed_scaling_factor": 1.5, "n_group": 2,
     "topk_group": 1,
     # Latent attention.
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
     "v_head_dim": 16,
     # Multipliers of the Granite and MiniCPM families.
-    "logits_scaling": 0.5,
-    "attention_multiplier": 0.3,
-    "embedding_multiplier": 1.5,
-    "residual_multiplier": 0.7,
-    "dim_model_base": 32,
-    "scale_depth": 1.4,
-    "scale_emb": 2.0,
+    "logits_scaling": 0.5, "attention_multiplier": 0.3, "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.7, "dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0,
     # Windows, by the names of different families.
-    "sliding_window": WINDOW,
-    "sliding_window_size": WINDOW,
-    "loop_window_size": WINDOW,
+    "sliding_window": WINDOW, "sliding_window_size": WINDOW, "loop_window_size": WINDOW,
     **DELTA_NET,
-}
+}  # fmt: skip
 
 # A layer with a window and one without; without this key most families have full layers only.
 WINDOWED: Config = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -89,76 +59,40 @@ WINDOWED: Config = {"layer_types": ["sliding_attention", "full_attention"]}
 SHARED_ROWS: Config = {
     "num_hidden_layers": 5,
     "layer_types": [*WINDOWED["layer_types"], *WINDOWED["layer_types"], "sliding_attention"],
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
-}
+}  # fmt: skip
 
 GPT: Config = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 64, "n_positions": 56}
 
 OVERRIDES: dict[str, Config] = {
     **RECURRENT,
-    "afm7": {
-        "hidden_dim": 64,
-        "num_layers": 3,
-        "num_kv_reuse_layers": 1,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "hidden_dim_scale_factor": 1.0,
-    },
+    "afm7": {"hidden_dim": 64, "num_layers": 3, "num_kv_reuse_layers": 1, "num_heads": 4,
+        "num_kv_heads": 2, "hidden_dim_scale_factor": 1.0},
     "afmoe": {**WINDOWED, "num_dense_layers": 1},
     "apertus": {"post_norm": False, "qk_norm": True},
     "bailing_moe": {"use_qk_norm": True, "norm_head": True, "topk_group": 2},
     "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
     "cohere2": {"sliding_window_pattern": 2, "logit_scale": 0.5},
-    "dbrx": {
-        "d_model": 64,
-        "n_layers": 2,
-        "n_heads": 4,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 100.0},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
-    },
+    "dbrx": {"d_model": 64, "n_layers": 2, "n_heads": 4, "attn_config": {"kv_n_heads": 2,
+        "clip_qkv": 8.0, "rope_theta": 100.0}, "ffn_config": {"ffn_hidden_size": 32,
+        "moe_num_experts": 8, "moe_top_k": 2}},
     "ernie4_5": {"use_bias": True, "tie_word_embeddings": True},
-    "ernie4_5_moe": {
-        "use_bias": False,
-        "moe_num_experts": 8,
-        "moe_k": 2,
-        "moe_layer_start_index": 1,
-        "moe_num_shared_experts": 1,
-    },
+    "ernie4_5_moe": {"use_bias": False, "moe_num_experts": 8, "moe_k": 2,
+        "moe_layer_start_index": 1, "moe_num_shared_experts": 1},
     "exaone": {"num_layers": 2, "tie_word_embeddings": True},
     "exaone4": {"rope_scaling": None, "sliding_window_pattern": None},
-    "exaone_moe": {
-        **WINDOWED,
-        "is_moe_layer": [False, True],
-    },
+    "exaone_moe": {**WINDOWED, "is_moe_layer": [False, True]},
     "gemma2": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 60.0},
-    "gemma3_text": {
-        "sliding_window_pattern": 2,
-        "query_pre_attn_scalar": 16,
-        "rope_local_base_freq": 50.0,
-    },
-    "gemma3n": {
-        "text_config": {
-            **COMMON,
-            **SHARED_ROWS,
-            "model_type": "gemma3n_text",
-            "rope_local_base_freq": 50.0,
-            "final_logit_softcapping": 60.0,
-            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
-            "altup_num_inputs": 2,
-            "altup_coef_clip": 120.0,
-            "altup_correct_scale": True,
-            "altup_active_idx": 0,
-            "laurel_rank": 8,
-        }
-    },
-    "gemma4_text": {
-        **SHARED_ROWS,
-        "global_head_dim": 32,
-        "enable_moe_block": True,
-        "top_k_experts": 2,
-    },
+    "gemma3_text": {"sliding_window_pattern": 2, "query_pre_attn_scalar": 16,
+        "rope_local_base_freq": 50.0},
+    "gemma3n": {"text_config": {**COMMON, **SHARED_ROWS, "model_type": "gemma3n_text",
+        "rope_local_base_freq": 50.0, "final_logit_softcapping": 60.0,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0], "altup_num_inputs": 2,
+        "altup_coef_clip": 120.0, "altup_correct_scale": True, "altup_active_idx": 0,
+        "laurel_rank": 8}},
+    "gemma4_text": {**SHARED_ROWS, "global_head_dim": 32, "enable_moe_block": True,
+        "top_k_experts": 2},
     "glm": {"tie_word_embeddings": True},
     "glm4_moe": {"use_qk_norm": True, "rope_scaling": None},
     "gpt2": {**GPT, "n_ctx": 56},
@@ -167,103 +101,43 @@ OVERRIDES: dict[str, Config] = {
     "gpt_oss": WINDOWED,
     "gptj": {**GPT, "rotary_dim": 8},
     "granite": {"tie_word_embeddings": True},
-    "hunyuan": {
-        "moe_topk": 2,
-        "num_shared_expert": 1,
-        "use_mixed_mlp_moe": True,
-        "use_qk_norm": True,
-        "use_cla": True,
-        "cla_share_factor": 2,
-    },
+    "hunyuan": {"moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True,
+        "use_qk_norm": True, "use_cla": True, "cla_share_factor": 2},
     "laguna": WINDOWED,
-    "lille-130m": {
-        "block_size": 56,
-        "n_embd": 96,
-        "n_head": 4,
-        "n_kv_heads": 2,
-        "n_layer": 2,
-    },
+    "lille-130m": {"block_size": 56, "n_embd": 96, "n_head": 4, "n_kv_heads": 2, "n_layer": 2},
     "llama": {"rope_traditional": True},
-    "longcat_flash": {
-        "attention_method": "MLA",
-        "zero_expert_type": "identity",
-        "zero_expert_num": 2,
-        "ffn_hidden_size": 64,
-        "expert_ffn_hidden_size": 32,
-        "moe_topk": 2,
-        "num_layers": 2,
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
-    },
-    "llama4": {
-        "num_hidden_layers": 5,
-        "attention_chunk_size": WINDOW,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 2,
-        "intermediate_size_mlp": 64,
-        "use_qk_norm": True,
-        "rope_scaling": None,
-        "floor_scale": THRESHOLD,
-        "attn_scale": 2.0,
-    },
-    "llama4_text": {
-        "intermediate_size_mlp": 64,
-        "no_rope_layers": [1, 0],
-        "use_qk_norm": True,
-        "tie_word_embeddings": True,
-    },
+    "longcat_flash": {"attention_method": "MLA", "zero_expert_type": "identity",
+        "zero_expert_num": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "moe_topk": 2,
+        "num_layers": 2, "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "llama4": {"num_hidden_layers": 5, "attention_chunk_size": WINDOW, "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64, "use_qk_norm": True,
+        "rope_scaling": None, "floor_scale": THRESHOLD, "attn_scale": 2.0},
+    "llama4_text": {"intermediate_size_mlp": 64, "no_rope_layers": [1, 0], "use_qk_norm": True,
+        "tie_word_embeddings": True},
     "mellum": WINDOWED,
-    "mimo_v2_flash": {
-        "hybrid_layer_pattern": [1, 0],
-        "moe_layer_freq": [0, 1],
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "layernorm_epsilon": 1e-5,
-        "swa_rope_theta": 50.0,
-        "swa_num_attention_heads": 8,
-        "swa_num_key_value_heads": 4,
-        "swa_head_dim": 16,
-        "swa_v_head_dim": 8,
-        "attention_value_scale": 0.7,
-    },
+    "mimo_v2_flash": {"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1],
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "layernorm_epsilon": 1e-5,
+        "swa_rope_theta": 50.0, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4,
+        "swa_head_dim": 16, "swa_v_head_dim": 8, "attention_value_scale": 0.7},
     "minimax": {"shared_intermediate_size": 32, "rotary_dim": 8},
     "minicpm": {"tie_word_embeddings": False},
-    "muse_glimmer": {
-        **WINDOWED,
-        "output_multiplier": 1.0,
-    },
+    "muse_glimmer": {**WINDOWED, "output_multiplier": 1.0},
     "nanbeige": {"num_loops": 2},
     "nanochat": {"num_key_value_heads": 4},
     "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5},
-    "nemotron-nas": {
-        "num_hidden_layers": 4,
-        "block_configs": [
-            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}},
-            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
-            {"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}},
-            {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}},
-        ],
-    },
+    "nemotron-nas": {"num_hidden_layers": 4,
+        "block_configs": [{"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}},
+        {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
+        {"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}},
+        {"attention": {"n_heads_in_group": 4}, "ffn": {"replace_with_linear": True}}]},
     "olmo3": WINDOWED,
-    "openelm": {
-        "num_transformer_layers": 2,
-        "model_dim": 64,
-        "ffn_dim_divisor": 32,
-        "num_query_heads": [4, 6],
-        "num_kv_heads": [2, 3],
-        "ffn_multipliers": [1.0, 1.5],
-        "rope_freq_constant": 100,
-    },
+    "openelm": {"num_transformer_layers": 2, "model_dim": 64, "ffn_dim_divisor": 32,
+        "num_query_heads": [4, 6], "num_kv_heads": [2, 3], "ffn_multipliers": [1.0, 1.5],
+        "rope_freq_constant": 100},
     "phi": {"num_key_value_heads": 4},
-    "phixtral": {
-        "num_vocab": VOCAB_SIZE,
-        "model_dim": 64,
-        "num_heads": 4,
-        "num_layers": 2,
-        "rotary_dim": 8,
-    },
+    "phixtral": {"num_vocab": VOCAB_SIZE, "model_dim": 64, "num_heads": 4, "num_layers": 2,
+        "rotary_dim": 8},
     "plamo": {"n_shared_head": 2},
     "plamo3": {"sliding_window_pattern": 2},
     "qwen": {"kv_channels": 16},
@@ -273,40 +147,21 @@ OVERRIDES: dict[str, Config] = {
     "spark2_5": WINDOWED,
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
     "starcoder2": {"tie_word_embeddings": True, "norm_epsilon": 1e-5},
-    "step3p5": {
-        **WINDOWED,
-        "num_attention_groups": 2,
+    "step3p5": {**WINDOWED, "num_attention_groups": 2,
         "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 4},
-        "partial_rotary_factors": [1.0, 0.5],
-        "moe_num_experts": 8,
-        "moe_top_k": 2,
-        "share_expert_dim": 32,
-        "swiglu_limits": [0, 1.5],
-    },
+        "partial_rotary_factors": [1.0, 0.5], "moe_num_experts": 8, "moe_top_k": 2,
+        "share_expert_dim": 32, "swiglu_limits": [0, 1.5]},
     "youtu_llm": {"tie_word_embeddings": True},
-}
+}  # fmt: skip
 
 # Families whose layers have windows or chunks, with what some of them need for it.
+_WITHOUT_MORE = (
+    "afmoe", "cohere2", "exaone_moe", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text",
+    "gpt_oss", "iquestloopcoder", "laguna", "llama4", "mellum", "mimo_v2_flash", "muse_glimmer",
+    "olmo3", "plamo3", "spark2_5", "step3p5",
+)  # fmt: skip
 WITH_WINDOWS: dict[str, Config] = {
-    "afmoe": {},
-    "cohere2": {},
-    "exaone_moe": {},
-    "gemma3": {},
-    "gemma3_text": {},
-    "gemma3n": {},
-    "gemma4": {},
-    "gemma4_text": {},
-    "gpt_oss": {},
-    "iquestloopcoder": {},
-    "laguna": {},
-    "llama4": {},
-    "mellum": {},
-    "mimo_v2_flash": {},
-    "muse_glimmer": {},
-    "olmo3": {},
-    "plamo3": {},
-    "spark2_5": {},
-    "step3p5": {},
+    **{name: {} for name in _WITHOUT_MORE},
     "exaone4": {"sliding_window_pattern": "LG"},
     "llama": WINDOWED,
     "ministral3": WINDOWED,
@@ -320,28 +175,19 @@ ROPE_PARAMETERS = ("ministral3", "mistral4", "qwen3_5")
 NESTED_ROPE_PARAMETERS = ("gemma4_text", "laguna", "mellum", "spark2_5")
 
 _RESCALED: Config = {
-    "factor": SCALING_FACTOR,
-    "original_max_position_embeddings": THRESHOLD,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.5,
-    "beta_fast": 8,
-}
+    "factor": SCALING_FACTOR, "original_max_position_embeddings": THRESHOLD, "mscale": 1.0,
+    "mscale_all_dim": 0.5, "beta_fast": 8,
+}  # fmt: skip
 ROPE_SCALING: dict[str, Config] = {
     "default": {},
     "linear": {"factor": 2.5, "long_factor": 1.0},
     "dynamic": {"factor": 3.0, "alpha": 50.0},
     "llama3": {**_RESCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "longrope": {
-        "factor": SCALING_FACTOR,
-        "original_max_position_embeddings": THRESHOLD,
-        "short_factor": 1.3,
-        "long_factor": 2.1,
-        "short_mscale": 1.1,
-        "long_mscale": 1.2,
-    },
+    "longrope": {"factor": SCALING_FACTOR, "original_max_position_embeddings": THRESHOLD,
+        "short_factor": 1.3, "long_factor": 2.1, "short_mscale": 1.1, "long_mscale": 1.2},
     "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
     "mrope": {"factor": 1.0, "mrope_section": [2, 3, 3]},
-}
+}  # fmt: skip
 ROPE_SCALING["su"] = ROPE_SCALING["longrope"]
 for _yarn in ("yarn", "deepseek_yarn", "telechat3-yarn"):
     ROPE_SCALING[_yarn] = _RESCALED
@@ -395,11 +241,22 @@ def main_rope(model_type: str) -> str:
     return next((kind for kind in ("yarn", "dynamic") if kind in kinds), kinds[-1])
 
 
+# Weights that were drawn, by config and seed.
+_DRAWN: dict[tuple[str, int], list[tuple[str, mx.array]]] = {}
+
+
 def build(config: Config, seed: int = 0) -> nn.Module:
     """A stock model whose random float32 weights make tokens, positions and experts matter."""
+    key = json.dumps(config), seed  # before mlx-lm changes the config
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
-    model.update(tree_unflatten(_random_weights(model, mx.random.key(seed))))
+    if key not in _DRAWN:
+        if len(_DRAWN) > 300:
+            _DRAWN.clear()
+        _DRAWN[key] = _random_weights(model, mx.random.key(seed))
+        mx.eval(_DRAWN[key])
+    # Arrays of its own, as a test may change them in place.
+    model.update(tree_unflatten([(name, mx.array(one)) for name, one in _DRAWN[key]]))
     model.eval()
     mx.eval(model.parameters())
     return model

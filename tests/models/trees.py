@@ -123,39 +123,52 @@ def rows_of(cache: Any) -> tuple[mx.array, ...]:
     return keys[..., : cache.offset, :], values[..., : cache.offset, :]
 
 
-class ScriptedDrafts:
+class _Drafts:
+    """Drafts that are right for 0, 1, 2 ... tokens in turn."""
+
+    reader = None
+
+    def __init__(self) -> None:
+        self.num_drafted = 0
+
+    def matches(self, least: float) -> None:
+        """There is always something to propose."""
+
+    def next_num_right(self, most: int) -> int:
+        """Number of drafts of the next tree that are right."""
+        self.num_drafted += 1
+        return (self.num_drafted - 1) % (most + 1)
+
+    def skip(self, flight: Pass) -> None:
+        """Note a pass without drafts."""
+
+    def trim_to(self, length: int) -> None:
+        """Nothing to trim."""
+
+
+class ScriptedDrafts(_Drafts):
     """Drafts that are right for 0, 1, ... 4 tokens in turn, then wrong; they follow `PLAN`.
 
     Args:
         stock: The text that is coming, from which drafts are made.
     """
 
-    reader = None
-
     def __init__(self, stock: list[int]):
+        super().__init__()
         self.stock = stock
         self.num_known = 0
-        self.num_drafted = 0
-
-    def matches(self, least: float) -> None:
-        """There is always something to propose."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         """The next tree."""
         self.skip(flight)
-        num_right = self.num_drafted % DRAFT_LENGTH
-        self.num_drafted += 1
+        num_right = self.next_num_right(DRAFT_LENGTH - 1)
         return scripted_tree(flight.tokens[-1], self.stock[self.num_known :], num_right)
 
     def skip(self, flight: Pass) -> None:
-        """Count the tokens."""
         self.num_known += len(flight.tokens)
 
-    def trim_to(self, length: int) -> None:
-        """Nothing to trim."""
 
-
-class DraftsOnDevice:
+class DraftsOnDevice(_Drafts):
     """Drafts of a known text, made on the device, that are right for 0, 1, 2 ... tokens in turn.
 
     Args:
@@ -163,19 +176,13 @@ class DraftsOnDevice:
         is_chain: Whether drafts form a chain; else every draft comes after a wrong sibling.
     """
 
-    reader = None
-
     def __init__(self, text: list[int], is_chain: bool):
+        super().__init__()
         self.text = mx.array([*text, *[0] * (2 * (DRAFT_LENGTH + 1))])
         self.is_chain = is_chain
-        self.num_drafted = 0
-
-    def matches(self, least: float) -> None:
-        """There is always something to propose."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        num_right = self.num_drafted % (DRAFT_LENGTH + 1)
-        self.num_drafted += 1
+        num_right = self.next_num_right(DRAFT_LENGTH)
         depths = mx.arange(1, DRAFT_LENGTH + 1)
         # The root stands at this position, the drafts after it.
         root = flight.length + flight.num_accepted + 1
@@ -187,12 +194,6 @@ class DraftsOnDevice:
         parents = [0, *(2 * ((node - 1) // 2) for node in range(1, 2 * DRAFT_LENGTH + 1))]
         tokens = mx.concatenate([flight.root, siblings])
         return replace(TokenTree.of([0] * len(parents), parents), tokens=tokens)
-
-    def skip(self, flight: Pass) -> None:
-        """Nothing to note."""
-
-    def trim_to(self, length: int) -> None:
-        """Nothing to trim."""
 
 
 class Followed:

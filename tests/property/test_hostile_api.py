@@ -24,28 +24,18 @@ from tests.helpers.hostile import JSON_VALUES, MOST_CHARACTERS
 from tests.helpers.models import random_drafter, tiny_llama
 
 # Number of random calls.
-NUM_CALLS = 300
+NUM_CALLS = 200
 # Tokens that are read of a text.
 FEW = 4
 # Parts of the messages of Python's own errors about signatures.
 SIGNATURE = ("unexpected keyword argument", "required positional", "multiple values", "positional")
 # Values of wrong types, or out of range.
 VALUES: tuple[Any, ...] = (
-    *JSON_VALUES,
-    *(
-        b"ab",
-        {1, 2},
-        range(3),
-        object(),
-        Exception,
-        1j,
-        Path("/nowhere"),
-        [[1], ["a"]],
-        (),
-        "lookup",
-    ),
-    *([-1], [2**31], [[2**40]], [True], mx.zeros((2, 2)), mx.array([10**7]), float("inf")),
-)
+    *(*JSON_VALUES, b"ab", {1, 2}, range(3), object(), Exception, 1j, Path("/nowhere"), [[1],
+        ["a"]]),
+    *((), "lookup", [-1], [2**31], [[2**40]], [True], mx.zeros((2, 2)), mx.array([10**7])),
+    float("inf"),
+)  # fmt: skip
 # Samplers and processors that return wrong values.
 FUNCTIONS: tuple[Any, ...] = (
     *(lambda *_: None, lambda *_: "a", lambda *_: mx.array([10**7]), lambda *_: mx.array([-5])),
@@ -218,7 +208,7 @@ def test_known_odd_arguments(yard: Yard) -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, "lookup", "network"])
-@pytest.mark.parametrize("token", [-5, 10**7, 2**31 - 1])
+@pytest.mark.parametrize("token", [-5, 2**31 - 1])
 def test_a_sampler_returns_an_id_outside_the_vocabulary(
     yard: Yard, drafter: str | None, token: int
 ) -> None:

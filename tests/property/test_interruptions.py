@@ -17,12 +17,16 @@ from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
+from tests.helpers.drafts import Scripted
+from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.few_shapes import compile_passes
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
 
 VOCAB_SIZE, NUM_TOKENS = 64, 9
 PROMPTS = [[5, 17, 3, 60, 9, 11], [8, 2, 8, 2, 8], [33, 1, 7]]
+MODEL = tiny_llama(seed=5, vocab_size=VOCAB_SIZE)
+EXPECTED = [ids(stock_tokens(MODEL, prompt, NUM_TOKENS)) for prompt in PROMPTS]
 # Drafters by name, and the shapes of their drafts.
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (None, {}),
@@ -30,15 +34,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chains": (random_drafter(VOCAB_SIZE, 32), {"beam_width": 1, "beam_length": 4}),
     "trees": (random_drafter(VOCAB_SIZE, 32), {"beam_width": 2, "beam_length": 3}),
     "adaptive": (random_drafter(VOCAB_SIZE, 32), {}),
+    "right": (Scripted(EXPECTED[0], VOCAB_SIZE, 0.9), {"beam_width": 2, "beam_length": 5}),
 }
-MODEL = tiny_llama(seed=5, vocab_size=VOCAB_SIZE)
 
 
 def _engine(drafter: Any) -> Engine:
     return Engine(MODEL, wrapped_tokenizer(VOCAB_SIZE), drafter)
-
-
-EXPECTED = [[r.token for r in _engine(None).stream(one, max_tokens=NUM_TOKENS)] for one in PROMPTS]
 
 
 def at_event(patch: pytest.MonkeyPatch, number: int, do: Callable[[], object]) -> None:
@@ -110,7 +111,7 @@ def test_cancelled_by_another_thread_at_any_point(
     drafter, shape = KINDS[kind]
     options = {**shape, "max_tokens": NUM_TOKENS, "prefill_step_size": 3}
     num_cut = 0
-    for number in range(2 + list(KINDS).index(kind) % 4, 34, 4):
+    for number in range(2 + list(KINDS).index(kind) % 4, 34, 5):
         engine = _engine(drafter)
         shared, caches = engine.share() if is_shared else None, []
         streams = []
@@ -164,18 +165,16 @@ def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(
 ) -> None:
     drafter, shape = KINDS[kind]
     engine, num_failed = _engine(drafter), 0
+
+    def fail() -> None:
+        raise OSError("unplugged")
+
     for number in range(1, 30, 3):
-        cache = engine.new_prompt_cache()
+        cache, found = engine.new_prompt_cache(), list[int]()
         stream = engine.stream(PROMPTS[0], prompt_cache=cache, max_tokens=NUM_TOKENS, **shape)
-
-        def fail() -> None:
-            raise OSError("unplugged")
-
-        found = []
         with monkeypatch.context() as patch, suppress(OSError):
             at_event(patch, number, fail)
-            for response in stream:
-                found.append(response.token)
+            found.extend(response.token for response in stream)
         num_failed += len(found) < NUM_TOKENS
         assert found == EXPECTED[0][: len(found)]
         length = cache[0].offset

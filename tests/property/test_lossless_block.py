@@ -10,13 +10,12 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
-from mlx_redrafter import Engine, Grammar, stream_generate
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork
 from mlx_redrafter.target.target import Target
 from tests.helpers.block import LINKS, block_config, random_block
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
-from tests.helpers.models import fast_tokenizer, tiny_llama, tiny_qwen3, wrapped_tokenizer
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
+from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
 
 PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
@@ -75,60 +74,38 @@ def network_for(model: nn.Module, link: str, **changes: Any) -> BlockNetwork:
     return random_block(config, seed=len(link))
 
 
-def tokens(model: nn.Module, network: BlockNetwork | None, **options: Any) -> list[Any]:
-    prompt = options.pop("prompt", PROMPT)
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    return list(stream_generate(model, tokenizer, prompt, drafter=network, **options))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_are_those_of_plain_decoding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name]
     expected = stock_tokens(model, PROMPT, NUM_TOKENS)
     sampling = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
-    sampled = [r.token for r in tokens(model, None, **sampling)]
+    sampled = tokens(model, PROMPT, **sampling)
     Scripted(monkeypatch, PROMPT, ids(expected))
     for link in TRIED[name]:
         network, accepted = network_for(model, link), 0
         for shape in (CHAIN, TREE):
-            found = tokens(model, network, max_tokens=NUM_TOKENS, prefill_step_size=4, **shape)
+            options = {"max_tokens": NUM_TOKENS, "prefill_step_size": 4, **shape}
+            found = list(stream(model, PROMPT, network, **options))
             assert_same_tokens(expected, [r.token for r in found], (link, shape))
             accepted += sum(r.from_draft for r in found)
-            assert [r.token for r in tokens(model, network, **sampling, **shape)] == sampled
+            assert tokens(model, PROMPT, network, **sampling, **shape) == sampled
         assert accepted > NUM_TOKENS / 2, "the drafts are accepted often enough to matter"
 
 
 def test_turns_and_files_of_one_prompt_cache(tmp_path: Any) -> None:
     """Texts go on in the caches of the target alone, and in those of the drafter too."""
-    model = MODELS["gemma3"]
+    model, path = MODELS["gemma3"], str(tmp_path / "cache.safetensors")
     network = network_for(model, "DFlash 2")
     for own in ([], make_prompt_cache(network)):
         stock, shared = make_prompt_cache(model), make_prompt_cache(model) + own
         for turn in (PROMPT, [60], [7, 8, 9]):
             expected = ids(stock_tokens(model, turn, 9, prompt_cache=stock))
             options: dict[str, Any] = {"max_tokens": 9, "prompt_cache": shared, **TREE}
-            assert [r.token for r in tokens(model, network, prompt=turn, **options)] == expected
-            save_prompt_cache(str(tmp_path / "cache.safetensors"), shared)
-            shared = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+            assert tokens(model, turn, network, **options) == expected
+            save_prompt_cache(path, shared)
+            shared = load_prompt_cache(path)
     held = [layer.keys.shape[2] for layer in shared[-2:]]
     assert held[1] <= held[0], "a window keeps no more entries than the whole text has"
-
-
-def test_grammars_and_batches() -> None:
-    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
-    model, tokenizer = tiny_llama(vocab_size=264, seed=1), fast_tokenizer()
-    drafted = Engine(model, tokenizer, network_for(model, "gated"))
-    plain = Engine(model, tokenizer, None)
-    grammar = Grammar.regex("[a-f]{12}")
-    prompts = ["Once upon", "abc abc abc", "Lily"]
-    for temp in (0.0, 0.9):
-        options: dict[str, Any] = {"temp": temp, "seed": 2, "max_tokens": 12}
-        expected = plain.generate(prompts[0], grammar=grammar, **options)
-        assert drafted.generate(prompts[0], grammar=grammar, **options, **TREE) == expected
-        texts = [""] * len(prompts)
-        for number, response in drafted.stream_batch(prompts, batch_size=2, **options, **TREE):
-            texts[number] += response.text
-        assert texts == [plain.generate(prompt, **options) for prompt in prompts]
 
 
 def test_long_texts_keep_windows_bounded() -> None:
@@ -139,6 +116,5 @@ def test_long_texts_keep_windows_bounded() -> None:
     prompt = [token % VOCAB_SIZE for token in range(7, 440)]
     expected = ids(stock_tokens(model, prompt, 20))
     options: dict[str, Any] = {"max_tokens": 20, "prompt_cache": cache, **CHAIN}
-    found = tokens(model, network, prompt=prompt, prefill_step_size=64, **options)
-    assert [r.token for r in found] == expected
+    assert tokens(model, prompt, network, prefill_step_size=64, **options) == expected
     assert all(layer.keys.shape[2] <= 320 for layer in cache[-2:])

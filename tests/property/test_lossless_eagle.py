@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -10,15 +9,14 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
-from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
+from tests.helpers.equality import assert_same_tokens, assert_turns, stock_tokens, tokens
+from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
 
 PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
-NUM_TOKENS = 24
+NUM_TOKENS = 14
 MODELS: dict[str, nn.Module] = {
     "llama": tiny_llama(seed=4, vocab_size=VOCAB_SIZE),
     "qwen3": tiny_qwen3(seed=2, vocab_size=VOCAB_SIZE),
@@ -69,12 +67,6 @@ def _head(model: nn.Module, kind: str) -> Eagle:
     return head
 
 
-def _tokens(model: nn.Module, head: Eagle | None, **options: Any) -> list[int]:
-    prompt = options.pop("prompt", PROMPT)
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    return [r.token for r in stream_generate(model, tokenizer, prompt, drafter=head, **options)]
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("llama", kind) for kind in KINDS]
@@ -85,13 +77,13 @@ def test_texts_are_those_of_plain_decoding(name: str, kind: str) -> None:
     head = _head(model, kind)
     expected = stock_tokens(model, PROMPT, NUM_TOKENS)
     sampling = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
-    sampled = _tokens(model, None, **sampling)
+    sampled = tokens(model, PROMPT, **sampling)
     # How much is drafted depends on the first one, which times its steps.
     for shape in SHAPES if (name, kind) == ("llama", "EAGLE-3") else SHAPES[1:]:
-        found = _tokens(model, head, max_tokens=NUM_TOKENS, prefill_step_size=4, **shape)
-        assert_same_tokens(expected, found, shape)
-        assert _tokens(model, head, **sampling, **shape) == sampled
-    assert _tokens(model, head, couple=False, **sampling, **SHAPES[2]) == sampled
+        options = {"max_tokens": NUM_TOKENS, "prefill_step_size": 4, **shape}
+        assert_same_tokens(expected, tokens(model, PROMPT, head, **options), shape)
+        assert tokens(model, PROMPT, head, **sampling, **shape) == sampled
+    assert tokens(model, PROMPT, head, couple=False, **sampling, **SHAPES[2]) == sampled
 
 
 @pytest.mark.parametrize(
@@ -100,26 +92,8 @@ def test_texts_are_those_of_plain_decoding(name: str, kind: str) -> None:
 )
 def test_turns_on_one_prompt_cache(name: str, kind: str) -> None:
     """With the target's layers alone, and with those of the head after them."""
-    model = MODELS[name]
+    model, turns = MODELS[name], [PROMPT, [60], [7, 8, 9]]
     head = _head(model, kind)
-    turns = [PROMPT, [60], [7, 8, 9]]
-    for own, shape in (([], SHAPES[1]), (make_prompt_cache(head), SHAPES[2])):
-        stock, cache = make_prompt_cache(model), make_prompt_cache(model)
-        for number, turn in enumerate(turns, start=1):
-            expected = ids(stock_tokens(model, turn, 9, prompt_cache=stock))
-            shared = cache + own
-            found = _tokens(model, head, prompt=turn, max_tokens=9, prompt_cache=shared, **shape)
-            assert found == expected
-            # Every turn leaves out one pair.
-            assert {layer.offset for layer in own} <= {cache[0].offset - number}
-
-
-def test_threads_share_a_head() -> None:
-    model = MODELS["llama"]
-    head = _head(model, "EAGLE-3")
-    expected = ids(stock_tokens(model, PROMPT, 16))
-    with ThreadPoolExecutor(2) as pool:
-        found = list(
-            pool.map(lambda _: _tokens(model, head, max_tokens=16, beam_width=2), range(4))
-        )
-    assert found == [expected] * 4
+    assert_turns(model, head, turns, **SHAPES[1])
+    # Every turn leaves out one pair.
+    assert_turns(model, head, turns, make_prompt_cache(head), behind=1, **SHAPES[2])

@@ -1,4 +1,4 @@
-"""Proposers that need no training leave every text as stock mlx-lm has it.
+"""Proposers that need no training, and drafts made ahead, leave every text as stock mlx-lm has it.
 
 Lookup alone and in front of a network, and draft models: one that is the target, one of other
 weights of the same sizes, one that is smaller.
@@ -7,6 +7,7 @@ weights of the same sizes, one that is smaller.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -19,22 +20,35 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_redrafter import stream_generate
+from mlx_redrafter import Engine, SpeculateAhead
 from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
-from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
+from mlx_redrafter.proposers.speculate_ahead import likeliest_outcomes
+from tests.helpers.drafts import RandomShapes, make_tree, use_policy
+from tests.helpers.equality import (
+    Scored,
+    assert_same_tokens,
+    assert_turns,
+    ids,
+    stock_tokens,
+    stream,
+    tokens,
+)
+from tests.helpers.medusa import random_medusa
 from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
 
 VOCAB_SIZE = 64
 # Passages that come back, so that there is something to look up.
 PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
-NUM_TOKENS = 32
+NUM_TOKENS = 20
 SHAPES: list[dict[str, Any]] = [
     {},
     {"beam_width": 1, "beam_length": 6},
     {"beam_width": 3, "beam_length": 5, "tree_nodes": 12},
 ]
+BEAMS: dict[str, Any] = {"beam_width": 3, "beam_length": 4, "select": "beam"}
 SAMPLERS: list[dict[str, Any]] = [
     {"temp": 0.7},
     {"temp": 1.1, "top_p": 0.9},
@@ -75,12 +89,6 @@ def guest(request: pytest.FixtureRequest) -> Any:
     return GUESTS[request.param]()
 
 
-def _tokens(guest: Any, **options: Any) -> list[int]:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE, options.pop("stop_tokens", None))
-    prompt = options.pop("prompt", PROMPT)
-    return [r.token for r in stream_generate(MODEL, tokenizer, prompt, drafter=guest, **options)]
-
-
 # What every guest is compared with, decoded once.
 @cache
 def _greedy() -> list[Scored]:
@@ -89,24 +97,24 @@ def _greedy() -> list[Scored]:
 
 @cache
 def _plain(temp: float) -> list[int]:
-    return _tokens(None, temp=temp, seed=11, max_tokens=NUM_TOKENS)
+    return tokens(MODEL, PROMPT, temp=temp, seed=11, max_tokens=NUM_TOKENS)
 
 
 @cache
 def _sampled_by_stock(number: int) -> list[Scored]:
     mx.random.seed(3)
-    return stock_tokens(MODEL, PROMPT, 24, sampler=make_sampler(**SAMPLERS[number]))
+    return stock_tokens(MODEL, PROMPT, 16, sampler=make_sampler(**SAMPLERS[number]))
 
 
 @cache
 def _processed_by_stock(number: int) -> list[Scored]:
     processors = make_logits_processors(**PROCESSORS[number])
-    return stock_tokens(MODEL, PROMPT, 24, logits_processors=processors)
+    return stock_tokens(MODEL, PROMPT, 16, logits_processors=processors)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_greedy_texts_are_stock_mlx_lms(guest: Any, shape: dict[str, Any]) -> None:
-    assert_same_tokens(_greedy(), _tokens(guest, max_tokens=NUM_TOKENS, **shape))
+    assert_same_tokens(_greedy(), tokens(MODEL, PROMPT, guest, max_tokens=NUM_TOKENS, **shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -115,29 +123,31 @@ def test_sampled_texts_are_those_of_plain_decoding(
     guest: Any, shape: dict[str, Any], temp: float, couple: bool
 ) -> None:
     options: dict[str, Any] = {"temp": temp, "seed": 11, "max_tokens": NUM_TOKENS}
-    assert _tokens(guest, couple=couple, **options, **shape) == _plain(temp)
+    assert tokens(MODEL, PROMPT, guest, couple=couple, **options, **shape) == _plain(temp)
 
 
 @pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
 def test_stock_samplers(guest: Any, number: int, shape: dict[str, Any]) -> None:
     expected = _sampled_by_stock(number)
     mx.random.seed(3)
-    found = _tokens(guest, max_tokens=24, sampler=make_sampler(**SAMPLERS[number]), **shape)
+    found = tokens(
+        MODEL, PROMPT, guest, max_tokens=16, sampler=make_sampler(**SAMPLERS[number]), **shape
+    )
     assert_same_tokens(expected, found)
 
 
 @pytest.mark.parametrize(("number", "shape"), [(i % 2, one) for i, one in enumerate(SHAPES)])
 def test_stock_logits_processors(guest: Any, number: int, shape: dict[str, Any]) -> None:
     processors = make_logits_processors(**PROCESSORS[number])
-    found = _tokens(guest, max_tokens=24, logits_processors=processors, **shape)
+    found = tokens(MODEL, PROMPT, guest, max_tokens=16, logits_processors=processors, **shape)
     assert_same_tokens(_processed_by_stock(number), found)
 
 
 @pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
 def test_stop_tokens_end_inside_a_draft(guest: Any, number: int, shape: dict[str, Any]) -> None:
-    text = ids(_greedy())[:24]  # several drafts of every shape
+    text = ids(_greedy())[:16]  # several drafts of every shape
     for stop in list(dict.fromkeys(text))[number :: len(SHAPES)]:
-        found = _tokens(guest, stop_tokens={stop}, max_tokens=len(text), **shape)
+        found = tokens(MODEL, PROMPT, guest, stop_tokens={stop}, max_tokens=len(text), **shape)
         assert found == text[: text.index(stop) + 1]
 
 
@@ -145,14 +155,10 @@ def test_stop_tokens_end_inside_a_draft(guest: Any, number: int, shape: dict[str
 def test_turns_on_one_prompt_cache(guest: Any, shape: dict[str, Any]) -> None:
     """With the target's layers alone, and with those of a draft model after them."""
     turns = [PROMPT, [7, 8, 9], [60], PROMPT]
-    for is_shared in (False, isinstance(guest, DraftModel)):
-        stock, cache = make_prompt_cache(MODEL), make_prompt_cache(MODEL)
-        own = make_prompt_cache(guest.target.model) if is_shared else []
-        for turn in turns:
-            expected = ids(stock_tokens(MODEL, turn, 7, prompt_cache=stock))
-            found = _tokens(guest, prompt=turn, max_tokens=7, prompt_cache=cache + own, **shape)
-            assert found == expected
-            assert {layer.offset for layer in cache + own} == {stock[0].offset}
+    assert_turns(MODEL, guest, turns, max_tokens=5, **shape)
+    if isinstance(guest, DraftModel):
+        own = make_prompt_cache(guest.target.model)
+        assert_turns(MODEL, guest, turns, own, max_tokens=5, **shape)
 
 
 @given(seed=st.integers(0, 10**6))
@@ -162,28 +168,134 @@ def test_any_repetitive_prompt(seed: int) -> None:
     passage = to_ints(mx.random.randint(1, VOCAB_SIZE, (9,), key=keys[0]))
     cuts = sorted(to_ints(mx.random.randint(0, 9, (6,), key=keys[1])))
     prompt = [*passage, *(t for a, b in pairwise(cuts) for t in passage[a:b]), *passage[:3]]
-    expected = stock_tokens(MODEL, prompt, 40)
+    expected = stock_tokens(MODEL, prompt, 24)
     for shape in SHAPES:
-        assert_same_tokens(expected, _tokens("lookup", prompt=prompt, max_tokens=40, **shape))
+        assert_same_tokens(expected, tokens(MODEL, prompt, "lookup", max_tokens=24, **shape))
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 @pytest.mark.parametrize("length", [2, 5, 9])
 def test_the_target_accepts_all_of_itself(temp: float, length: int) -> None:
-    guest = DraftModel(MODEL, None)
-    responses = list(
-        stream_generate(
-            MODEL,
-            wrapped_tokenizer(VOCAB_SIZE),
-            PROMPT,
-            drafter=guest,
-            temp=temp,
-            seed=5,
-            beam_width=1,
-            beam_length=length,
-            tree_nodes=length,
-            max_tokens=1 + 6 * length,
-        )
+    shape = {"beam_width": 1, "beam_length": length, "tree_nodes": length}
+    options = {"temp": temp, "seed": 5, "max_tokens": 1 + 6 * length, **shape}
+    *_, last = stream(MODEL, PROMPT, DraftModel(MODEL, None), **options)
+    assert last.stats.accepted_counts == [0] * (length - 1) + [6]
+
+
+SAMPLING: dict[str, Any] = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
+DRAFTERS: dict[str, Callable[[], Any]] = {
+    "recurrent": lambda: random_drafter(VOCAB_SIZE, 32),
+    "recurrent, of some tokens": lambda: random_drafter(VOCAB_SIZE, 32, draft_vocab_size=40),
+    "the target itself": lambda: DraftModel(MODEL, None),
+    "another model": lambda: DraftModel(tiny_qwen3(seed=8), None),
+}
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def drafter(request: pytest.FixtureRequest) -> Any:
+    return DRAFTERS[request.param]()
+
+
+@cache
+def _sampled() -> list[int]:
+    return tokens(MODEL, PROMPT, **SAMPLING)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, BEAMS], ids=str)
+def test_texts_with_drafts_made_ahead(drafter: Any, shape: dict[str, Any]) -> None:
+    ahead = SpeculateAhead(drafter)
+    assert_same_tokens(_greedy(), tokens(MODEL, PROMPT, ahead, max_tokens=NUM_TOKENS, **shape))
+    couple = len(shape) % 2 == 0
+    assert tokens(MODEL, PROMPT, ahead, couple=couple, **SAMPLING, **shape) == _sampled()
+    if shape:
+        assert ahead.hits.passes > 5
+
+
+def test_drafts_made_ahead_of_any_shape(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees cut anywhere, steps without drafts, drafts out of the text between them."""
+    expected, expected_sampled = _greedy(), _sampled()
+    use_policy(monkeypatch, RandomShapes(1))
+    ahead = SpeculateAhead(drafter, num_outcomes=3)
+    assert_same_tokens(expected, tokens(MODEL, PROMPT, ahead, max_tokens=NUM_TOKENS))
+    assert tokens(MODEL, PROMPT, ahead, **SAMPLING) == expected_sampled
+    assert ahead.hits.passes > 0
+
+
+def test_stock_samplers_with_drafts_made_ahead(drafter: Any) -> None:
+    options: dict[str, Any] = {"max_tokens": 16, "sampler": make_sampler(temp=0.7)}
+    mx.random.seed(3)
+    expected = stock_tokens(MODEL, PROMPT, **options)
+    for shape in SHAPES[1:3]:
+        mx.random.seed(3)
+        found = tokens(MODEL, PROMPT, SpeculateAhead(drafter), **options, **shape)
+        assert_same_tokens(expected, found)
+
+
+def test_turns_with_drafts_made_ahead(drafter: Any) -> None:
+    ahead, turns = SpeculateAhead(drafter), (PROMPT, [7, 8, 9], [60])
+    assert_turns(MODEL, ahead, turns, **SHAPES[1])
+    own = make_prompt_cache(drafter.target.model) if isinstance(drafter, DraftModel) else []
+    assert_turns(MODEL, ahead, turns, own, **SHAPES[2])
+
+
+def test_batches_and_threads_with_drafts_made_ahead(drafter: Any) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    engine = Engine(MODEL, tokenizer, SpeculateAhead(drafter))
+    prompts = [PROMPT, [7, 8, 9], [60]]
+    options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 10, "beam_width": 2}
+    expected = [tokens(MODEL, one, temp=0.8, seed=4, max_tokens=10) for one in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    for number, response in engine.stream_batch(prompts, batch_size=2, **options):
+        found[number].append(response.token)
+    assert found == expected
+
+    def work(prompt: list[int]) -> list[int]:
+        return [response.token for response in engine.stream(prompt, **options)]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(work, prompts)) == expected
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temp": 0.9, "seed": 5}], ids=str)
+def test_a_drafter_that_is_right_foresees_every_outcome(sampling: dict[str, Any]) -> None:
+    """The target's own noise tells the token after the drafts at a temperature, too."""
+    ahead = SpeculateAhead(DraftModel(MODEL, None))
+    options = {"max_tokens": 60, "beam_width": 1, "beam_length": 6, **sampling}
+    *_, last = stream(MODEL, PROMPT, ahead, **options)
+    assert ahead.hits.passes >= 8
+    assert ahead.hits.foreseen == ahead.hits.passes
+    # So every draft made ahead is right; the last step may have fewer.
+    assert last.stats.accepted_counts[-1] >= last.steps - 1
+
+
+def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens() -> None:
+    mx.random.seed(0)
+    tree = make_tree([9, 3, 5, 4, 3], [0, 0, 0, 1, 2], 2).padded(7)
+    token_ids = mx.array([1, 3, 4, 5, 8, 9])
+    scores = mx.random.normal((7, 6))
+    scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+    nodes, columns = likeliest_outcomes(tree, scores, token_ids, 5)
+    rows, names = scores.tolist(), to_ints(token_ids)
+    tokens, parents = [9, 3, 5, 4, 3], [0, 0, 0, 1, 2]
+    paths = [0.0]
+    for node in range(1, 5):
+        paths.append(paths[parents[node]] + rows[parents[node]][names.index(tokens[node])])
+    children = [{tokens[c] for c in range(1, 5) if parents[c] == node} for node in range(5)]
+    expected = sorted(
+        (
+            (paths[node] + rows[node][column], node, column)
+            for node in range(5)
+            for column in range(6)
+            if names[column] not in children[node]
+        ),
+        reverse=True,
     )
-    counts = responses[-1].stats.accepted_counts
-    assert counts == [0] * (length - 1) + [6]
+    found = list(zip(to_ints(nodes), to_ints(columns), strict=True))
+    assert found == [(node, column) for _, node, column in expected[:5]]
+
+
+def test_other_kinds_do_not_draft_ahead() -> None:
+    with pytest.raises(ConfigError, match="found a drafter of the kind Medusa"):
+        SpeculateAhead(random_medusa(VOCAB_SIZE, 32))
+    with pytest.raises(ConfigError, match="predraft must be an integer from 1 to 64"):
+        SpeculateAhead(random_drafter(VOCAB_SIZE, 32), 0)

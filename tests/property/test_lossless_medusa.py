@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.engine import engine
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.medusa.network import Medusa
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import (
+    assert_same_tokens,
+    assert_turns,
+    ids,
+    stock_tokens,
+    stream,
+    tokens,
+)
 from tests.helpers.medusa import fitted_medusa, random_medusa, with_static_tree
 from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config
@@ -52,64 +56,32 @@ def heads(request: pytest.FixtureRequest, model: nn.Module) -> Medusa:
     return with_static_tree(network) if request.param == "static" else network
 
 
-def _responses(model: nn.Module, drafter: Any, **options: Any) -> list[Any]:
-    options = {"max_tokens": NUM_TOKENS, **options}
-    prompt = options.pop("prompt", PROMPT)
-    tokenizer = wrapped_tokenizer(int(model.args.vocab_size))
-    return list(stream_generate(model, tokenizer, prompt, drafter=drafter, **options))
-
-
-def _tokens(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
-    return [response.token for response in _responses(model, drafter, **options)]
-
-
-def test_greedy_texts_are_stock_mlx_lms(model: nn.Module, heads: Medusa) -> None:
+def test_texts_are_those_of_plain_decoding(model: nn.Module, heads: Medusa) -> None:
     expected = stock_tokens(model, PROMPT, NUM_TOKENS)
     for shape in SHAPES:
-        responses = _responses(model, heads, **shape)
+        responses = list(stream(model, PROMPT, heads, max_tokens=NUM_TOKENS, **shape))
         assert_same_tokens(expected, [response.token for response in responses], shape)
         if shape:
             counts = responses[-1].stats.accepted_counts
             assert sum(counts[2:]) > 0, "nothing was accepted"
-
-
-def test_sampled_texts_are_those_of_plain_decoding(model: nn.Module, heads: Medusa) -> None:
-    options = {"temp": 0.8, "top_p": 0.95, "seed": 11}
-    expected = _tokens(model, None, **options)
+    options = {"temp": 0.8, "top_p": 0.95, "seed": 11, "max_tokens": NUM_TOKENS}
+    sampled = tokens(model, PROMPT, **options)
     for shape in (*SHAPES[:3], {**SHAPES[2], "couple": False}):
-        assert _tokens(model, heads, **options, **shape) == expected, shape
+        assert tokens(model, PROMPT, heads, **options, **shape) == sampled, shape
 
 
 def test_a_stock_sampler() -> None:
     model, heads = tiny_llama(seed=4), random_medusa(num_heads=4)
+    options: dict[str, Any] = {"max_tokens": 16, "sampler": make_sampler(temp=0.8)}
     mx.random.seed(3)
-    expected = stock_tokens(model, PROMPT, 16, sampler=make_sampler(temp=0.8))
+    expected = stock_tokens(model, PROMPT, **options)
     mx.random.seed(3)
-    shape = SHAPES[2]
-    found = _tokens(model, heads, max_tokens=16, sampler=make_sampler(temp=0.8), **shape)
-    assert_same_tokens(expected, found)
+    assert_same_tokens(expected, tokens(model, PROMPT, heads, **options, **SHAPES[2]))
 
 
 def test_turns_on_one_prompt_cache(model: nn.Module, heads: Medusa) -> None:
     for shape in SHAPES[:3]:
-        stock, cache = make_prompt_cache(model), make_prompt_cache(model)
-        for turn in (PROMPT, [60], [7, 8, 9]):
-            expected = ids(stock_tokens(model, turn, 9, prompt_cache=stock))
-            found = _tokens(model, heads, prompt=turn, max_tokens=9, prompt_cache=cache, **shape)
-            assert found == expected
-
-
-def test_threads_share_the_heads() -> None:
-    model, heads = tiny_llama(seed=4), random_medusa(num_heads=4)
-    shared = Engine(model, wrapped_tokenizer(VOCAB_SIZE), heads)
-    prompts = [[*PROMPT, i] for i in range(1, 5)]
-
-    def tokens(prompt: list[int]) -> list[int]:
-        return [r.token for r in shared.stream(prompt, max_tokens=12, **SHAPES[2])]
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(tokens, prompts))
-    assert found == [ids(stock_tokens(model, prompt, 12)) for prompt in prompts]
+        assert_turns(model, heads, (PROMPT, [60], [7, 8, 9]), **shape)
 
 
 def test_the_policy_never_asks_for_more_than_the_heads_reach(
@@ -133,11 +105,11 @@ def test_the_policy_never_asks_for_more_than_the_heads_reach(
 
     monkeypatch.setattr(heads, "open", spy)
     monkeypatch.setattr(engine, "step_costs", step_costs)  # the real ones, whose plans are longer
-    _tokens(model, heads, max_tokens=60)
+    tokens(model, PROMPT, heads, max_tokens=60)
     assert len(asked) > 20
     assert max(asked) == 3
     with pytest.raises(ConfigError, match=r"beam_length must be at most 3 \(the root counts"):
-        _tokens(model, heads, beam_length=4)
+        tokens(model, PROMPT, heads, beam_length=4)
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,36 @@
-"""With a temperature, drafted text equals plain text for the same seed, token for token."""
+"""With a temperature, texts with drafts are those of plain decoding, and of stock samplers."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from mlx_redrafter import stream_generate
-from tests.conftest import Trained
-from tests.helpers.drafts import Scripted
-from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
-from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
+from mlx_redrafter.engine import engine, generation
+from mlx_redrafter.engine.stored_costs import step_costs
+from mlx_redrafter.policy.plans import SIZES, WIDTHS, StepCosts
+from tests.helpers.drafts import RandomShapes, Scripted, use_policy
+from tests.helpers.equality import (
+    Scored,
+    assert_same_tokens,
+    ids,
+    plain_tokens,
+    stock_tokens,
+    stream,
+    tokens,
+)
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 100  # no multiple of a vector's length
 PROMPT = [5, 17, 3, 60]
-NUM_TOKENS = 16
+NUM_TOKENS = 12
 
 TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
 FILTERS: list[dict[str, Any]] = [
@@ -73,10 +85,7 @@ def filters(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def plain_of_filter(model: nn.Module, filters: dict[str, Any]) -> list[Scored]:
     """What is sampled without drafts, with one seed."""
-    sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 40, **filters}
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    responses = stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
-    return [(response.token, response.logprobs) for response in responses]
+    return plain_tokens(model, PROMPT, temp=1.0, seed=5, max_tokens=20, **filters)
 
 
 def test_there_are_enough_combinations() -> None:
@@ -85,23 +94,13 @@ def test_there_are_enough_combinations() -> None:
 
 @pytest.mark.parametrize("group", range(6))
 def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> None:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    drafter = random_drafter(VOCAB_SIZE, 32, seed=group)
-    texts = set()
+    drafter, texts = random_drafter(VOCAB_SIZE, 32, seed=group), set()
     for case, (seed, temp, filters, shape) in enumerate(COMBINATIONS[group::6]):
         sampling = {"seed": seed, "temp": temp, "max_tokens": NUM_TOKENS, **filters}
-        plain: list[Scored] = [
-            (response.token, response.logprobs)
-            for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
-        ]
+        plain = plain_tokens(model, PROMPT, **sampling)
         # A quarter with the random drafter's drafts.
         proposer = Scripted(ids(plain), VOCAB_SIZE) if case % 4 else drafter
-        drafted = [
-            response.token
-            for response in stream_generate(
-                model, tokenizer, PROMPT, drafter=proposer, **sampling, **shape
-            )
-        ]
+        drafted = tokens(model, PROMPT, proposer, **sampling, **shape)
         assert_same_tokens(plain, drafted, (sampling, shape))
         texts.add(tuple(drafted))
     assert len(texts) > 10  # the options matter
@@ -109,77 +108,23 @@ def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> Non
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        {"temp": 1.0, "top_p": 1e-46},
-        {"temp": 1.5, "top_p": 5e-324, "top_k": 3},
-        {"temp": 5e-324},
-    ],
+    [{"temp": 1.0, "top_p": 1e-46}, {"temp": 1.5, "top_p": 5e-324, "top_k": 3}, {"temp": 5e-324}],
     ids=str,
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_is_0_in_float32_writes_the_greedy_text(
-    model: nn.Module, greedy: list[Scored], sampling: dict[str, Any], shape: dict[str, Any]
+    model: nn.Module, greedy: list[Scored], sampling: dict[str, Any]
 ) -> None:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    for drafter in (None, Scripted(ids(greedy), VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)):
-        found = stream_generate(
-            model, tokenizer, PROMPT, drafter=drafter, max_tokens=NUM_TOKENS, **sampling, **shape
-        )
-        assert_same_tokens(greedy, [response.token for response in found], drafter)
-
-
-def test_qwen3_samples_the_same_with_drafts() -> None:
-    model, tokenizer = tiny_qwen3(vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
-    sampling: dict[str, Any] = {"temp": 1.0, "seed": 11, "max_tokens": 60}
-    plain = [
-        (response.token, response.logprobs)
-        for response in stream_generate(model, tokenizer, PROMPT, drafter=None, **sampling)
-    ]
-    drafter = Scripted(ids(plain), VOCAB_SIZE)
-    drafted = list(
-        stream_generate(model, tokenizer, PROMPT, drafter=drafter, tree_nodes=12, **sampling)
-    )
-    assert_same_tokens(plain, [response.token for response in drafted])
-    assert any(response.from_draft for response in drafted)
-
-
-def test_trained_model_samples_the_same_with_drafts(stories: Trained) -> None:
-    rng = random.Random(0)
-    for seed in rng.sample(range(2**32), 3):
-        sampling: dict[str, Any] = {"temp": 0.8, "top_p": 0.95, "seed": seed, "max_tokens": 60}
-        plain = [
-            (response.token, response.logprobs)
-            for response in stream_generate(
-                stories.model, stories.tokenizer, "Lily", drafter=None, **sampling
-            )
-        ]
-        drafted = [
-            response.token
-            for response in stream_generate(
-                stories.model,
-                stories.tokenizer,
-                "Lily",
-                drafter=Scripted(ids(plain), 512),
-                tree_nodes=9,
-                **sampling,
-            )
-        ]
-        assert_same_tokens(plain, drafted, seed)
+    for shape in SHAPES:
+        for drafter in (None, Scripted(ids(greedy), VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)):
+            found = tokens(model, PROMPT, drafter, max_tokens=NUM_TOKENS, **sampling, **shape)
+            assert_same_tokens(greedy, found, (drafter, shape))
 
 
 def test_text_depends_on_the_seed_alone(model: nn.Module) -> None:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-
-    def sample(seed: int) -> list[int]:
-        return [
-            response.token
-            for response in stream_generate(
-                model, tokenizer, PROMPT, drafter=None, temp=1.0, seed=seed, max_tokens=20
-            )
-        ]
-
-    assert sample(5) == sample(5)
-    assert sample(5) != sample(6)
+    first, second, other = (
+        tokens(model, PROMPT, temp=1.0, seed=seed, max_tokens=20) for seed in (5, 5, 6)
+    )
+    assert first == second != other
 
 
 @pytest.mark.parametrize(
@@ -192,10 +137,7 @@ def test_text_depends_on_the_seed_alone(model: nn.Module) -> None:
     ids=str,
 )
 def test_drafters_that_know_part_of_the_vocabulary(
-    model: nn.Module,
-    filters: dict[str, Any],
-    plain_of_filter: list[Scored],
-    head: dict[str, int],
+    model: nn.Module, filters: dict[str, Any], plain_of_filter: list[Scored], head: dict[str, int]
 ) -> None:
     """They rank with the noise of the tokens that their rows stand for."""
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, **head}
@@ -203,12 +145,9 @@ def test_drafters_that_know_part_of_the_vocabulary(
     drafter = random_drafter(vocab_size, hidden_size, **sizes)  # type: ignore[arg-type]
     if drafter.config.draft_vocab_size is not None:
         drafter.token_ids = mx.array([95, 3, 17, 60, 61, 62, 5, 8, 9, 44, 99, 0], dtype=mx.int32)
-    tokenizer = wrapped_tokenizer(vocab_size)
-    sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 40, **filters}
-    drafted = list(
-        stream_generate(model, tokenizer, PROMPT, drafter=drafter, tree_nodes=12, **sampling)
-    )
-    assert_same_tokens(plain_of_filter, [response.token for response in drafted])
+    options: dict[str, Any] = {"tokenizer": wrapped_tokenizer(vocab_size), "tree_nodes": 12}
+    options |= {"temp": 1.0, "seed": 5, "max_tokens": 20, **filters}
+    assert_same_tokens(plain_of_filter, tokens(model, PROMPT, drafter, **options))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -218,7 +157,165 @@ def test_drafts_that_are_no_numbers_change_no_sample(
     drafter = random_drafter(VOCAB_SIZE, 32)
     head: Any = drafter.lm_head[-1]
     head.weight[::2] = value
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    sampling: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 20, **filters}
-    drafted = stream_generate(model, tokenizer, PROMPT, drafter=drafter, beam_width=4, **sampling)
-    assert_same_tokens(plain_of_filter[:20], [response.token for response in drafted])
+    options: dict[str, Any] = {"temp": 1.0, "seed": 5, "max_tokens": 20, **filters}
+    found = tokens(model, PROMPT, drafter, beam_width=4, **options)
+    assert_same_tokens(plain_of_filter, found)
+
+
+SAMPLERS: list[dict[str, Any]] = [
+    {"temp": 0.7},
+    {"temp": 1.0, "top_p": 0.9},
+    {"temp": 1.2, "top_k": 9, "min_p": 0.02},
+    {"temp": 0.9, "top_p": 0.95, "min_p": 0.05, "top_k": 30},
+    {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+]
+PROCESSORS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.8},
+    {"frequency_penalty": 0.7},
+    {"logit_bias": {7: 4.0, 9: -3.0}},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {3: 2.0}},
+]
+STOCK_SHAPES: list[dict[str, Any]] = [
+    {"beam_width": 1, "beam_length": 5},
+    {"beam_width": 4, "beam_length": 4, "tree_nodes": 12},
+    {"beam_width": 3, "beam_length": 5, "select": "beam"},
+]
+
+
+def _random_state() -> list[int]:
+    key: Any = mx.random.state
+    return list(key[0].tolist())
+
+
+def _check(
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    shape: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """Plain and drafted decoding, with random and mostly right drafts, against stock mlx-lm."""
+    drafter = random_drafter(VOCAB_SIZE, 32, seed=seed)
+    mx.random.seed(seed)
+    expected = stock_tokens(model, PROMPT, 18, **options)
+    state = _random_state()
+    right: Any = Scripted(ids(expected), VOCAB_SIZE)
+    cases = [(None, None), (drafter, None), (right, None), (right, RandomShapes(seed))]
+    for proposer, policy in cases:
+        with monkeypatch.context() as patch:
+            if policy is not None:
+                use_policy(patch, policy)
+            mx.random.seed(seed)
+            found = tokens(model, PROMPT, proposer, max_tokens=18, **options, **shape)
+            assert_same_tokens(expected, found, (seed, shape, proposer is None))
+            if "sampler" in options:  # the next request starts from the same state, too
+                assert _random_state() == state
+
+
+@pytest.mark.parametrize(("seed", "shape"), list(enumerate(STOCK_SHAPES)))
+@pytest.mark.parametrize("options", SAMPLERS, ids=str)
+def test_stock_sampler(
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    shape: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    _check(model, monkeypatch, seed, shape, {"sampler": make_sampler(**options)})
+
+
+@pytest.mark.parametrize(("shape", "options"), list(zip(itertools.cycle(STOCK_SHAPES), PROCESSORS)))
+def test_processors_at_temperature_zero(
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    processors = make_logits_processors(**options)
+    without = ids(stock_tokens(model, PROMPT, 18))
+    assert ids(stock_tokens(model, PROMPT, 18, logits_processors=processors)) != without
+    _check(model, monkeypatch, 1, shape, {"logits_processors": processors})
+
+
+@pytest.mark.parametrize("options", PROCESSORS, ids=str)
+def test_processors_with_a_stock_sampler(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    stock = {
+        "logits_processors": make_logits_processors(**options),
+        "sampler": make_sampler(temp=0.9, top_p=0.95),
+    }
+    _check(model, monkeypatch, 3, STOCK_SHAPES[1], stock)
+
+
+def test_processors_see_the_prompt_and_every_token_before(model: nn.Module) -> None:
+    expected = ids(stock_tokens(model, PROMPT, 12))
+    seen: list[list[int]] = []
+
+    def record(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())  # type: ignore[arg-type]
+        return logits
+
+    options: dict[str, Any] = {"max_tokens": 12, "logits_processors": [record]}
+    tokens(model, PROMPT, **options)
+    assert seen == [PROMPT + expected[:n] for n in range(12)]
+    seen.clear()
+    tokens(model, PROMPT, Scripted(expected, VOCAB_SIZE), **options)
+    histories = {tuple(history) for history in seen}
+    assert {tuple(PROMPT + expected[:n]) for n in range(12)} <= histories
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temp": 1.0, "seed": 7}, {"temp": 0.6, "top_p": 0.9, "seed": 1}]
+)
+def test_text_does_not_depend_on_the_shapes(
+    model: nn.Module, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = plain_tokens(model, PROMPT, max_tokens=60, **sampling)
+    for drafter in (random_drafter(VOCAB_SIZE, 32), Scripted(ids(plain), VOCAB_SIZE)):
+        policy = RandomShapes(3)
+        use_policy(monkeypatch, policy)
+        found = tokens(model, PROMPT, drafter, max_tokens=60, **sampling)
+        assert_same_tokens(plain, found, sampling)
+        assert len(policy.seen) > 8
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}])
+def test_auto_is_the_default_and_leaves_the_text_alone(
+    model: nn.Module, sampling: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(engine, "step_costs", step_costs)  # the real ones
+    plain = plain_tokens(model, PROMPT, max_tokens=50, **sampling)
+    drafter = random_drafter(VOCAB_SIZE, 32)
+    found = tokens(model, PROMPT, drafter, max_tokens=50, **sampling)
+    assert_same_tokens(plain, found, sampling)
+    assert (tmp_path / "mlx-redrafter").is_dir(), "step times were measured"
+
+
+def test_texts_stay_the_same_where_drafts_are_dear_and_teach_the_next_text(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = dict.fromkeys(WIDTHS, 0.0)
+    dear = StepCosts(1.0, dict.fromkeys(SIZES, 2.2), none, dict.fromkeys(WIDTHS, 0.05), 0.1)
+    monkeypatch.setattr(engine, "step_costs", lambda *_: dear)
+    drafter = random_drafter(VOCAB_SIZE, 32)
+    texts = [tokens(model, PROMPT, drafter, max_tokens=120) for _ in range(2)]
+    memory = generation._memories.of(model, drafter)
+    carried_over = memory.policy
+    assert carried_over is not None
+    tokens(model, PROMPT, drafter, max_tokens=120, couple=False)
+    assert memory.policy is carried_over, "uncoupled drafts say nothing of coupled ones"
+    assert texts == [tokens(model, PROMPT, max_tokens=120)] * 2
+
+
+def test_a_text_that_is_broken_off_teaches_too(model: nn.Module) -> None:
+    drafter = random_drafter(VOCAB_SIZE, 32)
+    responses = stream(model, PROMPT, drafter, max_tokens=120)
+    memory = generation._memories.of(model, drafter)
+    with closing(responses):
+        *_, last = islice(responses, 60)
+        assert memory.policy is None
+    assert memory.policy is not None
+    assert last.stats.shapes

@@ -1,10 +1,8 @@
-"""Decoding never copies the K/V buffers, however large they are.
-
-Axes: N nodes of a tree.
-"""
+"""Decoding never copies the K/V buffers, however large they are, and nor do levels of drafts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -12,14 +10,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_redrafter import stream_generate
-from tests.helpers.memory import filled_cache, peak_of_steps
-from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from mlx_redrafter.proposers import draft_model
+from mlx_redrafter.proposers.draft_model import DraftModel
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.eagle.network import Eagle
+from tests.helpers.equality import stream, tokens
+from tests.helpers.memory import filled_cache, peak_of, peak_of_steps
+from tests.helpers.models import random_drafter, tiny_llama
 
 VOCAB_SIZE = 64
 HEADS, HEAD_SIZE, LAYERS = 2, 8, 3
 SMALL, LARGE = 512, 2**17  # rows
 BUFFER_BYTES = HEADS * LARGE * HEAD_SIZE * 4  # keys or values of one layer: 8 MiB
+ROWS = 2**14
+LAYER_BYTES = 2 * HEADS * ROWS * HEAD_SIZE * 4  # keys and values of one layer: 2 MiB
 
 
 @pytest.fixture(scope="module")
@@ -27,52 +31,70 @@ def model() -> nn.Module:
     return tiny_llama(layers=LAYERS)
 
 
-def _peak_of_decoding(model: nn.Module, capacity: int, **options: Any) -> int:
-    responses = stream_generate(
-        model,
-        wrapped_tokenizer(VOCAB_SIZE),
-        [1, 2, 3],
-        max_tokens=40,
-        prompt_cache=filled_cache(LAYERS, HEADS, HEAD_SIZE, capacity, length=3),
-        **{"drafter": None, **options},
-    )
-    with closing(responses):
+def _cache(capacity: int, length: int = 3) -> list[Any]:
+    return filled_cache(LAYERS, HEADS, HEAD_SIZE, capacity, length)
+
+
+def _peak_of_decoding(model: nn.Module, capacity: int, drafter: Any = None, **shape: Any) -> int:
+    options = {"max_tokens": 40, "prompt_cache": _cache(capacity), **shape}
+    with closing(stream(model, [1, 2, 3], drafter, **options)) as responses:
         return peak_of_steps(responses, first=3)  # the prompt and two steps
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [{"tree_nodes": 9}, {"beam_width": 8, "tree_nodes": 32}, {"select": "beam"}],
-    ids=str,
+    "shape", [{"tree_nodes": 9}, {"beam_width": 8, "tree_nodes": 32}, {"select": "beam"}], ids=str
 )
 def test_drafted_decoding_copies_no_buffer(model: nn.Module, shape: dict[str, Any]) -> None:
     drafter = random_drafter(VOCAB_SIZE, 32)
-    _peak_of_decoding(model, SMALL, drafter=drafter, **shape)  # compile what will be compiled
-    small, large = (
-        _peak_of_decoding(model, capacity, drafter=drafter, **shape) for capacity in (SMALL, LARGE)
-    )
+    _peak_of_decoding(model, SMALL, drafter, **shape)  # compile what will be compiled
+    small, large = (_peak_of_decoding(model, size, drafter, **shape) for size in (SMALL, LARGE))
     assert large - small < BUFFER_BYTES // 8
     assert large < BUFFER_BYTES // 2
 
 
 def test_plain_decoding_copies_no_buffer(model: nn.Module) -> None:
-    large = _peak_of_decoding(model, LARGE)
-    assert large < BUFFER_BYTES // 2
+    assert _peak_of_decoding(model, LARGE) < BUFFER_BYTES // 2
 
 
-def test_prefill_makes_logits_for_the_last_token_alone(model: nn.Module) -> None:
+def test_prefill_makes_logits_for_the_last_token_alone() -> None:
     """The logits of a whole chunk would be the largest array by far."""
-    vocab_size, tokens = 50_000, 400
+    vocab_size, count = 50_000, 400
     wide = tiny_llama(vocab_size=vocab_size, layers=1)
-    tokenizer = wrapped_tokenizer(vocab_size)
-    prompt = [5] * tokens
+    mx.clear_cache()
+    peak = peak_of(lambda: tokens(wide, [5] * count, max_tokens=1), repeats=2)
+    assert peak < count * vocab_size * 4 // 4  # a quarter of them
 
-    def prefill() -> int:
-        mx.clear_cache()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        list(stream_generate(wide, tokenizer, prompt, drafter=None, max_tokens=1))
-        return int(mx.get_peak_memory()) - before
 
-    prefill()
-    assert prefill() < tokens * vocab_size * 4 // 4  # a quarter of them
+def _head() -> Eagle:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": HEADS, "vocab_size": VOCAB_SIZE}
+    return Eagle(EagleConfig(version=3, captured_layers=(0, 1, 2), **sizes, **heads))
+
+
+DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
+    "a draft model": lambda model: DraftModel(model, None),
+    "an EAGLE head": lambda model: _head(),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_levels_copy_no_buffer(
+    kind: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of networks with K/V rows does not grow with levels x context."""
+    monkeypatch.setattr(draft_model, "check_ids", lambda *_: None)
+    drafter = DRAFTERS[kind](model)
+
+    def peak(length: int) -> int:
+        """Bytes in use at the peak of some steps after a long context of the drafter's alone."""
+        shape = {"beam_width": 2, "beam_length": length, "tree_nodes": 2 * length}
+        options = {"max_tokens": 90, "prompt_cache": _cache(SMALL) + _cache(ROWS, ROWS - 1024)}
+        with closing(stream(model, [1, 2, 3], drafter, **options, **shape)) as responses:
+            return peak_of_steps(responses, first=8, steps=10)
+
+    peak(3)  # compile what will be compiled
+    few, many = peak(3), peak(13)
+    # Ten levels more. One copy of a layer's rows a level would be 21 MB, of all layers 63 MB; the
+    # scores of two beams over all rows, with so small heads, are a quarter of a layer's rows.
+    assert many - few < 2 * LAYER_BYTES
+    assert many < 3 * LAYER_BYTES

@@ -24,7 +24,7 @@ from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
 
@@ -49,10 +49,7 @@ Start = Callable[..., ResponseStream]
 
 @pytest.fixture(params=DRAFTS)
 def start(
-    request: pytest.FixtureRequest,
-    model: nn.Module,
-    text: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    request: Any, model: nn.Module, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> Start:
     """Starts generation after `PROMPT` with drafts of some quality."""
     drafter: Any = None if request.param == "none" else random_drafter(VOCAB_SIZE, 32)
@@ -76,7 +73,7 @@ def _assert_holds(model: nn.Module, cache: list[Any], tokens: list[int]) -> None
     assert_same_rows(cache, prefilled(model, tokens))
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8, 19, 30])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8, 19])
 def test_at_max_tokens(model: nn.Module, text: list[int], start: Start, max_tokens: int) -> None:
     cache = make_prompt_cache(model)
     found = [r.token for r in start(max_tokens=max_tokens, prompt_cache=cache)]
@@ -87,7 +84,7 @@ def test_at_max_tokens(model: nn.Module, text: list[int], start: Start, max_toke
     _assert_holds(model, cache, PROMPT + found)
 
 
-@pytest.mark.parametrize("position", [0, 1, 2, 3, 4, 9, 17])
+@pytest.mark.parametrize("position", [0, 1, 2, 4, 9, 17])
 def test_at_a_stop_token(model: nn.Module, text: list[int], start: Start, position: int) -> None:
     cache = make_prompt_cache(model)
     found = [r.token for r in start(stop_tokens={text[position]}, prompt_cache=cache)]
@@ -95,42 +92,8 @@ def test_at_a_stop_token(model: nn.Module, text: list[int], start: Start, positi
     _assert_holds(model, cache, PROMPT + found)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 11])
-def test_after_closing_in_the_middle(
-    model: nn.Module, text: list[int], start: Start, count: int
-) -> None:
-    cache = make_prompt_cache(model)
-    responses = start(max_tokens=30, prompt_cache=cache)
-    found = [next(responses).token for _ in range(count)]
-    responses.close()
-    assert found == text[:count]
-    _assert_holds(model, cache, PROMPT + found)
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("count", [1, 2, 5, 6])
-def test_after_an_error_of_the_caller(
-    model: nn.Module, start: Start, error: type[BaseException], count: int
-) -> None:
-    cache = make_prompt_cache(model)
-    found = []
-
-    def consume() -> None:
-        for response in start(max_tokens=30, prompt_cache=cache):
-            found.append(response.token)
-            if len(found) == count:
-                raise error
-
-    with pytest.raises(error):
-        consume()
-    _assert_holds(model, cache, PROMPT + found)
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
-def test_after_an_error_in_the_progress_callback(
-    model: nn.Module, start: Start, error: type[BaseException], call: int
-) -> None:
+def test_after_an_error_in_the_progress_callback(model: nn.Module, start: Start, call: int) -> None:
     """Prompts of 4 tokens in chunks of 2 report 0, 2, 3 and, with the first token, 4."""
     cache = make_prompt_cache(model)
     calls = []
@@ -138,12 +101,12 @@ def test_after_an_error_in_the_progress_callback(
     def fail(done: int, total: int) -> None:
         calls.append(done)
         if len(calls) == call:
-            raise error
+            raise KeyboardInterrupt
 
     responses = start(
         max_tokens=9, prompt_cache=cache, prefill_step_size=2, prompt_progress_callback=fail
     )
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         next(responses)
     assert calls == [0, 2, 3, 4][:call]
     if calls[-1]:
@@ -154,11 +117,7 @@ def test_after_an_error_in_the_progress_callback(
 
 @pytest.mark.parametrize("forward", range(7))
 def test_after_an_interruption_between_two_layers(
-    model: nn.Module,
-    text: list[int],
-    start: Start,
-    forward: int,
-    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module, text: list[int], start: Start, forward: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while a forward pass is built: what was yielded is what the cache holds."""
     attention = type(model.layers[1].self_attn)
@@ -201,58 +160,21 @@ def test_stock_mlx_lm_continues_exactly(
     whole = [*PROMPT, *found, *question]
     expected = stock_tokens(model, whole, 20)
     for kept in (cache, loaded):
+        trimmed = copy.deepcopy(kept)
         continued = stock_tokens(model, question, 20, prompt_cache=kept)
         assert_same_tokens(expected, ids(continued))
-
-
-def test_trimmed_caches_continue_exactly(model: nn.Module, text: list[int], start: Start) -> None:
-    cache = make_prompt_cache(model)
-    found = [r.token for r in start(max_tokens=13, prompt_cache=cache)]
-    trim_prompt_cache(cache, 5)
-    assert cache[0].offset == len(PROMPT) + 8
-    whole = [*PROMPT, *found[:8], 9]
-    continued = stock_tokens(model, [9], 20, prompt_cache=cache)
-    assert_same_tokens(stock_tokens(model, whole, 20), ids(continued))
-
-
-@pytest.mark.parametrize("drafts", [False, True])
-def test_conversations_of_several_turns_equal_stock(model: nn.Module, drafts: bool) -> None:
-    """Each turn continues from the cache of the turns before."""
-    drafter = random_drafter(VOCAB_SIZE, 32) if drafts else None
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    ours, stock = make_prompt_cache(model), make_prompt_cache(model)
-    for turn, question in enumerate([[5, 17, 3], [8], [40, 2], [7, 7, 7, 1]]):
-        expected = stock_tokens(model, question, 7 + turn, prompt_cache=stock)
-        found = [
-            r.token
-            for r in stream_generate(
-                model,
-                tokenizer,
-                question,
-                drafter=drafter,
-                max_tokens=7 + turn,
-                prompt_cache=ours,
-            )
-        ]
-        assert_same_tokens(expected, found, turn)
-        assert_same_rows(ours, stock)
+        trim_prompt_cache(trimmed, 5)
+        continued = stock_tokens(model, [9], 20, prompt_cache=trimmed)
+        shorter = stock_tokens(model, [*PROMPT, *found[:8], 9], 20)
+        assert_same_tokens(shorter, ids(continued))
 
 
 def test_keyed_sampling_continues_from_a_cache_as_from_the_whole_prompt(model: nn.Module) -> None:
     """Noise belongs to positions in the text, cached ones included."""
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     options: dict[str, Any] = {"temp": 1.0, "seed": 3, "max_tokens": 12}
-    plain = stream_generate(model, tokenizer, PROMPT, drafter=None, **options)
-    whole = [r.token for r in plain]
-    cache = prefilled(model, PROMPT[:2])
+    whole, cache = tokens(model, PROMPT, **options), prefilled(model, PROMPT[:2])
     drafter = random_drafter(VOCAB_SIZE, 32)
-    continued = [
-        r.token
-        for r in stream_generate(
-            model, tokenizer, PROMPT[2:], drafter=drafter, prompt_cache=cache, **options
-        )
-    ]
-    assert continued == whole
+    assert tokens(model, PROMPT[2:], drafter, prompt_cache=cache, **options) == whole
 
 
 def test_without_a_cache_nothing_is_trimmed(model: nn.Module, start: Start) -> None:
@@ -270,72 +192,50 @@ def test_without_a_cache_nothing_is_trimmed(model: nn.Module, start: Start) -> N
     assert len(calls) == 1  # the last token of the prompt
 
 
-def _batch_of_two(model: nn.Module) -> list[Any]:
-    cache = make_prompt_cache(model)
+def _read_two(model: nn.Module, cache: list[Any]) -> None:
+    cache[:] = make_prompt_cache(model)
     model(mx.array([[1, 2], [3, 4]]), cache=cache)
-    return cache
 
 
-def _unequal(model: nn.Module) -> list[Any]:
-    cache: list[Any] = prefilled(model, [1, 2, 3])
-    cache[1].trim(1)
-    return cache
-
-
-def _one_empty(model: nn.Module) -> list[Any]:
-    return [KVCache(), *prefilled(model, [1, 2, 3])[1:]]
-
-
-def _one_for_all(model: nn.Module) -> list[Any]:
-    return [KVCache()] * len(make_prompt_cache(model))
-
-
-def _of_other_heads(model: nn.Module) -> list[Any]:
-    cache: list[Any] = make_prompt_cache(model)
+def _fill_other_heads(model: nn.Module, cache: list[Any]) -> None:
+    cache[:] = make_prompt_cache(model)
     for layer in cache:
         layer.update_and_fetch(mx.zeros((1, 2, 3, 16)), mx.zeros((1, 2, 3, 8)))
-    return cache
 
 
-def _without_rows(model: nn.Module) -> list[Any]:
-    cache: list[Any] = prefilled(model, [1, 2, 3])
-    cache[2].state = (None, None, 3)
-    return cache
-
-
-def _too_long(model: nn.Module) -> list[Any]:
-    cache: list[Any] = prefilled(model, [1, 2, 3])
+def _say_long(model: nn.Module, cache: list[Any]) -> None:
     for layer in cache:
         layer.offset = 10**9
-    return cache
 
 
-def _no_arrays(model: nn.Module) -> list[Any]:
-    cache: list[Any] = make_prompt_cache(model)
+def _name_arrays(model: nn.Module, cache: list[Any]) -> None:
     for layer in cache:
         layer.state = ("keys", "values", 1)
-    return cache
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (_batch_of_two, "a batch of 2 texts; give the cache of one"),
-        (_unequal, "layers of 2 to 3 tokens, but they must hold the same text"),
-        (_one_empty, "layers of 0 to 3 tokens, but they must hold the same text"),
-        (_one_for_all, "one cache object in several layers; make it with"),
-        (_of_other_heads, "keys of 2 heads of size 16 in layer 0, the model's are 2 of size 8"),
-        (_without_rows, "layer 2 holds 3 tokens, but has 0 entries of keys"),
-        (_too_long, "layer 0 holds 1000000000 tokens, but has 256 entries of keys"),
-        (_no_arrays, "keys of 0 heads of size 0 in layer 0"),
-    ],
-)
+BAD = [
+    (_read_two, "a batch of 2 texts; give the cache of one"),
+    (lambda _, cache: cache[1].trim(1), "layers of 2 to 3 tokens, but they must hold the same"),
+    (lambda _, cache: cache.__setitem__(0, KVCache()), "layers of 0 to 3 tokens, but they must"),
+    (lambda _, cache: cache.__setitem__(slice(0, None), [KVCache()] * 3), "one cache object in"),
+    (_fill_other_heads, "keys of 2 heads of size 16 in layer 0, the model's are 2 of size 8"),
+    (
+        lambda _, cache: setattr(cache[2], "state", (None, None, 3)),
+        "layer 2 holds 3 tokens, but has 0 entries of keys",
+    ),
+    (_say_long, "layer 0 holds 1000000000 tokens, but has 256 entries of keys"),
+    (_name_arrays, "keys of 0 heads of size 0 in layer 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
 @pytest.mark.parametrize("whose", ["target", "draft model"])
 def test_caches_that_are_not_those_of_one_text_are_refused(
-    model: nn.Module, make: Callable[[nn.Module], list[Any]], message: str, whose: str
+    model: nn.Module, change: Callable[..., object], message: str, whose: str
 ) -> None:
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    cache, drafter = make(model), None
+    cache, drafter = prefilled(model, [1, 2, 3]), None
+    change(model, cache)
     if whose == "draft model":
         drafter = DraftModel(model, tokenizer)
         cache = [*make_prompt_cache(model), *cache]
@@ -347,14 +247,9 @@ def test_caches_that_are_not_those_of_one_text_are_refused(
 
 def test_one_cache_object_of_target_and_draft_model_is_refused(model: nn.Module) -> None:
     tokenizer, cache = wrapped_tokenizer(VOCAB_SIZE), make_prompt_cache(model)
+    drafter, given = DraftModel(model, tokenizer), [*cache, *cache]
     with pytest.raises(ConfigError, match="one cache object in several layers"):
-        stream_generate(
-            model,
-            tokenizer,
-            PROMPT,
-            drafter=DraftModel(model, tokenizer),
-            prompt_cache=[*cache, *cache],
-        )
+        stream_generate(model, tokenizer, PROMPT, drafter=drafter, prompt_cache=given)
 
 
 def test_a_cache_belongs_to_one_text_at_a_time(

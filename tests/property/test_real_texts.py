@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.nn as nn
@@ -10,19 +12,46 @@ import pytest
 
 from mlx_redrafter import load, stream_generate
 from mlx_redrafter.bench.lab.exactness import decode_texts
-from mlx_redrafter.bench.lab.real_models import GEMMA, SMOLLM2
+from mlx_redrafter.bench.lab.real_models import GEMMA, SMOLLM2, Precision, RealModel, find_model
 from mlx_redrafter.bench.prompts import encode_prompts, fit_prompts, read_prompts, select_prompts
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import shared_path
-from tests.helpers.real_models import FIRST_SECONDS, real_folder, real_pair
 from tests.server.serving import serving
+
+# Maximum time of a test that may be the first to ask for a model, in seconds.
+FIRST_SECONDS = 900
+
+
+@cache
+def _find(model: RealModel, precision: Precision) -> Path | RedrafterError:
+    """Return a folder, or why there is none; a failed download is not tried again."""
+    try:
+        return find_model(model, precision)
+    except RedrafterError as error:
+        return error
+
+
+def real_folder(model: RealModel, precision: Precision = "float32") -> Path:
+    """Return the folder of a published model; skips the test if it cannot be had."""
+    folder = _find(model, precision)
+    if isinstance(folder, RedrafterError):
+        pytest.skip(str(folder))
+    return folder
+
+
+def real_pair(model: RealModel) -> tuple[Any, Any]:
+    """Load a published model in float32, and its tokenizer; skips the test likewise."""
+    target, tokenizer, _ = load(real_folder(model), drafter="lookup")
+    return target, tokenizer
+
 
 pytestmark = pytest.mark.timeout(FIRST_SECONDS)
 # Maximum number of tokens of a question.
@@ -48,14 +77,9 @@ def test_texts_are_those_of_mlx_lm() -> None:
     """Alone and in batches, with a quantised K/V cache, and in turns with a kept cache."""
     model, tokenizer = real_pair(SMOLLM2)
     settings = CommonSettings(model, tokenizer, cast("Any", None), 12)
-    found = decode_texts(
-        settings,
-        {"lookup": Lookup()},
-        [DraftPlan.of(1, 5, 5)],
-        _questions(tokenizer, 2),
-        4,
-        Recording(None, "exact", {}),
-    )
+    drafters, plans = {"lookup": Lookup()}, [DraftPlan.of(1, 5, 5)]
+    recording = Recording(None, "exact", {})
+    found = decode_texts(settings, drafters, plans, _questions(tokenizer, 2), 4, recording)
     assert len(found) == 7 * 2
     different = [one for one in found if not one.is_equal]
     assert [one for one in different if not one.is_tie] == []
@@ -69,11 +93,8 @@ def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone() -> None
     steps = tokens = 0
     for question in _questions(tokenizer, 2):
         text = stock_tokens(model, question.ids, 40)  # it does not stop at the answer's end
-        found = list(
-            stream_generate(
-                model, tokenizer, question.ids, drafter=drafter, max_tokens=40, beam_width=1
-            )
-        )
+        options: Any = {"drafter": drafter, "max_tokens": 40, "beam_width": 1}
+        found = list(stream_generate(model, tokenizer, question.ids, **options))
         assert_same_tokens(text[: len(found)], [one.token for one in found], question.ids)
         tokens, steps = tokens + len(found), steps + len(found) / found[-1].tokens_per_step
     assert tokens / steps > 1.3

@@ -33,7 +33,7 @@ pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
 VOCAB_SIZE = 288
 # Random schemas of each format.
-NUM_SCHEMAS = 60
+NUM_SCHEMAS = 30
 MODEL = tiny_llama(vocab_size=VOCAB_SIZE, spread=2.0, context=1024)
 TOKENIZERS = {(kind, thinks): tool_tokenizer(kind, thinks) for kind in MARKS for thinks in (0, 1)}
 MESSAGES = [{"role": "user", "content": "GO"}]
@@ -72,15 +72,8 @@ def answer(kind: str, request: ChatRequest, seed: int, drafter: Any, **shape: An
 
     held = Answer(replace(request, grammar=grammar), tokenizer, prompt, 0)
     tokens, whole = [], None
-    for response in engine.stream(
-        prompt,
-        grammar=grammar,
-        logits_processors=[call],
-        max_tokens=150,
-        temp=1.0,
-        seed=seed,
-        **shape,
-    ):
+    options = {"logits_processors": [call], "max_tokens": 90, "temp": 1.0, "seed": seed, **shape}
+    for response in engine.stream(prompt, grammar=grammar, **options):
         tokens.append(response.token)
         part: Part = held.add(response)
         whole = deepcopy(part) if whole is None else whole + part
@@ -191,11 +184,7 @@ def test_an_answer_is_a_call_or_fits_its_format(seed: int) -> None:
     thinking = engine.tokenizer.encode("<think>", add_special_tokens=False)
     grammar = make_grammar(engine, [5, *thinking], Tools([]), AnswerFormat(asked, "format"))
     close = mx.zeros((VOCAB_SIZE,)).at[thinking[0] + 1].add(6.0)
-    text = engine.generate(
-        [5, *thinking],
-        grammar=grammar,
-        logits_processors=[lambda _, logits: logits + close],
-        temp=1.0,
-        seed=seed,
-    )
+    options: dict[str, Any] = {"logits_processors": [lambda _, logits: logits + close]}
+    options |= {"grammar": grammar, "temp": 1.0, "seed": seed}
+    text = engine.generate([5, *thinking], **options)
     assert fits(json.loads(text.partition("</think>")[2]), asked)

@@ -1,0 +1,315 @@
+"""Layers with windows, chunks or states: texts and prompt caches against stock mlx-lm."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_redrafter.engine.profiling import blank_cache
+from mlx_redrafter.target.architectures import SUPPORTED
+from mlx_redrafter.target.caches.cache_kinds import parts_of
+from mlx_redrafter.target.caches.prompt_cache import num_tokens
+from mlx_redrafter.target.caches.recurrent import RecurrentCache
+from mlx_redrafter.target.caches.sliding import SlidingCache
+from mlx_redrafter.target.target import Target
+from tests.helpers.drafts import RandomShapes, Scripted, use_policy
+from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, stream, tokens
+from tests.helpers.few_shapes import compile_passes, use_few_shapes
+from tests.helpers.models import random_drafter
+from tests.models.test_architectures import TOLERANCE, disagreement
+from tests.models.test_recurrent import KINDS, long_config
+from tests.models.tiny_models import (
+    VOCAB_SIZE,
+    WINDOW,
+    WITH_WINDOWS,
+    Config,
+    build,
+    tiny_config,
+    windowed_config,
+)
+from tests.models.tiny_recurrent import WITH_STATES
+from tests.models.trees import PROMPT, branching_tree, rows_of
+
+NUM_TOKENS = 30
+# What continues a text: single tokens, then chunks.
+CHUNK = [9, 8, 7, 6, 5, 4, 3]
+WITH_ROWS = [name for name in KINDS if name not in ("mamba", "mamba2")]
+SAMPLERS: list[dict[str, Any]] = [{"temp": 0.7}, {"temp": 1.0, "top_p": 0.9}]
+
+
+def config_of(name: str) -> Config:
+    """The config of a family that has a layer with a window or a state, or of other layers."""
+    if name == "windows alone":
+        return {**windowed_config("muse_glimmer"), "layer_types": ["sliding_attention"] * 2}
+    if name == "states around rows":
+        types = ["mamba", "mamba", "attention", "mamba"]
+        return {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4, "layer_types": types}
+    return windowed_config(name) if name in WITH_WINDOWS else long_config(name)
+
+
+@functools.cache
+def written(name: str) -> list[int]:
+    """What stock mlx-lm writes after `PROMPT`, greedily."""
+    return ids(stock_tokens(build(config_of(name)), PROMPT, 40))
+
+
+def prompt_of(length: int) -> list[int]:
+    """A prompt of some length."""
+    rng = random.Random(length)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def continue_with_stock(model: nn.Module, cache: list[Any]) -> list[Scored]:
+    """What stock mlx-lm writes from a cache, token by token, and after a prompt in chunks."""
+    single = stock_tokens(model, CHUNK[:1], 4, prompt_cache=cache)
+    return single + stock_tokens(model, CHUNK, 4, prompt_cache=cache, prefill_step_size=3)
+
+
+def assert_continues_alike(
+    model: nn.Module, found: list[Any], expected: list[Any], oldest: int = 0
+) -> None:
+    """Two caches hold the same rows from ``oldest`` on, and mlx-lm goes on from both alike."""
+    for layer, other in zip(found, expected, strict=True):
+        assert num_tokens([layer]) == num_tokens([other])
+        for rows, truth in zip(rows_of(layer), rows_of(other), strict=True):
+            assert disagreement(rows[..., oldest:, :], truth[..., oldest:, :]) <= TOLERANCE
+    expected_text, text = (continue_with_stock(model, cache) for cache in (expected, found))
+    assert_same_tokens(expected_text, ids(text), "continued")
+    for (_, log_probs), (_, truth) in zip(text, expected_text, strict=True):
+        assert disagreement(log_probs, truth) <= TOLERANCE
+
+
+def assert_holds(model: nn.Module, cache: list[Any], held: list[int], oldest: int = 0) -> None:
+    """A cache is that of stock mlx-lm, which read the same text token by token."""
+    stock = make_prompt_cache(model)
+    for token in held:
+        model(mx.array([[token]]), cache=stock)
+    assert_continues_alike(model, cache, stock, oldest)
+
+
+def test_the_families_are_known() -> None:
+    windows, states = set(), set()
+    for name in SUPPORTED:
+        layers = parts_of(make_prompt_cache(build(tiny_config(name, SUPPORTED[name][0]))))
+        if any(isinstance(layer, ArraysCache) for layer in layers):
+            states.add(name)
+        elif any(isinstance(layer, RotatingKVCache | ChunkedKVCache) for layer in layers):
+            windows.add(name)
+    assert states == set(WITH_STATES)
+    assert windows == {name for name, extra in WITH_WINDOWS.items() if not extra}
+
+
+# Around the window, and of several.
+LENGTHS = WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "has_few_shapes"),
+    [
+        *(
+            (*case, few)
+            for case in zip(WITH_WINDOWS, itertools.cycle(LENGTHS))
+            for few in (False, True)
+        ),
+        *zip(WITH_STATES, itertools.cycle([1, 2, 17]), itertools.repeat(False)),
+    ],
+)
+def test_texts_of_any_shapes(
+    monkeypatch: pytest.MonkeyPatch, name: str, length: int, has_few_shapes: bool
+) -> None:
+    """Trees of all sizes with plain steps between, over several wraps, and the cache after them."""
+    monkeypatch.setattr(ChunkedKVCache, "step", 32)  # so that buffers are copied, too
+    if has_few_shapes:
+        use_few_shapes(monkeypatch)
+        compile_passes(monkeypatch, uses=2)
+    model, prompt = build(config_of(name)), prompt_of(length)
+    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
+    stock = stock_tokens(model, prompt, NUM_TOKENS, prompt_cache=stock_cache)
+    use_policy(monkeypatch, RandomShapes(length))
+    drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)
+    found = list(stream(model, prompt, drafter, max_tokens=NUM_TOKENS, prompt_cache=cache))
+    assert_same_tokens(stock, [response.token for response in found])
+    for response, (_, log_probs) in zip(found, stock, strict=True):
+        assert disagreement(response.logprobs, log_probs) <= TOLERANCE
+    assert_continues_alike(model, cache, stock_cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        *itertools.product(["gemma3_text", "gpt_oss", "llama"], SAMPLERS),
+        *zip(KINDS, itertools.cycle(SAMPLERS)),
+    ],
+)
+def test_sampled_texts(
+    monkeypatch: pytest.MonkeyPatch, name: str, sampling: dict[str, Any]
+) -> None:
+    """With seeds and with a sampler of mlx-lm, drafts or not."""
+    model, options = build(config_of(name)), {"seed": 5, "max_tokens": NUM_TOKENS, **sampling}
+    plain = tokens(model, PROMPT, **options)
+    mx.random.seed(5)
+    stock = stock_tokens(model, PROMPT, NUM_TOKENS, sampler=make_sampler(**sampling))
+    use_policy(monkeypatch, RandomShapes(3))
+    assert tokens(model, PROMPT, Scripted(plain, VOCAB_SIZE, 0.8), **options) == plain
+    mx.random.seed(5)
+    options = {"sampler": make_sampler(**sampling), "max_tokens": NUM_TOKENS}
+    assert_same_tokens(stock, tokens(model, PROMPT, Scripted(ids(stock), VOCAB_SIZE), **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "has_drafts"),
+    [
+        *itertools.product(["gemma3_text", "gemma3n", "iquestloopcoder", "llama4"], [False, True]),
+        *((name, True) for name in WITH_ROWS),
+        *((name, False) for name in WITH_ROWS[::3]),
+    ],
+)
+def test_conversations_of_several_turns(name: str, has_drafts: bool) -> None:
+    model = build(config_of(name))
+    ours, stock = make_prompt_cache(model), make_prompt_cache(model)
+    for turn, question in enumerate([[5, 17, 3], [8], [40, 2], prompt_of(20), [7], [1, 2]]):
+        expected = stock_tokens(model, question, 5 + turn, prompt_cache=stock)
+        drafter = Scripted(ids(expected), VOCAB_SIZE) if has_drafts else None
+        shape = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
+        options = {"max_tokens": 5 + turn, "prompt_cache": ours, **shape}
+        assert_same_tokens(expected, tokens(model, question, drafter, **options), turn)
+    assert_continues_alike(model, ours, stock)
+
+
+# In the prompt's token, inside a path, behind one, and with a token or a root after them. Steps
+# without drafts are all alike after the first.
+@pytest.mark.parametrize(
+    ("policy", "count"),
+    [
+        *(("trees", count) for count in (1, 2, 3, 5, 7, 12)),
+        *(("both", count) for count in (2, 6, 13)),
+        *(("plain", count) for count in (1, 2)),
+    ],
+)
+@pytest.mark.parametrize("name", ["gemma3_text", "llama4", "olmo_hybrid", "mamba2", *KINDS[-3:]])
+def test_a_text_that_is_closed_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch, name: str, count: int, policy: str
+) -> None:
+    model, text = build(config_of(name)), written(name)
+    cache = make_prompt_cache(model)
+    if policy == "both":
+        use_policy(monkeypatch, RandomShapes(count))
+    shape = {"beam_width": 4, "beam_length": 6, "tree_nodes": 16} if policy == "trees" else {}
+    drafter = None if policy == "plain" else Scripted(text, VOCAB_SIZE, accuracy=0.95)
+    with stream(model, PROMPT, drafter, prompt_cache=cache, **shape) as responses:
+        assert [next(responses).token for _ in range(count)] == text[:count]
+    assert_holds(model, cache, [*PROMPT, *text[:count]])
+
+
+def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
+    """Interrupt after ``number`` calls of a method."""
+    calls, method = itertools.count(), getattr(owner, name)
+
+    def call(self: Any, *args: Any) -> Any:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return method(self, *args)
+
+    patch.setattr(owner, name, call)
+
+
+def assert_interrupted(
+    patch: pytest.MonkeyPatch,
+    config: str,
+    has_drafts: bool,
+    when: tuple[type, str, int],
+    held_in_prompt: int | None,
+    oldest: int,
+) -> None:
+    """The cache holds tokens that were taken, in the prompt, in plain steps and inside trees."""
+    model, text = build(config_of(config)), written(config)
+    cache = make_prompt_cache(model)
+    drafter = Scripted(text, VOCAB_SIZE, accuracy=0.95) if has_drafts else None
+    options = {"prompt_cache": cache, "max_tokens": NUM_TOKENS, "prefill_step_size": 4}
+    responses, taken = stream(model, PROMPT, drafter, **options), list[int]()
+    interrupt(patch, *when)
+    with pytest.raises(KeyboardInterrupt):
+        taken.extend(response.token for response in responses)
+    patch.undo()
+    held = num_tokens(cache)
+    if held_in_prompt is not None:
+        assert held == held_in_prompt
+    else:
+        assert len(PROMPT) + len(taken) - 1 <= held <= len(PROMPT) + len(taken)
+    assert_holds(model, cache, [*PROMPT, *text][:held], oldest)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [(RotatingKVCache, 1), (RotatingKVCache, 2), *((SlidingCache, n) for n in (1, 2, 3, 4))],
+)
+def test_an_interruption_between_two_layers_with_windows(
+    monkeypatch: pytest.MonkeyPatch, kind: type, number: int, has_drafts: bool, layer: int
+) -> None:
+    when = kind, "update_and_fetch", 2 * number + layer
+    held = 4 * number if kind is RotatingKVCache else None  # a chunk of the prompt
+    # What was the oldest row when the pass began is gone, and no token sees it any more.
+    assert_interrupted(monkeypatch, "windows alone", has_drafts, when, held, oldest=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "layer"),
+    [("token", n, (n + more) % 3) for n in range(1, 7) for more in (0, 1)]
+    + [("tree", n, (n + more) % 3) for n in range(4) for more in (0, 1)],
+)
+def test_an_interruption_between_two_layers_with_states(
+    monkeypatch: pytest.MonkeyPatch, kind: str, number: int, layer: int
+) -> None:
+    place, is_tree = 3 * number + layer, kind == "tree"
+    when = (RecurrentCache, "branch", place) if is_tree else (ArraysCache, "__setitem__", 2 * place)
+    # A chunk of the prompt, or its last token.
+    held = min(4 * number, len(PROMPT) - 1) if not is_tree and number < 4 else None
+    assert_interrupted(monkeypatch, "states around rows", is_tree, when, held, oldest=0)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "llama4"])
+def test_a_long_text_past_many_wraps(name: str) -> None:
+    model = build(windowed_config(name, 20))
+    stock = stock_tokens(model, PROMPT, 150)
+    drafter = Scripted(ids(stock), VOCAB_SIZE)
+    assert_same_tokens(stock, tokens(model, PROMPT, drafter, max_tokens=150))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5"])
+def test_a_recurrent_drafter_and_lookup(name: str) -> None:
+    model = build(config_of(name))
+    stock = stock_tokens(model, PROMPT, 50)
+    for drafter in (random_drafter(VOCAB_SIZE, 64), "lookup"):
+        assert_same_tokens(stock, tokens(model, PROMPT, drafter, max_tokens=50))
+
+
+@pytest.mark.parametrize("length", [3, WINDOW, 600])
+@pytest.mark.parametrize("name", ["gemma3_text", "llama4", *KINDS])
+def test_blank_caches_of_any_length(name: str, length: int) -> None:
+    target = Target(build(config_of(name)))
+    cache = blank_cache(target, length)
+    for shorter in (length, length - 1):
+        cache.trim_to(shorter)
+        with_rows = [layer for layer in parts_of(cache.stock) if not isinstance(layer, ArraysCache)]
+        assert {layer.offset for layer in with_rows} <= {shorter}
+        for layer in with_rows if name in WITH_WINDOWS else ():
+            most = shorter if type(layer) is KVCache else WINDOW
+            assert rows_of(layer)[0].shape[2] == min(shorter, most)
+        outputs = target.verify(branching_tree(), cache)
+        assert mx.all(mx.isfinite(outputs.logits)).item()
