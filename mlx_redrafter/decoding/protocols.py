@@ -125,21 +125,6 @@ class Drafting(Protocol):
 
 
 @runtime_checkable
-class Recycling(Protocol):
-    """Drafts that learn what the target finds probable after every node that it verifies."""
-
-    @property
-    def num_best(self) -> int:
-        """Number of tokens after each node that `Outcome.best` has; 0 for none."""
-        ...
-
-
-def num_best_of(drafting: Drafting | None) -> int:
-    """Return the number of most probable tokens after each node that a drafting asks for."""
-    return drafting.num_best if isinstance(drafting, Recycling) else 0
-
-
-@runtime_checkable
 class JointDrafting(Protocol):
     """Drafts of a network that can draft for several sequences in the same passes."""
 
@@ -150,8 +135,10 @@ class JointDrafting(Protocol):
         plan: DraftPlan,
         noises: Sequence[GumbelNoise | None],
         /,
-    ) -> list[TokenTree | None]:
+    ) -> list[TokenTree | None] | None:
         """Do what `Drafting.propose` does for several sequences, this one's the first.
+
+        None, and nothing is done, if each of them must draft by itself.
 
         Args:
             draftings: Drafts of this class, one for each sequence.
@@ -160,30 +147,6 @@ class JointDrafting(Protocol):
             noises: Their noise, of one form, or none.
         """
         ...
-
-
-def propose_all(
-    draftings: Sequence[Drafting],
-    flights: Sequence[Pass],
-    plan: DraftPlan,
-    noises: Sequence[GumbelNoise | None],
-) -> list[TokenTree | None]:
-    """Do what `JointDrafting.propose_all` does, in turn if the drafts come from no such network."""
-    first = draftings[0]
-    if len(draftings) > 1 and isinstance(first, JointDrafting):
-        return first.propose_all(draftings, flights, plan, noises)
-    return propose_in_turn(draftings, flights, plan, noises)
-
-
-def propose_in_turn(
-    draftings: Sequence[Drafting],
-    flights: Sequence[Pass],
-    plan: DraftPlan,
-    noises: Sequence[GumbelNoise | None],
-) -> list[TokenTree | None]:
-    """Call `Drafting.propose` for each sequence."""
-    each = zip(draftings, flights, noises, strict=True)
-    return [one.propose(flight, plan, noise) for one, flight, noise in each]
 
 
 class Step(NamedTuple):

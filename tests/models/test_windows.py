@@ -27,9 +27,9 @@ from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches.cache_kinds import parts_of
-from mlx_redrafter.target.caches.layout import Layout
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.sliding import SlidingCache
+from mlx_redrafter.target.caches.tree_pass import Layout
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
+from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
 from tests.helpers.drafts import scored
 from tests.helpers.models import random_drafter

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 
 def test_trees_and_roots_are_padded_to_the_largest() -> None:

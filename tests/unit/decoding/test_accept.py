@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_redrafter.decoding.accept import accept
+from mlx_redrafter.decoding.passes import accept
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 from tests.helpers.drafts import make_tree
 from tests.helpers.oracles import walk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_redrafter.decoding.stats import DecodingStats, ShapeStats
+from mlx_redrafter.decoding.delivery import DecodingStats, ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 
 

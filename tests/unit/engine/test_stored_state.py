@@ -21,9 +21,8 @@ from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.stored_state import StateFile
 from mlx_redrafter.measured import FOLDER
 from mlx_redrafter.policy.calibration import Calibration
-from mlx_redrafter.policy.plans import SIZES
+from mlx_redrafter.policy.plans import SIZES, TRUST, Guard
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_times import TRUST, Guard
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE, PROMPT = 64, list(range(3, 20))

@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from mlx_redrafter.policy.calibration import WINDOW, Calibration, features_of
+from mlx_redrafter.policy.calibration import WINDOW, Calibration, ScoredDrafts, features_of
 from mlx_redrafter.policy.plans import PLANS
-from mlx_redrafter.policy.scored_drafts import ScoredDrafts
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 

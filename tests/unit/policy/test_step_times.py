@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_redrafter.policy.plans import LENGTHS, PLACES, PLANS, SIZES, StepCosts
-from mlx_redrafter.policy.step_times import (
+from mlx_redrafter.policy.plans import (
+    LENGTHS,
     LOSS,
+    PLACES,
+    PLANS,
     SHADOW,
+    SIZES,
     SPARE,
     TRUST,
     CurrentCosts,
     Guard,
+    StepCosts,
     TimeRatios,
 )
 

@@ -7,11 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from mlx_redrafter.policy.calibration import Calibration
-from mlx_redrafter.policy.plans import COUNTS, LENGTHS, PLANS, SIZES, StepCosts
-from mlx_redrafter.policy.scored_drafts import ScoredDrafts
-from mlx_redrafter.policy.step_times import CurrentCosts
-from mlx_redrafter.policy.value import MEMORY, ExpectedDrafts
+from mlx_redrafter.policy.calibration import MEMORY, Calibration, ExpectedDrafts, ScoredDrafts
+from mlx_redrafter.policy.plans import COUNTS, LENGTHS, PLANS, SIZES, CurrentCosts, StepCosts
 from mlx_redrafter.trees.tree import TokenTree
 
 COSTS = StepCosts(

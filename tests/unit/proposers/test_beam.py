@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import (

@@ -13,9 +13,8 @@ from mlx.utils import tree_map
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.quantization import quantize_drafter
-from mlx_redrafter.proposers.redrafter import input_table
-from mlx_redrafter.proposers.redrafter.input_table import input_lookup
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter import network
+from mlx_redrafter.proposers.redrafter.network import Drafter, input_lookup
 from mlx_redrafter.target.target import Target
 from tests.helpers.models import random_drafter, tiny_llama
 
@@ -99,7 +98,7 @@ def test_it_notices_weights_that_change_in_place(
 def test_there_is_none_where_it_would_be_large_or_saves_nothing(
     monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
 ) -> None:
-    monkeypatch.setattr(input_table, "MAX_BYTES", 4 * VOCAB_SIZE * HIDDEN_SIZE - 1)
+    monkeypatch.setattr(network, "MAX_BYTES", 4 * VOCAB_SIZE * HIDDEN_SIZE - 1)
     _check(drafter, target)
     assert drafter.input_table is None
     drafter.set_dtype(mx.float16)

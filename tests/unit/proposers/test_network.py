@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.proposers.quantization import quantize_drafter
-from mlx_redrafter.proposers.redrafter.recurrence import MASKED_LOGIT
+from mlx_redrafter.proposers.redrafter.network import MASKED_LOGIT
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import NumpyDrafter, silu
 

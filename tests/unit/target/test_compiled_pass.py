@@ -13,11 +13,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.bench.lab import memory
 from mlx_redrafter.bench.lab.contexts import prefill
-from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.compiled_pass import CompiledPasses, with_products

@@ -20,7 +20,7 @@ from mlx_redrafter.target import few_shapes
 from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.caches.tree_pass import TreePass
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TreeBatch
 from tests.helpers.drafts import make_tree
 
 BLOCK = 16
