@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import pytest
 
+from mlx_redrafter import load
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import KeyedSampler
+from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import decode
+from mlx_redrafter.generation_options import SamplingParams
+from mlx_redrafter.policy.adaptive import AdaptivePolicy
+from mlx_redrafter.policy.plans import SIZES, StepCosts
+from mlx_redrafter.target.compiled_pass import CompiledPasses
+from mlx_redrafter.target.target import Target
 from tests.helpers.models import ROOT
 
 PACKAGE = "mlx_redrafter"
@@ -231,6 +244,41 @@ def test_a_step_is_draft_verify_commit_alone_and_in_a_batch() -> None:
     phases += [_method(f"decoding.{lane}", "verify") for lane in ("step", "batch")]
     sizes = {one.name: _body_lines(one) for one in [whole, *phases]}
     assert {name: size for name, size in sizes.items() if size > SCREEN} == {}
+
+
+def test_a_drafted_step_passes_few_files_and_kinds_of_records() -> None:
+    """Twenty and ten, from the request of drafts to the delivery of their tokens."""
+    model, tokenizer, drafter = load()
+    target = Target(model, CompiledPasses(are_used=False))
+    costs = StepCosts(1.0, dict.fromkeys(SIZES, 1.0), {1: 0.0, 2: 0.0}, {1: 0.0, 2: 0.0})
+    request = Request(tokenizer.encode("Once upon a time"), max_tokens=90)
+    sampler = KeyedSampler(SamplingParams(), target.vocab_size)
+    drafting = drafter.open(target, request.prompt, True, [])
+    text = SequenceDecoder(
+        target, target.caches.new(), sampler, request, drafting, AdaptivePolicy(costs)
+    )
+    files: set[str] = set()
+    records: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        name, owner = frame.f_code.co_filename, frame.f_locals
+        if event == "call" and name.startswith(str(ROOT / PACKAGE)):
+            files.add(name)
+        if name == "<string>" and frame.f_code.co_name in ("__init__", "<lambda>"):  # of a record
+            kind = owner["_cls"] if "_cls" in owner else type(owner.get("self"))
+            records.update({kind.__name__} if _is_own(kind.__module__) else ())
+
+    tokens = decode(text)
+    for _ in islice(tokens, 40):
+        pass
+    sys.setprofile(note)
+    try:
+        list(islice(tokens, 40))
+    finally:
+        sys.setprofile(None)
+    assert str(ROOT / PACKAGE / "proposers/search.py") in files
+    assert len(files) <= 20, sorted(files)
+    assert len(records) <= 10, sorted(records)
 
 
 @pytest.mark.parametrize(

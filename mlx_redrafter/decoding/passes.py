@@ -37,21 +37,6 @@ from mlx_redrafter.trees.tree import Drafts, TokenTree, TreeBatch
 Accepted = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 
 
-@runtime_checkable
-class Recycling(Protocol):
-    """Drafts that learn what the target finds probable after every node that it verifies."""
-
-    @property
-    def num_best(self) -> int:
-        """Number of tokens after each node that `Outcome.best` has; 0 for none."""
-        ...
-
-
-def num_best_of(drafting: object) -> int:
-    """Return the number of most probable tokens after each node that a drafting asks for."""
-    return drafting.num_best if isinstance(drafting, Recycling) else 0
-
-
 class Outcome(NamedTuple):
     """The outcome of a pass, as the host has read it.
 
@@ -237,6 +222,21 @@ def _accept_chain(tree: TokenTree, chosen: mx.array) -> Accepted:
     matches = (tree.tokens[1:] == chosen[:-1]).astype(mx.int32)
     num_accepted = mx.sum(mx.cumprod(matches), keepdims=True)
     return tree.depths, num_accepted, chosen[num_accepted], num_accepted, tree.tokens
+
+
+@runtime_checkable
+class Recycling(Protocol):
+    """Drafts that learn what the target finds probable after every node that it verifies."""
+
+    @property
+    def num_best(self) -> int:
+        """Number of tokens after each node that `Outcome.best` has; 0 for none."""
+        ...
+
+
+def num_best_of(drafting: object) -> int:
+    """Return the number of most probable tokens after each node that a drafting asks for."""
+    return drafting.num_best if isinstance(drafting, Recycling) else 0
 
 
 def best_rows(log_probs: mx.array, count: int) -> mx.array:
