@@ -71,9 +71,12 @@ def run() -> None:
     # Python has no object for a stream that the shell closed, as in `generate ... >&-`.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
-    interrupts.watch(is_alone=RANK not in os.environ)
-    code = main(sys.argv[1:])
-    leave_machines(code)
+    try:
+        interrupts.watch(is_alone=RANK not in os.environ)
+        code = main(sys.argv[1:])
+        leave_machines(code)
+    except KeyboardInterrupt:  # before the command or after it
+        code = interrupts.CODE
     interrupts.leave(code)
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -224,19 +224,12 @@ def _accept_chain(tree: TokenTree, chosen: mx.array) -> Accepted:
     return tree.depths, num_accepted, chosen[num_accepted], num_accepted, tree.tokens
 
 
-@runtime_checkable
-class Recycling(Protocol):
-    """Drafts that learn what the target finds probable after every node that it verifies."""
-
-    @property
-    def num_best(self) -> int:
-        """Number of tokens after each node that `Outcome.best` has; 0 for none."""
-        ...
-
-
 def num_best_of(drafting: object) -> int:
-    """Return the number of most probable tokens after each node that a drafting asks for."""
-    return drafting.num_best if isinstance(drafting, Recycling) else 0
+    """Return the number of tokens after each node that a drafting wants in `Outcome.best`.
+
+    They are those that the target finds most probable; only a lookup learns them.
+    """
+    return getattr(drafting, "num_best", 0)
 
 
 def best_rows(log_probs: mx.array, count: int) -> mx.array:

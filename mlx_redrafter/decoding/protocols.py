@@ -89,11 +89,14 @@ class Drafting(Protocol):
         """Reader of the states of every pass; None if the drafts need none."""
         ...
 
-    def matches(self) -> Sequence[float] | None:
+    def matches(self, least: float) -> Sequence[float] | None:
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
         Empty if the lookup finds nothing; None for a network, which always proposes something. It
         uses the tokens that the host has read, and never waits for the device.
+
+        Args:
+            least: Probability below which drafts need not be found, which saves the host time.
         """
         ...
 
@@ -175,6 +178,11 @@ class DraftPolicy(Protocol):
     @property
     def reads_drafts(self) -> bool:
         """Whether it may read drafts, so that their scores are computed with them."""
+        ...
+
+    @property
+    def least_chance(self) -> float:
+        """Probability below which no draft of a lookup can pay; above 1 if none can."""
         ...
 
     def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:

@@ -6,6 +6,7 @@ prompts. This module leaves to them what depends on other sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -206,7 +207,7 @@ class SequenceDecoder:
             self.status = Status.RUNNING
         if first:
             if self.drafting is not None:
-                self.drafting.matches()  # a lookup indexes the prompt while the device is busy
+                self.drafting.matches(math.inf)  # a lookup indexes the prompt meanwhile
             self.commit()
 
     def commit(self) -> None:

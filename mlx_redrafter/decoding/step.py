@@ -192,9 +192,8 @@ class _Step:
         groups: defaultdict[Any, list[SequenceDecoder]] = defaultdict(list)
 
         def find_matches(one: SequenceDecoder) -> None:
-            has_none = one.last is None or one.policy is None or one.outbox.is_last_next
-            if one.drafting is not None and not has_none:
-                matches[one] = one.drafting.matches()
+            if one.drafting and one.policy and one.last and not one.outbox.is_last_next:
+                matches[one] = one.drafting.matches(one.policy.least_chance)
 
         def choose(one: SequenceDecoder) -> None:
             if one.last is not None and one.last is one.committed:

@@ -221,7 +221,7 @@ class _Junk:
 
     reader = None
 
-    def matches(self) -> Sequence[float]:
+    def matches(self, least: float) -> Sequence[float]:
         return [1.0]
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
@@ -254,6 +254,7 @@ class _Schedule:
     """
 
     reads_drafts = True
+    least_chance = 0.0
 
     def __init__(
         self,

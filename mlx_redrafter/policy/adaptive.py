@@ -165,6 +165,15 @@ class Planner:
         self.newest = Choice()
         self._best = self._find_best()
 
+    @property
+    def least_chance(self) -> float:
+        """Half of the mean probability that the drafts of a lookup need to pay.
+
+        Above 1 while the guard stops them. A less probable draft may be worth a place in a tree
+        that is verified anyway, but tells nothing of whether to verify one.
+        """
+        return self._least_chance if self.learner.guard.allows_drafts else math.inf
+
     def begin_plain(self) -> None:
         """Begin with some plain steps, unless plain decoding seems best anyway."""
         self._explorer.begin_plain()
@@ -265,6 +274,9 @@ class Planner:
         drafted = max(fixed, waiting, key=lambda choice: choice.rate)
         plain = Choice(seconds=costs.plain / (1 + MARGIN))
         best = max(plain, drafted, key=lambda choice: choice.rate)
+        loss = self._loss_of_empty(best.rate) - 1
+        needed = zip(COUNTS[1:], costs.verify[1:], strict=True)
+        self._least_chance = min((best.rate * cost + loss) / count for count, cost in needed) / 2
         self._explorer.prepare(best, drafted, fixed, all_tokens)
         return best
 
@@ -273,13 +285,17 @@ class Planner:
         if not self.learner.guard.allows_drafts:
             return None
         rate, plain = self._best.rate, self._costs.plain
-        empty = self._timed.plain * self.state.ratios.of(EMPTY)
-        least = rate * max(self._timed.wait, empty - plain)
+        least = self._loss_of_empty(rate)
         # No verify costs less than a plain step.
         if 1 + sum(map(sum, matches)) / count - rate * plain <= least:
             return None
         surplus, tokens, _ = self._worth(matches, count)
         return Choice(LOOKUP, tokens=tokens) if surplus > least else None
+
+    def _loss_of_empty(self, rate: float) -> float:
+        """Return the tokens that a lookup of which nothing is accepted loses at a rate."""
+        empty = self._timed.plain * self.state.ratios.of(EMPTY)
+        return rate * max(self._timed.wait, empty - self._costs.plain)
 
     def _worth(
         self, candidates: Sequence[Sequence[float]], count: int
@@ -350,6 +366,10 @@ class AdaptivePolicy:
     def waits(self) -> bool:
         """Whether the host waited for the drafts of the last step before it verified them."""
         return self._planner.newest.waits
+
+    @property
+    def least_chance(self) -> float:
+        return self._planner.least_chance
 
     def choose(self, matches: Sequence[float] | None = None) -> DraftPlan | None:
         return self._planner.choose([matches] if matches else [], 1).plan

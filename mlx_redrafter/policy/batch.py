@@ -109,6 +109,11 @@ class BatchPolicy:
         self.count = 1
         self.selected: dict[MemberPolicy, TokenTree] = {}
 
+    @property
+    def least_chance(self) -> float:
+        """Probability of `DraftPolicy.least_chance`, by the planner of the step before."""
+        return 0.0 if self._planner is None else self._planner.least_chance
+
     def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
         """Replace a policy that rests on the step times of a lone sequence."""
         if isinstance(policy, AdaptivePolicy):
@@ -191,6 +196,10 @@ class MemberPolicy:
         self.drafts: list[ScoredDrafts] = []
         # Number of decisions whose steps have not been observed.
         self._num_chosen = 0
+
+    @property
+    def least_chance(self) -> float:
+        return self._batch.least_chance
 
     def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
         self._num_chosen += 1

@@ -157,6 +157,7 @@ class FixedPolicy:
     plan: DraftPlan | None
     costs: StepCosts | None = None
     reads_drafts: ClassVar[bool] = False
+    least_chance: ClassVar[float] = 0.0
 
     def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
         has_nothing = matches is not None and len(matches) == 0

@@ -182,7 +182,7 @@ class NetworkDrafting(ABC):
         """Whether this sequence can be drafted for together with others."""
         return True
 
-    def matches(self) -> None:  # noqa: B027
+    def matches(self, least: float) -> None:  # noqa: B027
         """Return None, as a network always has something to propose."""
 
     def begin(self, flight: Pass) -> None:  # noqa: B027

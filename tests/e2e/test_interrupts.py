@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,20 @@ def test_imports(delay: float, variables: dict[str, str]) -> None:
     assert ended.code in (0, 130)
     for wrong in ("Traceback", "Fatal Python error"):
         assert wrong not in ended.output
+
+
+@pytest.mark.parametrize("name", ["interrupts.watch", "main.leave_machines"])
+def test_before_and_after_a_command(name: str) -> None:
+    code = (
+        "from mlx_redrafter.cli import main\n"
+        "from mlx_redrafter import interrupts\n"
+        "def stop(*arguments, **options): raise KeyboardInterrupt\n"
+        "main.main = lambda arguments: 0\n"
+        f"{name} = stop\n"
+        "main.run()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "")
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -117,7 +117,7 @@ class ScriptedDrafting:
         self.rng = random.Random(proposer.seed)
         self.num_tokens = 0
 
-    def matches(self) -> None:
+    def matches(self, least: float) -> None:
         """It always has something to propose."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
@@ -152,6 +152,7 @@ class RandomShapes:
     """
 
     reads_drafts = True
+    least_chance = 0.0
 
     def __init__(self, seed: int):
         self.rng = random.Random(seed)

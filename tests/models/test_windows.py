@@ -331,7 +331,8 @@ def test_memory_does_not_grow_with_the_text() -> None:
             cache.commit([0, 1])
         return peak_of(lambda: mx.eval(target.verify(tree, cache).logits))
 
-    assert peak(10**6) < 1.2 * peak(1000)
+    # A bool for each position would be a million bytes; other threads' arrays are some thousands.
+    assert peak(10**6) < peak(1000) + 10**5
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama4"])

@@ -137,7 +137,7 @@ class ScriptedDrafts:
         self.num_known = 0
         self.num_drafted = 0
 
-    def matches(self) -> None:
+    def matches(self, least: float) -> None:
         """There is always something to propose."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
@@ -170,7 +170,7 @@ class DraftsOnDevice:
         self.is_chain = is_chain
         self.num_drafted = 0
 
-    def matches(self) -> None:
+    def matches(self, least: float) -> None:
         """There is always something to propose."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:

@@ -135,13 +135,15 @@ class LookupDrafting:
     def reader(self) -> StateReader | None:
         return None if self.network is None else self.network.reader
 
-    def matches(self) -> list[float]:
+    def matches(self, least: float) -> list[float]:
         """Return probabilities of the most probable drafts after the token in flight.
 
         If that token is no draft of the tree, there are as many as usual after such a token.
         """
         self._read()
-        tree = self._tree or self._grow(FORESEEN, None)
+        if least > 1:
+            return []
+        tree = self._tree or self._grow(FORESEEN, None, least)
         return tree.foresee(self.chances.surprised)
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
@@ -186,9 +188,9 @@ class LookupDrafting:
         if self.network is not None:
             self.network.trim_to(length)
 
-    def _grow(self, plan: DraftPlan, noise: GumbelNoise | None) -> DraftTree:
+    def _grow(self, plan: DraftPlan, noise: GumbelNoise | None, least: float = 0.0) -> DraftTree:
         """Find drafts after the newest token that the host has read."""
-        least = LEAST_PAYING if plan.from_text else LEAST_PROBABILITY
+        least = max(least, LEAST_PAYING if plan.from_text else LEAST_PROBABILITY)
         self._tree = tree = DraftTree(self.contexts, self.chances, plan, noise, least)
         if not self._is_draft:
             self.chances.note_surprise(tree.probabilities)

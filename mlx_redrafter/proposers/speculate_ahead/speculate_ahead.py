@@ -115,8 +115,8 @@ class SpeculateAheadDrafting:
         # That tree; None if another proposer drafted it.
         self._tree: TokenTree | None = None
 
-    def matches(self) -> Sequence[float] | None:
-        return self.drafting.matches()
+    def matches(self, least: float) -> Sequence[float] | None:
+        return self.drafting.matches(least)
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         """Draft after a pass; while the host waits for a pass over a tree, draft ahead."""

@@ -72,7 +72,7 @@ class ToyDrafting:
         self.network = network
         self.couple_noise = couple_noise
 
-    def matches(self) -> None:
+    def matches(self, least: float) -> None:
         """Return None, as a network always has something to propose."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:

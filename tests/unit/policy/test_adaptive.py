@@ -56,6 +56,7 @@ class Watched:
     """A policy, and what it chose."""
 
     reads_drafts = True
+    least_chance = 0.0
 
     def __init__(self, policy: AdaptivePolicy):
         self.policy = policy

@@ -13,7 +13,7 @@ from mlx_redrafter.bench.lab.scenarios import LEVELS, Scenario
 from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import AdaptivePolicy
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Planner
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
 from mlx_redrafter.policy.plans import LOOKUP, SIZES, StepCosts
 from mlx_redrafter.policy.state import PolicyState
@@ -175,6 +175,14 @@ def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them() -> None:
     assert sizes[0] == [1] * 4
     assert sizes[1] == [sizes[1][0]] * 4
     assert sizes[1][0] > 1
+
+
+def test_a_lookup_pays_with_fewer_drafts_the_less_its_batch_costs() -> None:
+    planners = [Planner(batch_costs(COSTS, slots), PolicyState()) for slots in (1, 4, 16)]
+    chances = [planner.least_chance for planner in planners]
+    assert 0 < chances[0] < chances[1] < chances[2] < 1
+    planners[0].learner.guard.learn_drafted(100.0, 1)
+    assert planners[0].least_chance > 1, "the guard stops drafts"
 
 
 def test_members_without_a_lookup_decode_plainly_next_to_those_with_one() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
 from struct import pack, unpack
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +68,7 @@ def test_what_followed_is_proposed_after_the_newest_token() -> None:
 
 def test_nothing_is_proposed_where_nothing_repeats() -> None:
     drafting = _open([1, 2, 3, 4])
-    assert max(drafting.matches()) < 0.1
+    assert max(drafting.matches(0.0)) < 0.1
     assert drafting.propose(_flight(5), PLAN, None) is None
 
 
@@ -92,7 +92,7 @@ def test_trees_keep_to_their_plan_and_are_sorted() -> None:
 
 def test_the_matches_are_of_the_drafts_after_the_token_in_flight() -> None:
     drafting = _open([*range(1, 30), *range(1, 20)])
-    matches = list(drafting.matches())
+    matches = list(drafting.matches(0.0))
     tree = drafting.propose(_flight(20), PLAN, None)
     assert tree is not None
     likely = [one for one in matches if one >= 0.05]
@@ -101,14 +101,23 @@ def test_the_matches_are_of_the_drafts_after_the_token_in_flight() -> None:
     assert 0.3 < matches[0] < 1
 
 
+def test_drafts_that_cannot_pay_are_not_looked_for() -> None:
+    text = [*range(1, 30), *range(1, 20)]
+    every, likely = (_open(text).matches(least) for least in (0.0, 0.5))
+    found = [one for one in likely if one > 0.01]
+    assert found == [one for one in every if one >= 0.5]
+    assert 0 < len(found) < sum(one > 0.01 for one in every)
+    assert _open(text).matches(inf) == []
+
+
 def test_the_matches_know_what_drafts_unforeseen_tokens_have() -> None:
     """Each new word is one that nothing foresees, and one that the prompt goes on from."""
     drafting = _open(list(range(1, 200)))
-    before = sum(drafting.matches())
+    before = sum(drafting.matches(0.0))
     for word in range(3, 190, 9):
         drafting.propose(_flight(word), PLAN, None)
         drafting.propose(_flight(word + 1, word + 2), PLAN, None)
-        after = sum(drafting.matches())
+        after = sum(drafting.matches(0.0))
     assert before < 0.01
     assert after > 0.3
 
@@ -118,9 +127,9 @@ def test_chances_are_learnt_from_tokens_that_were_not_drafted() -> None:
     drafting = _open([*range(1, 40), *range(1, 4)], lookup)
     before = list(lookup.chances.rates)
     for token in range(4, 30):
-        drafting.matches()
+        drafting.matches(0.0)
         drafting.skip(_flight(token))
-    drafting.matches()  # which reads the tokens
+    drafting.matches(0.0)  # which reads the tokens
     changed = [a - b for a, b in zip(lookup.chances.rates, before, strict=True) if a != b]
     assert changed
     assert min(changed) > 0
@@ -128,7 +137,7 @@ def test_chances_are_learnt_from_tokens_that_were_not_drafted() -> None:
 
 def test_the_prompt_teaches_no_chances() -> None:
     lookup = Lookup()
-    _open([1, 2, 3, 4] * 50, lookup).matches()
+    _open([1, 2, 3, 4] * 50, lookup).matches(0.0)
     assert lookup.chances.rates == Chances().rates
 
 
