@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_redrafter.engine import stored_state
+from mlx_redrafter.engine import learned_state
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.engine.stored_state import StateFile
+from mlx_redrafter.engine.learned_state import StateFile
 from mlx_redrafter.measured import FOLDER
 from mlx_redrafter.policy.calibration import Calibration
 from mlx_redrafter.policy.plans import SIZES, TRUST, Guard
@@ -157,7 +157,7 @@ def _damages() -> dict[str, Callable[[bytes], bytes]]:
         "random": lambda content: rng.bytes(500),
         "a list": lambda content: b"[]",
         "nested": lambda content: b"[" * 100_000,
-        "large": lambda content: content + b" " * stored_state.MOST_BYTES,
+        "large": lambda content: content + b" " * learned_state.MOST_BYTES,
         "nan": changed("policy", "calibration", "weights", 2, value=float("nan")),
         "infinite": changed("policy", "drafts", "mean", 0, 0, 0, value=float("inf")),
         "another shape": changed("policy", "drafts", "mean", value=[1.0]),
@@ -239,7 +239,7 @@ def test_a_disk_that_takes_nothing_is_no_warning(
         def fail(path: Path, text: str) -> None:
             raise OSError(28, "No space left on device", str(path))
 
-        monkeypatch.setattr(stored_state, "write_text", fail)
+        monkeypatch.setattr(learned_state, "write_text", fail)
     else:
         (folder / "file").touch()
         monkeypatch.setenv(FOLDER, str(folder / "file" / "inside"))
