@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from mlx_redrafter.decoding.stats import ShapeStats
+    from mlx_redrafter.decoding.delivery import ShapeStats
     from mlx_redrafter.engine.responses import GenerationResponse
     from mlx_redrafter.generation_options import GenerationOptions
     from mlx_redrafter.grammar import Grammar

@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 
+from mlx_redrafter.decoding.sampling import top_k
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
@@ -25,7 +26,6 @@ from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.fit import TOP_TOKENS, Prediction, ReadSequence
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.topk import top_k
 
 logger = logging.getLogger(__name__)
 
@@ -152,9 +152,9 @@ def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSeq
     while True:
         states.append(outputs.states)
         logits = outputs.logits.astype(mx.float32)
-        best = top_k(logits, min(TOP_TOKENS, target.vocab_size))
-        columns.append((best.indices.astype(mx.int32), best.values - mx.logsumexp(logits)))
-        token = best.indices[:, 0].astype(mx.int32)
+        values, indices = top_k(logits, min(TOP_TOKENS, target.vocab_size))
+        columns.append((indices.astype(mx.int32), values - mx.logsumexp(logits)))
+        token = indices[:, 0].astype(mx.int32)
         tokens += to_ints(token)
         if len(tokens) > len(prompt) + TOKENS_PER_PROMPT:
             tops = (mx.concatenate(list(rows)) for rows in zip(*columns, strict=True))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
+from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.decoding.processors import LogitsProcessor
-from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.server.counters import Counters

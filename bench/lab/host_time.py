@@ -18,13 +18,12 @@ import numpy as np
 
 from mlx_redrafter import device_read
 from mlx_redrafter.bench.lab.contexts import bushy_tree
-from mlx_redrafter.decoding.lone_lane import LoneLane
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import prefill
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
-from mlx_redrafter.decoding.step import Inputs, Noises, step
+from mlx_redrafter.decoding.step import Inputs, Lane, Noises, step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.generation_options import SamplingParams
@@ -163,7 +162,7 @@ def measure_steps(
     )
     found, reads, wait = [], 0, device_read.waiting
 
-    class Timed(LoneLane):
+    class Timed(Lane):
         """Notes times and reads at the end of drafting, and times around the verify."""
 
         drafted, before, is_ahead, begun, dispatched = 0.0, 0, False, 0.0, 0.0

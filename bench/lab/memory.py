@@ -22,10 +22,10 @@ from mlx_redrafter.bench.lab.contexts import PREFILL_STEP, bushy_tree
 from mlx_redrafter.bench.lab.host_time import COMMON, gpu_like
 from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.generation_options import SamplingParams

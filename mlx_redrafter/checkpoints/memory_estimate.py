@@ -27,7 +27,7 @@ from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.machines.splitting import ADAPTER_FILES
 from mlx_redrafter.proposers.quantization import check_quantization
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
-from mlx_redrafter.proposers.redrafter.input_table import MAX_BYTES
+from mlx_redrafter.proposers.redrafter.network import MAX_BYTES
 from mlx_redrafter.target.model_loading import make_model
 
 # Maximum number of layers of a rehearsal; kinds of layers repeat sooner in all supported models.

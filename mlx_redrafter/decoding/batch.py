@@ -17,17 +17,15 @@ from functools import partial
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.decoding.accept import sample_and_accept_all, sample_roots
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.passes import Pass, num_best_of, sample_and_accept_all, sample_roots
 from mlx_redrafter.decoding.prefill import read_states
-from mlx_redrafter.decoding.protocols import JointPolicy, num_best_of
+from mlx_redrafter.decoding.protocols import JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import Inputs, Lane, Noises, step
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
-from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 # Nodes that an idle slot may cost, if half of the slots are, before those are given up. A sequence
 # that comes before then finds a free slot, so that nobody's K/V entries are moved.
@@ -121,6 +119,9 @@ class Batch(Lane):
         return [
             GumbelNoise(sampler.params, one) for sampler, one in zip(samplers, values, strict=True)
         ]
+
+    def look_ahead(self, sequence: SequenceDecoder) -> bool:
+        return False
 
     def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
         drafts: list[mx.array | TokenTree] = [_IDLE] * self.cache.num_slots

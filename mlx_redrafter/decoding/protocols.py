@@ -127,14 +127,6 @@ class Drafting(Protocol):
         ...
 
 
-def num_best_of(drafting: Drafting | None) -> int:
-    """Return the number of tokens after each node that a drafting wants in `Outcome.best`.
-
-    They are those that the target finds most probable; only a lookup learns them.
-    """
-    return getattr(drafting, "num_best", 0)
-
-
 @runtime_checkable
 class JointDrafting(Protocol):
     """Drafts of a network that can draft for several sequences in the same passes."""
@@ -146,8 +138,10 @@ class JointDrafting(Protocol):
         plan: DraftPlan,
         noises: Sequence[GumbelNoise | None],
         /,
-    ) -> list[TokenTree | None]:
+    ) -> list[TokenTree | None] | None:
         """Do what `Drafting.propose` does for several sequences, this one's the first.
+
+        None, and nothing is done, if each of them must draft by itself.
 
         Args:
             draftings: Drafts of this class, one for each sequence.
@@ -156,30 +150,6 @@ class JointDrafting(Protocol):
             noises: Their noise, of one form, or none.
         """
         ...
-
-
-def propose_all(
-    draftings: Sequence[Drafting],
-    flights: Sequence[Pass],
-    plan: DraftPlan,
-    noises: Sequence[GumbelNoise | None],
-) -> list[TokenTree | None]:
-    """Do what `JointDrafting.propose_all` does, in turn if the drafts come from no such network."""
-    first = draftings[0]
-    if len(draftings) > 1 and isinstance(first, JointDrafting):
-        return first.propose_all(draftings, flights, plan, noises)
-    return propose_in_turn(draftings, flights, plan, noises)
-
-
-def propose_in_turn(
-    draftings: Sequence[Drafting],
-    flights: Sequence[Pass],
-    plan: DraftPlan,
-    noises: Sequence[GumbelNoise | None],
-) -> list[TokenTree | None]:
-    """Call `Drafting.propose` for each sequence."""
-    each = zip(draftings, flights, noises, strict=True)
-    return [one.propose(flight, plan, noise) for one, flight, noise in each]
 
 
 class Step(NamedTuple):

@@ -1,6 +1,6 @@
-"""Samplers of the target's tokens: greedy, with noise keyed by position, or mlx-lm's.
+"""Samplers of the target's tokens: greedy, with noise keyed by position, or mlx-lm's; exact top-k.
 
-Axes: N nodes, V vocabulary, L levels of the tree, the root's included.
+Axes: N nodes or rows, V vocabulary, L levels of the tree, the root's included.
 
 A sampler returns the target's token after every node of a tree. In plain decoding the same sampler
 has one node at a time, and the tokens agree: a token depends on the logits at the node and on the
@@ -34,6 +34,10 @@ MAX_NOISE = 2**14
 # Smallest temperature and nucleus mass that float32 keeps apart from 0. With a mass of 0, mlx-lm
 # would read past the end of the vocabulary.
 MIN_FACTOR = 1e-30
+# Minimum entries of a row that `top_k` does not sort whole.
+MIN_SORTED = 512
+# Minimum number of blocks per result in such a row.
+MIN_BLOCKS = 2
 
 
 class TokenSampler(Protocol):
@@ -386,3 +390,45 @@ def random_state() -> mx.array:
 def _set_random_state(key: mx.array) -> None:
     # In place: MLX refuses item assignment, and rebinding the attribute has no effect.
     mx.random.state[0][:] = key  # type: ignore[index]
+
+
+def top_k(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """Find the k largest entries of each row; of equal entries the first ones.
+
+    All k entries lie in the k blocks with the largest maxima, so only these blocks are sorted.
+
+    Args:
+        scores: Shape (R, V), no NaN, and at least k entries above minus infinity in every row.
+        k: Number of entries, 1 to V.
+
+    Returns:
+        Values of the dtype of ``scores``, in descending order, and their indices (uint32), both of
+        shape (R, k).
+    """
+    size = scores.shape[-1]
+    if k == 1:
+        indices = mx.argmax(scores, axis=-1, keepdims=True)
+    elif size < max(MIN_SORTED, MIN_BLOCKS * k * block_size(size, k)):
+        indices = mx.argsort(-scores, axis=-1)[:, :k]
+    else:
+        indices = _top_k_of_blocks(scores, k, block_size(size, k))
+    return mx.take_along_axis(scores, indices, axis=-1), indices
+
+
+def block_size(size: int, k: int) -> int:
+    """Choose entries per block, a power of two, so that both stages sort about as many numbers."""
+    return 1 << max(3, round(math.log2(size / k) / 2))
+
+
+def _top_k_of_blocks(scores: mx.array, k: int, block: int) -> mx.array:
+    rows, size = scores.shape
+    num_blocks = -(-size // block)
+    padding = num_blocks * block - size
+    if padding:
+        scores = mx.pad(scores, [(0, 0), (0, padding)], constant_values=-mx.inf)
+    blocks = scores.reshape(rows, num_blocks, block)
+    # Blocks in their order in the row, so that of equal entries the first ones come first.
+    best = mx.sort(mx.argsort(-mx.max(blocks, axis=-1), axis=-1)[:, :k], axis=-1)
+    entries = mx.take_along_axis(blocks, best[..., None], axis=1).reshape(rows, k * block)
+    order = mx.argsort(-entries, axis=-1)[:, :k]
+    return mx.take_along_axis(best, order // block, axis=-1) * block + order % block

@@ -18,10 +18,10 @@ from itertools import chain
 from typing import NamedTuple
 
 from mlx_redrafter.decoding.batch import Batch
-from mlx_redrafter.decoding.lone_lane import step_alone
 from mlx_redrafter.decoding.prefill import may_share, prefill
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt
+from mlx_redrafter.decoding.step import step_alone
 from mlx_redrafter.target.target import Target
 
 # Maximum number of prompt tokens between two steps of other sequences: about 0.3 s of a model of

@@ -15,14 +15,12 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.decoding.accept import sample_and_accept, sample_root
-from mlx_redrafter.decoding.delivery import Delivery, Outbox
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.delivery import DecodingStats, Delivery, Outbox
+from mlx_redrafter.decoding.passes import Pass, num_best_of, sample_and_accept, sample_root
 from mlx_redrafter.decoding.processors import ProcessorChain
-from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy, num_best_of
+from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy
 from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, TokenSampler
-from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.caches.tree_cache import TreeCache

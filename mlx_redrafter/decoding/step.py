@@ -9,21 +9,24 @@ for the outcome, the device is idle while the host builds the next pass.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.prefill import num_unread
-from mlx_redrafter.decoding.protocols import JointPolicy, propose_all
+from mlx_redrafter.decoding.prefill import num_unread, prefill
+from mlx_redrafter.decoding.protocols import Drafting, JointDrafting, JointPolicy
+from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.trees.tree import TokenTree
+
+# Tokens between two calls that return unused memory of MLX to the system, as in mlx-lm.
+CLEAR_CACHE_EVERY = 256
 
 # Trees that the target is to process next, or roots, shape (1,); a first root in a batch may have
 # the end of its prompt before it, shape (n,).
@@ -31,8 +34,10 @@ Inputs = dict[SequenceDecoder, mx.array | TokenTree]
 Noises = dict[SequenceDecoder, GumbelNoise | None]
 
 
-class Lane(ABC):
-    """The part of a step that depends on its caches: one's own, or those of a batch.
+class Lane:
+    """The part of a step that depends on its caches: here one sequence's own.
+
+    It has the cheapest operations for one sequence, and no state, so that all sequences share it.
 
     Attributes:
         policy: Decides how much the sequences draft together; None if each decides alone.
@@ -40,7 +45,6 @@ class Lane(ABC):
 
     policy: JointPolicy | None = None
 
-    @abstractmethod
     def noises(
         self, sequences: Sequence[SequenceDecoder], num_levels: int
     ) -> Sequence[GumbelNoise | None]:
@@ -48,21 +52,91 @@ class Lane(ABC):
 
         The sequences have samplers of one kind.
         """
+        (one,) = sequences
+        last = one.last
+        assert last is not None
+        further = last.num_accepted, last.max_accepted
+        return [one.sampler.noise(last.length + 1, num_levels, *further)]
 
     def look_ahead(self, sequence: SequenceDecoder) -> bool:
         """Whether a pass might follow the sequence's newest one before the host has read that."""
-        return False
+        reads_first = sequence.processors is not None
+        reads_first |= not isinstance(sequence.sampler, KeyedSampler)
+        reads_first |= sequence.own_cache.needs_notice
+        return not reads_first and sequence.target.compiled.are_used
 
     def follow(self, sequence: SequenceDecoder, tree: TokenTree) -> bool:
         """Commit the newest pass on the device alone, if a pass over the tree can follow that."""
-        return False
+        last = sequence.last
+        assert last is not None
+        assert last.path is not None
+        longest, cache = last.max_accepted + 1, sequence.own_cache
+        follows = sequence.target.compiled.may_follow(tree, cache, sequence.layers, longest)
+        if follows:
+            cache.follow(last.path, last.num_accepted)
+        return follows
 
-    @abstractmethod
     def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
         """Run the target on roots and trees, sample, and dispatch that.
 
         An error of one sequence goes to its outbox.
         """
+        ((one, drafts),) = inputs.items()
+        if not isinstance(drafts, TokenTree):
+            return {one: one.advance(drafts)}
+        outputs = one.target.verify(drafts, one.own_cache, one.layers)
+        if one.target.compiled.is_first_use:
+            one.delivery.clock.skip()
+        return {one: one.sample(drafts, outputs, noises[one])}
+
+
+ALONE = Lane()
+
+
+def step_alone(sequence: SequenceDecoder) -> None:
+    """Decode one step of a sequence in its own cache, unless it has something to take.
+
+    Before the first step, process the prompt, or what is left of it.
+    """
+    if sequence.status is Status.WAITING:
+        for _ in prefill([sequence]):
+            pass
+    if sequence.outbox.is_empty and not sequence.is_finished:
+        step(ALONE, [sequence])
+
+
+def decode(
+    sequence: SequenceDecoder,
+    step_on: Callable[[SequenceDecoder], None] = step_alone,
+    leave: Callable[[SequenceDecoder], None] = lambda sequence: None,
+) -> Iterator[Token]:
+    """Yield the tokens of a sequence, and close it however decoding ends.
+
+    Args:
+        sequence: The sequence.
+        step_on: Function that decodes until the sequence is ready, such as `Scheduler.step`.
+        leave: Function called before the sequence is closed, such as `Scheduler.leave`.
+
+    Raises:
+        NonFiniteError: The logits after the tokens so far are NaN.
+    """
+    try:
+        while not sequence.is_cancelled and (
+            not sequence.is_finished or not sequence.outbox.is_empty
+        ):
+            step_on(sequence)
+            for token in sequence.delivery.deliver(sequence.take()):
+                if sequence.delivery.stats.num_tokens % CLEAR_CACHE_EVERY == 0:
+                    mx.clear_cache()
+                yield token
+    except GeneratorExit:
+        raise
+    except BaseException:
+        sequence.fail()
+        raise
+    finally:
+        leave(sequence)
+        sequence.close()
 
 
 def step(lane: Lane, sequences: Iterable[SequenceDecoder]) -> None:
@@ -234,3 +308,19 @@ class _Step:
         has_shadow = plan is not None and plan.is_shadow and one in self._trees
         if has_shadow and not one.is_finished:
             self._selected(one)  # the policy updates its estimates from them
+
+
+def propose_all(
+    draftings: Sequence[Drafting],
+    flights: Sequence[Pass],
+    plan: DraftPlan,
+    noises: Sequence[GumbelNoise | None],
+) -> list[TokenTree | None]:
+    """Draft for one or several sequences, in the same passes of a network if it can do that."""
+    first, found = draftings[0], None
+    if len(draftings) > 1 and isinstance(first, JointDrafting):
+        found = first.propose_all(draftings, flights, plan, noises)
+    if found is not None:
+        return found
+    each = zip(draftings, flights, noises, strict=True)
+    return [one.propose(flight, plan, noise) for one, flight, noise in each]

@@ -24,6 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checks import check_instance, check_int
+from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks, Masks
 from mlx_redrafter.decoding.late_masks import LateMasks, TokenBytes
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
@@ -32,7 +33,6 @@ from mlx_redrafter.decoding.records import ProgressCallback, Request
 from mlx_redrafter.decoding.sampling import KeyedSampler, Sampler, StockSampler, TokenSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
-from mlx_redrafter.decoding.stats import DecodingStats
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState

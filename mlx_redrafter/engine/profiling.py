@@ -16,12 +16,12 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.measured import fastest

@@ -15,11 +15,11 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse as StockResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.decoding.decode import CLEAR_CACHE_EVERY, decode
+from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
-from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.decoding.step import CLEAR_CACHE_EVERY, decode
 from mlx_redrafter.engine.memory_guard import MemoryGuard, wire_memory
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.thread_streams import end_streams_with_thread
@@ -167,9 +167,10 @@ def _respond(
 ) -> Generator[GenerationResponse, None, None]:
     end_streams_with_thread()
     responder = Responder(sequence, tokenizer)
+    calls = () if scheduler is None else (scheduler.step, scheduler.leave)
     with (
         wire_memory(sequence.target.model),
-        closing(decode(sequence, scheduler)) as tokens,  # type: ignore[type-var]
+        closing(decode(sequence, *calls)) as tokens,  # type: ignore[type-var]
     ):
         for token in tokens:
             response = responder.respond(token)

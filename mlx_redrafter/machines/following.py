@@ -28,8 +28,7 @@ from mlx_redrafter.target.caches.stored_cache import Arrays
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.compiled_pass import CompiledPasses
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 
 def follow(

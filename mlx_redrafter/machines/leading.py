@@ -24,8 +24,7 @@ from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.compiled_pass import CompiledPasses
 from mlx_redrafter.target.modules import TargetModules
 from mlx_redrafter.target.target import Target, TargetOutputs
-from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 # Attribute of a model that is split, on rank 0, with its `Leader`.
 LEADER = "redrafter_leader"

@@ -1,9 +1,13 @@
 """Choose in every step the draft plan with the most expected tokens per second.
 
-A step yields one token and its accepted drafts. `calibration` and `value` estimate those,
-`step_times` the costs; plain decoding is one of the plans. `learning` updates these estimates,
-`exploration` pays for what the plans in use do not show. A guard compares measured costs with plain
-decoding, and stops drafting whatever is estimated.
+A step yields one token and its accepted drafts. `calibration` estimates those, `plans` the costs;
+plain decoding is one of the plans. `state` updates these estimates. A guard compares measured costs
+with plain decoding, and stops drafting whatever is estimated. A budget pays for exploration, steps
+that show what the best choice does not:
+
+- shadow drafts, which are drawn next to a plain step, scored and not verified;
+- larger drafts, one length longer or one width wider, of which as many are verified;
+- a switch: plain steps while drafting, or drafted steps while decoding plainly.
 """
 
 from __future__ import annotations
@@ -12,24 +16,119 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, zip_longest
 from typing import Any
 
 import numpy as np
 
+from mlx_redrafter.decoding.delivery import ShapeStats
 from mlx_redrafter.decoding.protocols import Step
-from mlx_redrafter.decoding.stats import ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.exploration import MARGIN, Explorer
-from mlx_redrafter.policy.learning import Learner
-from mlx_redrafter.policy.plans import COUNTS, LOOKUP, PLANS, SIZES, Choice, Floats, StepCosts
-from mlx_redrafter.policy.scored_drafts import ScoredDrafts, most_probable
-from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_times import EMPTY, CurrentCosts
+from mlx_redrafter.policy.calibration import ScoredDrafts, most_probable
+from mlx_redrafter.policy.plans import (
+    COUNTS,
+    EMPTY,
+    LOOKUP,
+    PLACES,
+    PLANS,
+    SIZES,
+    Choice,
+    CurrentCosts,
+    Floats,
+    StepCosts,
+)
+from mlx_redrafter.policy.state import Budget, Learner, PolicyState
 from mlx_redrafter.trees.tree import TokenTree
 
+# Share by which drafting must seem faster than plain decoding: both are estimates.
+MARGIN = 0.03
+# Number of steps of a switch: a plain step is timed if plain ones come before and after it.
+SWITCH = 3
 # Drafts of a sequence that the policy still learns from, and its newest ones.
 Candidates = tuple[list[ScoredDrafts], TokenTree]
+
+
+class Explorer:
+    """Chooses in every step between the best choice and exploration.
+
+    Args:
+        costs: Current costs of steps.
+        budget: Time that may be spent.
+    """
+
+    def __init__(self, costs: CurrentCosts, budget: Budget):
+        self._costs = costs
+        self._budget = budget
+        self._best = Choice()
+        # Shadow or larger drafts, a step of a switch, and the cost of either in seconds.
+        self._further, self._further_cost = Choice(), math.inf
+        self._untried, self._switch_cost = Choice(), math.inf
+        # The steps of a switch that are left, all alike.
+        self._switch: list[Choice] = []
+
+    def prepare(self, best: Choice, drafted: Choice, fixed: Choice, all_tokens: Floats) -> None:
+        """Find what explores next to the best choice.
+
+        Args:
+            best: The best choice.
+            drafted: The best one with drafts.
+            fixed: The best one with drafts and a fixed number of nodes.
+            all_tokens: Expected tokens of every plan, shape (W, L, 1 + S).
+        """
+        costs, self._best = self._costs, best
+        if best.plan is None:
+            assert drafted.plan is not None
+            self._further = Choice(replace(drafted.plan, num_nodes=1), 1)
+            w, n = PLACES[drafted.plan.shape]
+            self._further_cost = float(costs.step[w, n, 0]) - costs.plain
+            self._untried, loss = fixed, fixed.seconds - fixed.tokens * costs.plain
+        else:
+            self._further, self._further_cost = self._larger(best, all_tokens)
+            self._untried, loss = Choice(), costs.plain - 1 / best.rate
+        # An expected gain may be wrong, so each step of a switch costs something.
+        self._switch_cost = SWITCH * max(loss, 3 * MARGIN * costs.plain)
+
+    def choose(self, allows_drafts: bool) -> Choice:
+        """Return the best choice, or now and then one that shows more.
+
+        Args:
+            allows_drafts: Whether the guard allows drafts.
+        """
+        if allows_drafts and not self._switch and self._budget.pay_switch(self._switch_cost):
+            self._switch = SWITCH * [self._untried]
+        if self._switch and (allows_drafts or self._switch[-1].plan is None):
+            return self._switch.pop()
+        is_larger = self._best.plan is not None
+        if is_larger and not allows_drafts:
+            return Choice()
+        return (
+            self._further if self._budget.pay_drafts(self._further_cost, is_larger) else self._best
+        )
+
+    def begin_plain(self) -> None:
+        """Begin with plain steps if drafting seems best, so that the guard knows their cost."""
+        if self._best.plan is not None:
+            self._switch = SWITCH * [Choice()]
+
+    def stop_switch(self) -> None:
+        """Give up the switch that is under way, if there is one."""
+        self._switch = []
+
+    def _larger(self, best: Choice, all_tokens: Floats) -> tuple[Choice, float]:
+        """Return the best choice with longer and wider drafts in turns, and its further cost."""
+        assert best.plan is not None
+        (w, n), costs = PLACES[best.plan.shape], self._costs
+        wider = (w, n + 1), (w + 1, n)
+        further = [place for place in wider if place in PLANS and costs.offered[place]]
+        if not further:
+            return best, math.inf
+        place = further[self._budget.num_larger % len(further)]
+        cost = costs.step[place][0] - costs.step[w, n, 0]
+        if best.num_nodes is not None:  # what its first nodes are expected to yield less
+            size = *place, COUNTS.index(best.num_nodes - 1)
+            cost = max(cost, costs.step[size] - all_tokens[size] / best.rate)
+        return best._replace(plan=PLANS[place]), float(cost)
 
 
 class Planner:

@@ -16,10 +16,9 @@ import numpy as np
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import AdaptivePolicy, Planner
+from mlx_redrafter.policy.calibration import MEMORY, ScoredDrafts
 from mlx_redrafter.policy.plans import SIZES, FixedPolicy, StepCosts
-from mlx_redrafter.policy.scored_drafts import ScoredDrafts
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.value import MEMORY
 from mlx_redrafter.trees.tree import TokenTree
 
 # Numbers of nodes whose steps are timed.

@@ -13,10 +13,8 @@ import mlx.core as mx
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork, read_flights, read_levels
-from mlx_redrafter.proposers.scores import NoiseRank, log_probs
-from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs, search_all
 from mlx_redrafter.target.target import Target
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.proposers.joint import NetworkDrafting
+from mlx_redrafter.proposers.draft_network import NetworkDrafting
 from mlx_redrafter.target.caches.draft_cache import DraftCache, DraftLineage
 
 # Maximum number of tokens per pass while a drafter reads what it has not seen yet.

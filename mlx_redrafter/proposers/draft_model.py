@@ -22,10 +22,15 @@ from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
-from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kind import Shapes
-from mlx_redrafter.proposers.scores import COUPLING_WEIGHT, NoiseRank, log_probs
-from mlx_redrafter.proposers.search import LevelScorer, search_all
+from mlx_redrafter.proposers.search import (
+    COUPLING_WEIGHT,
+    Expansion,
+    LevelScorer,
+    NoiseRank,
+    log_probs,
+    search_all,
+)
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.caches.cache_kinds import describe
 from mlx_redrafter.target.caches.draft_cache import (

@@ -11,11 +11,9 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from mlx_redrafter.decoding.sampling import top_k
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.scores import NoiseRank, bounded, log_probs
-from mlx_redrafter.proposers.search import search_all
-from mlx_redrafter.trees.topk import top_k
+from mlx_redrafter.proposers.search import Expansion, NoiseRank, bounded, log_probs, search_all
 
 # Largest share of a depth's probability that candidates may have; the rest keeps a logarithm.
 MAX_SHARE = 1 - 1e-6
@@ -147,7 +145,7 @@ class LinkedLevels:
         if self.rank is not None:
             places = mx.tile(mx.arange(depths, dtype=mx.int32), roots)
             order = self.rank(log_probs(order), places)
-        chosen = top_k(order, self.num_rows).indices.astype(mx.int32).reshape(roots, depths, -1)
+        chosen = top_k(order, self.num_rows)[1].astype(mx.int32).reshape(roots, depths, -1)
         total = mx.logsumexp(_scaled(self.unary, self.scales), axis=-1, keepdims=True)
         self.unary = mx.take_along_axis(self.unary, chosen, axis=-1)
         scaled = _scaled(self.unary, self.scales)

@@ -1,33 +1,85 @@
-"""Beam search with any network that scores continuations level by level, as arrays of fixed shape.
+"""Search for drafts, as arrays of fixed shape, with any network that scores them level by level.
 
 Axes: R roots, W beam width, L beam length (root included), K nodes scored per level, M in all, V
-tokens that the network proposes.
+tokens that the network proposes, N nodes of the tree.
 
 A search never duplicates a prefix: the nodes that it scores are distinct continuations of distinct
-prefixes, so they are already a tree. `expansion.py` selects the nodes that the target verifies.
+prefixes, so they are already a tree. `build_tree` selects the nodes that the target verifies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.scores import Rank, bounded
-from mlx_redrafter.trees.topk import TopK, top_k
+from mlx_redrafter.decoding.sampling import top_k
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
+
+# Replaces log-probabilities that are NaN or minus infinity, so that order stays defined.
+LEAST_LOG_PROB = -1e30
+# Weight of the target's noise for networks that are not calibrated. All of it: their distribution
+# is their own, not one that was fitted to greedy choices.
+COUPLING_WEIGHT = 1.0
+
+# Function from log-probabilities of the tokens after nodes of one depth to the scores that rank
+# nodes; or of nodes of several depths, int32, one for each row.
+Rank = Callable[[mx.array, int | mx.array], mx.array]
+
+
+class NoiseRank(Protocol):
+    """A `Rank` by the target's noise."""
+
+    def __call__(
+        self, log_probs: mx.array, depth: int | mx.array, /, *, token_ids: mx.array | None = ...
+    ) -> mx.array:
+        """Rank tokens; ``token_ids`` are those of the columns if not of all rows of the head."""
+        ...
+
+
+def log_probs(logits: mx.array, num_rows: int | None = None) -> mx.array:
+    """Return natural log-probabilities of the first tokens, float32, shape (W, ``num_rows``)."""
+    logits = logits[:, :num_rows].astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def bounded(scores: mx.array) -> mx.array:
+    """Return the scores with NaN and all below `LEAST_LOG_PROB` replaced by it."""
+    return mx.where(scores > LEAST_LOG_PROB, scores, LEAST_LOG_PROB)
+
+
+class Expansion(NamedTuple):
+    """Nodes that a search scored, equally many per level and the best first.
+
+    Node ids count from 0 in their order. The search expanded the first W of every level; those of
+    the last level are the ends of the W beams.
+
+    Attributes:
+        tokens: Token ids, int32, shape (M,).
+        scores: Sum of natural log-probabilities from the root, float32, shape (M,).
+        parents: Node id of the parent, int32, shape (M,); -1 for the root.
+    """
+
+    tokens: mx.array
+    scores: mx.array
+    parents: mx.array
+
+    def of_root(self, root: int) -> Expansion:
+        """Select the nodes of one root from arrays with an axis of roots before their own."""
+        return Expansion(*(array[root] for array in self))
+
+    @property
+    def alone(self) -> Expansion:
+        """The nodes of the only root, in fewer operations than `of_root`."""
+        return Expansion(*(array.squeeze(0) for array in self))
 
 
 class LevelScorer(Protocol):
     """A network about to draft after R roots, mostly one; it scores one level after another."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of tokens that the network proposes, V."""
-        ...
 
     def first(self) -> mx.array:
         """Return natural log-probabilities of tokens after the roots, float32, shape (R, V)."""
@@ -67,10 +119,13 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
     Returns:
         Arrays with an axis of R before their own.
     """
-    width, rows, log_probs = shape.width, levels.num_rows, levels.first()
-    roots, count = log_probs.shape[0], min(shape.level_nodes, rows)
+    width, log_probs = shape.width, levels.first()
+    roots, rows = log_probs.shape
+    count = min(shape.level_nodes, rows)
 
-    def best_of(log_probs: mx.array, before: mx.array | None, depth: int) -> TopK:
+    def best_of(
+        log_probs: mx.array, before: mx.array | None, depth: int
+    ) -> tuple[mx.array, mx.array]:
         """Choose the best continuations of nodes with scores (R, W), or of the roots."""
         if rank is not None:
             log_probs = rank(log_probs, depth)
@@ -78,15 +133,16 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
             log_probs = before.reshape(-1, 1) + log_probs
         return top_k(bounded(log_probs).reshape(roots, -1), count)
 
-    best = best_of(log_probs, None, 0)
-    tokens, scores = levels.to_token_ids(best.indices), best.values
+    scores, chosen = best_of(log_probs, None, 0)
+    tokens = levels.to_token_ids(chosen)
     found = [(tokens, scores, mx.full((roots, count), -1, dtype=mx.int32))]
     first_beams = mx.arange(roots, dtype=mx.int32)[:, None]
     beams = None if 1 in (roots, width) else mx.repeat(first_beams, width)
     for depth in range(1, shape.levels):
         newest = tokens[:, :width].reshape(-1)
-        best = best_of(levels.following(beams, newest, depth), scores[:, :width], depth)
-        chosen, scores = best.indices.astype(mx.int32), best.values
+        log_probs = levels.following(beams, newest, depth)
+        scores, chosen = best_of(log_probs, scores[:, :width], depth)
+        chosen = chosen.astype(mx.int32)
         if width == 1:
             parents = mx.full((roots, 1), depth - 1, dtype=mx.int32)
         else:
@@ -109,12 +165,10 @@ class FactorisedLevels:
     Attributes:
         log_probs: Function from a depth, 0 for the children of the root, to natural
             log-probabilities of the tokens after nodes of it, float32, shape (R, V).
-        num_rows: Number of tokens that the network proposes, V.
         to_token_ids: Function from indices into V to token ids, int32.
     """
 
     log_probs: Callable[[int], mx.array]
-    num_rows: int
     to_token_ids: Callable[[mx.array], mx.array]
 
     def first(self) -> mx.array:
@@ -123,5 +177,144 @@ class FactorisedLevels:
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         rows = self.log_probs(depth)
         if rows.shape[0] == 1:
-            return mx.broadcast_to(rows, (tokens.shape[0], self.num_rows))
+            return mx.broadcast_to(rows, (tokens.shape[0], rows.shape[1]))
         return mx.repeat(rows, tokens.shape[0] // rows.shape[0], axis=0)
+
+
+def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTree:
+    """Build the tree of a plan, of merged beams or of the N - 1 most probable nodes.
+
+    Those are ordered by probability after the root. In this order an accepted path often is the
+    first nodes, whose K/V entries stay where they are. A child is never more probable than its
+    parent and comes after it, so the best nodes, the first of equals preferred, always form a tree.
+    It maximises the expected number of accepted drafts if the scores are true (OPT-Tree, arXiv
+    2406.17276).
+
+    Args:
+        expansion: Scored nodes, M.
+        root: The newest token, integer, shape (1,).
+        plan: Shape of the search, the selection of nodes, and N.
+    """
+    if plan.shape.select == "beam":
+        return merge_beams(expansion, root, plan.shape)
+    return _tree(plan, _best(expansion, root, plan))
+
+
+def build_trees(
+    expansion: Expansion, roots: Sequence[mx.array], plan: DraftPlan
+) -> list[TokenTree]:
+    """Build the trees of several roots with the operations of one.
+
+    Args:
+        expansion: Scored nodes, each array with an axis of roots before its own.
+        roots: The newest tokens, integer, shape (1,).
+        plan: As in `build_tree`.
+    """
+    count = len(roots)
+    if plan.shape.select == "beam":
+        return [build_tree(expansion.of_root(i), root, plan) for i, root in enumerate(roots)]
+    arrays = _best(expansion, mx.concatenate(list(roots))[:, None], plan)
+    rows = zip(*(mx.split(array, count) for array in arrays), strict=True)
+    return [_tree(plan, [array.squeeze(0) for array in row]) for row in rows]
+
+
+def _best(expansion: Expansion, root: mx.array, plan: DraftPlan) -> list[mx.array]:
+    """Choose the best nodes, for arrays with any axes before those of the nodes.
+
+    Returns:
+        Arrays of a `TokenTree`: tokens, scores and ``packed``; and, if the nodes are no chain,
+        parents, depths and ancestors.
+    """
+    shape, count = plan.shape, plan.num_nodes - 1
+    if shape.width == 1:
+        tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[..., :count]], axis=-1)
+        scores = expansion.scores[..., :count]
+        return [tokens, scores, _packed(tokens, scores)]
+    best = mx.argsort(-expansion.scores, axis=-1)[..., :count].astype(mx.int32)
+    depths = 1 + best // _level_size(expansion, shape)
+    tokens, parents, depths = _number(expansion, root, best, depths)
+    scores = mx.take_along_axis(expansion.scores, best, axis=-1)
+    ancestors = ancestor_mask(parents, shape.levels)
+    return [tokens, scores, _packed(tokens, scores, parents, depths), parents, depths, ancestors]
+
+
+def _packed(tokens: mx.array, scores: mx.array, *places: mx.array) -> mx.array:
+    columns = [tokens[..., 1:], scores.view(mx.int32), *(array[..., 1:] for array in places)]
+    return mx.concatenate(columns, axis=-1)
+
+
+def _tree(plan: DraftPlan, arrays: Sequence[mx.array]) -> TokenTree:
+    """Make a tree of the arrays of `_best`."""
+    tokens, scores, packed, *places = arrays
+    shape = plan.shape
+    if not places:
+        tree = TokenTree.chain(tokens, num_unmerged=1 + shape.levels)
+    else:
+        parents, depths, ancestors = places
+        tree = TokenTree(
+            tokens,
+            parents,
+            depths,
+            ancestors,
+            num_nodes=tokens.shape[0],
+            num_unmerged=1 + shape.width * shape.levels,
+            max_depth=shape.levels,
+        )
+    return replace(tree, scores=scores, packed=packed)
+
+
+def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> TokenTree:
+    """Merge shared prefixes of the W beams: the paper's dynamic tree attention.
+
+    The tree equals, node for node, the deduplicated and packed beams of ml-recurrent-drafter
+    (``dedup_prefix`` and ``pack_beam``). With several beams the host reads the number of nodes, so
+    it waits for the device.
+    """
+    if shape.width == 1:
+        tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[: shape.levels]])
+        return TokenTree.chain(tokens, num_unmerged=expansion.tokens.shape[0] + 1)
+    scored, level = expansion.tokens.shape[0], _level_size(expansion, shape)
+    lineage = [mx.arange(shape.width, dtype=mx.int32) + (scored - level)]
+    for _ in range(shape.levels - 1):
+        lineage.append(expansion.parents[lineage[-1]])
+    on_beam = mx.zeros((scored,), dtype=mx.int32).at[mx.concatenate(lineage)].maximum(1)
+    ids = mx.arange(scored, dtype=mx.int32)
+    kept = mx.sort(mx.where(on_beam == 1, ids, scored))
+    (count,) = to_ints(mx.sum(on_beam, keepdims=True))
+    kept = kept[:count]
+    tokens, parents, depths = _number(expansion, root, kept, 1 + kept // level)
+    return TokenTree(
+        tokens,
+        parents,
+        depths,
+        ancestor_mask(parents, shape.levels),
+        num_nodes=1 + count,
+        num_unmerged=1 + shape.width * shape.levels,
+        max_depth=shape.levels,
+    )
+
+
+def _level_size(expansion: Expansion, shape: DraftShape) -> int:
+    return expansion.tokens.shape[-1] // shape.levels
+
+
+def _number(
+    expansion: Expansion, root: mx.array, kept: mx.array, depths: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Number nodes of an expansion 1 to N - 1 in the order of ``kept``, int32, shape (..., N - 1).
+
+    Returns:
+        Tokens, parents and depths of all nodes, the root's included, int32, shape (..., N).
+    """
+    # Node index by id of the expansion, and of the root, whose id is -1, at the end.
+    nodes = mx.zeros((*kept.shape[:-1], expansion.tokens.shape[-1] + 1), dtype=mx.int32)
+    numbers = mx.broadcast_to(mx.arange(1, kept.shape[-1] + 1, dtype=mx.int32), kept.shape)
+    nodes = mx.put_along_axis(nodes, kept, numbers, axis=-1)
+    above = mx.take_along_axis(expansion.parents, kept, axis=-1)
+    zero = mx.zeros(root.shape, dtype=mx.int32)
+    tokens = mx.take_along_axis(expansion.tokens, kept, axis=-1)
+    return (
+        mx.concatenate([root.astype(mx.int32), tokens], axis=-1),
+        mx.concatenate([zero, mx.take_along_axis(nodes, above, axis=-1)], axis=-1),
+        mx.concatenate([zero, depths], axis=-1),
+    )

@@ -33,15 +33,13 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_redrafter.errors import first_line
 from mlx_redrafter.target.caches.cache_kinds import CompositeCache
 from mlx_redrafter.target.caches.full import FullCache, write_all_aside
-from mlx_redrafter.target.caches.layout import Layout
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import LayerCache, TreeCache, flat
-from mlx_redrafter.target.caches.tree_pass import BranchedState, TreePass
+from mlx_redrafter.target.caches.tree_pass import BranchedState, Layout, TreePass
 from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.target.hooks import TreePositions, UntraceableError
-from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 # Uses of one kind of pass before it is compiled, about as many as save the time of compiling.
 USES = 24
@@ -161,8 +159,6 @@ class CompiledPasses:
         Returns:
             The outputs of ``process_trees``, None left out; None if no compiled pass serves.
         """
-        if not self.are_used:
-            return None
         self.target = ref(target)
         use = _use(tree, cache, captured, cache.bound)
         self.is_first_use = use not in self._uses

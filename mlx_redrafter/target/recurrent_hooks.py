@@ -27,7 +27,7 @@ from mlx_redrafter.target.caches.tree_pass import (
     State,
 )
 from mlx_redrafter.target.hooks import Call, Scoped
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TreeBatch
 
 
 class _Layer(NamedTuple):

@@ -33,8 +33,7 @@ from mlx_redrafter.target.hooks import (
 )
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.modules import FINAL, TargetModules
-from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 # Note for the user of a model that `is_slow`.
 SLOW = (
@@ -167,9 +166,10 @@ class Target:
                 the norm.
         """
         step = cache.expect(tree)
-        compiled = self.compiled.verify(self, tree, cache, layers)
-        if compiled is not None:
-            return TargetOutputs(*compiled).alone
+        if self.compiled.are_used:
+            compiled = self.compiled.verify(self, tree, cache, layers)
+            if compiled is not None:
+                return TargetOutputs(*compiled).alone
         return self.process_trees(step.tokens, step.positions, cache.layers, layers).alone
 
     def verify_batch(

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.files import remove_leftovers

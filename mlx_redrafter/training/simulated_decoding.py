@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.training.generated_texts import find_generated
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_redrafter.decoding.sampling import top_k
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.training.data import TokenSequence
@@ -22,7 +23,6 @@ from mlx_redrafter.training.loss import IMPOSSIBLE
 from mlx_redrafter.training.self_generated import pack_sequences, report_after
 from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache
 from mlx_redrafter.training.text_batch import OnTokens
-from mlx_redrafter.trees.topk import top_k
 
 # Number of next tokens whose probabilities are cached; of held-out texts, which calibrate the
 # drafter, `TOP_TOKENS`.
@@ -162,8 +162,8 @@ def summarise(outputs: TargetOutputs, k: int) -> TokenOutputs:
     states = hidden[..., :0] if outputs.states is None else outputs.states
     batch, size, vocab = logits.shape
     flat = logits.reshape(-1, vocab).astype(mx.float32)
-    best = top_k(flat, k)
-    log_probs = best.values - mx.logsumexp(flat, axis=-1, keepdims=True)
+    values, indices = top_k(flat, k)
+    log_probs = values - mx.logsumexp(flat, axis=-1, keepdims=True)
     # The tail is computed before the kept log-probabilities are rounded to float16.
     tail = mx.maximum(1.0 - mx.sum(mx.exp(log_probs), axis=-1), 0.0)
     if k == vocab:
@@ -172,7 +172,7 @@ def summarise(outputs: TargetOutputs, k: int) -> TokenOutputs:
     log_probs = mx.maximum(log_probs, IMPOSSIBLE)
     arrays = {
         "hidden": hidden.astype(mx.float16),
-        "top_ids": best.indices.astype(mx.int32).reshape(batch, size, k),
+        "top_ids": indices.astype(mx.int32).reshape(batch, size, k),
         "top_log_probs": log_probs.astype(mx.float16).reshape(batch, size, k),
         "tail": tail.reshape(batch, size),
         "states": states.astype(mx.float16),

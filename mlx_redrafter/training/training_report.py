@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mlx_redrafter.checkpoint_files import shared_name, write_text
 from mlx_redrafter.checkpoints.cards import CARD_FILE, render_card
-from mlx_redrafter.decoding.stats import DecodingStats
+from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.state import TrainingProgress

@@ -1,1 +1,1 @@
-"""Token trees, batches of trees, and exact top-k."""
+"""Token trees and batches of trees."""

@@ -17,16 +17,15 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_redrafter import Engine, Grammar, device_read, load, proposers
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import find_kind
-from mlx_redrafter.decoding.lone_lane import LoneLane
-from mlx_redrafter.decoding.protocols import propose_all
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import Lane, propose_all
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.draft_model import DraftModel
+from mlx_redrafter.proposers.draft_network import NetworkDrafting
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.joint import NetworkDrafting
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.trees.tree import TokenTree
@@ -247,7 +246,7 @@ def test_passes_are_dispatched_before_the_host_reads(
     compile_passes(monkeypatch, uses=1)
     ahead = Engine(drafted.target.model, drafted.tokenizer, drafted.proposer)
     counts: Counter[str] = Counter()
-    push, follow, waiting = SequenceDecoder.push, LoneLane.follow, device_read.waiting
+    push, follow, waiting = SequenceDecoder.push, Lane.follow, device_read.waiting
 
     def count_steps(*args: Any) -> None:
         counts["steps"] += 1
@@ -263,7 +262,7 @@ def test_passes_are_dispatched_before_the_host_reads(
         return waiting()
 
     monkeypatch.setattr(SequenceDecoder, "push", count_steps)
-    monkeypatch.setattr(LoneLane, "follow", count_followed)
+    monkeypatch.setattr(Lane, "follow", count_followed)
     monkeypatch.setattr(device_read, "waiting", count_reads)
     samplings: tuple[dict[str, Any], ...] = {"temp": 1.0, "seed": 2}, {"temp": 0.8, "seed": 3}, {}
     for shape, sampling in zip(SHAPES, samplings, strict=True):

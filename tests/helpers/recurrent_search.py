@@ -7,10 +7,8 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.redrafter.network import Drafter, RecurrentLevels
-from mlx_redrafter.proposers.scores import Rank
-from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.search import Expansion, Rank, search_all
 
 
 def expand(

@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.machines.following import Follower
 from mlx_redrafter.machines.frames import Do

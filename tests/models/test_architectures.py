@@ -11,10 +11,10 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRAEmbedding
 
-from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.generation_options import SamplingParams

@@ -15,11 +15,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.decoding import prefill
-from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import KeyedSampler, gumbel_noise
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
@@ -136,7 +136,7 @@ def decode_together(
             cache = target.caches.new(quantisation=quantisation)
             texts.append(SequenceDecoder(target, cache, sampler, request, *drafts))
             found.append([])
-            readers[number] = decode(texts[number], scheduler)
+            readers[number] = decode(texts[number], scheduler.step, scheduler.leave)
         # Passes are dropped to which no text may have to go back.
         assert max(map(len, scheduler.batch.cache._history.visits), default=0) <= MAX_VISITS
         number = rng.choice(list(readers))
@@ -235,7 +235,7 @@ def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
         SequenceDecoder(target, target.caches.new(), sampler, Request(prompt, max_tokens=20))
         for prompt in prompts
     ]
-    readers = [decode(text, scheduler) for text in texts]
+    readers = [decode(text, scheduler.step, scheduler.leave) for text in texts]
     found: list[list[int]] = [[] for _ in texts]
 
     def read_and_poison() -> None:

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_redrafter import Engine
 from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.errors import UnsupportedTargetError
-from mlx_redrafter.target.caches.layout import Layout
+from mlx_redrafter.target.caches.tree_pass import Layout
 from mlx_redrafter.target.target import Target
 from tests.helpers.equality import assert_same_tokens, stock_tokens
 from tests.helpers.memory import peak_of

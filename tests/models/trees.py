@@ -19,10 +19,10 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_redrafter.bench.lab.contexts import prefill
-from mlx_redrafter.decoding.lone_lane import LoneLane
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import Lane
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import Quantisation
@@ -201,15 +201,15 @@ class Followed:
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.count = 0
-        follow = LoneLane.follow
+        follow = Lane.follow
 
-        def count(lane: LoneLane, sequence: SequenceDecoder, tree: TokenTree) -> bool:
+        def count(lane: Lane, sequence: SequenceDecoder, tree: TokenTree) -> bool:
             follows = follow(lane, sequence, tree)
             self.count += follows
             assert not (follows and sequence.last.is_read)
             return follows
 
-        patch.setattr(LoneLane, "follow", count)
+        patch.setattr(Lane, "follow", count)
 
 
 def scripted_tree(root: int, coming: list[int], num_right: int) -> TokenTree:

@@ -18,10 +18,10 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.exploration import Explorer
+from mlx_redrafter.policy.adaptive import Explorer
 from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST, Choice
 from mlx_redrafter.target.target import Target, TargetOutputs
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TreeBatch
 from tests.golden.record_fixed_shapes import load_once
 from tests.helpers.equality import batch_texts
 from tests.helpers.memory import peak_of

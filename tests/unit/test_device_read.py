@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_redrafter import Engine, stream_generate
-from mlx_redrafter.decoding import accept
+from mlx_redrafter.decoding import passes
 from tests.conftest import Trained
 
 READS = ["item", "tolist", "__int__", "__float__", "__bool__", "__index__", "__array__"]
@@ -127,7 +127,7 @@ def test_a_batch_reads_what_is_dispatched_and_nothing_made_of_it(
     """MLX would compute a part of an array behind all that is dispatched meanwhile."""
     graphs: list[str] = []
     for name in ("to_ints", "to_floats", "to_rows"):
-        read = getattr(accept, name)
+        read = getattr(passes, name)
 
         def watched(values: mx.array, read: Any = read) -> Any:
             graph = io.StringIO()
@@ -135,7 +135,7 @@ def test_a_batch_reads_what_is_dispatched_and_nothing_made_of_it(
             graphs.append(graph.getvalue())
             return read(values)
 
-        monkeypatch.setattr(accept, name, watched)
+        monkeypatch.setattr(passes, name, watched)
     shape = {"beam_width": 2, "tree_nodes": 4} if has_drafter else {}
     drafter = stories.drafter if has_drafter else None
     engine = Engine(stories.model, stories.tokenizer, drafter)

@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from mlx_redrafter.decoding.sampling import block_size, top_k
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
-from mlx_redrafter.trees.topk import block_size, top_k
-from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
+from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, TreeBatch, ancestor_mask
 from tests.helpers.drafts import scored
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import ancestors, tree_paths

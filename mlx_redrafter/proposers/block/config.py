@@ -9,7 +9,7 @@ from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
-from mlx_redrafter.proposers.scores import COUPLING_WEIGHT
+from mlx_redrafter.proposers.search import COUPLING_WEIGHT
 from mlx_redrafter.proposers.stored_config import MAX_DIMENSION, MAX_SCORE_SCALE
 
 MODEL_TYPE = "redrafter_block"

@@ -37,11 +37,9 @@ from mlx_redrafter.proposers.block.surroundings import (
     Surrounding,
     write,
 )
-from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork
 from mlx_redrafter.proposers.linked_levels import Link, LinkedLevels
-from mlx_redrafter.proposers.scores import NoiseRank
-from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.search import Expansion, NoiseRank, search_all
 from mlx_redrafter.target.target import Target
 
 

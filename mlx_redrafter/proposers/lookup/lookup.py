@@ -24,13 +24,7 @@ import mlx.nn as nn
 
 from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.protocols import (
-    Drafting,
-    Proposer,
-    StateReader,
-    propose_all,
-    propose_in_turn,
-)
+from mlx_redrafter.decoding.protocols import Drafting, JointDrafting, Proposer, StateReader
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.lookup.chances import Chances
@@ -171,13 +165,16 @@ class LookupDrafting:
         flights: Sequence[Pass],
         plan: DraftPlan,
         noises: Sequence[GumbelNoise | None],
-    ) -> list[TokenTree | None]:
+    ) -> list[TokenTree | None] | None:
         is_mixed = len({type(one.network) for one in draftings}) > 1
-        if self.network is None or is_mixed or plan.from_text:
-            return propose_in_turn(draftings, flights, plan, noises)
+        if is_mixed or plan.from_text or not isinstance(self.network, JointDrafting):
+            return None
+        networks = [one.network for one in draftings]
+        trees = self.network.propose_all(networks, flights, plan, noises)
         for one, flight in zip(draftings, flights, strict=True):
-            one._read(flight)
-        return propose_all([one.network for one in draftings], flights, plan, noises)
+            if trees is not None:
+                one._read(flight)
+        return trees
 
     def skip(self, flight: Pass) -> None:
         """Keep the pass for the next call; the host does not wait for it."""

@@ -15,15 +15,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.sampling import top_k
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
-from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
-from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.joint import NetworkDrafting
+from mlx_redrafter.proposers.draft_network import DraftNetwork, NetworkDrafting, ResBlock, dtype_of
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.scores import NoiseRank, bounded, log_probs
-from mlx_redrafter.proposers.search import FactorisedLevels, search_all
+from mlx_redrafter.proposers.search import (
+    Expansion,
+    FactorisedLevels,
+    NoiseRank,
+    bounded,
+    log_probs,
+    search_all,
+)
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.topk import top_k
 
 
 class Medusa(DraftNetwork):
@@ -111,12 +115,10 @@ def ranked_levels(
 
     def score(depth: int) -> mx.array:
         nonlocal newest
-        newest = to_token_ids(top_k(bounded(log_probs(depth)), num_ranks).indices)
+        newest = to_token_ids(top_k(bounded(log_probs(depth)), num_ranks)[1])
         return mx.broadcast_to(logs[depth], newest.shape)
 
-    return FactorisedLevels(
-        score, num_ranks, lambda ranks: mx.take_along_axis(newest, ranks, axis=-1)
-    )
+    return FactorisedLevels(score, lambda ranks: mx.take_along_axis(newest, ranks, axis=-1))
 
 
 class MedusaDrafting(NetworkDrafting):
@@ -142,7 +144,7 @@ class MedusaDrafting(NetworkDrafting):
             return found if rank is None else rank(found, depth)
 
         if config.static_accuracies is None:
-            levels = FactorisedLevels(score, config.head_rows, network.to_token_ids)
+            levels = FactorisedLevels(score, network.to_token_ids)
         else:
             levels = ranked_levels(score, config.static_accuracies, network.to_token_ids)
         return search_all(levels, shape)

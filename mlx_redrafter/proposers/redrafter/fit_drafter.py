@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mlx_redrafter.proposers.fit import Calibration, Prediction, ReadSequence, fit_depths, parts
-from mlx_redrafter.proposers.redrafter.recurrence import Embed, RecurrentNetwork
+from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 
 
-def predict(
-    drafter: RecurrentNetwork, embed: Embed, text: ReadSequence
-) -> tuple[Prediction, Prediction]:
+def predict(drafter: Drafter, embed: Embed, text: ReadSequence) -> tuple[Prediction, Prediction]:
     """Predict first and second drafts with each generated token, of at least three, as root."""
     first = text.num_prompt
     entered = drafter.project_input(embed(text.tokens[first:]))
@@ -23,9 +21,7 @@ def predict(
     return firsts, seconds
 
 
-def calibrate(
-    drafter: RecurrentNetwork, embed: Embed, texts: Iterable[ReadSequence]
-) -> Calibration:
+def calibrate(drafter: Drafter, embed: Embed, texts: Iterable[ReadSequence]) -> Calibration:
     """Fit the scalars to as many sequences as `fit_depths` needs; waits for the device."""
     found = (predict(drafter, embed, part) for text in texts for part in parts(text))
     return fit_depths(drafter, found)[0]

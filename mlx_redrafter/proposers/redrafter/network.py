@@ -1,33 +1,271 @@
-"""The recurrent drafter: its network, which proposes from the target's last states alone.
+"""The recurrent drafter of ReDrafter, which proposes from the target's last states alone.
 
-Axes: R roots, W beam width, H hidden size, V head rows.
+Axes: R roots, W beams, n states, H hidden size of the target, D exit_dim, V rows of the head.
+
+Source: arXiv 2403.09919 and Apple's ml-recurrent-drafter (``modeling_drafter.py``), whose parameter
+names are kept. The state starts from zero as in that code; the paper starts it from the embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 
+from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.checks import check_instance
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.expansion import Expansion
-from mlx_redrafter.proposers.joint import NetworkDrafting
-from mlx_redrafter.proposers.redrafter.input_table import input_lookup
-from mlx_redrafter.proposers.redrafter.recurrence import Embed, RecurrentNetwork
-from mlx_redrafter.proposers.scores import NoiseRank
-from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.draft_network import DraftNetwork, NetworkDrafting, ResBlock, dtype_of
+from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from mlx_redrafter.proposers.search import Expansion, NoiseRank, search_all
 from mlx_redrafter.target.target import Target
 
+# Function from token ids to a row of H numbers for each.
+Embed = Callable[[mx.array], mx.array]
 
-class Drafter(RecurrentNetwork):
-    """A recurrent drafter, as `Proposer`; see `RecurrentNetwork` for its equations."""
+# Logit that Apple's `warp_logits` gives to masked tokens.
+MASKED_LOGIT = -50000.0
+# Largest table, in bytes. One matrix of the drafter is small next to a target with a larger one.
+MAX_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class InputTable:
+    """Terms that tokens add to the state, computed before decoding.
+
+    Attributes:
+        sources: Views of the weights that it was computed from.
+        rows: `Drafter.project_input` of every row of the target's input embedding, shape
+            (V, H).
+    """
+
+    sources: list[mx.array]
+    rows: mx.array
+
+
+class Drafter(DraftNetwork):
+    """A small RNN that proposes the target's next tokens from its last hidden state.
+
+    Attributes:
+        config: Sizes, and the calibration of the ranking.
+        input_table: Table of `input_lookup`; None until that makes one.
+    """
+
+    config: DrafterConfig
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        check_instance("config", config, DrafterConfig, "a DrafterConfig")
+        self.config = config
+        self.input_table: InputTable | None = None
+        hidden, width = config.hidden_size, config.exit_dim
+        if config.has_input_proj:
+            self.input_proj = nn.Linear(2 * hidden, width)
+        if config.rnn:
+            self.rnn_u = nn.Linear(hidden, hidden)
+            self.rnn_w = nn.Linear(hidden, hidden, bias=False)
+        blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
+        self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
+        if config.draft_vocab_size is not None:
+            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
+        # A weight, and the two layers made of it. MLX counts no name with an underscore as a
+        # parameter.
+        self._split_weights: tuple[mx.array, Columns, Columns] | None = None
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return dtype_of(self.lm_head[-1])
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> RecurrentDrafting:
         return RecurrentDrafting(self, input_lookup(self, target), couple_noise)
+
+    def project_input(self, embedding: mx.array) -> mx.array:
+        """Compute the term that a token adds to the state: ``rnn_w e``, or ``e`` without an RNN.
+
+        ``e``, of shape (..., H), has rows of the target's input embedding. The term has the dtype
+        of the drafter.
+        """
+        embedding = embedding.astype(self.dtype)
+        return self.rnn_w(embedding) if self.config.rnn else embedding
+
+    def start(self, projected: mx.array) -> mx.array:
+        """Compute the state after the root from its input term, shape (1, H) to (1, H)."""
+        if self.config.rnn and self.config.rnn_first_step_bias:
+            projected = projected + self.rnn_u.bias
+        return self._activate(projected)
+
+    def advance(self, state: mx.array, projected: mx.array) -> mx.array:
+        """Advance the recurrent state of every beam by one token.
+
+        With ``s`` the state and ``e`` the embedding of the newest token:
+
+            s_t = f(rnn_w e_t + rnn_u s_{t-1} + b)    if ``config.rnn``, f = silu or the identity
+            s_t = e_t + s_{t-1}                       otherwise
+
+        Args:
+            state: ``s_{t-1}``, shape (W, H), or (1, H) if it is the same for all beams.
+            projected: Input terms from `project_input` of the newest tokens, shape (W, H).
+        """
+        return self._activate(projected + (self.rnn_u(state) if self.config.rnn else state))
+
+    def logits(
+        self, hidden: mx.array, state: mx.array, hidden_term: mx.array | None = None
+    ) -> mx.array:
+        """Compute logits of the token that follows each beam.
+
+            x = [h, s_t];  x = input_proj(x) if D != 2H;  x = x + silu(linear_i(x));  y = lm_head(x)
+
+        Args:
+            hidden: The target's last hidden state after its final norm, shape (H,) or (W, H).
+            state: The beams' states, shape (W, H).
+            hidden_term: `hidden_term` of ``hidden``, computed before; the result is the same.
+
+        Returns:
+            Logits in the drafter's dtype, shape (W, V); not log-probabilities.
+        """
+        x = mx.concatenate([mx.broadcast_to(hidden, state.shape), state], axis=-1)
+        y = self._first(x) if hidden_term is None else hidden_term + self._split()[1](state)
+        layers = self.lm_head
+        if "input_proj" not in self:
+            # The first block reads the pair itself; without blocks the head does.
+            layers = layers[1:]
+            y = x + nn.silu(y) if self.config.num_draft_layers else y
+        for layer in layers:
+            y = layer(y)
+        return y
+
+    def hidden_term(self, hidden: mx.array) -> mx.array | None:
+        """Compute the term of ``hidden``, shape (n, H), in the first layer, shape (n, D).
+
+        None if a group of quantised weights belongs to both halves of the layer's input.
+        """
+        if self.config.hidden_size % getattr(self._first, "group_size", 1):
+            return None
+        return self._split()[0](hidden)
+
+    @property
+    def _first(self) -> nn.Linear | nn.QuantizedLinear:
+        """The layer that reads ``[h, s_t]``."""
+        layer: Any = self.input_proj if "input_proj" in self else self.lm_head[0]
+        return layer.linear if isinstance(layer, ResBlock) else layer
+
+    def _split(self) -> tuple[Columns, Columns]:
+        """Split `_first` into a sum of two layers, of ``h`` and, with the bias, of ``s_t``."""
+        first, hidden = self._first, self.config.hidden_size
+        halves = self._split_weights
+        if halves is None or halves[0] is not first.weight:
+            bias = first.bias if "bias" in first else None
+            left = Columns(first, 0, hidden, None)
+            right = Columns(first, hidden, 2 * hidden, bias)
+            self._split_weights = halves = (first.weight, left, right)
+        return halves[1:]
+
+    def log_probs(
+        self,
+        hidden: mx.array,
+        state: mx.array,
+        hidden_term: mx.array | None = None,
+        scale: float = 1.0,
+    ) -> mx.array:
+        """Compute natural log-probabilities of each beam's next token: of `logits` times ``scale``.
+
+        Returns:
+            float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
+            as Apple's ``warp_logits`` does; the others get the logit -50000.
+        """
+        logits = self.logits(hidden, state, hidden_term).astype(mx.float32)
+        if scale != 1:
+            logits = logits * scale
+        top_k = self.config.draft_top_k
+        if top_k is not None and top_k < logits.shape[-1]:
+            logits = logits - mx.max(logits, axis=-1, keepdims=True)
+            kth = mx.sort(logits, axis=-1)[..., -top_k, None]
+            logits = mx.where(logits < kth, MASKED_LOGIT, logits)
+        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+    def _activate(self, x: mx.array) -> mx.array:
+        is_curved = self.config.rnn and self.config.rnn_activation == "silu"
+        return nn.silu(x) if is_curved else x
+
+
+class Columns:
+    """The part of a linear layer that reads the inputs from ``start`` to before ``stop``.
+
+    It holds a copy of the weights, computed at once: MLX would copy a matrix whose rows do not
+    follow each other in memory at every use, and threads must not share an array that is not
+    computed yet.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear | nn.QuantizedLinear,
+        start: int,
+        stop: int,
+        bias: mx.array | None,
+    ):
+        self.bias = bias
+        self.quantized: tuple[mx.array, mx.array, mx.array] | None = None
+        if isinstance(linear, nn.QuantizedLinear):
+            self.group_size, self.bits = linear.group_size, linear.bits
+            groups = slice(start // self.group_size, stop // self.group_size)
+            words = slice(start * self.bits // 32, stop * self.bits // 32)
+            assert linear.biases is not None
+            self.quantized = (
+                mx.contiguous(linear.weight[:, words]),
+                mx.contiguous(linear.scales[:, groups]),
+                mx.contiguous(linear.biases[:, groups]),
+            )
+            mx.eval(self.quantized)
+        else:
+            self.weight = mx.contiguous(linear.weight[:, start:stop]).T
+            mx.eval(self.weight)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Apply the part to ``x``, shape (W, stop - start)."""
+        if self.quantized is None:
+            return x @ self.weight if self.bias is None else mx.addmm(self.bias, x, self.weight)
+        y = mx.quantized_matmul(x, *self.quantized, True, self.group_size, self.bits)
+        return y if self.bias is None else y + self.bias
+
+
+def input_lookup(drafter: Drafter, target: Target) -> Embed:
+    """Return `Drafter.project_input` by token id, from a table if that is small.
+
+    The drafter keeps the table for the next sequence, as long as the weights behind it stay in the
+    same memory. Making the table waits for the device.
+    """
+
+    def compute(ids: mx.array) -> mx.array:
+        return drafter.project_input(target.modules.embed(ids))
+
+    num_bytes = target.vocab_size * target.hidden_size * drafter.dtype.size
+    if not drafter.config.rnn or num_bytes > MAX_BYTES:
+        return compute
+    modules = drafter.rnn_w, target.modules.embedding
+    sources = [array for module in modules for array in named_parameters(module).values()]
+    table = drafter.input_table
+    if table is None or _places(table.sources) != _places(sources):
+        # Computed at once: threads must not share what is not.
+        rows = compute(mx.arange(target.vocab_size))
+        mx.eval(rows)
+        # Second views of the same memory: MLX gives an array that is changed in place another one.
+        views = [array[:] for array in sources]
+        mx.eval(views)
+        drafter.input_table = table = InputTable(views, rows)
+    rows = table.rows
+    return lambda ids: rows[ids]
+
+
+def _places(arrays: list[mx.array]) -> list[int]:
+    """Return the addresses of the arrays' numbers in memory."""
+    return [np.array(array.view(mx.uint8), copy=False).ctypes.data for array in arrays]
 
 
 class RecurrentDrafting(NetworkDrafting):
@@ -55,7 +293,7 @@ class RecurrentLevels:
 
     Args:
         drafter: The network.
-        project_input: `RecurrentNetwork.project_input` of tokens: ids of shape (n,) to rows of
+        project_input: `Drafter.project_input` of tokens: ids of shape (n,) to rows of
             shape (n, H).
         hidden_state: The target's last hidden states that predicted the roots, shape (R, H).
         root: The newest tokens, integer, shape (R,).
@@ -66,7 +304,7 @@ class RecurrentLevels:
 
     def __init__(
         self,
-        drafter: RecurrentNetwork,
+        drafter: Drafter,
         project_input: Embed,
         hidden_state: mx.array,
         root: mx.array,
@@ -78,7 +316,6 @@ class RecurrentLevels:
         self.hidden_term = drafter.hidden_term(self.hidden_state)
         self.root = root
         self.scale = 1.0 if with_noise else drafter.config.inverse_temperature
-        self.num_rows = drafter.num_rows
         self.to_token_ids = drafter.to_token_ids
 
     def first(self) -> mx.array:

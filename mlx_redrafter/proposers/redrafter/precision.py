@@ -20,8 +20,7 @@ from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.measured import load_or_time
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
-from mlx_redrafter.proposers.redrafter.input_table import input_lookup
-from mlx_redrafter.proposers.redrafter.network import Drafter, RecurrentLevels
+from mlx_redrafter.proposers.redrafter.network import Drafter, RecurrentLevels, input_lookup
 from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 

@@ -18,11 +18,10 @@ from mlx_lm.models.base import create_attention_mask
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
-from mlx_redrafter.proposers.expansion import Expansion
 from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork, read_flights
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.linked_levels import search_slots
-from mlx_redrafter.proposers.scores import NoiseRank
+from mlx_redrafter.proposers.search import Expansion, NoiseRank
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.target.target import Target
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.proposers.draft_model import DraftLevels, ModelDrafting
 from mlx_redrafter.proposers.redrafter.network import RecurrentDrafting, RecurrentLevels
-from mlx_redrafter.proposers.scores import log_probs
+from mlx_redrafter.proposers.search import log_probs
 from mlx_redrafter.target.caches.draft_cache import DraftLineage
 from mlx_redrafter.trees.tree import TokenTree
 

@@ -21,19 +21,22 @@ import mlx.core as mx
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Proposer
-from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
+from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise, top_k
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_OUTCOMES, DraftPlan
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.draft_model import DraftModel
-from mlx_redrafter.proposers.expansion import Expansion, build_tree
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.proposers.scores import LEAST_LOG_PROB, bounded
-from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.search import (
+    LEAST_LOG_PROB,
+    Expansion,
+    bounded,
+    build_tree,
+    search_all,
+)
 from mlx_redrafter.proposers.speculate_ahead.branches import Branching, branches_of
 from mlx_redrafter.proposers.wrapper import Wrapper
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.topk import top_k
 from mlx_redrafter.trees.tree import Drafts, TokenTree, ancestor_mask
 
 # Stream of the drafts: the CPU next to a target on a GPU, or a second stream of the CPU.
@@ -163,7 +166,7 @@ class SpeculateAheadDrafting:
         log_probs = branches.after_nodes()
         if rank is not None:
             log_probs = rank(log_probs, tree.depths)
-        ids = branches.to_token_ids(mx.arange(branches.num_rows))
+        ids = branches.to_token_ids(mx.arange(log_probs.shape[-1]))
         nodes, rows = likeliest_outcomes(tree, log_probs, ids, self.num_outcomes)
         keys = mx.concatenate([nodes, ids[rows]])
         mx.async_eval(keys)
@@ -216,7 +219,7 @@ def likeliest_outcomes(
     is_child = mx.zeros(columns.shape, dtype=mx.int32).at[tree.parents].maximum(columns)
     scores = paths[:, None] + mx.where(is_child == 1, LEAST_LOG_PROB, log_probs)
     flat = bounded(scores).reshape(1, -1)
-    best = top_k(flat, min(count, flat.shape[-1])).indices[0].astype(mx.int32)
+    best = top_k(flat, min(count, flat.shape[-1]))[1][0].astype(mx.int32)
     width = token_ids.shape[0]
     return best // width, best % width
 

@@ -24,8 +24,7 @@ from mlx_redrafter.target.caches.places import Move
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache, flat
 from mlx_redrafter.target.caches.tree_pass import History, NewRows, TreePass, Visit
-from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 # Function that returns the number of tokens that a sequence keeps whatever happens; the maximum
 # integer for one that keeps no states to go back to.

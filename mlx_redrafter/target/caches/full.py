@@ -43,14 +43,6 @@ class Entries(NamedTuple):
     start: int
 
 
-class Fresh(NamedTuple):
-    """K/V entries of a tree, shape (1, H, N, D), and the pass that made them."""
-
-    keys: mx.array
-    values: mx.array
-    step: TreePass
-
-
 class FullCache:
     """The `LayerCache` of full attention, on top of mlx-lm's ``KVCache``."""
 
@@ -63,8 +55,9 @@ class FullCache:
     def _begin(self) -> None:
         """Follow the cache of the entries, which holds all committed ones."""
         self.step = TreePass([self._rows.offset])
-        # Entries of the newest tree, until the buffer holds the accepted ones.
-        self._fresh: Fresh | None = None
+        # Keys and values of the newest tree, shape (1, H, N, D), and the pass that made them, until
+        # the buffer holds the accepted ones.
+        self._fresh: tuple[mx.array, mx.array, TreePass] | None = None
         # Number of entries with which the buffer ended with a bucket.
         self._whole = 0
 
@@ -125,7 +118,7 @@ class FullCache:
         if self.step.trees is None:
             self._fresh = None
             return everything
-        self._fresh = Fresh(keys, values, self.step)
+        self._fresh = keys, values, self.step
         everything = self._attended()
         self._rows.offset -= keys.shape[2]
         return everything
@@ -134,7 +127,7 @@ class FullCache:
         """Return what the last `update_and_fetch` returned, for layers that share the entries."""
         num_nodes = 0
         if self.step.trees is not None and self._fresh is not None:
-            num_nodes = self._fresh.keys.shape[2]
+            num_nodes = self._fresh[0].shape[2]
         self._rows.offset += num_nodes
         entries = self._attended()
         self._rows.offset -= num_nodes
@@ -158,7 +151,7 @@ class FullCache:
     ) -> None:
         """Take the buffers back, with the entries of the tree behind the committed ones."""
         self._rows.keys, self._rows.values = keys, values
-        self._fresh = Fresh(fresh_keys, fresh_values, self.step)
+        self._fresh = fresh_keys, fresh_values, self.step
 
     def _grow(self, num_entries: int) -> None:
         """Let the buffer end with a bucket, because graphs know strides, too."""

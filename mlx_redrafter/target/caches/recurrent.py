@@ -21,7 +21,7 @@ from mlx_redrafter.target.caches.tree_pass import (
     StateRecord,
     TreePass,
 )
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TreeBatch
 
 
 class RecurrentCache:

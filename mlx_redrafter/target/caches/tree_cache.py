@@ -9,8 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.target.caches.tree_pass import History, TreePass, UnreadPath, Visit
-from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 
 class LayerCache(Protocol):

@@ -18,10 +18,8 @@ from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.expansion import build_tree
 from mlx_redrafter.proposers.kind import Shapes
-from mlx_redrafter.proposers.scores import log_probs
-from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.search import build_tree, log_probs, search_all
 from mlx_redrafter.proposers.stored_config import StoredConfig
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.target import Target

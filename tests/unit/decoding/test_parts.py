@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.decoding import delivery
-from mlx_redrafter.decoding.accept import accept
-from mlx_redrafter.decoding.delivery import StepClock
+from mlx_redrafter.decoding.delivery import DecodingStats, ShapeStats, StepClock
+from mlx_redrafter.decoding.passes import accept
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.sampling import KeyedSampler, StockSampler, gumbel_noise, normalise
-from mlx_redrafter.decoding.stats import DecodingStats, ShapeStats
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import MAX_TEMP, SamplingParams
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree

@@ -18,13 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_redrafter.engine import stored_state
+from mlx_redrafter.engine import learned_state
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.engine.stored_state import StateFile
+from mlx_redrafter.engine.learned_state import StateFile
 from mlx_redrafter.measured import FOLDER
-from mlx_redrafter.policy.plans import SIZES
+from mlx_redrafter.policy.plans import SIZES, TRUST, Guard
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_times import TRUST, Guard
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE, PROMPT = 64, list(range(3, 20))
@@ -154,7 +153,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "random": lambda content: np.random.default_rng(0).bytes(500),
     "nested": lambda content: b"[" * 100_000,
-    "large": lambda content: content + b" " * stored_state.MOST_BYTES,
+    "large": lambda content: content + b" " * learned_state.MOST_BYTES,
     "nan": _changed("policy", "calibration", "weights", 2, value=float("nan")),
     "another shape": _changed("policy", "drafts", "mean", value=[1.0]),
     "a word": _changed("policy", "calibration", "evidence", value="much"),

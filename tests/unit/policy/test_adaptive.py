@@ -18,10 +18,10 @@ from mlx_redrafter.bench.lab.scenarios import CURVES, LEVELS, QUIET, Scenario
 from mlx_redrafter.bench.lab.simulation import SimulatedText, run_fixed, run_policy
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import AdaptivePolicy, Planner
+from mlx_redrafter.policy.adaptive import SWITCH, AdaptivePolicy, Planner
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
-from mlx_redrafter.policy.exploration import SWITCH
 from mlx_redrafter.policy.plans import (
+    EMPTY,
     LOOKUP,
     SHORTEST,
     SIZES,
@@ -29,7 +29,6 @@ from mlx_redrafter.policy.plans import (
     StepCosts,
 )
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.policy.step_times import EMPTY
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 TOKENS = 200

@@ -7,19 +7,28 @@ import math
 import numpy as np
 import pytest
 
-from mlx_redrafter.policy.calibration import WINDOW, Calibration, features_of
-from mlx_redrafter.policy.plans import COUNTS, LENGTHS, PLACES, PLANS, SIZES, StepCosts
-from mlx_redrafter.policy.scored_drafts import ScoredDrafts
-from mlx_redrafter.policy.step_times import (
+from mlx_redrafter.policy.calibration import (
+    WINDOW,
+    Calibration,
+    ExpectedDrafts,
+    ScoredDrafts,
+    features_of,
+)
+from mlx_redrafter.policy.plans import (
+    COUNTS,
+    LENGTHS,
     LOSS,
+    PLACES,
+    PLANS,
     SHADOW,
+    SIZES,
     SPARE,
     TRUST,
     CurrentCosts,
     Guard,
+    StepCosts,
     TimeRatios,
 )
-from mlx_redrafter.policy.value import ExpectedDrafts
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 

@@ -23,9 +23,8 @@ from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork, read_blocks
-from mlx_redrafter.proposers.expansion import build_trees
 from mlx_redrafter.proposers.linked_levels import LinkedLevels
-from mlx_redrafter.proposers.search import search_all
+from mlx_redrafter.proposers.search import build_trees, search_all
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import Drafts
 from tests.golden.block_layouts import (

@@ -14,13 +14,11 @@ from mlx.utils import tree_map
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
-from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
 from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
-from mlx_redrafter.proposers.redrafter import input_table, precision
+from mlx_redrafter.proposers.redrafter import network, precision
 from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
-from mlx_redrafter.proposers.redrafter.input_table import input_lookup
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.network import MASKED_LOGIT, Drafter, input_lookup
 from mlx_redrafter.proposers.redrafter.precision import (
     GAIN,
     MIN_PAIRS,
@@ -30,7 +28,7 @@ from mlx_redrafter.proposers.redrafter.precision import (
     quantised_copy,
     time_pairs,
 )
-from mlx_redrafter.proposers.redrafter.recurrence import MASKED_LOGIT
+from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.models import random_drafter, tiny_llama
@@ -145,7 +143,7 @@ def test_a_table_says_what_the_drafter_computes_though_weights_change_in_place(
 def test_there_is_none_where_it_would_be_large_or_saves_nothing(
     monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
 ) -> None:
-    monkeypatch.setattr(input_table, "MAX_BYTES", 4 * VOCAB_SIZE * HIDDEN_SIZE - 1)
+    monkeypatch.setattr(network, "MAX_BYTES", 4 * VOCAB_SIZE * HIDDEN_SIZE - 1)
     _check(drafter, target)
     assert drafter.input_table is None
     drafter.set_dtype(mx.float16)

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
 from mlx_redrafter.target.caches.tree_pass import Paths
-from mlx_redrafter.trees.tree import TokenTree
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 Array = NDArray[np.float64]
 

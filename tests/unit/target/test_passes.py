@@ -19,12 +19,12 @@ from mlx_redrafter import Engine, load
 from mlx_redrafter.bench.lab import memory
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.decoding import prefill as decoding_prefill
-from mlx_redrafter.decoding.decode import decode
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy

@@ -33,7 +33,7 @@ from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.caches.tree_pass import TreePass
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.tree_batch import TreeBatch
+from mlx_redrafter.trees.tree import TreeBatch
 from tests.helpers.drafts import grow, make_tree
 from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.helpers.oracles import paths_of
