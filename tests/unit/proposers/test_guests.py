@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise
+from mlx_redrafter.decoding.step import propose_all
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.errors import CheckpointError, ConfigError
@@ -254,7 +255,7 @@ def test_drafts_with_and_without_a_network_do_not_share_its_passes() -> None:
     one, other = _open([1, 2, 3, 4, 5, 1]), _open([1, 2, 3, 4, 5, 1])
     one.network = network
     for drafts in ([one, other], [other, one]):
-        found = drafts[0].propose_all(drafts, [_flight(2)] * 2, PLAN, [None] * 2)
+        found: list[Any] = propose_all(drafts, [_flight(2)] * 2, PLAN, [None] * 2)
         assert [tree is None for tree in found] == [drafting is one for drafting in drafts]
     assert seen == [("propose", [2])] * 2
 
