@@ -11,7 +11,6 @@ import pytest
 
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from tests.conftest import Trained
-from tests.helpers.cli import PROGRAM
 from tests.helpers.fake_hub import FakeHub
 from tests.helpers.terminal import Ended, interrupt
 
@@ -68,13 +67,13 @@ def test_before_and_after_a_command(name: str) -> None:
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_text(stories: Trained, times: int) -> None:
     arguments = ["generate", "--model", stories.folder, "-p", "Once", "-m", 100_000, "--temp", 1]
-    ended = interrupt(arguments, "tokens/s", 0.2, times, python=PROGRAM)
+    ended = interrupt(arguments, "tokens/s", 0.2, times)
     # The second one may end the program before the line is there.
     _check(ended, "stopped" if times == 1 else "")
 
 
 def test_the_question_of_a_chat(chat_folder: Path) -> None:
-    ended = interrupt(["chat", "--model", chat_folder], ">> ", 0.2, python=PROGRAM)
+    ended = interrupt(["chat", "--model", chat_folder], ">> ", 0.2)
     _check(ended, "stopped")
 
 
@@ -86,7 +85,7 @@ def test_a_download(tmp_path: Path) -> None:
     with hub.serving():
         variables["HF_ENDPOINT"] = hub.address
         words = ["pull", "org/slow"]
-        ended = interrupt(words, "?B/s, ? left", 0.5, variables=variables, python=PROGRAM)
+        ended = interrupt(words, "?B/s, ? left", 0.5, variables=variables)
     _check(ended, "stopped; complete files are kept, and the same command downloads the others")
     assert {path.name for path in tmp_path.rglob("*.json")} > {"config.json"}
     assert not [*tmp_path.rglob("*.incomplete")]
@@ -97,7 +96,7 @@ def test_training(stories: Trained, tmp_path: Path, after: str) -> None:
     (tmp_path / "texts.txt").write_text(f"{TEXT}\n\n" * 20)
     out = tmp_path / "drafter"
     data = ["--data", tmp_path / "texts.txt", "--out", out]
-    ended = interrupt(["train", "--model", stories.folder, *data], after, 0.3, python=PROGRAM)
+    ended = interrupt(["train", "--model", stories.folder, *data], after, 0.3)
     begun = (out / "run.json").exists()
     _check(ended, f"--out {out} --resume" if begun else "stopped; nothing was begun")
 

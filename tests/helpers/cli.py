@@ -11,10 +11,8 @@ import typer.main
 
 from mlx_redrafter.cli.main import main
 
-# The program never needs torch, which transformers, where it is installed, imports for seconds.
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
 # Arguments of Python that run the program in a process of its own.
-PROGRAM = ("-c", f"{WITHOUT_TORCH}; from mlx_redrafter.cli.main import run; run()")
+PROGRAM = ("-m", "mlx_redrafter")
 
 # Typer builds all commands anew for every call, 20 ms that a program spends once.
 typer.main.get_command = cache(typer.main.get_command)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cli import PROGRAM, WITHOUT_TORCH
 from tests.server.serving import ABSENT
 
 
@@ -19,7 +18,7 @@ from tests.server.serving import ABSENT
 def process(*options: str, code: str = "", **how: Any) -> Iterator[subprocess.Popen[str]]:
     """The command with the bundled pair, after some lines of code."""
     pytest.importorskip("uvicorn", reason=ABSENT)
-    program = f"{WITHOUT_TORCH}\n{code}\n{PROGRAM[1]}"
+    program = f"import sys\n{code}\nfrom mlx_redrafter.cli.main import run\nrun()"
     command = [sys.executable, "-c", program, "serve", "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how) as server:
         try:

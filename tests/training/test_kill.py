@@ -16,11 +16,10 @@ import pytest
 
 from mlx_redrafter.training.files import load_arrays
 from mlx_redrafter.training.state import STATE_FILE
-from tests.helpers.cli import WITHOUT_TORCH
 from tests.helpers.models import ROOT, shared_model
 
-SCRIPT = f"""
-{WITHOUT_TORCH}
+SCRIPT = """
+import sys
 from pathlib import Path
 from mlx_redrafter.training import DataOptions, TrainingRequest, TrainingOptions, train_drafter
 from tests.training.pieces import Silent
