@@ -85,7 +85,7 @@ def test_a_download(tmp_path: Path) -> None:
     with hub.serving():
         variables["HF_ENDPOINT"] = hub.address
         words = ["pull", "org/slow"]
-        ended = interrupt(words, "?B/s, ? left", 0.5, variables=variables)
+        ended = interrupt(words, "?B/s, ? left", 1.0, variables=variables)
     _check(ended, "stopped; complete files are kept, and the same command downloads the others")
     assert {path.name for path in tmp_path.rglob("*.json")} > {"config.json"}
     assert not [*tmp_path.rglob("*.incomplete")]
