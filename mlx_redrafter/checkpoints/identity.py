@@ -57,13 +57,14 @@ class Identity(NamedTuple):
 
     @classmethod
     def of_folder(cls, folder: Path) -> Identity:
-        """Identify the model in a folder.
+        """Identify the model in a folder, also by the name of a link to it.
 
         Raises:
             CheckpointError: Its config cannot be read.
         """
         identity = cls.of(repository_of(folder), read_config(folder), read_card(folder))
-        return identity._replace(folder=folder)
+        own = {plain_name(folder.name)} if folder.is_symlink() else set()
+        return identity._replace(names=identity.names | own, folder=folder)
 
     def is_named(self, *names: str) -> bool:
         """Return whether one of these is a name of this model."""

@@ -29,8 +29,8 @@ from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from mlx_redrafter.trees.tree_batch import TreeBatch
 
-# Steps with half of the slots idle before those are given up. A sequence that comes before then
-# finds a free slot, so that nobody's K/V entries are moved.
+# Nodes that an idle slot may cost, if half of the slots are, before those are given up. A sequence
+# that comes before then finds a free slot, so that nobody's K/V entries are moved.
 PATIENCE = 4
 # Root of a slot without a sequence, made once.
 _IDLE = mx.array([0], dtype=mx.int32)
@@ -54,8 +54,8 @@ class Batch(Lane):
         self.policy: JointPolicy | None = None
         self._target = target
         self._slots: dict[SequenceDecoder, Slot] = {}
-        # Steps in a row with half of the slots idle.
-        self._num_spare = 0
+        # Nodes of each slot in the newest pass, and in all passes since half of the slots are idle.
+        self._num_nodes = self._num_spare = 0
 
     def __contains__(self, sequence: SequenceDecoder) -> bool:
         return sequence in self._slots
@@ -98,7 +98,7 @@ class Batch(Lane):
             if one.is_finished or one.is_cancelled or one.outbox.error is not None:
                 self.leave(one)
         is_spare = 2 * len(self._slots) <= self.cache.num_slots
-        self._num_spare = self._num_spare + 1 if is_spare else 0
+        self._num_spare = self._num_spare + self._num_nodes if is_spare else 0
         if self._num_spare > PATIENCE:
             self._shrink()
 
@@ -127,6 +127,7 @@ class Batch(Lane):
         for sequence, one in inputs.items():
             drafts[self._slots[sequence].number] = one
         trees = TreeBatch(drafts)
+        self._num_nodes = trees.size
         # Sequences without drafts may be among those with them.
         layers = next((one.layers for one in inputs if one.layers), ())
         outputs = self._target.verify_batch(trees, self.cache, layers)

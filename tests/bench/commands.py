@@ -11,9 +11,6 @@ from typer.testing import CliRunner
 from mlx_redrafter.bench.lab.__main__ import call
 from mlx_redrafter.cli.bench import app
 
-# Two prompts, as a text file of prompts has them.
-PROMPTS = "abc abc\n\nhello there\n"
-
 
 def run(*arguments: object) -> str:
     """Run a command of `redrafter-mlx bench` and return its output."""

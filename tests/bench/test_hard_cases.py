@@ -17,7 +17,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "as timed"])
-@pytest.mark.parametrize("number", [0, 5])
+@pytest.mark.parametrize("number", [5])
 def test_no_machine_makes_drafting_much_slower_than_plain_decoding(case: str, number: int) -> None:
     for first, later in times_by_plain(number, case, begin_policy):
         assert first <= 1.15

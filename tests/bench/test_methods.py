@@ -18,12 +18,14 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from tests.bench.commands import run_lab
 
+pytestmark = pytest.mark.usefixtures("no_timing")
+
 
 @pytest.fixture
 def prompts(tmp_path):
     lines = [
         {"question_id": number, "category": "ab"[number % 2], "turns": [f"abc {number} abc"]}
-        for number in range(6)
+        for number in range(4)
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))

@@ -7,19 +7,10 @@ import pytest
 
 from mlx_redrafter.bench.chips import CHIPS, CURVES, find_chip, find_curve
 from mlx_redrafter.bench.cost_model import FITTED, Parameters, PredictedStep, Question, step_time
-from mlx_redrafter.bench.lab.cost_fit import THEORY, fit
-from mlx_redrafter.bench.lab.validation import (
-    fit_all,
-    leave_one_out,
-    read_apple_sweeps,
-    tokens_per_step,
-)
-from mlx_redrafter.bench.predict import (
-    APPLE_ACCEPTANCE,
-    ShapeAcceptance,
-    assumptions,
-    predict,
-)
+from mlx_redrafter.bench.lab import validation
+from mlx_redrafter.bench.lab.cost_fit import fit
+from mlx_redrafter.bench.lab.validation import read_apple_sweeps
+from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, ShapeAcceptance, assumptions, predict
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from tests.helpers.models import ABSENT, SHARED
 
@@ -38,27 +29,19 @@ def make_steps() -> list[PredictedStep]:
     ]
 
 
-def test_theory_of_one_step():
-    step = PredictedStep(Question(CHIPS["M1 Max"], 6.74e9, 16, 0.06 * 6.74e9, 47.0), 4, 3)
-    assert step_time(step, THEORY) == pytest.approx(47 + 2 * 0.06 * 47 + 4 * 2 * 6.74 / 10.4)
-
-
 def test_fit_finds_what_made_the_times():
     true = Parameters(1.08, 3.0, 1.2, 1.3, 30.0)
     found = fit(make_steps(), [step_time(step, true) for step in make_steps()])
     for step in make_steps():
         assert step_time(step, found) == pytest.approx(step_time(step, true), rel=0.05)
-    assert fit(make_steps()[:1], [step_time(make_steps()[0], THEORY)]).base == pytest.approx(1)
-
-
-def test_no_parameter_is_negative():
+    # Even where plain steps take longer than drafted ones, no parameter is negative.
     found = fit(make_steps(), [0.5 * step.question.plain_step for step in make_steps()])
     assert min(astuple(found)) >= 0
 
 
 @needs_sweeps
 def test_two_chips_predict_the_third():
-    found = leave_one_out(read_apple_sweeps(SWEEPS))
+    found = validation.leave_one_out(read_apple_sweeps(SWEEPS))
     assert [one.chip for one in found] == ["M1 Max", "M2", "M2 Ultra"]
     assert [len(one.errors) for one in found] == [128, 128, 64]
     assert max(one.median_error for one in found) < 0.15
@@ -69,15 +52,10 @@ def test_two_chips_predict_the_third():
 @needs_sweeps
 def test_committed_numbers_are_those_of_the_sweeps():
     rows = read_apple_sweeps(SWEEPS)
-    assert astuple(FITTED) == pytest.approx(astuple(fit_all(rows)), rel=1e-3)
-    acceptance = tokens_per_step(rows, ("float16", True))
+    assert astuple(FITTED) == pytest.approx(astuple(validation.fit_all(rows)), rel=1e-3)
+    acceptance = validation.tokens_per_step(rows, ("float16", True))
     for one in APPLE_ACCEPTANCE:
         assert one.tokens_per_step == pytest.approx(acceptance[one.width, one.length], abs=0.006)
-
-
-def test_missing_sweeps_are_named(tmp_path):
-    with pytest.raises(CheckpointError, match="m1-max"):
-        read_apple_sweeps(tmp_path)
 
 
 def test_prediction_is_sorted_and_says_what_it_rests_on():
@@ -95,7 +73,9 @@ def test_prediction_is_sorted_and_says_what_it_rests_on():
     assert [one.acceptance.name for one in predict(measured, shapes)] == ["chain"]
 
 
-def test_what_is_not_known_is_refused():
+def test_what_is_not_known_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="m1-max"):
+        read_apple_sweeps(tmp_path)
     with pytest.raises(ConfigError, match="expected a chip out of M1"):
         find_chip("M9")
     with pytest.raises(ConfigError, match="bits must be 16, 8 or 4, got 5"):
@@ -118,12 +98,8 @@ def test_curves_start_at_one_and_are_interpolated():
 @pytest.mark.parametrize(
     ("name", "bits", "nearest"),
     [
-        ("M2 Pro", 4, "M1 Ultra"),
-        ("M3", 4, "M3 Max"),
         ("M3 Ultra", 4, "M3 Ultra"),
         ("M4", 8, "M4 Pro"),
-        ("M5 Pro", 4, "M5 Max"),
-        ("M5", 8, "M4 Pro"),
         ("M1 Ultra", 8, "M1 Ultra, converted"),
     ],
 )
@@ -141,9 +117,8 @@ def test_more_bits_make_a_row_cheaper_by_plain_steps():
         assert eight.ratios[tokens] - 1 == pytest.approx((ratio - 1) * 0.5625 / 1.0625)
 
 
-@pytest.mark.parametrize("name", ["M3", "M4 Max"])
-def test_the_roofline_stands_where_no_chip_has_figures(name):
-    question = Question(CHIPS[name], 8e9, 16, 0.0)
+def test_the_roofline_stands_where_no_chip_has_figures():
+    question = Question(CHIPS["M3"], 8e9, 16, 0.0)
     assert question.curve is None
     assert "WARNING" in assumptions(question)[1]
     assert "roofline" in assumptions(question)[1]
@@ -152,7 +127,7 @@ def test_the_roofline_stands_where_no_chip_has_figures(name):
         for tokens in (2, 4000)
     )
     assert few == pytest.approx(question.plain_step), "reading the weights hides the arithmetic"
-    teraflops = CHIPS[name].teraflops
+    teraflops = CHIPS["M3"].teraflops
     assert many == pytest.approx(4000 * 2 * 8e9 / (teraflops * 1e9))
 
 

@@ -17,19 +17,13 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from tests.helpers.models import ByteTokenizer, shared_path
 
 
-def test_mt_bench_keeps_its_categories(tmp_path):
+def test_mt_bench_and_spec_bench_have_their_categories(tmp_path):
     path = tmp_path / "p.jsonl"
-    line = {"question_id": 81, "category": "writing", "turns": ["First.", "Second."]}
+    line = {"question_id": 81, "category": "roleplay", "turns": ["First.", "Second."]}
     path.write_text(json.dumps(line) + "\n\n")
-    assert read_prompts(path) == [Prompt("81", "writing", "First.")]
-
-
-def test_spec_bench_has_six_categories(tmp_path):
-    path = tmp_path / "p.jsonl"
-    lines = [
-        {"question_id": 1, "category": name, "turns": ["x"]}
-        for name in ("writing", "math", "translation", "rag")
-    ]
+    assert read_prompts(path) == [Prompt("81", "roleplay", "First.")]
+    names = ("writing", "math", "translation", "rag")
+    lines = [{"question_id": 1, "category": name, "turns": ["x"]} for name in names]
     path.write_text("\n".join(json.dumps(line) for line in lines))
     categories = [prompt.category for prompt in read_prompts(path)]
     assert categories == ["multi_turn", "multi_turn", "translation", "rag"]
@@ -58,6 +52,7 @@ def test_plain_lines_and_text(tmp_path):
         ('{"a": 1}', "prompt 1: expected a text"),
         ("[1]", "expected an object or a string, got list"),
         ("", "no prompts"),
+        (f'"Hello"\n"{PLACEHOLDER} FROM THE SOURCE"', r"1 of the 2 prompts .* prepare_data\.py"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, text, message):
@@ -77,14 +72,6 @@ def test_prompts_of_the_same_length():
     assert [one.text for one in fitted] == ["ree  one", "two and "]
     with pytest.raises(ConfigError, match="more or longer prompts"):
         fit_prompts(tokenizer, prompts, prompts, 99)
-
-
-def test_speed_bench_that_is_not_filled_in(tmp_path):
-    path = tmp_path / "p.jsonl"
-    turns = ["Hello", f"{PLACEHOLDER} FROM THE SOURCE USING SPECDEC_BENCH"]
-    path.write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in turns))
-    with pytest.raises(ConfigError, match=r"1 of the 2 prompts .* prepare_data\.py"):
-        read_prompts(path)
 
 
 def test_a_dataset_of_the_hub(tmp_path, monkeypatch):

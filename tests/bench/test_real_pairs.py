@@ -27,7 +27,7 @@ def pairs(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_results_are_kept_and_slow_shapes_leave(
-    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_timing: None
 ) -> None:
     out = tmp_path / "out"
     options: dict[str, Any] = {"texts": 5, "tokens": 6}

@@ -4,6 +4,7 @@ import pytest
 
 from mlx_redrafter.bench.report import summarise, tabulate
 from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun, repetition
+from mlx_redrafter.bench.timing import estimate
 from mlx_redrafter.cli.bench_output import show_speeds
 
 
@@ -88,3 +89,22 @@ def test_repetition():
     assert repetition([1, 2, 3]) == 0
     assert repetition([1, 2, 3, 4, 5]) == 0
     assert repetition([1] * 8) == pytest.approx(4 / 5)
+
+
+@pytest.mark.parametrize(
+    ("samples", "low", "high", "span"),
+    [
+        ([3.0], 3, 3, ""),
+        ([3.0, 1.0, 2.0, 5.0], 1, 5, "1 to 5 (range of 4)"),
+        ([3.0, 1.0, 2.0, 5.0, 4.0], 1, 5, "(95%)"),
+    ],
+)
+def test_few_samples_have_a_range_and_more_an_interval(samples, low, high, span):
+    found = estimate(samples)
+    assert found.count == len(samples)
+    assert low <= found.low <= found.median <= found.high <= high
+    assert found.span(".0f").endswith(span)
+    if len(samples) == 5:
+        assert (found.median, found.quartiles) == (3, (2, 4))
+    else:
+        assert (found.low, found.high, found.span(".0f")) == (low, high, span)

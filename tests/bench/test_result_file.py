@@ -31,6 +31,13 @@ def test_round_trip(tmp_path):
     assert found["machine"]["processor"]
     assert "commit" in found
     assert str(tmp_path) not in json.dumps(found)
+    with pytest.raises(CheckpointError, match=r"'memory'.*found 'overhead'"):
+        read_result(path, "memory")
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_result(path, "overhead")
+    assert checkpoint_name(str(tmp_path)) == tmp_path.name
+    assert checkpoint_name("org/name") == "org/name"
 
 
 def test_a_commit_is_one_of_this_code(tmp_path, monkeypatch):
@@ -63,21 +70,6 @@ def test_lists_of_numbers_take_one_line(tmp_path):
     write_result(path, {"kind": "x", **values})
     assert '"tokens": [ 1, -2.5e-07, 3 ]' in path.read_text()
     assert read_result(path, "x") == {"kind": "x", **values}
-
-
-def test_foreign_files_are_named(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text('{"kind": "memory"}')
-    with pytest.raises(CheckpointError, match=r"'overhead'.*found 'memory'"):
-        read_result(path, "overhead")
-    path.write_text("{")
-    with pytest.raises(CheckpointError, match="cannot read"):
-        read_result(path, "overhead")
-
-
-def test_names_without_folders(tmp_path):
-    assert checkpoint_name(str(tmp_path)) == tmp_path.name
-    assert checkpoint_name("org/name") == "org/name"
 
 
 def test_a_drafter_that_was_quantised_when_it_was_loaded_is_told_from_itself():

@@ -17,7 +17,7 @@ from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
 from mlx_redrafter.cli.choose_drafter import choose_drafter
 from tests.bench.test_advice import LLAMA_8B
-from tests.helpers.cli import run
+from tests.helpers.cli import Cli
 
 # Every second layer of this Llama attends to the newest tokens only.
 WINDOWED = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16}
@@ -89,19 +89,19 @@ def test_auto_offers_the_copy_where_it_pays(
 
 
 def test_advice_on_a_model_tells_of_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     _models(tmp_path, monkeypatch)
     llama = tmp_path / "llama"
     llama.mkdir()
     (llama / "config.json").write_text(json.dumps(LLAMA_8B))
-    told = run(capsys, "advise", llama, "--chip", "M4 Pro").out
+    told = cli("advise", llama, "--chip", "M4 Pro").out
     assert f"convert --hf-path {llama} --mlx-path {llama}-4bit -q --q-bits 4" in told
-    told = run(capsys, "advise", tmp_path / "Tiny", "--chip", "M4 Pro").out
+    told = cli("advise", tmp_path / "Tiny", "--chip", "M4 Pro").out
     assert "A smaller copy of the model as its drafter\n  It would not pay: predicted 0." in told
     monkeypatch.setitem(CHIPS, "M4 Pro", replace(CHIPS["M4 Pro"], bandwidth=0.1))
-    told = run(capsys, "advise", tmp_path / "Tiny", "--chip", "M4 Pro").out
+    told = cli("advise", tmp_path / "Tiny", "--chip", "M4 Pro").out
     assert f"--model {tmp_path / 'Tiny'} --drafter {tmp_path / 'Tiny-4bit'} --prompt" in told
     assert "Tiny-4bit (a copy of the model in 4 bits; predicted 1." in told
     (llama / "config.json").write_text(json.dumps({**LLAMA_8B, **WINDOWED}))
-    assert "smaller copy" not in run(capsys, "advise", llama, "--chip", "M4 Pro").out
+    assert "smaller copy" not in cli("advise", llama, "--chip", "M4 Pro").out

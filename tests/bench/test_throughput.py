@@ -6,16 +6,17 @@ import pytest
 
 from mlx_redrafter.bench import speed
 from mlx_redrafter.bench.lab.tables import fill
-from tests.bench.commands import PROMPTS, run
+from tests.bench.commands import run
 
 
-def test_every_method_with_several_texts_and_after_a_power_cut(folders, tmp_path, monkeypatch):
+def test_every_method_with_several_texts_and_after_a_power_cut(
+    folders, prompts, tmp_path, monkeypatch
+):
     target, drafter = folders
-    prompts, out = tmp_path / "p.txt", tmp_path / "t.json"
-    prompts.write_text(PROMPTS)
+    out = tmp_path / "t.json"
     options = (
         "throughput", "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 6,
-        "--batch-sizes", "1,3", "--shapes", "2x3", "--rounds", 2, "-o", out,
+        "--batch-sizes", "1,3", "--shapes", "2x3", "--rounds", 1, "-o", out,
     )  # fmt: skip
     decode = speed._decode_by_stock
 
@@ -39,23 +40,14 @@ def test_every_method_with_several_texts_and_after_a_power_cut(folders, tmp_path
     for row in result["rows"]:
         assert row["num_different"] == 0
         assert row["tokens_per_second"]["median"] > 0
-        if row["arm"] == "mlx-lm":
-            assert row["speedup"]["median"] == 1
+        assert row["arm"] != "mlx-lm" or row["speedup"]["median"] == 1
 
 
 def test_a_table_has_a_column_for_each_number_of_texts():
-    row = {
-        "arm": "auto",
-        "batch_size": 2,
-        "tokens_per_second": {"median": 100.0},
-        "speedup": {"median": 1.25},
-    }
+    medians = {"tokens_per_second": {"median": 100.0}, "speedup": {"median": 1.25}}
     result = {
-        "kind": "throughput",
-        "commit": "0123456789",
-        "configuration": {"temp": 0.0},
-        "disturbances": [],
-        "rows": [row],
+        **{"kind": "throughput", "commit": "0123456789", "configuration": {"temp": 0.0}},
+        **{"disturbances": [], "rows": [{"arm": "auto", "batch_size": 2, **medians}]},
     }
     page = fill("<!-- table: throughput -->\n<!-- end -->", {"x": result})
     assert "| x | 0123456 | 0 | auto |  | 100 (1.25) |  |  |  | yes |" in page

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from mlx_redrafter.bench.chips import CHIPS
 from mlx_redrafter.bench.lab.training_table import TABLE_CHIPS, shape_of
 from mlx_redrafter.bench.training_cost import TrainingCost
@@ -19,9 +17,8 @@ def test_the_table_in_the_documentation_is_what_the_command_gives() -> None:
     assert len(rows) == 6
 
 
-@pytest.mark.parametrize("name", ["M1", "M4 Max"])
-def test_the_cost_grows_with_the_model_and_the_tokens(name: str) -> None:
-    chip, totals = CHIPS[name], []
+def test_the_cost_grows_with_the_model_and_the_tokens() -> None:
+    chip, totals = CHIPS["M1"], []
     for model in ("llama 1B", "llama 8B"):
         shape = shape_of(model, 4)
         once, twice = (TrainingCost.of(shape, tokens) for tokens in (10**6, 2 * 10**6))

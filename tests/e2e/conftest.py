@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Trained
+from tests.helpers.cli import cli  # noqa: F401  (a fixture)
+from tests.helpers.hostile import build_yard
 
 TEMPLATE = (
     "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] }}"
@@ -24,4 +26,12 @@ def chat_folder(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -> P
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with the bundled model's tokenizer, a drafter of it, and texts."""
+    folder = tmp_path_factory.mktemp("untouched")
+    build_yard(folder)
     return folder

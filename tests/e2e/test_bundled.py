@@ -19,8 +19,7 @@ from mlx_redrafter.checkpoints import bundled
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training import fingerprint_weights
-from tests.helpers.cli import run
-from tests.helpers.equality import ids, stock_tokens
+from tests.helpers.cli import Cli
 from tests.helpers.models import random_drafter
 
 PROMPT = "The old man opened the door and"
@@ -60,43 +59,24 @@ def _dtypes(module: nn.Module) -> set[mx.Dtype]:
     return {tensor.dtype for _, tensor in tensors if mx.issubdtype(tensor.dtype, mx.floating)}
 
 
-@pytest.mark.parametrize("drafting", [[], ["--beam-width", 4], ["--drafter", "none"]], ids=str)
-def test_text_is_stock_mlx_lms(
-    pair: Pair, capsys: pytest.CaptureFixture[str], drafting: list[object]
-) -> None:
-    result = run(capsys, "generate", "-p", PROMPT, "-m", 100, "--stats", *drafting)
-    assert (result.code, result.out) == (0, _stock_text(pair, 100) + "\n")
+@pytest.mark.parametrize("drafting", [[], ["--drafter", "none"]], ids=str)
+def test_text_is_stock_mlx_lms(pair: Pair, cli: Cli, drafting: list[object]) -> None:
+    result = cli("generate", "-p", PROMPT, "-m", 60, "--stats", *drafting)
+    assert (result.code, result.out) == (0, _stock_text(pair, 60) + "\n")
     assert result.err.startswith(NOTE)
     assert result.err.count(NOTE) == 1
-    assert ("Speculative: " in result.err) == (drafting != ["--drafter", "none"])
+    assert ("Speculative: " in result.err) == (drafting == [])
 
 
-def test_json(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    values = json.loads(run(capsys, "generate", "-p", PROMPT, "-m", 30, "--json").out)
-    prompt: list[int] = pair.tokenizer.encode(PROMPT)
-    assert values["tokens"] == ids(stock_tokens(pair.model, prompt, 30))
-
-
-def test_check_passes(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "check", "-m", 40)
+def test_check_passes(pair: Pair, cli: Cli) -> None:
+    result = cli("check", "-m", 12)
     assert result.code == 0, result.out
     assert [line.partition(":")[0] for line in result.out.splitlines()] == ["equal"] * 3
 
 
-@pytest.mark.usefixtures("pair")
-def test_bench_measures_the_pair(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, prompts = tmp_path / "throughput.json", tmp_path / "prompts.txt"
-    prompts.write_text("Once upon a time")
-    options = ("--batch-sizes", 1, "--shapes", "1x5", "--rounds", 1, "-m", 8)
-    result = run(capsys, "bench", "throughput", "--prompts", prompts, *options, "--out", out)
-    assert result.code == 0
-    configuration = json.loads(out.read_text())["configuration"]
-    assert (configuration["model"], configuration["drafter"]) == ("bundled", "bundled")
-
-
 def test_neither_network_nor_folder_matter(
     pair: Pair,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -106,13 +86,11 @@ def test_neither_network_nor_folder_matter(
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.chdir(tmp_path)
-    result = run(capsys, "generate", "-p", PROMPT, "-m", 10)
+    result = cli("generate", "-p", PROMPT, "-m", 10)
     assert (result.code, result.out) == (0, _stock_text(pair, 10) + "\n")
 
 
-def test_a_drafter_of_ones_own(
-    pair: Pair, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_drafter_of_ones_own(pair: Pair, cli: Cli, tmp_path: Path) -> None:
     vocab_size, hidden_size = pair.model["model"]["embed_tokens"].weight.shape
     own = random_drafter(vocab_size, hidden_size, exit_dim=32, dtype=mx.float16)
     save_drafter(own, tmp_path)
@@ -120,55 +98,44 @@ def test_a_drafter_of_ones_own(
     assert isinstance(loaded, Drafter)
     assert loaded.config == own.config
     assert _dtypes(loaded) == {mx.float32}
-    result = run(capsys, "generate", "--drafter", tmp_path, "-p", PROMPT, "-m", 30)
+    result = cli("generate", "--drafter", tmp_path, "-p", PROMPT, "-m", 30)
     assert (result.code, result.out) == (0, _stock_text(pair, 30) + "\n")
 
 
-def test_load_without_a_name(pair: Pair) -> None:
+def test_pairs_are_loaded_in_float32_and_folders_as_they_are_stored(pair: Pair) -> None:
     model, tokenizer, drafter = load()
     assert isinstance(drafter, Drafter)
     assert _dtypes(model) == _dtypes(drafter) == {mx.float32}
     assert fingerprint_weights(model) == fingerprint_weights(pair.model)
     assert tokenizer.vocab_size == pair.tokenizer.vocab_size
-
-
-def test_a_folder_is_loaded_as_it_is_stored(pair: Pair) -> None:
     model, _, drafter = load(pair.folder / "target")
     assert fingerprint_weights(model) == pair.stored_fingerprint
     assert drafter is None
 
 
-@pytest.mark.parametrize("part", ["target", "drafter"])
-def test_files(pair: Pair, part: str) -> None:
-    found = {path.name for path in (pair.folder / part).iterdir()}
-    assert found == FILES[part] | {"README.md"}
-
-
-def test_card_of_the_target(pair: Pair) -> None:
+def test_files_and_cards(pair: Pair) -> None:
+    """The drafter's card names the target's weights, as stored or as they are computed with."""
+    for part, names in FILES.items():
+        assert {path.name for path in (pair.folder / part).iterdir()} == names | {"README.md"}
     card = (pair.folder / "target" / "README.md").read_text(encoding="utf-8")
     assert "bits per byte" in card
     assert len(SAMPLE.findall(card)) == 10
-
-
-def test_card_of_the_drafter(pair: Pair) -> None:
-    """It names the target's weights, as stored or as they are computed with."""
-    known = {pair.stored_fingerprint, fingerprint_weights(pair.model)}
-    folder = pair.folder / "drafter"
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    recorded = json.loads((folder / "config.json").read_text())["target"]["fingerprint"]
-    assert recorded in known
+    card = (pair.folder / "drafter" / "README.md").read_text(encoding="utf-8")
+    config = json.loads((pair.folder / "drafter" / "config.json").read_text())
+    recorded = config["target"]["fingerprint"]
+    assert recorded in {pair.stored_fingerprint, fingerprint_weights(pair.model)}
     assert f"weights {recorded}" in card
     assert "tokens/step" in card
 
 
 def test_an_installation_without_the_pair(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(bundled, "FOLDER", tmp_path)
     with pytest.raises(CheckpointError, match=r"expected the bundled target in .*, found none"):
         load()
     for command in (["generate", "-p", "Hi"], ["check"]):
-        result = run(capsys, *command)
+        result = cli(*command)
         assert (result.code, result.out) == (1, "")
         (line,) = result.err.splitlines()
         assert line.startswith("error: expected the bundled target in ")

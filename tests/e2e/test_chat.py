@@ -13,7 +13,7 @@ import pytest
 
 from mlx_redrafter.engine import prompt_encoding
 from tests.conftest import Trained
-from tests.helpers.cli import run
+from tests.helpers.cli import Cli
 
 
 def _say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -24,18 +24,20 @@ def _say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def test_answers_are_those_to_the_whole_chat(
     stories: Trained,
     chat_folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
     options: list[str],
 ) -> None:
-    messages = ["Hi", "Who is Tim", "And then"]
+    """It begins anew at /reset, and ends at /exit."""
+    messages = ["Hi", "Who is Tim", "/reset", "", "And then", "/exit", "Hi"]
     chat = ["chat", "--model", chat_folder, "-m", 12, "--system-prompt", "Be good", *options]
     _say(monkeypatch, *messages)
-    answers = run(capsys, *chat, "--verbose")
+    answers = cli(*chat, "--verbose")
     assert answers.code == 0
-    assert answers.err.count("tokens/s\n") == len(messages)
+    assert answers.err.count("tokens/s\n") == 3
     text, expected = "[system]Be good", ""
-    for message in messages:
+    for message in ("Hi", "Who is Tim", "And then"):
+        text = text if message != "And then" else "[system]Be good"
         text += f"[user]{message}[assistant]"
         prompt = stories.tokenizer.encode(text, add_special_tokens=False)
         answer = mlx_lm.generate(stories.model, stories.tokenizer, prompt, max_tokens=12)
@@ -44,23 +46,12 @@ def test_answers_are_those_to_the_whole_chat(
     assert answers.out == expected
 
 
-def test_a_chat_begins_anew_and_ends(
-    chat_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _say(monkeypatch, "Hi", "/reset", "", "Hi", "/exit", "Hi")
-    answers = run(capsys, "chat", "--model", chat_folder, "-m", 8)
-    half = len(answers.out) // 2
-    assert answers.out[:half] == answers.out[half:] != ""
-
-
-def test_chats_that_cannot_be(
-    stories: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chats_that_cannot_be(stories: Trained, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     _say(monkeypatch, "Hi")
-    bundled = run(capsys, "chat")
+    bundled = cli("chat")
     assert (bundled.code, bundled.out) == (2, "")
     assert "give --model" in bundled.err
-    untemplated = run(capsys, "chat", "--model", stories.folder)
+    untemplated = cli("chat", "--model", stories.folder)
     assert (untemplated.code, untemplated.out) == (2, "")
     assert "a model with a chat template" in untemplated.err
 
@@ -68,14 +59,14 @@ def test_chats_that_cannot_be(
 def test_a_chat_goes_on_at_the_end_of_its_context(
     chat_folder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three times the context: the oldest turns go, the system's message stays."""
     model = tmp_path / "model"
     shutil.copytree(chat_folder, model)
     config = json.loads((model / "config.json").read_text())
-    context = 128
+    context = 96
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
     seen: list[int] = []
     encode = prompt_encoding.encode_chat
@@ -87,9 +78,8 @@ def test_a_chat_goes_on_at_the_end_of_its_context(
         return tokens
 
     monkeypatch.setattr("mlx_redrafter.engine.conversation.encode_chat", watch)
-    messages = ["Tell me of a cat and a dog"] * 14
-    _say(monkeypatch, *messages, "x" * 4000, "Hi")
-    chat = run(capsys, "chat", "--model", model, "-m", 100, "--system-prompt", "Be good")
+    _say(monkeypatch, *["Tell me of a cat and a dog"] * 9, "x" * 4000, "Hi")
+    chat = cli("chat", "--model", model, "-m", 60, "--system-prompt", "Be good")
     assert chat.code == 0
     assert chat.err.count(f"the model's context of {context} tokens is full") >= 3
     assert chat.err.count("error: ") == 1  # of the message that is too long by itself
@@ -102,7 +92,7 @@ def test_a_chat_goes_on_at_the_end_of_its_context(
 def test_commands_of_a_chat(
     chat_folder: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file, other = tmp_path / "chat.jsonl", tmp_path / "other"
@@ -111,7 +101,7 @@ def test_commands_of_a_chat(
     lines += ["/help", "/set temp 0.5", "/set temp -1", "/set no 1", "/set system Be good", "/set"]
     lines += ["/nonsense", "/bye", "Hi"]
     _say(monkeypatch, *lines)
-    chat = run(capsys, "run", chat_folder, "-m", 8, "--temp", 0, "--drafter", "lookup")
+    chat = cli("run", chat_folder, "-m", 8, "--temp", 0, "--drafter", "lookup")
     assert chat.code == 0
     saved = json.loads(file.read_text())["messages"]
     assert [one["role"] for one in saved] == ["user", "assistant"]

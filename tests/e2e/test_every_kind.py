@@ -32,7 +32,7 @@ from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers import mimo, toy
 from tests.helpers.block import LINKS, block_config, random_block
-from tests.helpers.cli import run
+from tests.helpers.cli import Cli
 from tests.helpers.few_shapes import compile_passes
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import fast_tokenizer, random_drafter
@@ -58,49 +58,33 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def write_eagle(folder: Path, version: int) -> Path:
-    sizes = {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "intermediate_size": 32}
-    layers = {"captured_layers": (0, 1, 1)} if version == 3 else {}
-    mx.random.seed(version)
-    config = EagleConfig(version, num_attention_heads=4, num_key_value_heads=2, **sizes, **layers)
-    save_drafter(Eagle(config), folder)
-    return folder
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "intermediate_size": 32, **HEADS}
 
 
-def write_specformer(folder: Path) -> Path:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "intermediate_size": 32}
+def write_heads(folder: Path, make: Callable[[], Any]) -> Path:
     mx.random.seed(5)
-    config = SpecFormerConfig(**sizes, **heads, captured_layers=(0, 1, 1, -1), num_slots=5)
-    save_drafter(SpecFormer(config), folder)
+    save_drafter(make(), folder)
     return folder
 
 
-def write_heads(folder: Path, heads: Any) -> Path:
-    save_drafter(heads, folder)
-    return folder
-
-
-def write_toy(folder: Path) -> Path:
+def make_toy() -> toy.Toy:
     network = toy.Toy(toy.ToyConfig(VOCAB_SIZE, 32))
     network.table = mx.random.normal((VOCAB_SIZE, VOCAB_SIZE), scale=3.0, key=mx.random.key(6))
-    save_drafter(network, folder)
-    return folder
+    return network
 
 
-KINDS: dict[str, Callable[[Path], Path | str]] = {
-    "recurrent": lambda folder: write_heads(folder, random_drafter(VOCAB_SIZE, 32, **CALIBRATION)),
-    "EAGLE-1": lambda folder: write_eagle(folder, 1),
-    "EAGLE-3": lambda folder: write_eagle(folder, 3),
-    "Medusa": lambda folder: write_heads(folder, random_medusa(VOCAB_SIZE, 32, **CALIBRATION)),
-    "MTP": lambda folder: "mtp",
-    "SpecFormer": write_specformer,
-    "DFlash 2": lambda folder: write_heads(
-        folder, random_block(block_config(VOCAB_SIZE, 32, **LINKS["DFlash 2"]))
+# What makes the network of each kind.
+KINDS: dict[str, Callable[[], Any]] = {
+    "recurrent": lambda: random_drafter(VOCAB_SIZE, 32, **CALIBRATION),
+    "EAGLE-1": lambda: Eagle(EagleConfig(1, **SIZES)),
+    "EAGLE-3": lambda: Eagle(EagleConfig(3, **SIZES, captured_layers=(0, 1, 1))),
+    "Medusa": lambda: random_medusa(VOCAB_SIZE, 32, **CALIBRATION),
+    "SpecFormer": lambda: SpecFormer(
+        SpecFormerConfig(**SIZES, captured_layers=(0, 1, 1, -1), num_slots=5)
     ),
-    "toy": write_toy,
-    "draft model": lambda folder: write_model(folder, {**CONFIG, "num_hidden_layers": 1}),
-    "lookup": lambda folder: "lookup",
+    "DFlash 2": lambda: random_block(block_config(VOCAB_SIZE, 32, **LINKS["DFlash 2"])),
+    "toy": make_toy,
 }
 
 
@@ -117,9 +101,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("target"), CONFIG)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, "mtp", "draft model", "lookup"])
 def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return KINDS[request.param](tmp_path_factory.mktemp("drafter"))
+    folder = tmp_path_factory.mktemp("drafter")
+    if request.param == "draft model":
+        return write_model(folder, {**CONFIG, "num_hidden_layers": 1})
+    known = KINDS.get(request.param)
+    return request.param if known is None else write_heads(folder, known)
 
 
 @pytest.fixture(scope="module")
@@ -181,10 +169,10 @@ def test_texts_of_any_kind_share_their_passes(engines: tuple[Engine, Engine]) ->
     caches = [engine.new_prompt_cache() for engine in engines]
     for engine, cache in zip(engines, caches, strict=True):
         engine.generate("A kept prefix", prompt_cache=cache, max_tokens=4)
-    expected = [[r.token for r in plain.stream(**options, max_tokens=14)] for options in texts]
-    again: dict[str, Any] = {"prompt": " goes on", "max_tokens": 14}
+    expected = [[r.token for r in plain.stream(**options, max_tokens=10)] for options in texts]
+    again: dict[str, Any] = {"prompt": " goes on", "max_tokens": 10}
     expected.append([r.token for r in plain.stream(prompt_cache=caches[1], **again)])
-    streams = [drafted.stream(**options, max_tokens=14, shared=shared) for options in texts]
+    streams = [drafted.stream(**options, max_tokens=10, shared=shared) for options in texts]
     streams.append(drafted.stream(prompt_cache=caches[0], shared=shared, **again))
     found: list[list[int]] = [[] for _ in streams]
     live = list(range(3))
@@ -279,7 +267,7 @@ def test_passes_are_dispatched_before_the_host_reads(
     monkeypatch.setattr(device_read, "waiting", count_reads)
     samplings: tuple[dict[str, Any], ...] = {"temp": 1.0, "seed": 2}, {"temp": 0.8, "seed": 3}, {}
     for shape, sampling in zip(SHAPES, samplings, strict=True):
-        options: dict[str, Any] = {"max_tokens": 14, **shape, **sampling}
+        options: dict[str, Any] = {"max_tokens": 12, **shape, **sampling}
         expected = [r.token for r in plain.stream(PROMPTS[0], **options)]
         counts.clear()
         assert [r.token for r in ahead.stream(PROMPTS[0], **options)] == expected
@@ -307,45 +295,39 @@ def test_the_server(engines: tuple[Engine, Engine]) -> None:
 
 
 def test_check_and_compare(
-    target: Path,
-    drafter: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    target: Path, drafter: Any, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Times of tiny models are of no use, and take most of the time.
     monkeypatch.setattr("mlx_redrafter.bench.speed.time_shapes", lambda *_: None)
     pair = ("--model", target, "--drafter", drafter, "--temp", 0.8, "-m", 6)
-    result = run(capsys, "check", *pair, "-p", PROMPTS[0], "-p", PROMPTS[1])
+    result = cli("check", *pair, "-p", PROMPTS[0], "-p", PROMPTS[1])
     is_block = find_kind(drafter) is block
     assert (result.code, result.out.count("equal: 6 tokens")) == (0, 2)
     assert ("decoding 4 texts" in result.err) == (result.err != "") == is_block
     assert ("first drafts accepted by reading of the config" in result.out) == is_block
     (tmp_path / "prompts.txt").write_text("abc abc\n")
     out = tmp_path / "compare.json"
-    options = ("--prompts", tmp_path / "prompts.txt", "--repeats", 1, "-o", out)
-    result = run(capsys, "bench", "compare", *pair, *options)
+    options = ("--prompts", tmp_path / "prompts.txt", "--shapes", "1x3", "--repeats", 1, "-o", out)
+    result = cli("bench", "compare", *pair, *options)
     assert result.code == 0, result.err
     rows = json.loads(out.read_text())["rows"]
     assert {row["num_different"] for row in rows if "auto" in row["arm"]} == {0}
 
 
-def test_a_new_kind_needs_a_folder_and_an_entry(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_kind_needs_a_folder_and_an_entry(target: Path, tmp_path: Path, cli: Cli) -> None:
     """Loading, generating, and inspection; the tests above have the rest."""
-    folder = write_toy(tmp_path / "toy")
+    folder = write_heads(tmp_path / "toy", make_toy)
     network = load(target, drafter=folder)[2]
     assert isinstance(network, toy.Toy)
     pair = ("--model", target, "--prompt", PROMPTS[0], "-m", 12, "--temp", 0)
-    drafted = run(capsys, "generate", *pair, "--drafter", folder, "--beam-width", 2, "--json")
-    plain = run(capsys, "generate", *pair, "--drafter", "none", "--json")
+    drafted = cli("generate", *pair, "--drafter", folder, "--beam-width", 2, "--json")
+    plain = cli("generate", *pair, "--drafter", "none", "--json")
     assert (drafted.code, drafted.err) == (0, "")
     assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
-    inspected = run(capsys, "convert", folder)
+    inspected = cli("convert", folder)
     assert inspected.code == 0
     assert f"{toy.NAME}, which `load` reads as it is" in " ".join(inspected.out.split())
-    refused = run(capsys, "convert", folder, tmp_path / "out")
+    refused = cli("convert", folder, tmp_path / "out")
     assert refused.code != 0
     assert toy.NAME in refused.err
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from typer.main import get_command
 
-from mlx_redrafter.cli.main import app
-from tests.helpers.cli import run
+from mlx_redrafter.cli.main import app, main
+from tests.helpers.cli import Cli
 from tests.helpers.models import ROOT
 
 
@@ -45,30 +46,27 @@ def test_the_table_of_commands_is_that_of_the_help() -> None:
 
 
 @pytest.mark.parametrize("command", _commands(), ids=" ".join)
-def test_help_shows_how_a_command_is_called(
-    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
-) -> None:
-    shown = run(capsys, *command, "--help")
+def test_help_shows_how_a_command_is_called(cli: Cli, command: tuple[str, ...]) -> None:
+    shown = cli(*command, "--help")
     assert shown.code == 0
     assert f"Usage: {' '.join(('redrafter-mlx', *command))} " in shown.out
     assert "<bool>" not in shown.out
     assert "--help" in shown.out
 
 
-@pytest.mark.parametrize("columns", [40, 80])
-def test_names_of_options_are_whole(columns: int) -> None:
-    for name in ("generate", "serve"):
-        words = [sys.executable, "-m", "mlx_redrafter", name, "--help"]
-        environment = {**os.environ, "COLUMNS": str(columns)}
-        shown = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-        for option in get_command(app).commands[name].params:  # type: ignore[attr-defined]
-            assert all(one in shown.stdout for one in option.opts if one.startswith("--")), option
+@pytest.mark.parametrize(("columns", "name"), [("40", "generate"), ("80", "serve")])
+def test_names_of_options_are_whole(columns: str, name: str) -> None:
+    words = [sys.executable, "-m", "mlx_redrafter", name, "--help"]
+    environment = {**os.environ, "COLUMNS": columns}
+    shown = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    for option in get_command(app).commands[name].params:  # type: ignore[attr-defined]
+        assert all(one in shown.stdout for one in option.opts if one.startswith("--")), option
 
 
-def test_names_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "ls", "--json").out == run(capsys, "list", "--json").out
-    assert run(capsys, "genrate").err.endswith("Did you mean 'generate'?\n")
-    unknown = run(capsys, "ps")
+def test_names_of_other_programs(cli: Cli) -> None:
+    assert cli("ls", "--json").out == cli("list", "--json").out
+    assert cli("genrate").err.endswith("Did you mean 'generate'?\n")
+    unknown = cli("ps")
     assert (unknown.code, unknown.err.count("\n")) == (2, 1)
     assert unknown.err.endswith("No such command 'ps'. redrafter-mlx --help lists all.\n")
 
@@ -79,45 +77,40 @@ def test_no_command_is_left_out() -> None:
     assert {f"bench {one}" for one in ("compare", "share", "speed", "sweep", "throughput")} <= names
 
 
-@pytest.mark.parametrize(
-    ("typed", "expected"),
-    [
-        ("ge", ["generate"]),
-        ("con", ["convert"]),
-        ("generate --te", ["--temp"]),
-        ("launch co", ["codex"]),
-        ("generate --model or", ["org/Tiny-4bit", "org/small"]),
-        ("generate --model Ti", ["Tiny-4bit"]),
-        ("generate --model other/", []),
-        ("run org/T", ["org/Tiny-4bit"]),
-        ("serve org/T", ["org/Tiny-4bit"]),
-        ("bench speed --drafter sm", ["small"]),
-        ("convert sm", ["small"]),
-    ],
-)
-def test_the_shell_completes(typed: str, expected: list[str], tmp_path: Path) -> None:
+COMPLETED = {
+    "ge": "generate",
+    "launch co": "codex",
+    "generate --te": "--temp",
+    "generate --model or": "org/Tiny-4bit org/small",
+    "generate --model Ti": "Tiny-4bit",
+    "generate --model other/": "",
+    "run org/T": "org/Tiny-4bit",
+    "bench speed --drafter sm": "small",
+    "convert sm": "small",
+}
+
+
+def test_the_shell_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("org--Tiny-4bit", "org--small"):
         snapshot = tmp_path / f"hub/models--{name}/snapshots/0123"
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text("{}")
     (tmp_path / "hub/models--org--empty/snapshots").mkdir(parents=True)
-    words = f"redrafter-mlx {typed}"
-    completed = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "mlx_redrafter"],
-        env={
-            **os.environ,
-            "HF_HUB_CACHE": str(tmp_path / "hub"),
-            "HOME": str(tmp_path),
-            "_REDRAFTER_MLX_COMPLETE": "complete_bash",
-            "COMP_WORDS": words,
-            "COMP_CWORD": str(len(words.split()) - 1),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert completed.stdout.split() == expected
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("_REDRAFTER_MLX_COMPLETE", "complete_bash")
+    for typed, expected in COMPLETED.items():
+        monkeypatch.setenv("COMP_WORDS", f"redrafter-mlx {typed}")
+        monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+        with pytest.raises(SystemExit):
+            main([])
+        assert capsys.readouterr().out.split() == expected.split(), typed
+    command = [sys.executable, "-X", "importtime", "-m", "mlx_redrafter"]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert completed.stdout.split() == ["small"]
     assert "huggingface_hub.hf_api" not in completed.stderr  # takes 0.2 s
 
 

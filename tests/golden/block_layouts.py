@@ -81,21 +81,17 @@ def backbone(taps: int = 2) -> dict[str, tuple[int, ...]]:
         "hidden_norm.weight": (HIDDEN,),
         "norm.weight": (HIDDEN,),
     }
+    layer = {
+        "self_attn.q_proj": (HEADS * HEAD_SIZE, HIDDEN),
+        **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (GROUPS * HEAD_SIZE, HIDDEN)),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_SIZE),
+        **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (HEAD_SIZE,)),
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (WIDTH, HIDDEN)),
+        "mlp.down_proj": (HIDDEN, WIDTH),
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (HIDDEN,)),
+    }
     for i in range(LAYERS):
-        layer = {
-            "self_attn.q_proj.weight": (HEADS * HEAD_SIZE, HIDDEN),
-            "self_attn.k_proj.weight": (GROUPS * HEAD_SIZE, HIDDEN),
-            "self_attn.v_proj.weight": (GROUPS * HEAD_SIZE, HIDDEN),
-            "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_SIZE),
-            "self_attn.q_norm.weight": (HEAD_SIZE,),
-            "self_attn.k_norm.weight": (HEAD_SIZE,),
-            "mlp.gate_proj.weight": (WIDTH, HIDDEN),
-            "mlp.up_proj.weight": (WIDTH, HIDDEN),
-            "mlp.down_proj.weight": (HIDDEN, WIDTH),
-            "input_layernorm.weight": (HIDDEN,),
-            "post_attention_layernorm.weight": (HIDDEN,),
-        }
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     return shapes
 
 
@@ -132,15 +128,14 @@ def markov(kind: str = "vanilla", rows: int = VOCAB) -> dict[str, tuple[int, ...
 
 
 OWN = {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
-DSPARK_KEYS: Config = {
-    "block_size": 5,
-    "mask_token_id": 47,
+MARKOV_KEYS: Config = {
     "markov_rank": RANK,
     "markov_head_type": "vanilla",
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
-    "num_target_layers": NUM_TARGET_LAYERS,
 }
+NUM_LAYERS: Config = {"num_target_layers": NUM_TARGET_LAYERS}
+DSPARK_KEYS: Config = {"block_size": 5, "mask_token_id": 47, **MARKOV_KEYS, **NUM_LAYERS}
 
 
 def zlab(
@@ -148,8 +143,7 @@ def zlab(
 ) -> Config:
     """Return the config of a DFlash drafter of z-lab, or of incoai."""
     own = {"target_layer_ids": [0, 2], "mask_token_id": 47, "block_size": 6, **(nested or {})}
-    count = {"num_target_layers": NUM_TARGET_LAYERS}
-    return {**LAYER, "architectures": [architecture], "dflash_config": own, **count, **top}
+    return {**LAYER, "architectures": [architecture], "dflash_config": own, **NUM_LAYERS, **top}
 
 
 def deepspec(architecture: str = "Qwen3DSparkModel", **top: Any) -> Config:
@@ -193,32 +187,27 @@ SELECTOR_KEYS: Config = {
     "selector_rank": RANK,
     "selector_top_k": 16,
 }
-SANDWICH = {
-    **{
-        f"layers.{i}.{name}": shape
-        for i in range(LAYERS)
-        for name, shape in {
-            "pre_feedforward_layernorm.weight": (HIDDEN,),
-            "post_feedforward_layernorm.weight": (HIDDEN,),
-            "layer_scalar": (1,),
-        }.items()
-    }
+SANDWICH: dict[str, tuple[int, ...]] = {
+    f"layers.{i}.{name}": shape
+    for i in range(LAYERS)
+    for name, shape in (
+        ("pre_feedforward_layernorm.weight", (HIDDEN,)),
+        ("post_feedforward_layernorm.weight", (HIDDEN,)),
+        ("layer_scalar", (1,)),
+    )
 }
 LFM: Config = {
     **LAYER,
     "architectures": ["Lfm2DSparkDraftModel"],
-    **{k: v for k, v in DSPARK_KEYS.items() if k not in ("mask_token_id", "num_target_layers")},
-    "dflash_config": {
-        "target_layer_ids": [0, 2],
-        "mask_token_id": 47,
-        "num_target_layers": NUM_TARGET_LAYERS,
-    },
+    "block_size": 5,
+    **MARKOV_KEYS,
+    "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 47, **NUM_LAYERS},
     "layer_types": ["full_attention"] * LAYERS,
     "rope_is_neox_style": False,
 }
 SPECFORGE_CONFIG: Config = {
     **zlab(nested={"projector_type": "dspark"}),
-    **{k: v for k, v in DSPARK_KEYS.items() if k != "mask_token_id"},
+    **{"block_size": 5, **MARKOV_KEYS, **NUM_LAYERS},
 }
 SPECFORGE_CONFIG["dflash_config"].pop("block_size")
 
@@ -283,13 +272,9 @@ LAYOUTS: dict[str, Layout] = {
             **LAYER,
             "model_type": "muse_glimmer_assistant",
             "architectures": ["MuseGlimmerAssistantForCausalLM"],
-            "layer_types": SLIDING,
-            "sliding_window": WINDOW,
+            **{"layer_types": SLIDING, "sliding_window": WINDOW},
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "block_size": 6,
-            "mask_token_id": 47,
-            "target_layer_ids": [0, 2],
-            "num_target_layers": NUM_TARGET_LAYERS,
+            **{"block_size": 6, "mask_token_id": 47, "target_layer_ids": [0, 2], **NUM_LAYERS},
         },
         {META_NAMES.get(name, name): shape for name, shape in backbone().items()},
         (VLM,),
@@ -361,12 +346,9 @@ LAYOUTS: dict[str, Layout] = {
     "speculators DSpark sliding": Layout(
         speculators(
             "dspark",
-            {"layer_types": MIXED, "sliding_window": WINDOW, "use_sliding_window": True},
+            {**SLIDING_LAYERS, "layer_types": MIXED},
             sample_from_anchor=True,
-            markov_rank=RANK,
-            markov_head_type="vanilla",
-            enable_confidence_head=True,
-            confidence_head_with_markov=True,
+            **MARKOV_KEYS,
         ),
         {**backbone(), **markov()},
         (SPECULATORS,),
@@ -377,10 +359,7 @@ LAYOUTS: dict[str, Layout] = {
                 "dspark",
                 sample_from_anchor=kind != "gated",
                 draft_vocab_size=REDUCED if kind == "gated" else VOCAB,
-                markov_rank=RANK,
-                markov_head_type=kind,
-                enable_confidence_head=True,
-                confidence_head_with_markov=True,
+                **{**MARKOV_KEYS, "markov_head_type": kind},
             ),
             {
                 **backbone(),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import pytest
 import typer.main
 
 from mlx_redrafter.cli.main import main
+
+# The program never needs torch, which transformers, where it is installed, imports for seconds.
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
+# Arguments of Python that run the program in a process of its own.
+PROGRAM = ("-c", f"{WITHOUT_TORCH}; from mlx_redrafter.cli.main import run; run()")
 
 # Typer builds all commands anew for every call, 20 ms that a program spends once.
 typer.main.get_command = cache(typer.main.get_command)
@@ -28,3 +34,12 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> Result:
     code = main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return Result(code, out, err)
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """`run` for tests that need no captured output of their own."""
+    return partial(run, capsys)

@@ -47,7 +47,8 @@ class FakeHub:
         """Answer requests on a free port."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.address = f"http://127.0.0.1:{server.server_port}"
-        thread = Thread(target=server.serve_forever, daemon=True)
+        poll = {"poll_interval": 0.01}
+        thread = Thread(target=server.serve_forever, kwargs=poll, daemon=True)
         thread.start()
         try:
             yield self

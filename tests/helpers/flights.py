@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.target.target import Target
 
 
 def flight_of(
@@ -38,3 +42,42 @@ def flight_of(
         num_unmerged=len(path),
         states=states,
     )
+
+
+def drafts_after_any_steps(
+    network: Any, target: Target, width: int, plans: Sequence[DraftPlan], rng: random.Random
+) -> Iterator[tuple[list[int], mx.array, Any]]:
+    """Drafts after a prompt in chunks, and accepted, rejected and skipped drafts.
+
+    Args:
+        network: One that reads states of the target.
+        target: The model; its states are random.
+        width: Width of a state.
+        plans: Plans in turn.
+        rng: Source of tokens and states.
+
+    Yields:
+        The text so far, the states after each of its tokens but the last, and a tree.
+    """
+
+    def draw(count: int) -> tuple[list[int], mx.array]:
+        key = mx.random.key(rng.randrange(10**6))
+        states = 2 * mx.random.normal((count, width), key=key)
+        return [rng.randrange(target.vocab_size) for _ in range(count)], states
+
+    text, states = draw(7)
+    drafting = network.open(target, text, True, [])
+    for start in (0, 4):  # the last token of the prompt apart
+        drafting.reader.read(states[start : min(start + 4, 6)])
+    flight = flight_of(text[-1:], 0, 9, len(text) - 1, states[-1:])
+    text.append(9)
+    for step in range(6):
+        if step % 3 == 1:
+            drafting.skip(flight)
+        else:
+            yield text, states, drafting.propose(flight, plans[step % len(plans)], None)
+        path, nodes = draw(rng.randrange(1, 5))
+        num_accepted = rng.randrange(len(path))
+        flight = flight_of([text[-1], *path[1:]], num_accepted, 11, len(text) - 1, nodes)
+        text += [*path[1 : num_accepted + 1], 11]
+        states = mx.concatenate([states, nodes[: num_accepted + 1]])

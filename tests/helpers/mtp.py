@@ -19,9 +19,14 @@ from tests.models.tiny_models import tiny_config
 Shapes = dict[str, tuple[int, ...]]
 # Classes of the families in transformers.
 TORCH_NAMES = {
-    "deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "glm4_moe_lite": "Glm4MoeLite",
-    "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_next": "Qwen3Next",
-}  # fmt: skip
+    "mimo": "Qwen2",
+    "deepseek_v3": "DeepseekV3",
+    "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "qwen3_next": "Qwen3Next",
+}
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -204,9 +209,11 @@ class TorchModule:
         self.weights = {
             n.removeprefix(start): torch.from_numpy(np.array(t)) for n, t in tensors.items()
         }
-        package = f"transformers.models.{model_type}"
-        modeling = importlib.import_module(f"{package}.modeling_{model_type}")
-        configuration = importlib.import_module(f"{package}.configuration_{model_type}")
+        self.is_mimo = model_type == "mimo"
+        kind = "qwen2" if self.is_mimo else model_type
+        package = f"transformers.models.{kind}"
+        modeling = importlib.import_module(f"{package}.modeling_{kind}")
+        configuration = importlib.import_module(f"{package}.configuration_{kind}")
         name = TORCH_NAMES[model_type]
         text = "Text" if model_type.startswith("qwen3_5") else ""
         own = {key: copy.deepcopy(v) for key, v in config.items() if key != "model_type"}
@@ -241,9 +248,12 @@ class TorchModule:
         torch = self.torch
         h, e = (part.float() for part in torch.from_numpy(pairs).chunk(2, dim=-1))
         names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        if self.is_mimo:  # as in vLLM's ``mimo_mtp.py``
+            names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
         if self.is_qwen:
             names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-        joined = torch.cat([self.norm(e, names[0]), self.norm(h, names[1])], dim=-1)
+        parts = [self.norm(e, names[0]), self.norm(h, names[1])]
+        joined = torch.cat(parts[::-1] if self.is_mimo else parts, dim=-1)
         x = (joined @ self.weights[f"{names[2]}.weight"].T)[None]
         n = x.shape[1]
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
@@ -256,4 +266,4 @@ class TorchModule:
                 position_embeddings=self.rope(x, positions),
             )[0]
         normed = self.norm(y, names[3])
-        return normed, normed if self.is_qwen else y
+        return normed, normed if self.is_qwen or self.is_mimo else y

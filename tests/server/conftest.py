@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 from tests.server.serving import Served, make_engine, serving
 
 
@@ -13,3 +15,11 @@ from tests.server.serving import Served, make_engine, serving
 def served() -> Iterator[Served]:
     with serving(make_engine()) as one:
         yield one
+
+
+@pytest.fixture(autouse=True)
+def _as_a_library() -> None:
+    """Log as before the command line, which other tests run in this process, chose how to."""
+    logger = logging.getLogger("mlx_redrafter")
+    logger.setLevel(logging.NOTSET)
+    logger.handlers = []

@@ -7,22 +7,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.cli import PROGRAM, WITHOUT_TORCH
 from tests.server.serving import ABSENT
 
 
 @contextmanager
-def process(folder: Path, *options: str, **how: Any) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """The command with the bundled pair, and its port."""
+def process(*options: str, code: str = "", **how: Any) -> Iterator[subprocess.Popen[str]]:
+    """The command with the bundled pair, after some lines of code."""
     pytest.importorskip("uvicorn", reason=ABSENT)
-    command = [sys.executable, "-m", "mlx_redrafter", "serve", "--port", "0", *options]
-    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, **how) as server:
+    program = f"{WITHOUT_TORCH}\n{code}\n{PROGRAM[1]}"
+    command = [sys.executable, "-c", program, "serve", "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **how) as server:
         try:
-            yield server, port_of(server)
+            yield server
         finally:
             server.kill()
 

@@ -95,12 +95,28 @@ class Served:
 
         patch.setattr(self.worker, "_step", slowly)
 
+    def wait_for(self, **gauges: int) -> None:
+        """Wait until gauges of the worker have these values."""
+        end = time.monotonic() + 90
+        while not gauges.items() <= self.worker.gauges().items():
+            assert time.monotonic() < end, (gauges, self.worker.gauges())
+            time.sleep(0.002)
+
     def wait_until_idle(self) -> None:
         """Wait until no text is written any more."""
-        end = time.monotonic() + 90
-        while any(self.worker.gauges()[f"{kind}_requests"] for kind in ("waiting", "running")):
-            assert time.monotonic() < end, "texts go on"
-            time.sleep(0.01)
+        self.wait_for(waiting_requests=0, running_requests=0)
+
+    def begin(self, **fields: Any) -> http.client.HTTPConnection:
+        """Ask for a long text, which is not read."""
+        return begin(self.port, {"prompt": "A", "max_tokens": 480, "stream": True, **fields})
+
+
+def begin(port: int, body: dict[str, Any]) -> http.client.HTTPConnection:
+    """Ask a server for a text, which is not read."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection
 
 
 @contextmanager

@@ -43,20 +43,15 @@ def test_reasoning_and_calls(streams: bool) -> None:
     ):
         options: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
         if streams:
-            chunks = [
-                one.choices[0] for one in client.chat.completions.create(**options, stream=True)
-            ]
-            deltas = [one.delta for one in chunks]
-            content = "".join(one.content or "" for one in deltas)
-            reasoning = "".join(getattr(one, "reasoning", "") for one in deltas)
-            (call,) = (call for one in deltas for call in one.tool_calls or ())
-            reason = chunks[-1].finish_reason
+            chunks = list(client.chat.completions.create(**options, stream=True))
+            messages = [one.choices[0].delta for one in chunks]
+            reason = chunks[-1].choices[0].finish_reason
         else:
             choice = client.chat.completions.create(**options).choices[0]
-            content, reasoning = choice.message.content or "", choice.message.reasoning  # type: ignore[attr-defined]
-            assert choice.message.tool_calls is not None
-            (call,) = choice.message.tool_calls
-            reason = choice.finish_reason
+            messages, reason = [choice.message], choice.finish_reason
+        content = "".join(one.content or "" for one in messages)
+        reasoning = "".join(getattr(one, "reasoning", "") for one in messages)
+        (call,) = (call for one in messages for call in one.tool_calls or ())
         assert reasoning == text[7:10]
         assert content == text[:4] + text[13:16] + text[25:]
         assert call.function is not None

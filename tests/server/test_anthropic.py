@@ -78,53 +78,35 @@ def test_a_stream_is_the_same_answer(client: Any) -> None:
     assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", "n")
 
 
-def test_tokens_are_counted(client: Any, served: Served) -> None:
-    counted = client.messages.count_tokens(model="tiny", messages=ASKED["messages"], tools=[TOOL])
-    prompt = "get_weather;[user]Weather?<ask>"
-    tokenizer = served.engine.tokenizer
-    assert counted.input_tokens == len(tokenizer.encode(prompt, add_special_tokens=False))
-
-
 TURNS = [{"role": role, "content": "W"} for role in ("user", "assistant")]
-BAD: dict[str, tuple[str, dict[str, Any]]] = {
-    "field": ("colour is not supported", {"colour": "red"}),
-    "no length": ("max_tokens must be", {"max_tokens": None}),
-    "image": (
-        "reads neither images",
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-    ),
-    "id": (
-        "the id of a call before it",
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1"}]}
-            ]
-        },
-    ),
-    "schema": (
-        "get_weather: grammar cannot be used",
-        {"tools": [{**TOOL, "input_schema": {"properties": {"a": {"type": "nothing"}}}}]},
-    ),
-    "tool": ("tools[0].type must be", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
-    "choice": (
-        "tool_choice names 'fly'",
-        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "fly"}},
-    ),
-    "long": ("prompt is too long: ", {"messages": [*TURNS * 8_000, TURNS[0]]}),
-    "answer": ("must end with a message of the user", {"messages": TURNS}),
-    "empty": ("messages[0].content must be", {"messages": [{"role": "user", "content": []}]}),
-}
+UNKNOWN = {"type": "tool_result", "tool_use_id": "toolu_1"}
+NO_SCHEMA = {**TOOL, "input_schema": {"properties": {"a": {"type": "nothing"}}}}
+FLY = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "fly"}}
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_errors_have_its_shape(served: Served, name: str) -> None:
-    message, fields = BAD[name]
+def _asking(*content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(content)}]}
+
+
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("colour is not supported", {"colour": "red"}),
+    ("max_tokens must be", {"max_tokens": None}),
+    ("reads neither images", _asking({"type": "image", "source": {}})),
+    ("the id of a call before it", _asking(UNKNOWN)),
+    ("get_weather: grammar cannot be used", {"tools": [NO_SCHEMA]}),
+    ("tools[0].type must be", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
+    ("tool_choice names 'fly'", FLY),
+    ("prompt is too long: ", {"messages": [*TURNS * 8_000, TURNS[0]]}),
+    ("must end with a message of the user", {"messages": TURNS}),
+    ("messages[0].content must be", _asking()),
+]
+
+
+@pytest.mark.parametrize(("message", "fields"), BAD, ids=[message for message, _ in BAD])
+def test_errors_have_its_shape(served: Served, message: str, fields: dict[str, Any]) -> None:
     status, reply = served.send("/v1/messages", {**ASKED, **fields})
-    assert (status, reply["type"], reply["error"]["type"]) == (
-        400,
-        "error",
-        "invalid_request_error",
-    )
+    found = status, reply["type"], reply["error"]["type"]
+    assert found == (400, "error", "invalid_request_error")
     assert message in reply["error"]["message"]
 
 
@@ -169,7 +151,12 @@ def test_models_are_listed(client: Any, served: Served) -> None:
     assert client.models.retrieve("tiny") == model
 
 
-def test_tokens_are_counted_beyond_the_context(client: Any, served: Served) -> None:
+def test_tokens_are_counted(client: Any, served: Served) -> None:
+    """Beyond the context, too."""
+    encode = served.engine.tokenizer.encode
+    counted = client.messages.count_tokens(model="tiny", messages=ASKED["messages"], tools=[TOOL])
+    prompt = "get_weather;[user]Weather?<ask>"
+    assert counted.input_tokens == len(encode(prompt, add_special_tokens=False))
     for count in 1, 8_000:
         messages = [*TURNS * count, TURNS[0]]
         asked = {"model": "tiny", "messages": messages}

@@ -149,6 +149,13 @@ def _read(engine: Engine, tokens: list[int], reason: str, **fields: Any) -> list
     return parts
 
 
+def _join(parts: list[Part]) -> Part:
+    whole = deepcopy(parts[0])
+    for part in parts[1:]:
+        whole += part
+    return whole
+
+
 @pytest.mark.parametrize("kind", TEXTS)
 def test_a_call_with_all_tags_in_its_strings(kind: str) -> None:
     assert TEXTS.keys() == MARKS.keys()
@@ -159,9 +166,7 @@ def test_a_call_with_all_tags_in_its_strings(kind: str) -> None:
         tokens = [*_marker(engine, "start"), *call, *_marker(engine, "end")]
         parts = _read(engine, tokens, "stop", tool_choice="required")
         expected = {"text": said, "kind": "a b", "more": {"x": [said], "next": {"on": True}}}
-        whole = deepcopy(parts[0])
-        for part in parts[1:]:
-            whole += part
+        whole = _join(parts)
         (found,) = whole.tool_calls
         assert (found.name, found.parsed) == ("say", expected)
         assert (whole.content, whole.finish_reason) == ("", "tool_calls")
@@ -187,10 +192,7 @@ def test_several_calls_between_two_markers(kind: str) -> None:
     first, last = (_spell(engine, text) for text in form.around)
     calls = [*first, *call, *again, *call, *last]
     tokens = [*_marker(engine, "start"), *calls, *_marker(engine, "end")]
-    parts = _read(engine, tokens, "stop", tool_choice="required")
-    whole = deepcopy(parts[0])
-    for part in parts[1:]:
-        whole += part
+    whole = _join(_read(engine, tokens, "stop", tool_choice="required"))
     assert len({call.id for call in whole.tool_calls}) == 2
     assert [(call.parsed or {})["text"] for call in whole.tool_calls] == [PLAIN, PLAIN]
 
@@ -212,21 +214,26 @@ def test_a_call_that_is_cut(kind: str) -> None:
 
 
 BAD_SCHEMAS: list[dict[str, Any]] = [
+    *(
+        {"properties": {"a": one}, "required": ["a"]}
+        for one in (
+            {"type": "string", "maxLength": "x"},
+            {"type": "string", "minLength": 4, "maxLength": 2},
+            {"$ref": "#/nope"},
+            {"$ref": "#/properties/a"},
+            {"type": "array", "minItems": 3, "maxItems": 2},
+            {"enum": 5},
+            {"enum": []},
+            {"anyOf": []},
+            {"items": [{"type": "string"}], "type": "array"},
+            False,
+        )
+    ),
     {"properties": [1]},
-    {"properties": {"a": {"type": "string", "maxLength": "x"}}},
-    {"properties": {"a": {"type": "string", "minLength": 4, "maxLength": 2}}},
-    {"properties": {"a": {"$ref": "#/nope"}}},
-    {"properties": {"a": {"$ref": "#/properties/a"}}},
-    {"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 2}}},
-    {"properties": {"a": {"enum": 5}}},
-    {"properties": {"a": {"enum": []}}},
     {"properties": {"a b:": {"type": "string"}}},
-    {"properties": {"a": False}, "required": ["a"]},
     {"required": ["b"]},
     {"$ref": "#"},
     {"$ref": "https://elsewhere.example/schema"},
-    {"properties": {"a": {"anyOf": []}}},
-    {"properties": {"a": {"items": [{"type": "string"}], "type": "array"}}},
 ]
 
 
@@ -245,7 +252,7 @@ def test_bad_schemas(kind: str) -> None:
     assert len(refused) >= 6
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "json_tools", "pythonic", "qwen3_coder"])
+@pytest.mark.parametrize("kind", ["gemma4", "json_tools"])
 def test_as_many_tools_as_a_request_may_have(kind: str) -> None:
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     text = {"type": "string", "maxLength": 1 << 19}
@@ -263,7 +270,7 @@ def test_thousands_of_choices(kind: str) -> None:
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     form = find_format(engine.tokenizer)
     assert form is not None
-    choices = ["", "a", "a b", 'é"\\/\t', *(f"choice number {i}" for i in range(2000))]
+    choices = ["", "a", "a b", 'é"\\/\t', *(f"choice number {i}" for i in range(500))]
     schema = {"properties": {"text": {"enum": choices}}, "required": ["text"]}
     tools = Tools([{"type": "function", "function": {"name": "say", "parameters": schema}}])
     for said in (*choices[:4], choices[-1]):

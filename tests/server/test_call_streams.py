@@ -144,10 +144,10 @@ def test_a_schema_that_no_text_fits(served: Served, name: str) -> None:
         assert message.startswith("tools: no token may follow")
 
 
-@pytest.mark.parametrize("kind", ["json_tools", "gemma4", "pythonic"])
+@pytest.mark.parametrize("kind", ["json_tools", "gemma4"])
 def test_hundreds_of_arguments_that_may_be_missing(kind: str) -> None:
     path, body, read_whole, _ = PROTOCOLS["chat"]
-    more = {f"more_{i}": {"type": "integer"} for i in range(500)}
+    more = {f"more_{i}": {"type": "integer"} for i in range(300)}
     schema = {**SCHEMA, "properties": {**more, **SCHEMA["properties"]}}
     with serving(calling_engine(kind), defaults=UNLIMITED) as one:
         status, whole = one.send(path, {**_asking(body, schema), "max_tokens": 400})

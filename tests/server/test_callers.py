@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
-import json
 import logging
 import socket
+import threading
 import time
 from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 
+pytest.importorskip("starlette", reason="the server needs mlx-redrafter[server]")
+
+from starlette.datastructures import Headers
+
 from mlx_redrafter.engine.prompt_encoding import LongPromptError, encode_prompt
+from mlx_redrafter.server import listening
+from mlx_redrafter.server.callers import Callers
 from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.listening import make_server
+from mlx_redrafter.server.protocols import service
+from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.worker import Worker
 from tests.server.serving import KEY, Served, make_engine, serving
 
 TEXT = {"prompt": "A", "max_tokens": 2}
@@ -24,24 +35,21 @@ PATH = "/v1/completions"
 def quick() -> Any:
     """A server that does not wait long for bodies that it does not need."""
     with pytest.MonkeyPatch.context() as patch, serving(make_engine()) as one:
-        patch.setattr("mlx_redrafter.server.callers.DRAIN_SECONDS", 1.0)
+        patch.setattr("mlx_redrafter.server.callers.DRAIN_SECONDS", 0.2)
         yield one
 
 
 @pytest.mark.parametrize(
     ("host", "origin", "status"),
     [
-        ("localhost", None, 200),
         ("LocalHost:1234", None, 200),
         ("[::1]:8080", None, 200),
         ("named.example:80", "https://named.example:80", 200),
         ("127.0.0.1:8080", "http://127.0.0.1:8080", 200),
         ("localhost", "http://page.example", 200),
-        ("evil.example", None, 403),
         ("evil.example", "http://evil.example", 403),
         ("localhost.evil.example", None, 403),
         ("127.0.0.1@evil.example", None, 403),
-        ("10.0.0.1", None, 403),
         ("localhost", "http://evil.example", 403),
         ("localhost:80", "http://localhost:81", 403),
         ("localhost", "null", 403),
@@ -53,15 +61,11 @@ def test_hosts_and_origins(quick: Served, host: str, origin: str | None, status:
         found, reply = quick.send(path, body, **headers)
         assert found == status
         if status == 403:
+            assert reply["error"]["type"] == "permission_error"
             assert reply["error"]["code"] in ("host_not_allowed", "origin_not_allowed")
 
 
 def test_a_server_for_all_addresses() -> None:
-    from starlette.datastructures import Headers
-
-    from mlx_redrafter.server.callers import Callers
-    from mlx_redrafter.server.refusals import Refusal
-
     callers = Callers(host="0.0.0.0")
     callers.check_host(Headers({"host": "192.168.1.5:8080"}))
     with pytest.raises(Refusal):
@@ -144,8 +148,6 @@ def test_a_body_that_comes_late_keeps_the_connection(quick: Served) -> None:
 
 def test_connections_beyond_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest silent ones make room."""
-    from mlx_redrafter.server import listening
-
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", 10)
     with serving(make_engine()) as served:
         silent = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(30)]
@@ -157,11 +159,6 @@ def test_connections_beyond_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_errors_of_the_loop_are_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    import asyncio
-
-    from mlx_redrafter.server.listening import make_server
-    from mlx_redrafter.server.worker import Worker
-
     server = make_server(lambda *_: None, 1, 1, Worker(Limits()))  # type: ignore[arg-type, return-value]
     loop = asyncio.new_event_loop()
     for _ in range(1000):
@@ -181,24 +178,20 @@ def test_long_prompts_are_not_encoded_whole(quick: Served) -> None:
             return [0] * len(text)
 
     counting: Any = Counting()
-    with pytest.raises(LongPromptError, match="has 2000000 tokens"):
-        encode_prompt(counting, "AB" * 1_000_000, limit=512)
+    with pytest.raises(LongPromptError, match="has 400000 tokens"):
+        encode_prompt(counting, "AB" * 200_000, limit=512)
     assert max(lengths) < 100_000
-    status, reply = quick.send(PATH, {"prompt": "AB" * 1_000_000})
+    status, reply = quick.send(PATH, {"prompt": "AB" * 200_000})
     assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
     message = reply["error"]["message"].lower()
     assert "this model's maximum context length is 512 tokens" in message
-    assert "prompt has 2000000 and 30 more are asked for" in message
+    assert "prompt has 400000 and 30 more are asked for" in message
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(
     quick: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The encoding of a large body lasts until the small one has its answer."""
-    import threading
-
-    from mlx_redrafter.server.protocols import service
-
     fit, is_answered, began = service.fit, threading.Event(), threading.Event()
 
     def slowly(request: Any, *rest: Any) -> Any:
@@ -209,20 +202,11 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(
 
     monkeypatch.setattr(service, "fit", slowly)
     found: list[Any] = []
-    large = threading.Thread(
-        target=lambda: found.append(quick.send(PATH, {"prompt": "A" * 1_000_000}))
-    )
+    long = {"prompt": "A" * 300_000}
+    large = threading.Thread(target=lambda: found.append(quick.send(PATH, long)))
     large.start()
     assert began.wait(60)
     assert quick.send(PATH, TEXT)[0] == 200
     is_answered.set()
     large.join()
     assert found[0][0] == 400
-
-
-def test_json_of_all_errors(quick: Served) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", quick.port, timeout=60)
-    with closing(connection):
-        connection.request("GET", "/v1/models", headers={"Host": "evil.example"})
-        error = json.loads(connection.getresponse().read())["error"]
-    assert error["type"] == "permission_error"

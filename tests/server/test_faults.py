@@ -1,26 +1,22 @@
-"""Clients that are killed or do not read, a full disk, and an end in the middle of work."""
+"""Clients that are killed or do not read, and a full disk."""
 
 from __future__ import annotations
 
-import http.client
 import json
-import re
 import resource
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.server.limits import Limits
-from tests.server.processes import process
-from tests.server.serving import KEY, Served, make_engine, serving
+from tests.server.serving import KEY, make_engine, serving
 
 PATH = "/v1/completions"
 OTHER = {"prompt": "THE OTHER CLIENT", "max_tokens": 30, "seed": 3, "temperature": 1.0}
@@ -54,7 +50,7 @@ def _request(body: dict[str, Any]) -> bytes:
 @contextmanager
 def _client(port: int, body: dict[str, Any], sent: int, read: int) -> Iterator[None]:
     """A process that has got as far as that, killed at the end of the block."""
-    command = [sys.executable, "-c", CLIENT, str(port), str(sent), str(read)]
+    command = [sys.executable, "-S", "-c", CLIENT, str(port), str(sent), str(read)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
         try:
             assert client.stdin is not None
@@ -67,44 +63,31 @@ def _client(port: int, body: dict[str, Any], sent: int, read: int) -> Iterator[N
             client.kill()
 
 
-@pytest.fixture(scope="module")
-def narrow() -> Iterator[Served]:
-    """Two texts at once, so that a third waits."""
-    with serving(make_engine(), Limits(max_running=2)) as one:
-        yield one
-
-
 WHOLE = 1 << 20
 PHASES = {
-    "half a header": (LONG, 40, 0),
-    "half a body": (LONG, len(_request(LONG)) - 30, 0),
-    "in its prompt": (LONG, WHOLE, 0),
-    "in its stream": (LONG, WHOLE, 300),
-    "waiting for a whole text": ({**LONG, "stream": False}, WHOLE, 0),
-    "with several texts": ({**LONG, "n": 4, "logprobs": 5}, WHOLE, 300),
+    "half a header": [(LONG, 40, 0)],
+    "half a body": [(LONG, len(_request(LONG)) - 30, 0)],
+    "in its prompt": [(LONG, WHOLE, 0)],
+    "waiting for a whole text": [({**LONG, "stream": False}, WHOLE, 0)],
+    "with several texts": [({**LONG, "n": 4, "logprobs": 5}, WHOLE, 300)],
+    "in streams and in the queue": [(LONG, WHOLE, 300), (LONG, WHOLE, 300), (LONG, WHOLE, 0)],
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_client_is_killed(narrow: Served, phase: str) -> None:
-    """Others get their own texts meanwhile, and nothing of the dead one's stays."""
-    expected = narrow.send(PATH, OTHER)[1]["choices"][0]["text"]
-    with _client(narrow.port, *PHASES[phase]):
-        during = narrow.send(PATH, OTHER)[1]["choices"][0]["text"]
-    narrow.wait_until_idle()
-    assert [during, narrow.send(PATH, OTHER)[1]["choices"][0]["text"]] == [expected] * 2
-    assert narrow.worker.counters.texts["failed"] == 0
-
-
-def test_clients_are_killed_in_the_queue(narrow: Served) -> None:
-    with (
-        _client(narrow.port, LONG, WHOLE, 300),
-        _client(narrow.port, LONG, WHOLE, 300),
-        _client(narrow.port, LONG, WHOLE, 0),
-    ):
-        pass
-    assert narrow.send(PATH, OTHER)[0] == 200
-    narrow.wait_until_idle()
+def test_clients_are_killed() -> None:
+    """Others get their own texts meanwhile, and nothing of the dead ones' stays."""
+    with serving(make_engine(), Limits(max_running=2)) as narrow:  # a third text waits
+        expected = narrow.send(PATH, OTHER)[1]["choices"][0]["text"]
+        for phase, clients in PHASES.items():
+            with ExitStack() as stack:
+                for client in clients:
+                    stack.enter_context(_client(narrow.port, *client))
+                if len(clients) == 1:
+                    during = narrow.send(PATH, OTHER)[1]["choices"][0]["text"]
+                    assert during == expected, phase
+            narrow.wait_until_idle()
+            assert narrow.send(PATH, OTHER)[1]["choices"][0]["text"] == expected, phase
+            assert narrow.worker.counters.texts["failed"] == 0, phase
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
@@ -124,57 +107,19 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
             assert served.send(PATH, OTHER)[0] == 200
 
 
-def _ask(port: int, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
-        connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file can have a byte; texts do not need any."""
-
-    def fill() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-    with process(tmp_path, "--drafter", "lookup", preexec_fn=fill) as (server, port):
-        status, reply = _ask(port, {"prompt": "Once upon a time", "max_tokens": 20})
-        assert (status, reply["usage"]["completion_tokens"]) == (200, 20)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-        assert server.stderr is not None
-        assert "Traceback" not in server.stderr.read()
-
-
-def test_sigterm_under_load(tmp_path: Path) -> None:
-    """Texts that were begun are written to their end; nobody is left without an answer."""
-    with process(tmp_path, "--drafter", "none", "--max-running", "2") as (server, port):
-        body = {"prompt": "Once upon a time", "max_tokens": 60}
-        expected = _ask(port, body)[1]["choices"][0]["text"]
-        answers: list[tuple[int, dict[str, Any]]] = []
-
-        def ask() -> None:
-            answers.append(_ask(port, body))
-
-        threads = [threading.Thread(target=ask) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        # All have come, and most have not ended.
-        kinds = "running_requests", "waiting_requests"
-        while len(answers) + sum(_gauge(port, kind) for kind in kinds) < 6:
-            time.sleep(0.005)
-        server.send_signal(signal.SIGTERM)
-        for thread in threads:
-            thread.join()
-        assert server.wait(60) == 0
-    assert [status for status, _ in answers] == [200] * 6
-    assert {reply["choices"][0]["text"] for _, reply in answers} == {expected}
-
-
-def _gauge(port: int, name: str) -> float:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-    found = re.search(rf"^redrafter_{name} (\d+)", text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain = make_engine()
+    engine = Engine(plain.target.model, plain.tokenizer, "lookup")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with serving(engine, folder=tmp_path) as served:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            for _ in range(2):
+                status, reply = served.send(PATH, {**LONG, "max_tokens": 20, "stream": False})
+                assert (status, reply["usage"]["completion_tokens"]) == (200, 20)
+            served.worker.end()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not any(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())

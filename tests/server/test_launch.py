@@ -13,7 +13,7 @@ import pytest
 
 from mlx_redrafter.cli.agents import AGENTS, Address
 from tests.helpers.calling import calling_engine
-from tests.helpers.cli import run
+from tests.helpers.cli import PROGRAM, Cli, run
 from tests.server.serving import ABSENT, KEY, make_engine, serving
 
 # A program in place of an agent: it says how it was started, and asks the server.
@@ -35,12 +35,15 @@ sys.exit(7)
 """
 
 
+def _write_agent(folder: Path) -> None:
+    (folder / "claude").write_text(FAKE)
+    (folder / "claude").chmod(0o755)
+
+
 def test_an_agent_uses_the_server_that_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    program = tmp_path / "claude"
-    program.write_text(FAKE)
-    program.chmod(0o755)
+    _write_agent(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with serving(calling_engine()) as served:
         port = str(served.port)
@@ -61,12 +64,10 @@ def test_an_agent_uses_the_server_that_runs(
 
 def test_a_started_server_ends_with_its_agent(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn", reason=ABSENT)
-    program = tmp_path / "claude"
-    program.write_text(FAKE)
-    program.chmod(0o755)
+    _write_agent(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlx_redrafter", "launch", "claude", "--port", str(port)]
+    command = [sys.executable, *PROGRAM, "launch", "claude", "--port", str(port)]
     done = subprocess.run(
         [*command, "--drafter", "none"],
         capture_output=True,
@@ -80,15 +81,15 @@ def test_a_started_server_ends_with_its_agent(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", port))
 
 
-def test_settings_are_printed_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(capsys, "launch", "codex", "--port", "1", "--print", "--", "exec", "a b")
+def test_settings_are_printed_as_a_command(cli: Cli) -> None:
+    result = cli("launch", "codex", "--port", "1", "--print", "--", "exec", "a b")
     words = shlex.split(result.out)
     assert words[0] == "codex"
     assert words[-2:] == ["exec", "a b"]
     assert 'model_providers.redrafter.base_url="http://127.0.0.1:1/v1"' in words
     assert "model_context_window=1024" in words
     assert "start it first: redrafter-mlx serve --port 1 " in result.err
-    result = run(capsys, "launch", "emacs", "--print")
+    result = cli("launch", "emacs", "--print")
     assert "agent must be claude or codex or opencode or qwen" in result.err
 
 
@@ -102,9 +103,9 @@ def test_every_agent_gets_the_address_and_the_model() -> None:
             assert ("secret" in text) == (key is not None)
 
 
-def test_a_model_without_tools_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_tools_is_named(cli: Cli) -> None:
     with serving(make_engine()) as served:
         served.send("/v1/completions", {"prompt": "A", "max_tokens": 1})  # loads it
-        found = run(capsys, "launch", "codex", "--port", served.port, "--api-key", KEY, "--print")
+        found = cli("launch", "codex", "--port", served.port, "--api-key", KEY, "--print")
     assert found.code == 0
     assert "tiny takes no tools" in found.err

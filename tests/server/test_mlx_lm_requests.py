@@ -21,15 +21,12 @@ def _call(arguments: Any, content: Any = None) -> dict[str, Any]:
 
 
 RESULT = {"role": "tool", "content": "5", "tool_call_id": "123"}
+PARTS = [
+    {**one, "content": [{"type": "text", "text": one["content"]}]} for one in (SYSTEM, QUESTION)
+]
 CHATS: dict[str, dict[str, Any]] = {
     "texts": {**SAMPLED, "messages": [SYSTEM, QUESTION]},
-    "parts": {
-        **SAMPLED,
-        "messages": [
-            {"role": "system", "content": [{"type": "text", "text": "BE SHORT."}]},
-            {"role": "user", "content": [{"type": "text", "text": "WHAT IS 2+3?"}]},
-        ],
-    },
+    "parts": {**SAMPLED, "messages": PARTS},
     "no content": {**SAMPLED, "messages": [QUESTION, _call('{"a": 2, "b": 3}'), RESULT]},
     "an object": {**SAMPLED, "messages": [QUESTION, _call({"a": 2, "b": 3}, ""), RESULT]},
     "greedy": {"max_tokens": 10, "temperature": 0.0, "messages": [SYSTEM, QUESTION]},
@@ -54,17 +51,8 @@ def test_chats(served: Served, name: str, path: str) -> None:
 
 
 def test_completions(served: Served) -> None:
-    body = {
-        "model": "default_model",
-        "prompt": "ONCE UPON A TIME",
-        "max_tokens": 10,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "repetition_penalty": 1.1,
-        "repetition_context_size": 20,
-        "seed": 999,
-        "stop": "stop sequence",
-    }
+    body: dict[str, Any] = {**SAMPLED, "model": "default_model", "prompt": "ONCE UPON A TIME"}
+    body |= {"repetition_context_size": 20, "seed": 999, "stop": "stop sequence"}
     texts = [served.send("/v1/completions", body)[1]["choices"][0]["text"] for _ in range(2)]
     assert texts[0] == texts[1]
     status, reply = served.send("/v1/completions", {**body, "max_tokens": 0})

@@ -120,6 +120,15 @@ def test_numbers_that_stand_for_none(client: Any) -> None:
         assert (made.response, made.done_reason) == ("Done.", "stop")
 
 
+COLD = {"temperature": 0}
+ALL_OPTIONS = {
+    **{"num_keep": 5, "seed": 42, "num_predict": 100, "top_k": 20, "top_p": 0.9, "min_p": 0.0},
+    **{"typical_p": 0.7, "repeat_last_n": 33, "temperature": 0.8, "repeat_penalty": 1.2},
+    **{"presence_penalty": 1.5, "frequency_penalty": 1.0, "mirostat": 1, "mirostat_tau": 0.8},
+    **{"mirostat_eta": 0.6, "penalize_newline": True, "stop": ["\n", "user:"], "numa": False},
+    **{"num_ctx": 1024, "num_batch": 2, "num_gpu": 1, "main_gpu": 0, "low_vram": False},
+    **{"vocab_only": False, "use_mmap": True, "use_mlock": False, "num_thread": 8},
+}
 # The bodies of its documentation's curl lines, but those with images or a suffix.
 DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
     ("generate", {"prompt": "Why is the sky blue?"}),
@@ -129,55 +138,12 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
     # This model does not end a text without the template.
     ("generate", {"prompt": "Why?", "raw": True, "stream": False, "options": {"num_predict": 9}}),
     ("generate", {"prompt": "Why is the sky blue?", "options": {"seed": 123}}),
-    (
-        "generate",
-        {
-            "prompt": "Why is the sky blue?",
-            "stream": False,
-            "options": {
-                "num_keep": 5,
-                "seed": 42,
-                "num_predict": 100,
-                "top_k": 20,
-                "top_p": 0.9,
-                "min_p": 0.0,
-                "typical_p": 0.7,
-                "repeat_last_n": 33,
-                "temperature": 0.8,
-                "repeat_penalty": 1.2,
-                "presence_penalty": 1.5,
-                "frequency_penalty": 1.0,
-                "mirostat": 1,
-                "mirostat_tau": 0.8,
-                "mirostat_eta": 0.6,
-                "penalize_newline": True,
-                "stop": ["\n", "user:"],
-                "numa": False,
-                "num_ctx": 1024,
-                "num_batch": 2,
-                "num_gpu": 1,
-                "main_gpu": 0,
-                "low_vram": False,
-                "vocab_only": False,
-                "use_mmap": True,
-                "use_mlock": False,
-                "num_thread": 8,
-            },
-        },
-    ),
+    ("generate", {"prompt": "Why is the sky blue?", "stream": False, "options": ALL_OPTIONS}),
     ("generate", {}),
     ("generate", {"keep_alive": 0}),
     ("chat", {"messages": MESSAGES}),
     ("chat", {"messages": MESSAGES, "stream": False}),
-    (
-        "chat",
-        {
-            "messages": MESSAGES,
-            "stream": False,
-            "format": SCHEMA,
-            "options": {"temperature": 0},
-        },
-    ),
+    ("chat", {"messages": MESSAGES, "stream": False, "format": SCHEMA, "options": COLD}),
     ("chat", {"messages": [*MESSAGES, {"role": "assistant", "content": "Sunny."}, *MESSAGES]}),
     ("chat", {"messages": MESSAGES, "options": {"seed": 101, "temperature": 0}}),
     ("chat", {"messages": MESSAGES, "stream": False, "tools": [TOOL]}),
@@ -207,27 +173,24 @@ def test_what_is_not_supported_says_so(served: Served, client: Any) -> None:
         assert caught.value.status_code == 404
 
 
-BAD: dict[str, tuple[str, dict[str, Any]]] = {
-    "field": ("colour is not supported", {"colour": "red"}),
-    "option": ("options.colour is not supported", {"options": {"colour": "red"}}),
-    "length": ("options.num_predict must be", {"options": {"num_predict": "long"}}),
-    "penalty": ("options.repeat_penalty must be", {"options": {"repeat_penalty": 11}}),
-    "top": ("top_logprobs needs logprobs", {"top_logprobs": 3}),
-    "image": (
-        "messages[0].images must be",
-        {"messages": [{"role": "user", "content": "", "images": ["aGk="]}]},
-    ),
-    "format": ("format must be", {"format": "yaml"}),
-    "schema": ("format: grammar cannot be used", {"format": {"type": "nothing"}}),
-    "time": ("keep_alive must be", {"keep_alive": "soon"}),
-    "thinking": ("think must be", {"think": "hard"}),
-    "time of nothing": ("keep_alive must be", {"keep_alive": ""}),
-}
+IMAGE = {"role": "user", "content": "", "images": ["aGk="]}
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("colour is not supported", {"colour": "red"}),
+    ("options.colour is not supported", {"options": {"colour": "red"}}),
+    ("options.num_predict must be", {"options": {"num_predict": "long"}}),
+    ("options.repeat_penalty must be", {"options": {"repeat_penalty": 11}}),
+    ("top_logprobs needs logprobs", {"top_logprobs": 3}),
+    ("messages[0].images must be", {"messages": [IMAGE]}),
+    ("format must be", {"format": "yaml"}),
+    ("format: grammar cannot be used", {"format": {"type": "nothing"}}),
+    ("keep_alive must be", {"keep_alive": "soon"}),
+    ("keep_alive must be", {"keep_alive": ""}),
+    ("think must be", {"think": "hard"}),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_errors_have_its_shape(served: Served, name: str) -> None:
-    message, fields = BAD[name]
+@pytest.mark.parametrize(("message", "fields"), BAD)
+def test_errors_have_its_shape(served: Served, message: str, fields: dict[str, Any]) -> None:
     status, reply = served.send("/api/chat", {"model": "tiny", "messages": MESSAGES, **fields})
     assert (status, list(reply)) == (400, ["error"])
     assert message in reply["error"]

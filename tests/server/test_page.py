@@ -108,6 +108,13 @@ def _begin(page: Any, text: str) -> None:
     page.locator("#send", has_text="Stop").wait_for()
 
 
+def _ask(page: Any, text: str, alert: str) -> None:
+    """Ask a question that ends with an alert."""
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+    page.locator("#alert", has_text=alert).wait_for()
+
+
 def _wait(page: Any) -> None:
     page.locator("#send", has_text="Send").wait_for()
 
@@ -219,8 +226,8 @@ def test_a_stopped_answer_ends_at_the_server(
 
 
 def test_a_long_chat_goes_on(tiny: Any) -> None:
-    """Three times the context of 512 tokens; the server refuses none of it for good."""
-    for i in range(40):
+    """Twice the context of 512 tokens; the server refuses none of it for good."""
+    for i in range(24):
         _send(tiny, f"{i} WORDS AND MORE")
         _expect(_alert, tiny, "")
     assert any("oldest messages were left out" in note for note in _notes(tiny))
@@ -278,16 +285,14 @@ def test_a_partial_answer_is_saved_while_it_is_written(
 
 def test_a_question_without_an_answer(page: Any, script: Scripted) -> None:
     script.refuse(503, "the server ends")
-    page.fill("#text", "ASK")
-    page.press("#text", "Enter")
-    page.locator("#alert", has_text="the server ends").wait_for()
+    _ask(page, "ASK", "the server ends")
     page.reload()
     _press(page, "Answer")
     page.locator(".speed").wait_for()
     _expect(_contents, page, ["ASK", "Well."])
 
 
-def test_an_edit_can_be_undone(page: Any, script: Scripted) -> None:
+def test_edits_and_other_answers_keep_the_old_ones(page: Any, script: Scripted) -> None:
     _send(page, "ONE")
     _send(page, "TWO")
     _press(page, "Edit", 0)
@@ -305,11 +310,6 @@ def test_an_edit_can_be_undone(page: Any, script: Scripted) -> None:
     _until(page, "document.activeElement.ariaLabel === 'Later version'")
     page.reload()
     _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
-
-
-def test_another_answer_keeps_the_old_one(page: Any, script: Scripted) -> None:
-    _send(page, "ONE")
-    _send(page, "TWO")
     script.say("Better.")
     _press(page, "Regenerate", 0)
     _wait(page)
@@ -470,12 +470,9 @@ def test_markdown_as_it_is_written(page: Any, script: Scripted) -> None:
     assert body.locator("pre").text_content() == "x = '<b>'\n"
     assert body.locator("input[type=checkbox]").is_checked()
     assert body.locator("a").get_attribute("rel") == "noopener noreferrer"
-
-
-def test_a_long_paragraph_keeps_its_lines(page: Any, script: Scripted) -> None:
-    script.say("\n".join(["line"] * 800))
+    script.say("\n".join(["line"] * 800))  # a long paragraph keeps its lines
     _send(page, "POEM")
-    assert page.locator("article.assistant p").bounding_box()["height"] > 800 * 16
+    assert page.locator("article.assistant p").last.bounding_box()["height"] > 800 * 16
 
 
 EVIL = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
@@ -495,9 +492,7 @@ def test_a_model_cannot_write_html(page: Any, script: Scripted) -> None:
     page.locator("#start h2", has_text="onerror").wait_for()
     assert _send(page, EVIL) == HOSTILE
     script.refuse(400, EVIL)
-    page.fill("#text", EVIL)
-    page.press("#text", "Enter")
-    page.locator("#alert", has_text="onerror").wait_for()
+    _ask(page, EVIL, "onerror")
     assert page.locator("img, main script, main style, iframe").count() == 0
     links = page.evaluate("[...document.querySelectorAll('main a')].map(one => one.href)")
     assert "http://foreign.example/c.png" in links
@@ -510,7 +505,7 @@ def test_a_model_cannot_write_html(page: Any, script: Scripted) -> None:
     _expect(_titles, page, [EVIL[:80]])
 
 
-@pytest.mark.parametrize("text", ["x" * 200_000, "_a" * 100_000, "> " * 100_000, "[" * 200_000])
+@pytest.mark.parametrize("text", ["_a" * 100_000, "> " * 100_000])
 def test_a_text_of_200_kilobytes_in_one_line(page: Any, script: Scripted, text: str) -> None:
     script.pieces = [text, " end"]
     assert _send(page, text) == text + " end"
@@ -603,9 +598,7 @@ def test_the_defaults_are_the_servers(page: Any, script: Scripted) -> None:
 
 def test_a_server_that_ends_amid_an_answer(page: Any, script: Scripted) -> None:
     script.say("one two three", end="broken")
-    page.fill("#text", "ASK")
-    page.press("#text", "Enter")
-    page.locator("#alert", has_text="does not run any more").wait_for()
+    _ask(page, "ASK", "does not run any more")
     _expect(_contents, page, ["ASK", "one two three"])
     _expect(_notes, page, ["The connection to the server broke off here."])
     script.say("Back.")
@@ -615,20 +608,21 @@ def test_a_server_that_ends_amid_an_answer(page: Any, script: Scripted) -> None:
     _expect(_contents, page, ["ASK", "Back."])
 
 
-def test_a_server_that_does_not_run(page: Any) -> None:
-    page.route("**/v1/**", lambda route: route.abort())
-    page.fill("#text", "KEEP ME")
-    page.press("#text", "Enter")
-    page.locator("#alert", has_text="does not run any more").wait_for()
-    _expect(_contents, page, ["KEEP ME"])
-
-
-def test_an_error_amid_an_answer(page: Any, script: Scripted) -> None:
+def test_a_server_that_fails(page: Any, script: Scripted) -> None:
     script.say("one two", end={"error": {"message": "the server ends"}})
-    page.fill("#text", "ASK")
-    page.press("#text", "Enter")
-    page.locator("#alert", has_text="the server ends").wait_for()
+    _ask(page, "ASK", "the server ends")
     _expect(_notes, page, ["The server ended this answer."])
+    page.click("#new")
+    message = "This model's maximum context length is 64 tokens, but messages has 99; shorten it"
+    script.refuse(400, message, "context_length_exceeded")
+    _ask(page, "LONG", "64 tokens, but messages has 99")
+    _press(page, "Edit")
+    assert page.input_value("article textarea") == "LONG"
+    page.keyboard.press("Escape")
+    page.click("#new")
+    page.route("**/v1/**", lambda route: route.abort())
+    _ask(page, "KEEP ME", "does not run any more")
+    _expect(_contents, page, ["KEEP ME"])
 
 
 def test_a_missing_key_opens_settings(open_page: Open, script: Scripted) -> None:
@@ -669,16 +663,6 @@ def test_a_full_context_loses_the_oldest_turns(page: Any, script: Scripted) -> N
     _send(page, "Q6")
     assert len(script.asked) == num_asked + 1
     assert len(script.asked[-1]["messages"]) < 8
-
-
-def test_a_message_longer_than_the_context(page: Any, script: Scripted) -> None:
-    message = "This model's maximum context length is 64 tokens, but messages has 99; shorten it"
-    script.refuse(400, message, "context_length_exceeded")
-    page.fill("#text", "LONG")
-    page.press("#text", "Enter")
-    page.locator("#alert", has_text="64 tokens, but messages has 99").wait_for()
-    _press(page, "Edit")
-    assert page.input_value("article textarea") == "LONG"
 
 
 def test_an_answer_cut_by_the_context_says_so(page: Any, script: Scripted) -> None:
@@ -734,7 +718,9 @@ def test_composing_sends_nothing(page: Any, script: Scripted) -> None:
     assert not script.asked
 
 
-def test_a_screen_reader_hears_finished_answers_only(page: Any, script: Scripted) -> None:
+def test_a_screen_reader_hears_finished_answers_and_others_see_the_waiting(
+    page: Any, script: Scripted
+) -> None:
     page.evaluate(
         "window.heard = []; for (const one of document.querySelectorAll("
         "'[aria-live], [role=status], [role=alert], [role=log]')) new MutationObserver(() => "
@@ -744,11 +730,8 @@ def test_a_screen_reader_hears_finished_answers_only(page: Any, script: Scripted
     _send(page, "ASK")
     heard = ["The model is answering.", "one two three four five"]
     _expect(lambda page: page.evaluate("window.heard.filter(one => one)"), page, heard)
-
-
-def test_a_sign_of_waiting(page: Any, script: Scripted) -> None:
     script.say("one two", held=0)
-    _begin(page, "ASK")
+    _begin(page, "ASK")  # others see a sign of waiting
     waiting = page.locator("article .waiting")
     waiting.wait_for()
     assert "…" in waiting.evaluate("one => getComputedStyle(one, '::after').content")
@@ -775,16 +758,15 @@ def test_the_box_stays_in_view_and_scrolling_stays(
     assert page.evaluate("find('log').scrollTop") == 0
 
 
-@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
-def test_the_list_of_chats_fits(page: Any, size: tuple[int, int]) -> None:
+def test_the_list_of_chats_fits(page: Any) -> None:
+    size = (390, 844)
     page.set_viewport_size({"width": size[0], "height": size[1]})
     page.evaluate(
         "for (let i = 0; i < 40; i++) localStorage.setItem(`redrafter-chat-${i}`, JSON.stringify("
         "{id: String(i), changed: i, turns: [{role: 'user', content: 'LONG TITLE '.repeat(20)}]}))"
     )
     page.reload()
-    if page.locator("#side").is_hidden():
-        page.click("#menu")
+    page.click("#menu")
     _expect(lambda page: len(_titles(page)), page, 40)
     box = page.locator("#side").bounding_box()
     assert box["x"] >= 0

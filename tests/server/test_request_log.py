@@ -10,7 +10,6 @@ from contextlib import closing
 import pytest
 
 from tests.server.serving import KEY, Served
-from tests.server.test_bad_input import begin_text
 
 PATH = "/v1/completions"
 
@@ -62,7 +61,7 @@ def test_a_text_whose_client_has_gone_is_cut(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mlx_redrafter")
-    with closing(begin_text(served)) as connection:
+    with closing(served.begin()) as connection:
         connection.getresponse().readline()
     served.wait_until_idle()
     while not _lines(caplog, 1)[-1].endswith(", cut"):

@@ -96,38 +96,28 @@ def test_formats_and_lengths(client: Any) -> None:
     assert [one.name for one in chosen.output] == ["fly"]
 
 
-BAD: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "field": ("colour", "is not supported", {"colour": "red"}),
-    "no input": ("input", "must have at least one item", {"input": []}),
-    "image": (
-        "input[0].content",
-        "neither images nor files",
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-    ),
-    "item": ("input[0].type", "must be", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
-    "call": (
-        "input[0].call_id",
-        "id of a call before it",
-        {"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]},
-    ),
-    "response": (
-        "previous_response_id",
-        "id of a stored response",
-        {"previous_response_id": "resp_1"},
-    ),
-    "tool": ("tools[0].type", "must be", {"tools": [{"type": "telepathy"}]}),
-    "schema": ("tools", "fly: ", {"tools": [{**TOOL, "name": "fly", "parameters": {"type": 1}}]}),
-    "format": (
-        "text.format",
-        "Invalid type",
-        {"text": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
-    ),
-}
+IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+NO_CALL = {"type": "function_call_output", "call_id": "c", "output": ""}
+NO_FORMAT = {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}
+NO_TOOL = {**TOOL, "name": "fly", "parameters": {"type": 1}}
+BAD: list[tuple[str, str, dict[str, Any]]] = [
+    ("colour", "is not supported", {"colour": "red"}),
+    ("input", "must have at least one item", {"input": []}),
+    ("input[0].content", "neither images nor files", {"input": [IMAGE]}),
+    ("input[0].type", "must be", {"input": [{"type": "item_reference", "id": "msg_1"}]}),
+    ("input[0].call_id", "id of a call before it", {"input": [NO_CALL]}),
+    ("previous_response_id", "id of a stored response", {"previous_response_id": "resp_1"}),
+    ("tools[0].type", "must be", {"tools": [{"type": "telepathy"}]}),
+    ("tools", "fly: ", {"tools": [NO_TOOL]}),
+    ("text.format", "Invalid type", {"text": NO_FORMAT}),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_errors_have_its_shape(served: Served, name: str) -> None:
-    param, message, fields = BAD[name]
+@pytest.mark.parametrize(("param", "message", "fields"), BAD)
+def test_errors_have_its_shape(
+    served: Served, param: str, message: str, fields: dict[str, Any]
+) -> None:
     status, reply = served.send("/v1/responses", {**ASKED, **fields})
-    assert (status, reply["error"]["param"]) == (404 if name == "response" else 400, param)
+    expected = 404 if param == "previous_response_id" else 400
+    assert (status, reply["error"]["param"]) == (expected, param)
     assert message in reply["error"]["message"]

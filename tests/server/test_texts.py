@@ -163,11 +163,10 @@ def test_many_clients_at_once(served: Served) -> None:
         _text(served, one["prompt"], temp=one["temperature"], seed=one["seed"], max_tokens=16)
         for one in cases
     ]
-    wrong: list[Any] = []
 
-    def ask(seed: int) -> None:
-        draw = random.Random(seed)
-        for _ in range(12):
+    def ask(seed: int) -> list[Any]:
+        draw, wrong = random.Random(seed), []
+        for _ in range(8):
             time.sleep(draw.random() * 0.02)
             if draw.random() < 0.3:
                 _go_away(served, draw.random() * 0.2)
@@ -176,13 +175,10 @@ def test_many_clients_at_once(served: Served) -> None:
             status, reply = served.send("/v1/completions", cases[number])
             if status != 200 or reply["choices"][0]["text"] != expected[number]:
                 wrong.append((status, cases[number], reply))
+        return wrong
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(8) as clients:
+        assert [one for wrong in clients.map(ask, range(8)) for one in wrong] == []
     served.wait_until_idle()
     assert served.worker.counters.texts["failed"] == 0
     assert served.worker.counters.texts["cancelled"] > 0
@@ -190,21 +186,15 @@ def test_many_clients_at_once(served: Served) -> None:
 
 def test_requests_beside_others_with_several_choices_do_not_fail(served: Served) -> None:
     """A request that ends between the chunks of another one's prompt has ended once."""
-    found: list[Any] = []
 
-    def ask(**options: Any) -> None:
-        for i in range(10):
-            body = {"prompt": "ONCE UPON A TIME THERE WAS A", "max_tokens": 1 + i % 5, **options}
-            found.append(served.send("/v1/completions", body))
+    def ask(number: int) -> list[int]:
+        several: dict[str, Any] = {"n": 8, "seed": 1} if number % 2 else {}
+        body = {"prompt": "ONCE UPON A TIME THERE WAS A", **several}
+        path = "/v1/completions"
+        return [served.send(path, {**body, "max_tokens": 1 + i % 5})[0] for i in range(6)]
 
-    threads = [
-        threading.Thread(target=ask, kwargs={"n": 8, "seed": 1} if i else {}) for i in (0, 0, 1, 1)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [reply for status, reply in found if status != 200] == []
+    with ThreadPoolExecutor(4) as clients:
+        assert {one for found in clients.map(ask, range(4)) for one in found} == {200}
     served.wait_until_idle()
 
 

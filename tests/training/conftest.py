@@ -14,6 +14,7 @@ from mlx_redrafter.training import (
     TrainingResult,
     train_drafter,
 )
+from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 from tests.helpers.models import shared_model, shared_path
 from tests.training.pieces import Silent
 

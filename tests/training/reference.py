@@ -1,6 +1,6 @@
-"""Slow, literal versions of what the trainer computes, in numpy and float64.
+"""Slow, literal versions of the losses that the trainer computes, in numpy and float64.
 
-Axes: B positions, S unroll steps, H hidden size, V rows of the head, k kept tokens.
+Axes: B positions, S unroll steps, V rows of the head, k kept tokens.
 """
 
 from __future__ import annotations
@@ -13,34 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Weights = Mapping[str, Floats]
-
-
-def silu(x: Floats) -> Floats:
-    """``x * sigmoid(x)``."""
-    return x / (1 + np.exp(-x))
-
-
-def logits(
-    weights: Weights, num_layers: int, hidden: Floats, embeddings: list[Floats]
-) -> list[Floats]:
-    """Compute the drafter's logits after each embedded token, by the formulas of the paper."""
-    state = np.zeros(hidden.shape)
-    results = []
-    for embedding in embeddings:
-        state = silu(
-            weights["rnn_w.weight"] @ embedding
-            + weights["rnn_u.weight"] @ state
-            + weights["rnn_u.bias"]
-        )
-        x = np.concatenate([hidden, state])
-        if "input_proj.weight" in weights:
-            x = weights["input_proj.weight"] @ x + weights["input_proj.bias"]
-        for layer in range(num_layers):
-            linear = f"lm_head.{layer}.linear"
-            x = x + silu(weights[f"{linear}.weight"] @ x + weights[f"{linear}.bias"])
-        results.append(weights[f"lm_head.{num_layers}.weight"] @ x)
-    return results
 
 
 def log_softmax(values: Floats) -> Floats:
@@ -82,47 +54,24 @@ def confidences(log_qs: list[Floats], labels: Any, floor: float) -> list[float]:
 
 
 def loss(
-    weights: Weights,
-    num_layers: int,
-    table: Floats,
-    batch: Mapping[str, Any],
-    recipe: str,
-    decay: float,
-    rho: list[list[float]],
+    logits: Floats, batch: Mapping[str, Any], recipe: str, decay: float, rho: list[list[float]]
 ) -> float:
     """Compute the loss of a whole batch, position by position and step by step."""
-    num_steps = batch["weights"].shape[1]
     total = 0.0
-    for step in range(num_steps):
-        count = sum(row[step] for row in batch["weights"])
-        for row in range(len(batch["tokens"])):
-            if not batch["weights"][row][step]:
-                continue
-            tokens = batch["tokens"][row]
-            log_q = log_softmax(
-                logits(
-                    weights,
-                    num_layers,
-                    batch["states"][row],
-                    [table[token] for token in tokens[: step + 1]],
-                )[step]
-            )
-            if recipe in ("soft", "coupled", "overlap"):
-                teacher = (
-                    batch["top_ids"][row][step],
-                    batch["top_log_probs"][row][step],
-                    float(batch["tail"][row][step]),
-                )
-                if recipe == "soft":
-                    value = divergence(log_q, *teacher)
-                elif recipe == "overlap":
-                    total += 0.1 * -float(log_q[tokens[step + 1]]) * decay**step / count
-                    total += 0.9 * distance(log_q, *teacher) * decay**step / count
-                    continue
-                else:
-                    value = -math.log(agreement(log_q, *teacher) + 1e-4)
-                value *= decay**step * rho[row][step]
-            else:
-                value = -float(log_q[tokens[step + 1]])
-            total += value / count
+    for row, step in np.argwhere(batch["weights"]):
+        log_q = log_softmax(logits[row, step])
+        count = batch["weights"][:, step].sum()
+        on_text = -float(log_q[batch["tokens"][row, step + 1]])
+        names = ("top_ids", "top_log_probs", "tail")
+        ids, log_p, tail = (batch[name][row, step] for name in names)
+        if recipe == "apple":
+            value = on_text
+        elif recipe == "overlap":
+            value = (0.1 * on_text + 0.9 * distance(log_q, ids, log_p, tail)) * decay**step
+        elif recipe == "soft":
+            value = divergence(log_q, ids, log_p, tail) * decay**step * rho[row][step]
+        else:
+            value = -math.log(agreement(log_q, ids, log_p, tail) + 1e-4)
+            value *= decay**step * rho[row][step]
+        total += value / count
     return total

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -76,11 +75,8 @@ def test_a_prompt_file_has_one_prompt_a_line(tmp_path: Path) -> None:
 
 BAD_ROWS = [
     ("{", "expected a JSON object"),
-    ("[1]", "found list"),
     ('{"txt": 1}', "found the keys 'txt'"),
-    ("{}", r"found the keys \(none\)"),
     ('{"text": 5}', '"text" to be a text, found 5'),
-    ('{"text": " "}', '"text" to be a text'),
     ('{"messages": []}', '"messages" to be a list'),
     ('{"messages": [{"role": "king", "content": "x"}]}', "message 1 to have one of the roles"),
     ('{"messages": [{"role": "user", "content": [1]}]}', "message 1 to have a text"),
@@ -227,8 +223,3 @@ def test_held_out_items_are_not_trained_on() -> None:
     assert len(sources.held_out) == 2
     with pytest.raises(DataError, match="at least two texts"):
         divide(data[:1], [], DataOptions())
-
-
-def test_sequences_are_int32() -> None:
-    (sequence,) = _encoder(WordTokenizer()).encode(Document("a b", "x:1"))
-    assert sequence.tokens.dtype == np.int32

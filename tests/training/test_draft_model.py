@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cli import run
+from tests.helpers.cli import Cli
 from tests.helpers.models import shared_model
 from tests.training.conftest import Run
 
@@ -20,6 +20,7 @@ def test_it_drafts_for_the_target(
     finished: Run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    cli: Cli,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model, out = shared_model("stories260k"), tmp_path / "draft-model"
@@ -30,8 +31,8 @@ def test_it_drafts_for_the_target(
     losses = [float(line.split()[5].strip(",")) for line in capsys.readouterr().out.splitlines()]
     assert losses
     prompt = ("--model", model, "--prompt", "Once upon", "--max-tokens", 40, "--json")
-    plain = run(capsys, "generate", *prompt, "--drafter", "none")
-    drafted = run(capsys, "generate", *prompt, "--draft-model", out, "--beam-width", 1)
+    plain = cli("generate", *prompt, "--drafter", "none")
+    drafted = cli("generate", *prompt, "--draft-model", out, "--beam-width", 1)
     assert drafted.code == 0
     assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]
     assert json.loads(drafted.out)["tokens_per_step"] > 1.02

@@ -16,10 +16,11 @@ import pytest
 
 from mlx_redrafter.training.files import load_arrays
 from mlx_redrafter.training.state import STATE_FILE
+from tests.helpers.cli import WITHOUT_TORCH
 from tests.helpers.models import ROOT, shared_model
 
-SCRIPT = """
-import sys
+SCRIPT = f"""
+{WITHOUT_TORCH}
 from pathlib import Path
 from mlx_redrafter.training import DataOptions, TrainingRequest, TrainingOptions, train_drafter
 from tests.training.pieces import Silent
@@ -73,12 +74,9 @@ def test_killed_at_random_moments_and_resumed(stories_file: Path, tmp_path: Path
     undisturbed = _start(stories_file, whole)
     state = parts / "state" / STATE_FILE
     rng = random.Random(4)
-    moments = [
-        parts / "cache" / "training-text-00000.safetensors",  # while the target writes
-        parts / "cache" / "train-00000.safetensors",  # while it reads
-        state,
-        state,
-    ]
+    # While the target writes, while it reads, and while the drafter learns.
+    files = ("training-text-00000.safetensors", "train-00000.safetensors")
+    moments = [*(parts / "cache" / name for name in files), state]
     kills = 0
     for path in moments:
         process = _start(stories_file, parts)

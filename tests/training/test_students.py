@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
@@ -26,17 +26,15 @@ from mlx_redrafter.training import (
 )
 from mlx_redrafter.training import loss as loss_module
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
-from mlx_redrafter.training.loss import draft_loss
-from mlx_redrafter.training.students.kv_students import AutoregressiveStudent
+from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training_options import HEADS, Head, Recipe
+from mlx_redrafter.training_options import HEADS, Head
 from tests.helpers.models import shared_model, tiny_llama, wrapped_tokenizer
 from tests.training.conftest import small_request
 from tests.training.pieces import Silent
 
 VOCAB, LENGTH = 12, 4
-CONTEXT: list[Head] = ["eagle", "eagle1"]
 STUDENTS = {head: NetworkOptions(head, length=LENGTH) for head in HEADS}
 
 
@@ -59,26 +57,10 @@ def _shard(target: Target, student: Student, *lengths: int) -> Shard:
     return read_sequences(target, texts, 4, student.layers)
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("recipe", ["coupled", "apple"])
-def test_every_head_learns_by_other_recipes(target: Target, head: Head, recipe: Recipe) -> None:
-    """Some steps on one batch make its loss less; distillation, or the tokens alone."""
-    student = _student(target, head)
-    shard = _shard(target, student, 16)
+def _batch(shard: Shard) -> TrainingBatch:
+    """All 16 positions, each of which drafts at every step."""
     group = make_group(shard, np.ones((16, LENGTH - 1), np.bool_), 16)
-    batch = gather(group, np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
-    network, counts = student.network, mx.sum(batch.weights, axis=0)
-    optimiser = optim.Adam(learning_rate=3e-3)
-
-    def loss() -> mx.array:
-        return draft_loss(student.logits(network, batch), batch, counts, recipe)
-
-    losses = []
-    for _ in range(30):
-        value, gradient = nn.value_and_grad(network, loss)()
-        optimiser.update(network, gradient)
-        losses.append(value.item())
-    assert losses[-1] < 0.9 * losses[0]
+    return gather(group, np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
 
 
 @pytest.mark.parametrize(
@@ -96,55 +78,38 @@ def test_the_layers_of_a_head_are_read(target: Target, head: Head, layers: tuple
         target.modules.watch((*layers, 40))
 
 
-@pytest.mark.parametrize("head", CONTEXT)
+@pytest.mark.parametrize("head", ["eagle", "eagle1", "specformer"])
 def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -> None:
     """Row by row through a cache of mlx-lm, against all positions and levels at once."""
     student = _student(target, head)
-    assert isinstance(student, AutoregressiveStudent)
-    shard = _shard(target, student, 9, 7)
-    steps = np.ones((16, LENGTH - 1), np.bool_)
-    batch = gather(make_group(shard, steps, 16), np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
-    found = np.array(student.logits(student.network, batch))
+    shard, network = _shard(target, student, 9, 7), student.network
+    found = np.array(student.logits(network, _batch(shard)))
     states = shard.hidden if shard.states is None else shard.states
-    features = student.network.fuse(states.astype(mx.float32))
-    for start, end in ((0, 9), (9, 16)):
-        for position in range(start, end - LENGTH):
-            caches = [KVCache() for _ in range(student.network.num_layers)]
-            following = target.modules.embed(shard.tokens[start + 1 : position + 2])
-            outputs = student.network(features[start : position + 1], following, caches)[-1:]
-            for level in range(LENGTH - 1):
-                expected = student.network.logits(outputs, target)[0]
-                np.testing.assert_allclose(found[position, level], np.array(expected), atol=2e-5)
-                token = target.modules.embed(shard.tokens[position + 2 + level][None])
-                outputs = student.network(student.network.feed_back(outputs), token, caches)
-
-
-def test_slots_along_a_text_are_those_of_drafting(target: Target) -> None:
-    student = _student(target, "specformer")
-    shard = _shard(target, student, 9, 7)
-    steps = np.ones((16, LENGTH - 1), np.bool_)
-    batch = gather(make_group(shard, steps, 16), np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
-    found = np.array(student.logits(student.network, batch))
-    assert shard.states is not None
-    network, features = student.network, student.network.fuse(shard.states.astype(mx.float32))
-    for start, end in ((0, 9), (9, 16)):
-        for position in range(start, end - LENGTH):
-            read = features[start : position + 1]
+    features = network.fuse(states.astype(mx.float32))
+    for start, position in [(0, t) for t in range(9 - LENGTH)] + [(9, 9 + t) for t in range(3)]:
+        read, levels = features[start : position + 1], range(LENGTH - 1)
+        if head == "specformer":
             slots = network.slots(network(read, mx.array([]), [KVCache()])[-1:], LENGTH - 1)[0]
-            expected = np.array(network.logits(slots, target))
-            np.testing.assert_allclose(found[position], expected, atol=2e-5)
+            expected = [np.array(network.logits(slots, target))[level] for level in levels]
+        else:
+            caches, expected = [KVCache() for _ in range(network.num_layers)], []
+            following = target.modules.embed(shard.tokens[start + 1 : position + 2])
+            outputs = network(read, following, caches)[-1:]
+            for level in levels:
+                expected.append(np.array(network.logits(outputs, target)[0]))
+                token = target.modules.embed(shard.tokens[position + 2 + level][None])
+                outputs = network(network.feed_back(outputs), token, caches)
+        np.testing.assert_allclose(found[position], expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("head", STUDENTS)
+# Those of the others are torch's.
+@pytest.mark.parametrize("head", [head for head in HEADS if head.startswith("d")])
 def test_gradients_are_those_of_the_loss(
     target: Target, head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a random direction, against the difference of two losses."""
     student = _student(target, head)
-    shard = _shard(target, student, 16)
-    steps = np.ones((16, LENGTH - 1), np.bool_)
-    group = make_group(shard, steps, 16)
-    batch = gather(group, np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
+    batch = _batch(_shard(target, student, 16))
     counts = mx.sum(batch.weights, axis=0)
     # Without the confidence, through which no gradient flows.
     monkeypatch.setattr(loss_module, "CONFIDENCE_FLOOR", 1)
@@ -168,12 +133,11 @@ def test_gradients_are_those_of_the_loss(
 @pytest.mark.parametrize("head", STUDENTS)
 def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None:
     student = _student(target, head)
-    network = student.with_weights({}).network  # decoding hooks it
-    drafter = network
+    drafter = student.with_weights({}).network  # decoding hooks it
     tokenizer = wrapped_tokenizer(VOCAB, set())
     sequences, tokens, steps = [], 0, 0
     for prompt in ([1, 2, 3], [5, 4, 3, 2, 1, 6, 7]):
-        options = {"max_tokens": 60, "beam_width": 1, "beam_length": LENGTH}
+        options = {"max_tokens": 40, "beam_width": 1, "beam_length": LENGTH}
         responses = list(
             stream_generate(target.model, tokenizer, prompt, drafter=drafter, **options)
         )
@@ -187,13 +151,13 @@ def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None
     assert steps < tokens, "some drafts are right by chance"
 
 
-@pytest.mark.parametrize("head", ["medusa", "eagle", "specformer"])
+@pytest.mark.parametrize("head", ["eagle", "specformer"])
 def test_heads_are_trained_and_used(
     stories_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, head: Head
 ) -> None:
     request = small_request(stories_file, tmp_path / "head")
     cache = tmp_path_factory.getbasetemp() / "heads-cache"
-    draft_vocab = 300 if head in ("medusa", "eagle") else None
+    draft_vocab = 300 if head == "eagle" else None
     request = replace(request, cache=cache, network=NetworkOptions(head, draft_vocab=draft_vocab))
     result = train_drafter(request, Silent())
     assert result is not None
@@ -214,13 +178,13 @@ def student_name(student: Student) -> str:
 
 
 def test_what_a_head_cannot_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="exit_dim has no meaning for the head eagle"):
-        NetworkOptions("eagle", exit_dim=8)
-    with pytest.raises(ConfigError, match="draft_vocab has no meaning for the head eagle1"):
-        NetworkOptions("eagle1", draft_vocab=8)
-    with pytest.raises(ConfigError, match="layers has no meaning for the head specformer"):
-        NetworkOptions("specformer", layers=1)
-    with pytest.raises(ConfigError, match="head must be one of redrafter, medusa, eagle"):
-        NetworkOptions("hydra")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="recurrent or block drafter only, got the head medusa"):
-        NetworkOptions("medusa", start_from="x")
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ("eagle", {"exit_dim": 8}, "exit_dim has no meaning for the head eagle"),
+        ("eagle1", {"draft_vocab": 8}, "draft_vocab has no meaning for the head eagle1"),
+        ("specformer", {"layers": 1}, "layers has no meaning for the head specformer"),
+        ("hydra", {}, "head must be one of redrafter, medusa, eagle"),
+        ("medusa", {"start_from": "x"}, "recurrent or block drafter only, got the head medusa"),
+    ]
+    for head, options, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            NetworkOptions(head, **options)

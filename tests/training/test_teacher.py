@@ -105,13 +105,13 @@ def test_complete_shards_are_not_read_again(
 
 
 def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:
-    identity = {"target": fingerprint_weights(tiny_llama(seed=0)), "top_k": 8}
-    TeacherCache(tmp_path, identity).begin()
-    TeacherCache(tmp_path, identity).begin()
+    known, other = (fingerprint_weights(tiny_llama(seed=seed)) for seed in (0, 1))
+    for _ in range(2):
+        TeacherCache(tmp_path, {"target": known, "top_k": 8}).begin()
     with pytest.raises(CheckpointError, match="was made with another target: expected"):
-        TeacherCache(tmp_path, {"target": fingerprint_weights(tiny_llama(seed=1)), "top_k": 8})
+        TeacherCache(tmp_path, {"target": other, "top_k": 8})
     with pytest.raises(CheckpointError, match="another top_k: expected 16, found 8"):
-        TeacherCache(tmp_path, {"target": fingerprint_weights(tiny_llama(seed=0)), "top_k": 16})
+        TeacherCache(tmp_path, {"target": known, "top_k": 16})
 
 
 def test_damaged_shards_are_named(tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ def target() -> Target:
     return Target(tiny_llama(vocab_size=VOCAB))
 
 
-def _student(target: Target, head: Head) -> Student:
+def _student(target: Target, head: Head, exit_dim: int | None) -> Student:
     """Create a student without weights of 0 or norms of 1, which would hide what they do."""
-    options = NetworkOptions(head, length=LENGTH)
+    options = NetworkOptions(head, length=LENGTH, exit_dim=exit_dim)
     if "layers" in HEADS[head]:
         options = replace(options, layers=LAYERS)
     student = new_student(target, options)
@@ -73,16 +73,12 @@ def _reference(target: Target, student: Student, weights: Any) -> Any:
         _double(embedding), _double(head), _double(norm.weight), norm.eps, EagleConfig.rms_norm_eps
     )
     network = student.network
-    name = {"Drafter": "recurrent"}.get(type(network).__name__, type(network).__name__)
-    if name == "recurrent":
+    name = type(network).__name__
+    if name == "Drafter":
         return torch_heads.recurrent(weights, frozen, LAYERS)
     if name == "Medusa":
         return torch_heads.medusa(weights, LAYERS)
-    if name == "Mtp":
-        values = student.values  # type: ignore[attr-defined]
-        sizes = values
-    else:
-        sizes = layer_arguments(network.config)
+    sizes = student.values if name == "Mtp" else layer_arguments(network.config)  # type: ignore[attr-defined]
     layer = torch_heads.Layer(
         sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["rope_theta"]
     )
@@ -100,9 +96,14 @@ def _double(array: mx.array) -> Any:
 
 
 # Block drafters have the same loss; `test_block_parity` compares their logits with other code.
-@pytest.mark.parametrize("head", [head for head in HEADS if not head.startswith("d")])
-def test_loss_and_gradient_are_those_of_torch(target: Target, head: Head) -> None:
-    student = _student(target, head)
+CASES = [(head, None) for head in HEADS if not head.startswith("d")]
+
+
+@pytest.mark.parametrize(("head", "exit_dim"), [*CASES, ("redrafter", 8)])
+def test_loss_and_gradient_are_those_of_torch(
+    target: Target, head: Head, exit_dim: int | None
+) -> None:
+    student = _student(target, head, exit_dim)
     batch, network = _batch(target, student), student.network
     counts = mx.sum(batch.weights, axis=0)
 

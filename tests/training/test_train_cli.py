@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,18 +16,12 @@ from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter import load as load_drafter
-from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.training import preparation, resources
 from mlx_redrafter.training.teacher import TOP_K
 from mlx_redrafter.training.training_request import CACHE_FOLDER
-from tests.helpers.cli import Result, run
-from tests.helpers.models import shared_model
+from tests.helpers.cli import Cli, Result
+from tests.helpers.models import random_drafter, shared_model
 from tests.training.conftest import Run, curve_of
-
-
-def _train(capsys: pytest.CaptureFixture[str], out: Path, *arguments: object) -> Result:
-    return run(capsys, "train", "--out", out, *arguments)
 
 
 @pytest.fixture
@@ -35,17 +30,21 @@ def model() -> Path:
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    path = tmp_path / "texts.jsonl"
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "drafter"
+
+
+@pytest.fixture
+def train(model: Path, out: Path, cli: Cli) -> Cli:
+    """A function that trains for the model on some texts, with further options."""
+    path = out.with_name("texts.jsonl")
     text = "Once upon a time there were {} little cats in a big house."
     rows = [{"text": text.format(word)} for word in ("two", "three", "four", "five", "six")]
     path.write_text("\n".join(map(json.dumps, rows)))
-    return path
+    return partial(cli, "train", "--out", out, "--model", model, "--data", path)
 
 
-def test_the_folder_is_a_drafter_with_a_card(
-    finished: Run, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
+def test_the_folder_is_a_drafter_with_a_card(finished: Run, cli: Cli, model: Path) -> None:
     out = finished.request.out
     card = (out / "README.md").read_text()
     values = json.loads((out / "config.json").read_text())
@@ -59,11 +58,9 @@ def test_the_folder_is_a_drafter_with_a_card(
     rates = curve_of(out)
     assert len(rates) == 4
     assert rates[-1] > 1.3
-    plain = run(
-        capsys, "generate", "--model", model, "--drafter", "none", "--prompt", "The", "--json"
-    )
-    arguments = ("--model", model, "--drafter", out, "--prompt", "The", "--beam-width", "2")
-    drafted = run(capsys, "generate", *arguments, "--json")
+    prompt = ("--model", model, "--prompt", "The", "--json")
+    plain = cli("generate", *prompt, "--drafter", "none")
+    drafted = cli("generate", *prompt, "--drafter", out, "--beam-width", 2)
     assert drafted.code == 0
     assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]
     assert json.loads(drafted.out)["tokens_per_step"] > 1.3
@@ -97,11 +94,8 @@ def test_stages_are_reported(finished: Run) -> None:
     assert re.fullmatch(rf"needs about .*: {stages}", time)
 
 
-def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
-) -> None:
-    out = tmp_path / "drafter"
-    result = _train(capsys, out, "--model", model, "--data", texts, "--dry-run")
+def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train: Cli, out: Path) -> None:
+    result = train("--dry-run")
     assert result.code == 0
     needs, rehearsal, duration = result.err.splitlines()
     assert needs.startswith("needs about")
@@ -110,74 +104,50 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(
     assert not out.exists()
 
 
-def test_minutes_are_for_the_whole_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
-) -> None:
-    fine = ("--model", model, "--data", texts, "--answer-tokens", 24)
-    result = _train(capsys, tmp_path / "a", *fine, "--minutes", 1e-4)
+def test_minutes_are_for_the_whole_run(train: Cli, out: Path) -> None:
+    result = train("--minutes", 1e-4)
     assert result.code == 1
     assert "--minutes 0.0001 is for the whole run, of which too little is left" in result.err
-    assert not (tmp_path / "a").exists()
+    assert not out.exists()
     start = time.monotonic()
-    result = _train(capsys, tmp_path / "b", *fine, "--minutes", 0.3)
+    result = train("--answer-tokens", 24, "--minutes", 0.15)
     assert result.code == 0
-    assert "needs about 18 s: " in result.err
-    assert 6 < time.monotonic() - start < 120  # 18 on an idle machine
+    assert "needs about 9 s: " in result.err
+    assert 3 < time.monotonic() - start < 120  # 9 on an idle machine
 
 
-def test_a_small_run_interrupted_and_resumed(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    model: Path,
-    texts: Path,
+def test_a_run_that_was_interrupted_is_continued_with_resume_alone(
+    train: Cli, out: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "drafter"
-    options = ("--answer-tokens", 24, "--epochs", 400)
+    """The second one is interrupted while the target writes, long before the first step."""
     with monkeypatch.context() as patch:
         patch.setattr(ConsoleReporter, "progress", _interrupt_training)
-        result = run(capsys, "train", "--model", model, "--data", texts, "--out", out, *options)
+        result = train("--answer-tokens", 24, "--epochs", 400)
     assert result.code == 130
     assert f"continue with: redrafter-mlx train --out {out} --resume" in result.err
-    again = run(capsys, "train", "--model", model, "--data", texts, "--out", out)
-    assert again.code == 2
-    assert "continue it with --resume" in again.err
-    other = run(capsys, "train", "--out", out, "--resume", "--epochs", 2)
-    assert other.code == 2
-    assert "was begun with epochs 400, not 2" in other.err
-
-
-def test_a_forgotten_resume_destroys_nothing(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    model: Path,
-    texts: Path,
-) -> None:
-    out = tmp_path / "drafter"
-    fine = ("--model", model, "--data", texts, "--answer-tokens", 24, "--epochs", 1)
+    assert "continue it with --resume" in _refusal(train())
+    other = _refusal(cli("train", "--out", out, "--resume", "--epochs", 2))
+    assert "was begun with epochs 400, not 2" in other
 
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:  # while the target writes, long before the first step
+    second = ("--out", out.with_name("second"))
+    with monkeypatch.context() as patch:
         patch.setattr(preparation, "build_corpus", interrupt)
-        assert _train(capsys, out, *fine).code == 130
-    begun = (out / "run.json").read_bytes()
-    again = _train(capsys, out, "--model", model, "--data", texts, "--answer-tokens", 32)
-    assert again.code == 2
-    assert f"a run was begun in {out}; continue it with --resume" in again.err
-    assert (out / "run.json").read_bytes() == begun
-    assert _train(capsys, out, "--resume").code == 0
-    assert json.loads((out / "run.json").read_text())["answer_tokens"] == 24
+        assert train(*second, "--answer-tokens", 24, "--epochs", 1).code == 130
+    begun = (second[1] / "run.json").read_bytes()
+    again = _refusal(train(*second, "--answer-tokens", 32))
+    assert f"a run was begun in {second[1]}; continue it with --resume" in again
+    assert (second[1] / "run.json").read_bytes() == begun
+    assert cli("train", *second, "--resume").code == 0
+    assert json.loads((second[1] / "run.json").read_text())["answer_tokens"] == 24
 
 
-def test_options_of_another_version_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_another_version_are_named(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "run.json").write_text('{"fused": true, "epochs": 3}')
-    result = _train(capsys, tmp_path, "--resume")
-    assert "run.json, found fused; finish the run with the version" in _refusal(result)
+    refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
+    assert "run.json, found fused; finish the run with the version" in refusal
 
 
 def _interrupt_training(reporter: ConsoleReporter, stage: str, done: int, _: int | None) -> None:
@@ -193,99 +163,71 @@ def _refusal(result: Result) -> str:
     return result.err
 
 
-def test_refusals_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
-) -> None:
-    out = tmp_path / "drafter"
-    fine = ("--model", model, "--data", texts)
+def test_refusals_are_one_line(train: Cli, out: Path, cli: Cli, finished: Run) -> None:
+    missing, earlier = out.with_name("none.txt"), finished.request.out
+    quantised = load_drafter(earlier)
+    quantize_drafter(quantised, 8, 32)
+    save_drafter(quantised, out.with_name("quantised"))
+    save_drafter(random_drafter(64, 16, exit_dim=16), out.with_name("other"))
     cases: list[tuple[tuple[object, ...], str]] = [
-        (("--data", texts), "expected a target, found none"),
-        (("--model", tmp_path / "none", "--data", texts), "no such folder"),
-        (("--model", model, "--data", tmp_path / "none.txt"), "cannot read"),
-        ((*fine, "--recipe", "magic"), "is not one of 'soft', 'coupled', 'overlap', 'apple'"),
-        ((*fine, "--length", 1), "length must be an integer from 2 to 16"),
-        ((*fine, "--self-generated", 2), "self_generated must be a number from 0 to 1"),
-        ((*fine, "--lr", "nan"), "lr must be a number"),
-        ((*fine, "--epochs", 0), "epochs must be an integer at least 1"),
-        ((*fine, "--tokens", 0), "tokens must be"),
+        (("--model", missing.with_suffix("")), "no such folder"),
+        (("--data", missing), "cannot read"),
+        (("--recipe", "magic"), "is not one of 'soft', 'coupled', 'overlap', 'apple'"),
+        (("--length", 1), "length must be an integer from 2 to 16"),
+        (("--self-generated", 2), "self_generated must be a number from 0 to 1"),
+        (("--lr", "nan"), "lr must be a number"),
+        (("--epochs", 0), "epochs must be an integer at least 1"),
+        (("--tokens", 0), "tokens must be"),
+        (("--tokens", 10**13, "--self-generated", 1), "of disk in"),
+        (("--cache", earlier / CACHE_FOLDER), "was made with another"),
+        (("--start-from", missing.with_suffix("")), "no such folder"),
+        (("--start-from", earlier, "--exit-dim", 64), "keeps its shape"),
+        (("--start-from", out.with_name("quantised")), "is quantised"),
+        (("--start-from", out.with_name("other")), "does not match the target's"),
     ]
     for arguments, message in cases:
-        assert message in _refusal(_train(capsys, out, *arguments))
+        assert message in _refusal(train(*arguments))
+    no_target = cli("train", "--out", out, "--data", out.with_name("texts.jsonl"))
+    assert "expected a target, found none" in _refusal(no_target)
     assert not (out / "model.safetensors").exists()
 
 
-def test_what_does_not_fit_is_refused_before_it_starts(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    model: Path,
-    texts: Path,
+def test_what_does_not_fit_into_memory_is_refused_before_it_starts(
+    train: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "drafter"
-    fine = ("--model", model, "--data", texts)
-    many = ("--tokens", 10**13, "--self-generated", 1)
-    assert "of disk in" in _refusal(_train(capsys, out, *fine, *many))
     monkeypatch.setattr(resources, "read_total_memory", lambda: 2**30)
-    assert "of memory, of 1.07 GB 85% can be used" in _refusal(_train(capsys, out, *fine))
+    assert "of memory, of 1.07 GB 85% can be used" in _refusal(train())
     monkeypatch.setattr(resources, "read_total_memory", lambda: None)  # the system does not say
-    few = ("--answer-tokens", 8, "--epochs", 1, "--exit-dim", 16)
-    result = run(capsys, "train", *fine, "--out", out, *few)
-    assert result.code == 0
-
-
-def test_a_cache_of_another_run_is_refused_and_an_equal_one_shared(
-    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
-) -> None:
-    cache = finished.request.out / "cache"
-    other = ("--model", model, "--data", texts, "--cache", cache)
-    assert "was made with another" in _refusal(_train(capsys, tmp_path / "d", *other))
+    assert train("--answer-tokens", 8, "--epochs", 1, "--exit-dim", 16).code == 0
 
 
 def test_a_reduced_head_drafts_for_the_whole_vocabulary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
+    train: Cli, out: Path, cli: Cli, model: Path
 ) -> None:
-    out = tmp_path / "drafter"
-    options = ("--answer-tokens", 32, "--epochs", 4, "--draft-vocab", 90)
-    result = run(capsys, "train", "--model", model, "--data", texts, "--out", out, *options)
-    assert result.code == 0
-    assert "90 tokens" in (out / "README.md").read_text()
+    parts = ("--self-generated", 0, "--recipe", "apple", "--draft-vocab", 90)
+    assert train("--answer-tokens", 32, "--epochs", 2, *parts).code == 0
+    card = (out / "README.md").read_text()
+    assert "90 tokens" in card
+    assert " 0 self-generated by the target" in card
     prompt = ("--model", model, "--prompt", "Once", "--max-tokens", 40, "--json")
-    drafted = run(capsys, "generate", *prompt, "--drafter", out, "--beam-width", 2)
-    plain = run(capsys, "generate", *prompt, "--drafter", "none")
+    drafted = cli("generate", *prompt, "--drafter", out, "--beam-width", 2)
+    plain = cli("generate", *prompt, "--drafter", "none")
     assert json.loads(drafted.out)["tokens"] == json.loads(plain.out)["tokens"]
 
 
-def test_parts_of_a_recipe_can_be_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
-) -> None:
-    out = tmp_path / "drafter"
-    parts = ("--self-generated", 0, "--recipe", "apple")
-    few = ("--answer-tokens", 24, "--epochs", 1, "--exit-dim", 16)
-    result = _train(capsys, out, "--model", model, "--data", texts, *parts, *few)
-    assert result.code == 0, result.err
-    assert " 0 self-generated by the target" in (out / "README.md").read_text()
-
-
-def test_prompts_are_answered_by_the_target(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
-) -> None:
-    prompts = tmp_path / "prompts.txt"
+def test_prompts_are_answered_by_the_target(out: Path, cli: Cli, model: Path) -> None:
+    prompts = out.with_name("prompts.txt")
     prompts.write_text("One day\nThe dog\nTom and Sue\nIn the park\n")
-    out = tmp_path / "drafter"
     options = ("--answer-tokens", 16, "--epochs", 1, "--recipe", "coupled")
-    result = run(capsys, "train", "--model", model, "--prompts", prompts, "--out", out, *options)
+    result = cli("train", "--model", model, "--prompts", prompts, "--out", out, *options)
     assert result.code == 0
     assert "0 given, 96 self-generated by the target" in (out / "README.md").read_text()
     assert "the same Gumbel noise" in (out / "README.md").read_text()
 
 
-def test_going_on_from_an_earlier_drafter(
-    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
-) -> None:
-    earlier, out = finished.request.out, tmp_path / "drafter"
-    fine = ("--model", model, "--data", texts, "--start-from", earlier)
-    few = ("--answer-tokens", 24, "--epochs", 1)
-    result = run(capsys, "train", *fine, "--out", out, *few)
+def test_going_on_from_an_earlier_drafter(train: Cli, out: Path, finished: Run) -> None:
+    earlier = finished.request.out
+    result = train("--start-from", earlier, "--answer-tokens", 24, "--epochs", 1)
     assert result.code == 0, result.err
     assert f"| started from | `{earlier.name}` |" in (out / "README.md").read_text()
     # It begins with what the earlier one knows: a new one drafts next to nothing at step 0.
@@ -293,26 +235,3 @@ def test_going_on_from_an_earlier_drafter(
     assert begun > new + 0.2
     shapes = [json.loads((folder / "config.json").read_text()) for folder in (earlier, out)]
     assert shapes[0]["exit_dim"] == shapes[1]["exit_dim"]
-
-
-def test_drafters_that_cannot_be_gone_on_from_are_refused(
-    finished: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path, texts: Path
-) -> None:
-    earlier, out = finished.request.out, tmp_path / "drafter"
-    fine = ("--model", model, "--data", texts)
-    quantised, other = (
-        load_drafter(earlier),
-        Drafter(DrafterConfig(64, 16, exit_dim=16, num_draft_layers=1, rnn=True)),
-    )
-    quantize_drafter(quantised, 8, 32)
-    save_drafter(quantised, tmp_path / "quantised")
-    save_drafter(other, tmp_path / "other")
-    cases: list[tuple[tuple[object, ...], str]] = [
-        (("--start-from", tmp_path / "none"), "no such folder"),
-        (("--start-from", earlier, "--exit-dim", 64), "keeps its shape"),
-        (("--start-from", tmp_path / "quantised"), "is quantised"),
-        (("--start-from", tmp_path / "other"), "does not match the target's"),
-    ]
-    for arguments, message in cases:
-        assert message in _refusal(_train(capsys, out, *fine, *arguments))
-    assert not (out / "model.safetensors").exists()

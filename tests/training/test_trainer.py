@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.target import Target
+from mlx_redrafter.training import trainer as trainer_module
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import load_arrays, save_arrays
@@ -27,7 +28,6 @@ from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
 from mlx_redrafter.training_options import (
-    HEADS,
     RECIPES,
     Head,
     NetworkOptions,
@@ -50,7 +50,7 @@ class TrainingSetup:
             for _ in range(10)
         ]
         self.cache = TeacherCache(folder / "cache", {})
-        for head in ("redrafter", "eagle", "specformer", "dspark"):
+        for head in ("redrafter", "eagle", "dspark"):
             layers = self.new_student(head).layers
             fill_cache(self.cache, "train", self.target, texts[:8], 8, layers, lambda n: None)
             fill_cache(self.cache, "held-out", self.target, texts[8:], 8, layers, lambda n: None)
@@ -104,21 +104,20 @@ def _same(first: Student, second: Student) -> bool:
     return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
 
 
+def _assert_close(first: Student, second: Student, atol: float) -> None:
+    pairs = (tree_flatten(one.network.parameters()) for one in (first, second))
+    for (name, a), (_, b) in zip(*pairs, strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), atol=atol, err_msg=str(name))
+
+
 @pytest.mark.parametrize(
     ("recipe", "head"),
-    [
-        *((recipe, "redrafter") for recipe in RECIPES),
-        ("coupled", "medusa"),
-        ("soft", "eagle"),
-        ("soft", "specformer"),
-        ("soft", "dspark"),
-        ("apple", "eagle1"),
-    ],
+    [*((recipe, "redrafter") for recipe in RECIPES), ("coupled", "medusa"), ("soft", "eagle")],
 )
 def test_every_recipe_learns(
     setup: TrainingSetup, tmp_path: Path, recipe: Recipe, head: Head
 ) -> None:
-    options = TrainingOptions(epochs=12, batch_tokens=32, num_evaluations=4, lr=1e-2)
+    options = TrainingOptions(epochs=8, batch_tokens=32, num_evaluations=4, lr=1e-2)
     trainer = setup.trainer(tmp_path, recipe, options, head=head)
     trainer.run(_ignore, _ignore)
     losses = [point.loss for point in trainer.progress.curve[1:]]
@@ -126,21 +125,20 @@ def test_every_recipe_learns(
     assert trainer.progress.step == trainer.progress.total_steps
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ["redrafter", "eagle", "dspark"])
 def test_interrupted_and_resumed_is_the_same_as_undisturbed(
     setup: TrainingSetup, tmp_path: Path, head: Head
 ) -> None:
     whole = setup.trainer(tmp_path / "whole", head=head)
     expected = whole.run(_ignore, _ignore)
-    for step in (1, 4, 7):
+    for step in (1, 7):
         with pytest.raises(KeyboardInterrupt):
             setup.trainer(tmp_path / "parts", head=head).run(_stop_at(step), _ignore)
     trainer = setup.trainer(tmp_path / "parts", head=head)
     assert trainer.progress.step == 7
     assert _same(trainer.run(_ignore, _ignore), expected)
-    first, second = (
-        load_arrays(tmp_path / name / STATE_FOLDER / STATE_FILE)[0] for name in ("whole", "parts")
-    )
+    states = [tmp_path / name / STATE_FOLDER / STATE_FILE for name in ("whole", "parts")]
+    first, second = (load_arrays(path)[0] for path in states)
     assert first.keys() == second.keys()
     assert all(mx.array_equal(first[name], second[name]).item() for name in first)
     rates = [
@@ -152,9 +150,8 @@ def test_interrupted_and_resumed_is_the_same_as_undisturbed(
 
 def test_a_finished_run_is_not_trained_again(setup: TrainingSetup, tmp_path: Path) -> None:
     expected = setup.trainer(tmp_path).run(_ignore, _ignore)
-    again = setup.trainer(tmp_path)
     steps: list[TrainingProgress] = []
-    assert _same(again.run(steps.append, _ignore), expected)
+    assert _same(setup.trainer(tmp_path).run(steps.append, _ignore), expected)
     assert not steps
 
 
@@ -186,15 +183,11 @@ def test_a_diverging_run_is_stopped(setup: TrainingSetup, tmp_path: Path) -> Non
 def test_parts_of_a_batch_give_the_same_step(
     setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlx_redrafter.training import trainer as module
-
     options = TrainingOptions(epochs=1, batch_tokens=32, num_evaluations=1)
     whole = setup.trainer(tmp_path / "a", "soft", options).run(_ignore, _ignore)
-    monkeypatch.setattr(module, "LOGITS_BYTES", 4 * 64 * 3 * 5)  # five positions at a time
+    monkeypatch.setattr(trainer_module, "LOGITS_BYTES", 4 * 64 * 3 * 5)  # five positions at a time
     parts = setup.trainer(tmp_path / "b", "soft", options).run(_ignore, _ignore)
-    first, second = (tree_flatten(one.network.parameters()) for one in (whole, parts))
-    for (name, a), (_, b) in zip(first, second, strict=True):
-        np.testing.assert_allclose(np.array(a), np.array(b), atol=2e-4, err_msg=str(name))
+    _assert_close(whole, parts, 2e-4)
 
 
 def test_compiled_steps_are_the_same_steps(
@@ -203,19 +196,15 @@ def test_compiled_steps_are_the_same_steps(
     """Compile as on a GPU; here MLX compiles with the C++ compiler of the system."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("MLX compiles for the CPU with a C++ compiler, and there is none")
-    from mlx_redrafter.training import trainer as module
-
     options = TrainingOptions(epochs=1, batch_tokens=32, num_evaluations=1, checkpoint_seconds=0)
     plain = setup.trainer(tmp_path / "a", "soft", options).run(_ignore, _ignore)
-    monkeypatch.setattr(module, "compiling_pays", lambda: True)
+    monkeypatch.setattr(trainer_module, "compiling_pays", lambda: True)
     with pytest.raises(KeyboardInterrupt):
         setup.trainer(tmp_path / "b", "soft", options).run(_stop_at(2), _ignore)
     trainer = setup.trainer(tmp_path / "b", "soft", options)
     compiled = trainer.run(_ignore, _ignore)
     assert trainer.progress.step == trainer.progress.total_steps
-    first, second = (tree_flatten(one.network.parameters()) for one in (plain, compiled))
-    for (name, a), (_, b) in zip(first, second, strict=True):
-        np.testing.assert_allclose(np.array(a), np.array(b), atol=1e-4, err_msg=str(name))
+    _assert_close(plain, compiled, 1e-4)
 
 
 def test_the_number_of_steps_may_be_given(setup: TrainingSetup, tmp_path: Path) -> None:

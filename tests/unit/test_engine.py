@@ -1,26 +1,38 @@
-"""An engine: threads, cancelling, closing, and what it remembers."""
+"""An engine: threads, cancelling, what it remembers, conversations, and the end of memory."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter import Engine, Lookup, generate, load, stream_generate
+from mlx_redrafter import Engine, Lookup, generate, memory_sizes, stream_generate
+from mlx_redrafter.engine import memory_guard
+from mlx_redrafter.engine.conversation import Conversation
 from mlx_redrafter.engine.generation import LearnedStates
-from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.policy.plans import StepCosts
+from mlx_redrafter.engine.prompt_encoding import encode_chat
+from mlx_redrafter.errors import ConfigError, ResourceError
 from mlx_redrafter.proposers.draft_model import DraftModel
-from tests.helpers.models import ROOT, random_drafter, tiny_llama, wrapped_tokenizer
+from mlx_redrafter.proposers.lookup import Contexts
+from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
+from tests.conftest import Trained
+from tests.helpers.models import ROOT, ByteTokenizer, random_drafter, tiny_llama, wrapped_tokenizer
+from tests.models.tiny_models import build, tiny_config
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60]
@@ -51,40 +63,28 @@ def _plain(model: nn.Module, prompt: list[int], max_tokens: int, **options: Any)
 
 
 def test_texts_are_those_of_plain_decoding(engine: Engine, model: nn.Module) -> None:
-    samplings: list[dict[str, Any]] = [{}, {"temp": 0.9, "seed": 5}]
-    samplings += [{"temp": 1.0, "seed": 5, "top_p": 0.8}]
+    samplings: list[dict[str, Any]] = [{}, {"temp": 1.0, "seed": 5, "top_p": 0.8}]
     shapes: list[dict[str, Any]] = [{}, {"beam_width": 3, "beam_length": 5}, {"beam_width": 1}]
     for options in samplings:
-        plain = _plain(model, PROMPT, 30, **options)
+        plain = _plain(model, PROMPT, 20, **options)
         for shape in shapes:
-            found = [r.token for r in engine.stream(PROMPT, max_tokens=30, **options, **shape)]
+            found = [r.token for r in engine.stream(PROMPT, max_tokens=20, **options, **shape)]
             assert found == plain
 
 
 def test_four_threads_have_their_own_texts(engine: Engine, model: nn.Module) -> None:
     prompts = [[3, 1, 4, 1], [5, 9], [2, 6, 5], [35, 8, 9, 7]]
+    options: list[dict[str, Any]] = [{}, {"temp": 0.7, "seed": 1}] * 2
     start = threading.Barrier(4)
 
     def work(i: int) -> list[int]:
         start.wait()
-        options: dict[str, Any] = {"temp": 0.7, "seed": i} if i % 2 else {}
-        return [r.token for r in engine.stream(prompts[i], max_tokens=30, **options)]
+        return [r.token for r in engine.stream(prompts[i], max_tokens=20, **options[i])]
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(work, range(4)))
-    for i, prompt in enumerate(prompts):
-        options: dict[str, Any] = {"temp": 0.7, "seed": i} if i % 2 else {}
-        assert found[i] == _plain(model, prompt, 30, **options)
-
-
-def test_a_pair_loaded_in_one_thread_works_in_another() -> None:
-    with ThreadPoolExecutor(1) as loader:
-        model, tokenizer, drafter = loader.submit(load).result()
-    with ThreadPoolExecutor(1) as worker:
-        text = worker.submit(
-            lambda: generate(model, tokenizer, "Once", drafter=drafter, max_tokens=20)
-        ).result()
-    assert text == generate(model, tokenizer, "Once", drafter=None, max_tokens=20)
+    pairs = zip(prompts, options, strict=True)
+    assert found == [_plain(model, prompt, 20, **more) for prompt, more in pairs]
 
 
 def test_a_stream_belongs_to_one_thread(engine: Engine) -> None:
@@ -98,9 +98,8 @@ def test_a_stream_belongs_to_one_thread(engine: Engine) -> None:
 def test_another_thread_cancels_a_text(engine: Engine) -> None:
     stream = engine.stream(PROMPT, max_tokens=-1)
     found = [next(stream) for _ in range(3)]
-    thread = threading.Thread(target=stream.cancel)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(stream.cancel).result()
     rest = list(stream)
     assert len(rest) < 16, "at most the rest of a step"
     assert all(response.finish_reason is None for response in found + rest)
@@ -115,14 +114,16 @@ def test_a_text_is_cancelled_while_its_prompt_is_processed(engine: Engine) -> No
         if processed >= 8:
             stream.cancel()
 
-    stream = engine.stream(
-        PROMPT * 20, prefill_step_size=4, max_tokens=9, prompt_progress_callback=on_progress
-    )
+    options: Any = {"prefill_step_size": 4, "prompt_progress_callback": on_progress}
+    stream = engine.stream(PROMPT * 20, max_tokens=9, **options)
     assert list(stream) == []
     assert done[-1] == 8
 
 
 def test_a_closed_engine_ends_its_texts_and_begins_none(engine: Engine) -> None:
+    with engine.stream(PROMPT, max_tokens=-1) as stream:
+        next(stream)
+    assert list(stream) == []
     stream = engine.stream(PROMPT, max_tokens=-1)
     next(stream)
     engine.close()
@@ -131,36 +132,16 @@ def test_a_closed_engine_ends_its_texts_and_begins_none(engine: Engine) -> None:
         engine.stream(PROMPT)
 
 
-def test_a_stream_is_closed_by_with(model: nn.Module) -> None:
-    with Engine(model, wrapped_tokenizer(VOCAB_SIZE)).stream(PROMPT, max_tokens=-1) as stream:
-        next(stream)
-    assert list(stream) == []
-
-
-def test_a_cancelled_text_leaves_its_cache_with_what_was_yielded(model: nn.Module) -> None:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    cache = make_prompt_cache(model)
-    stream = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)).stream(
-        PROMPT, max_tokens=-1, prompt_cache=cache
-    )
-    tokens = [next(stream).token for _ in range(7)]
-    stream.cancel()
-    tokens += [response.token for response in stream]
-    assert {layer.offset for layer in cache} == {len(PROMPT) + len(tokens)}
-
-
 def test_estimates_are_carried_from_text_to_text(model: nn.Module) -> None:
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
-    assert engine.memory.policy is None
-    engine.generate(PROMPT, max_tokens=60)
-    first = engine.memory.policy
-    assert first is not None
-    engine.generate(PROMPT, max_tokens=60)
-    assert engine.memory.policy is not first
-    second = engine.memory.policy
-    engine.generate(PROMPT, max_tokens=60, temp=0.5, couple=False)
-    assert engine.memory.policy is second, "uncoupled drafts say nothing of coupled ones"
+    known = [engine.memory.policy]
+    for options in ({}, {}, {"temp": 0.5, "couple": False}):
+        engine.generate(PROMPT, max_tokens=20, **options)
+        known.append(engine.memory.policy)
+    assert known[0] is None
+    assert known[1] is not None
+    assert known[2] is not known[1]
+    assert known[3] is known[2], "uncoupled drafts say nothing of coupled ones"
 
 
 def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:
@@ -170,33 +151,13 @@ def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:
     assert memories.of(other, drafter) is memory
     assert memories.of(other) is not memory
     assert memories.of(model, drafter) is not memory
+    generate(other, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter="lookup", max_tokens=5)
     gone = weakref.ref(other)
+    mx.synchronize()
     del other
     gc.collect()
-    assert gone() is None, "a memory keeps no model"
+    assert gone() is None, "neither a memory nor a function keeps a model"
     assert len(memories._known) == 1
-
-
-def test_a_function_remembers_without_keeping_the_model() -> None:
-    model = tiny_llama(seed=6)
-    generate(model, wrapped_tokenizer(VOCAB_SIZE), PROMPT, drafter="lookup", max_tokens=5)
-    gone = weakref.ref(model)
-    mx.synchronize()
-    del model
-    gc.collect()
-    assert gone() is None
-
-
-@pytest.mark.parametrize("drafter", ["lookups", "path/to/drafter"])
-def test_words_that_are_no_drafter_are_refused(model: nn.Module, drafter: str) -> None:
-    wrong: Any = drafter
-    with pytest.raises(ConfigError, match=r"drafter must be a drafter that mlx_redrafter\.load"):
-        Engine(model, wrapped_tokenizer(VOCAB_SIZE), wrong)
-
-
-def test_a_drafter_of_another_model_is_refused(model: nn.Module) -> None:
-    with pytest.raises(CheckpointError, match="hidden_size 48 does not match"):
-        Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 48))
 
 
 def test_lookup_is_the_default(model: nn.Module) -> None:
@@ -205,25 +166,6 @@ def test_lookup_is_the_default(model: nn.Module) -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8] * 6
     responses = list(engine.stream(text, max_tokens=30))
     assert [r.token for r in responses] == _plain(model, text, 30)
-
-
-def test_step_costs_decide_what_is_drafted(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where steps with drafts seem to cost nothing, all that can be is drafted."""
-    asked = []
-
-    def costs(target: Any, network: Any, *rest: Any) -> StepCosts:
-        asked.append(network)
-        return StepCosts(1.0, {2: 1.0, 4: 1.0}, {1: 0.0}, {1: 0.0})
-
-    monkeypatch.setattr("mlx_redrafter.engine.engine.step_costs", costs)
-    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
-    list(engine.stream(PROMPT, max_tokens=5))
-    assert asked == []
-    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE))
-    list(engine.stream(PROMPT, max_tokens=5))
-    assert asked == [None], "prompt lookup has no network"
 
 
 SCRIPT = """
@@ -249,8 +191,211 @@ print("written")
 
 
 def test_threads_that_have_ended_do_not_abort_the_process() -> None:
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
+
+
+ASKED = ["HOW ARE YOU", "AND YOU", "HOW ARE YOU"]
+
+
+class ChatTokenizer(ByteTokenizer):
+    """A tokenizer with a chat template that shortens earlier messages to ``kept`` characters."""
+
+    chat_template: Any = "in Python"
+
+    def __init__(self, kept: int | None = None):
+        super().__init__(VOCAB_SIZE)
+        self.kept = kept
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> str:  # type: ignore[override]
+        """All messages, and the beginning of an answer."""
+        *earlier, last = [f"[{one['role'][0].upper()}]{one['content']}" for one in messages]
+        return "".join(text[: self.kept] for text in earlier) + last + "[A]"
+
+
+def _tokenizer(kept: int | None = None) -> TokenizerWrapper:
+    wrapper = TokenizerWrapper(ChatTokenizer(kept))
+    wrapper._eos_token_ids = set()
+    return wrapper
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("sampling", "kept"), [({}, 5), ({"temp": 0.9, "seed": 3}, None)])
+def test_answers_are_those_of_plain_decoding(
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+    sampling: dict[str, Any],
+    kept: int | None,
+) -> None:
+    monkeypatch.setattr("mlx_redrafter.proposers.draft_model.check_ids", lambda *_: None)
+    _assert_plain_answers(model, DRAFTERS[drafter](model), kept, sampling)
+
+
+@pytest.mark.parametrize("kept", [None, 5])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "mamba2"])
+def test_answers_of_models_with_states(model_type: str, kept: int | None) -> None:
+    """A state cannot be cut where a template shortens, and the tokens in it may be unknown."""
+    config = tiny_config(model_type)
+    sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512}
+    inner = {**config.get("text_config", {}), **sizes}
+    model = build({**config, **sizes, "text_config": inner})
+    _assert_plain_answers(model, "lookup", kept, {"temp": 0.9, "seed": 3})
+
+
+def _assert_plain_answers(
+    model: nn.Module, drafter: Any, kept: int | None, sampling: dict[str, Any]
+) -> None:
+    tokenizer = _tokenizer(kept)
+    conversation = Conversation(Engine(model, tokenizer, drafter), "BE GOOD")
+    for text in ASKED:
+        asked = [*conversation.messages, {"role": "user", "content": text}]
+        found = list(conversation.ask(text, max_tokens=14, **sampling))
+        prompt = encode_chat(tokenizer, asked)
+        plain = stream_generate(model, tokenizer, prompt, drafter=None, max_tokens=14, **sampling)
+        assert [one.token for one in found] == [one.token for one in plain]
+        answer = {"role": "assistant", "content": "".join(one.text for one in found)}
+        assert conversation.messages == [*asked, answer]
+
+
+def test_only_what_is_new_is_read(model: nn.Module) -> None:
+    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
+    read: list[int] = []
+    options: dict[str, Any] = {"prompt_progress_callback": lambda done, total: read.append(total)}
+    for text in ASKED:
+        list(conversation.ask(text, max_tokens=8, **options))
+    # "[U]", the text and "[A]".
+    assert sorted(set(read)) == sorted({len(text) + 6 for text in ASKED})
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "network"])
+def test_a_turn_drafts_from_the_turns_before_it(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    engine, begun = Engine(model, _tokenizer(), DRAFTERS[drafter](model)), list[Contexts]()
+    init: Any = LookupDrafting.__init__
+    begin = lambda *args: begun.append(args[1]) or init(*args)  # noqa: E731
+    monkeypatch.setattr(LookupDrafting, "__init__", begin)
+    one, other = Conversation(engine), Conversation(engine)
+    for text in ASKED:
+        list(one.ask(text, max_tokens=8))
+    list(other.ask(ASKED[0], max_tokens=8))
+    assert begun[:3] == [begun[0]] * 3
+    assert begun[3] is not begun[0]
+    # Nothing is read twice, but drafts may be accepted beyond the end of an answer.
+    assert len(one._tokens) <= len(begun[0].tokens) < len(one._tokens) + 40
+    assert bool(begun[0].candidates(begun[0].end.key)[0]) == (drafter == "lookup")
+
+
+def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) -> None:
+    tokenizer = _tokenizer()
+    conversation = Conversation(Engine(model, tokenizer, "lookup"))
+    answer = conversation.ask(ASKED[0], max_tokens=50)
+    text = "".join(next(answer).text for _ in range(5))
+    answer.close()  # type: ignore[attr-defined]
+    assert conversation.messages[-1]["content"] == text
+    asked = [*conversation.messages, {"role": "user", "content": ASKED[1]}]
+    plain = stream_generate(
+        model, tokenizer, encode_chat(tokenizer, asked), drafter=None, max_tokens=20
+    )
+    found = conversation.ask(ASKED[1], max_tokens=20)
+    assert [one.token for one in found] == [one.token for one in plain]
+
+
+def test_what_is_refused_changes_nothing(model: nn.Module) -> None:
+    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
+    list(conversation.ask(ASKED[0], max_tokens=8))
+    before = list(conversation.messages)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        list(conversation.ask(ASKED[1], max_tokens=-5))
+    assert conversation.messages == before
+    assert len(list(conversation.ask(ASKED[1], max_tokens=8))) == 8
+    with pytest.raises(ConfigError, match="chat template"):
+        Conversation(Engine(model, wrapped_tokenizer(VOCAB_SIZE), None))
+
+
+TALE = "Tim had a red ball. Tim had a"
+END = 2 * memory_guard.EVERY
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Fake readings, whether memory is short; after the last one it is short no longer."""
+    left: list[bool] = []
+    monkeypatch.setattr(memory_guard, "is_memory_short", lambda: bool(left) and left.pop(0))
+    return left
+
+
+def test_a_text_ends_at_the_second_short_reading(
+    stories: Trained, readings: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_prompt_cache(stories.model)
+    text = []
+    with caplog.at_level(logging.WARNING):
+        for last in stream_generate(
+            stories.model, stories.tokenizer, TALE, max_tokens=100, prompt_cache=cache
+        ):
+            text.append(last)
+            if len(text) == 1:  # the prompt's own readings are done
+                readings += [True, True]
+    stock = mlx_lm.generate(stories.model, stories.tokenizer, TALE, max_tokens=END)
+    assert "".join(one.text for one in text) == stock
+    assert (last.generation_tokens, last.finish_reason) == (END, "length")
+    (line,) = (one.getMessage() for one in caplog.records if "memory" in one.getMessage())
+    assert f"the text ends after {END} tokens" in line
+    # The caller's cache holds the prompt and the text, as after any other end.
+    num_prompt = len(stories.tokenizer.encode(TALE))
+    assert cache[0].offset == num_prompt + END
+    # The engine goes on.
+    assert len(generate(stories.model, stories.tokenizer, TALE, max_tokens=END)) == len(stock)
+
+
+def test_one_short_reading_ends_nothing(stories: Trained, readings: list[bool]) -> None:
+    readings += [True, False] * 6
+    stock = mlx_lm.generate(stories.model, stories.tokenizer, TALE, max_tokens=70)
+    assert generate(stories.model, stories.tokenizer, TALE, max_tokens=70) == stock
+    # Two in a row while a prompt is read are an error of one line.
+    readings[:] = [True, True]
+    with pytest.raises(ResourceError, match=r"used up after \d+ of \d+ prompt") as caught:
+        generate(stories.model, stories.tokenizer, TALE * 4, max_tokens=4, prefill_step_size=8)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_texts_of_a_batch_end(stories: Trained, readings: list[bool]) -> None:
+    engine = Engine(stories.model, stories.tokenizer)
+    tokens: list[list[Any]] = [[], []]
+    for number, response in engine.stream_batch([TALE, TALE], max_tokens=100, seed=0):
+        tokens[number].append(response)
+        readings[:] = [True] * 100
+    assert [(len(one), one[-1].finish_reason) for one in tokens] == [(END, "length")] * 2
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS reports a level of pressure")
+def test_the_reading_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_sizes, "MEMINFO", tmp_path / "meminfo")
+    for available, is_short in (("900", True), ("90000", False), (None, False)):
+        last = "" if available is None else f"MemAvailable:  {available} kB\n"
+        memory_sizes.MEMINFO.write_text(f"MemTotal:      100000 kB\nMemFree:  10 kB\n{last}")
+        assert memory_sizes.is_memory_short() == is_short
+
+
+def test_the_reading_of_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without macOS's function the pressure is 0, which is not short."""
+    if sys.platform != "darwin":
+        assert memory_sizes._read_pressure() == 0
+    monkeypatch.setattr(memory_sizes.sys, "platform", "darwin")
+    for level, is_short in ((1, False), (2, False), (4, True)):
+        monkeypatch.setattr(memory_sizes, "_read_pressure", lambda level=level: level)
+        assert memory_sizes.is_memory_short() == is_short
+
+
+def test_the_wired_limit_is_a_switch(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    wired: list[Any] = []
+    limit = lambda model, _: wired.append(model) or nullcontext()  # noqa: E731
+    monkeypatch.setattr(memory_guard, "wired_limit", limit)
+    for value, expected in (("1", 1), ("0", 1)):
+        monkeypatch.setenv(memory_guard.SWITCH, value)
+        generate(stories.model, stories.tokenizer, TALE, max_tokens=2)
+        assert len(wired) == expected

@@ -42,9 +42,9 @@ def screen_of(output: str) -> list[str]:
     return [one.rstrip() for one in rows]
 
 
-def response(text: str, number: int = 1, is_draft: bool = False, **counts: Any) -> Any:
-    given = {"generation_tps": 5.0, "tokens_per_step": None, "generation_tokens": number}
-    return SimpleNamespace(text=text, from_draft=is_draft, **{**given, **counts})
+def response(text: str, number: int, is_draft: bool) -> Any:
+    counts = {"generation_tps": 5.0, "tokens_per_step": None, "generation_tokens": number}
+    return SimpleNamespace(text=text, from_draft=is_draft, **counts)
 
 
 def write(pieces: list[str], shows_drafts: bool = False) -> str:

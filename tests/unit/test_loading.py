@@ -1,17 +1,17 @@
-"""`load`: what it returns, and the order of its checks."""
+"""`load`: what it returns, and the order of its checks; importing without a back end."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import Drafter, generate, load, save_drafter
 from mlx_redrafter.checkpoints.bundled import find_bundled
@@ -22,15 +22,6 @@ from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter.precision import quantised_copy
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter
-
-
-def test_loads_all_three(stories: Trained, drafter_folder: Path) -> None:
-    model, tokenizer, drafter = load(str(stories.folder), drafter=str(drafter_folder))
-    assert isinstance(model, nn.Module)
-    assert isinstance(tokenizer, TokenizerWrapper)
-    assert isinstance(drafter, Drafter)
-    assert drafter.config == stories.drafter.config
-    assert load(stories.folder)[2] is None
 
 
 def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
@@ -65,12 +56,8 @@ def test_what_drafts_for_a_float32_model_is_in_float32_too(
 
 def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-    original: Any = mlx_lm.load
-
-    def record(path: str, **options: Any) -> Any:
-        seen.update(options)
-        return original(path, **options)
-
+    stock: Any = mlx_lm.load
+    record = lambda path, **more: seen.update(more) or stock(path, **more)  # noqa: E731
     monkeypatch.setattr(mlx_lm, "load", record)
     load(stories.folder, tokenizer_config={"eos_token": "<s>"})
     assert seen["tokenizer_config"] == {"trust_remote_code": False, "eos_token": "<s>"}
@@ -78,64 +65,52 @@ def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch)
     assert seen["adapter_path"] is None
 
 
-def _fail(*args: object, **kwargs: object) -> None:
-    raise AssertionError("this was to come later")
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "hidden_size", "message"),
-    [(512, 32, "hidden_size 32 does not match"), (513, 64, "vocab_size 513 does not match")],
-)
-def test_sizes_are_compared_before_any_weights_are_read(
-    stories: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    vocab_size: int,
-    hidden_size: int,
-    message: str,
+def test_cheap_checks_come_first(
+    stories: Trained, drafter_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_drafter(random_drafter(vocab_size, hidden_size), tmp_path)
-    monkeypatch.setattr(mlx_lm, "load", _fail)
-    monkeypatch.setattr(Checkpoint, "fill", _fail)
-    with pytest.raises(CheckpointError, match=message):
-        load(stories.folder, drafter=tmp_path)
-
-
-def test_the_drafter_is_checked_before_the_model_is_read(
-    stories: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafter = random_drafter(512, 64)
-    bias: Any = drafter.rnn_u.bias
-    bias[0] = float("inf")
-    save_drafter(drafter, tmp_path)
-    monkeypatch.setattr(mlx_lm, "load", _fail)
-    with pytest.raises(NonFiniteError):
-        load(stories.folder, drafter=tmp_path)
-
-
-def test_truncated_weights_are_found_before_memory_is_spent(
-    stories: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Before the model is read, and all but the last before the drafter's weights are."""
+    monkeypatch.setattr(mlx_lm, "load", None)
     folder = shutil.copytree(stories.folder, tmp_path / "model")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    monkeypatch.setattr(mlx_lm, "load", _fail)
-    with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
-        load(folder)
+    sizes = {"vocab": (513, 64), "hidden": (512, 32), "infinite": (512, 64)}
+    for name, values in sizes.items():
+        drafter = random_drafter(*values)
+        drafter.rnn_u.bias[0] = float("inf") if name == "infinite" else 0.0
+        save_drafter(drafter, tmp_path / name)
+    adapted = {"adapter_path": "/no/such", "drafter": drafter_folder}
+    calls: list[tuple[Any, dict[str, Any], str]] = [
+        (folder, {}, "is truncated or not a safetensors file"),
+        (stories.folder, {"drafter": tmp_path / "hidden"}, "hidden_size 32 does not match"),
+        (stories.folder, {"drafter": tmp_path / "vocab"}, "vocab_size 513 does not match"),
+        ("nobody/nothing", {}, "'nobody/nothing' is neither a local folder nor"),
+        (stories.folder, adapted, "no such adapter folder: /no/such"),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "fill", None)
+        for model, options, message in calls:
+            with pytest.raises(CheckpointError, match=message):
+                load(model, **options)
+    with pytest.raises(NonFiniteError):
+        load(stories.folder, drafter=tmp_path / "infinite")
 
 
-def test_nothing_is_downloaded_for_a_model_that_does_not_exist(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(mlx_lm, "load", _fail)
-    with pytest.raises(CheckpointError, match="'nobody/nothing' is neither a local folder nor"):
-        load("nobody/nothing")
+# Stands in for an environment with plain mlx alone on Linux.
+NO_BACKEND = """
+import sys
+
+sys.modules["mlx.core"] = None
+try:
+    import mlx_redrafter
+except ImportError as error:
+    print(error)
+"""
 
 
-def test_a_missing_adapter_is_found_first(
-    stories: Trained, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mlx_lm, "load", _fail)
-    monkeypatch.setattr(Checkpoint, "fill", _fail)
-    with pytest.raises(CheckpointError, match="no such adapter folder: /no/such"):
-        load(stories.folder, drafter=drafter_folder, adapter_path="/no/such")
+def test_no_back_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_BACKEND], capture_output=True, text=True, check=True
+    )
+    (line,) = done.stdout.splitlines()
+    assert "mlx[cpu]" in line
+    assert "mlx[cuda13]" in line

@@ -1,19 +1,24 @@
-"""Token trees: the ancestor mask, padding and static sizes."""
+"""Token trees: ancestors, padding and static sizes, alone and beside each other, and `top_k`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
+from mlx_redrafter.trees.topk import block_size, top_k
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, ancestor_mask
+from mlx_redrafter.trees.tree_batch import TreeBatch
 from tests.helpers.drafts import scored
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import ancestors, tree_paths
@@ -27,31 +32,14 @@ def test_ancestor_mask_marks_every_node_above(draws: list[int]) -> None:
     assert np.array_equal(np.array(found), ancestors(parents))
 
 
-def _worked_example() -> Expansion:
-    """Beams 1-4-6 and 1-5-7 of the root 9, width 2, length 4; 2 was a dead end."""
-    return Expansion(
-        tokens=mx.array([1, 2, 3, 4, 5, 8, 6, 7, 1], dtype=mx.int32),
-        scores=mx.array([-1.0, -3.0, -4.0, -1.5, -1.6, -5.0, -1.7, -1.8, -8.0]),
-        parents=mx.array([-1, -1, -1, 0, 0, 1, 3, 4, 3], dtype=mx.int32),
-    )
-
-
-def test_beams_are_merged() -> None:
-    shape = DraftShape(2, 4, "beam")
-    tree = merge_beams(_worked_example(), mx.array([9]), shape)
-    assert tree_paths(tree) == [(9,), (9, 1), (9, 1, 4), (9, 1, 5), (9, 1, 4, 6), (9, 1, 5, 7)]
-    assert tree.num_nodes == 6
-    assert tree.num_unmerged == 7
-    assert tree.tokens.shape == (6,)
+def _expansion(tokens: Iterable[int], scores: Any, parents: Iterable[int]) -> Expansion:
+    places = (mx.array([*one], dtype=mx.int32) for one in (tokens, parents))
+    return Expansion(next(places), mx.array(scores, dtype=mx.float32), next(places))
 
 
 def test_of_equal_scores_the_parent_comes_first() -> None:
     # A certain continuation costs nothing, so that child and parent tie.
-    expansion = Expansion(
-        tokens=mx.array([1, 2, 3, 4, 5, 6], dtype=mx.int32),
-        scores=mx.array([-0.5, -0.5, -0.5, -0.5, -0.5, -0.5]),
-        parents=mx.array([-1, -1, -1, 0, 0, 1], dtype=mx.int32),
-    )
+    expansion = _expansion(range(1, 7), [-0.5] * 6, [-1, -1, -1, 0, 0, 1])
     for nodes in range(2, 8):
         tree = build_tree(expansion, mx.array([9]), DraftPlan.of(2, 3, nodes))
         assert len(tree_paths(tree)) == nodes  # checks that every parent is there
@@ -63,16 +51,12 @@ def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(
 ) -> None:
     drafted = length - 1
     losses = data.draw(st.lists(st.floats(0, 5, width=32), min_size=drafted, max_size=drafted))
-    expansion = Expansion(
-        tokens=mx.arange(10, 10 + drafted, dtype=mx.int32),
-        scores=mx.array(-np.cumsum(losses, dtype=np.float32)),
-        parents=mx.arange(-1, drafted - 1, dtype=mx.int32),
-    )
+    scores = -np.cumsum(losses, dtype=np.float32)
+    expansion = _expansion(range(10, 10 + drafted), scores, range(-1, drafted - 1))
     root = mx.array([9])
     chain = build_tree(expansion, root, DraftPlan.of(1, length, length))
     beam = merge_beams(expansion, root, DraftShape(1, length, "beam"))
-    assert chain.scores is not None
-    assert np.array_equal(chain.scores, expansion.scores)
+    assert np.array_equal(chain.scores, expansion.scores)  # type: ignore[arg-type]
     _assert_same(replace(chain, scores=None), beam)
     nodes = data.draw(st.integers(2, length))
     shorter = build_tree(expansion, root, DraftPlan.of(1, length, nodes))
@@ -84,8 +68,7 @@ def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(
 def test_the_first_nodes_of_a_tree_are_the_smaller_tree(
     width: int, length: int, data: st.DataObject
 ) -> None:
-    largest = DraftShape(width, length).max_nodes
-    size = data.draw(st.integers(2, largest))
+    size = data.draw(st.integers(2, DraftShape(width, length).max_nodes))
     smaller = data.draw(st.integers(2, size))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     drafter = random_drafter(64, 32)
@@ -93,10 +76,8 @@ def test_the_first_nodes_of_a_tree_are_the_smaller_tree(
     root = mx.array([5])
     plan = DraftPlan.of(width, length, size)
     expansion = expand(drafter, lambda tokens: embed[tokens], embed[9], root, plan.shape)
-    tree = build_tree(expansion, root, plan)
-    _assert_same(
-        tree.first(smaller), build_tree(expansion, root, DraftPlan.of(width, length, smaller))
-    )
+    wanted = build_tree(expansion, root, DraftPlan.of(width, length, smaller))
+    _assert_same(build_tree(expansion, root, plan).first(smaller), wanted)
 
 
 def _assert_same(found: TokenTree, wanted: TokenTree) -> None:
@@ -112,11 +93,7 @@ def test_padding_leaves_the_nodes_of_a_tree_alone(parents: int, size: int) -> No
     """Six beams that share some of the tokens after the root."""
     width = 6
     above = [beam % parents for beam in range(width)]
-    expansion = Expansion(
-        tokens=mx.arange(2 * width, dtype=mx.int32),
-        scores=-mx.arange(2 * width, dtype=mx.float32),
-        parents=mx.array([-1] * width + above, dtype=mx.int32),
-    )
+    expansion = _expansion(range(12), -np.arange(12.0), [-1] * width + above)
     merged = merge_beams(expansion, mx.array([99]), DraftShape(width, 3, "beam"))
     tree = merged.padded(size)
     count = 1 + parents + width
@@ -129,15 +106,11 @@ def test_padding_leaves_the_nodes_of_a_tree_alone(parents: int, size: int) -> No
     assert not np.any(np.array(tree.ancestors)[:count, count:]), "no node sees padding"
 
 
-def test_what_the_host_reads_of_a_tree_is_what_the_device_has() -> None:
-    tree = scored(TokenTree.of([9, 4, 5, 6], [0, 0, 1, 0]), [-0.25, -1.5, -2.0])
-    found = tree.read()
-    assert found.scores == [-0.25, -1.5, -2.0]
-    assert (found.tokens, found.parents, found.depths) == ([4, 5, 6], [0, 1, 0], [1, 2, 1])
-
-
 def test_a_subtree_has_the_drafts_in_the_order_asked_for() -> None:
     tree = scored(TokenTree.of([9, 4, 5, 6, 7], [0, 0, 1, 0, 2]), [-1.0, -2, -3, -4])
+    found = tree.read()
+    assert (found.tokens, found.parents, found.depths) == ([4, 5, 6, 7], [0, 1, 0, 2], [1, 2, 1, 3])
+    assert found.scores == [-1.0, -2.0, -3.0, -4.0]
     part = tree.subtree([2, 0, 1])
     assert to_ints(part.tokens) == [9, 6, 4, 5]
     assert to_ints(part.parents) == [0, 0, 0, 2]
@@ -146,3 +119,61 @@ def test_a_subtree_has_the_drafts_in_the_order_asked_for() -> None:
     assert part.num_nodes == part.size == 4
     _assert_same(tree.subtree([0, 1]), tree.first(3))
     assert tree.subtree([]).size == 1
+
+
+def test_trees_and_roots_of_several_texts_are_padded_to_the_largest() -> None:
+    small, large = TokenTree.of([7, 8, 9], [0, 0, 1]), TokenTree.of([1, 2, 3, 4], [0, 0, 1, 1])
+    root = mx.array([5], dtype=mx.int32)
+    forest = TreeBatch([small, root, large])
+    assert (len(forest), forest.size, forest.max_depths) == (3, 4, [2, 0, 2])
+    assert forest.tokens.tolist() == [[7, 8, 9, -1], [5, -1, -1, -1], [1, 2, 3, 4]]
+    assert forest.parents.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
+    assert forest.depths.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0], [0, 1, 2, 2]]
+    for found, tree in ((forest.ancestors[0], small.padded(4)), (forest.ancestors[2], large)):
+        assert mx.array_equal(found, tree.ancestors)
+    assert forest.ancestors[1, 0].tolist() == [True, False, False, False]
+    # Some of them keep their size.
+    assert forest.of([1, 0]).tokens.tolist() == [[5, -1, -1, -1], [7, 8, 9, -1]]
+    assert TreeBatch([root, root]).ancestors.tolist() == [[[True]]] * 2
+
+
+def _check(scores: np.ndarray, k: int) -> None:
+    found = top_k(mx.array(scores), k)
+    expected = np.argsort(-scores, axis=-1, kind="stable")[:, :k]
+    assert np.array_equal(np.array(found.indices), expected)
+    assert np.array_equal(
+        np.array(found.values), np.take_along_axis(scores, expected, axis=-1), equal_nan=False
+    )
+
+
+@pytest.mark.parametrize("size", [3, 256, 300, 1023, 1024, 1025, 4097, 50257])
+@pytest.mark.parametrize("k", [1, 2, 16, 64])
+@pytest.mark.parametrize("levels", [None, 1, 2, 40])
+def test_the_best_scores_and_of_equal_ones_the_first(size: int, k: int, levels: int | None) -> None:
+    rng = np.random.default_rng(size)
+    scores = rng.integers(0, levels, (3, size)) if levels else rng.standard_normal((3, size))
+    _check(scores.astype(np.float32), min(k, size))
+
+
+def test_winners_in_one_block_in_the_padded_last_one_and_among_infinities() -> None:
+    size = 4099
+    assert size % block_size(size, 4)
+    scores = np.zeros((3, size), dtype=np.float32)
+    scores[0, 512:516] = [4, 3, 2, 1]  # one block has all of them
+    scores[1, -3:] = [1, 3, 2]  # beyond the last full block
+    scores[2] = -np.inf
+    scores[2, [7, 4000, 4001, 4098]] = [-1e30, -5, -6, -5]
+    _check(scores, 4)
+
+
+@given(
+    scores=arrays.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 3), st.integers(1, 3000)),
+        elements=st.floats(-8, 8, width=16),
+        fill=st.sampled_from([0.0, -1.0]),
+    ),
+    k=st.integers(1, 4),
+)
+def test_any_scores(scores: np.ndarray, k: int) -> None:
+    _check(scores, min(k, scores.shape[1]))

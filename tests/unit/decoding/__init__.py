@@ -1,1 +1,1 @@
-"""Tests of mlx_redrafter/decoding, one file per module."""
+"""Tests of mlx_redrafter/decoding."""

@@ -13,7 +13,6 @@ from transformers import AddedToken
 
 from mlx_redrafter import Engine
 from mlx_redrafter.server.answer_grammar import make_grammar
-from mlx_redrafter.server.call_formats import find_format
 from mlx_redrafter.server.parts import Answer
 from mlx_redrafter.server.protocols.openai_chat import read
 from tests.helpers.models import tiny_llama
@@ -43,6 +42,13 @@ def _engine(kind: str) -> Engine:
     added = [AddedToken(text, special=False) for text in ('l>{"name', "l>no")]
     tokenizer._tokenizer.add_tokens(added)
     return Engine(MODEL, tokenizer, None)
+
+
+def _held() -> tuple[Engine, Any]:
+    """An engine, and the grammar of an answer that may call a tool."""
+    engine = _engine("json_tools")
+    request, _ = read(BODY, DEFAULTS)
+    return engine, make_grammar(engine, PROMPT, request.tools, None)
 
 
 def _characters(engine: Engine, text: str) -> list[int]:
@@ -89,10 +95,7 @@ def test_a_marker_in_pieces_and_an_end_within_a_string() -> None:
 
 
 def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker() -> None:
-    engine = _engine("json_tools")
-    request, _ = read(BODY, DEFAULTS)
-    grammar = make_grammar(engine, PROMPT, request.tools, None)
-    assert grammar is not None
+    engine, grammar = _held()
     good, bad = (
         engine.tokenizer.encode(text, add_special_tokens=False)[0] for text in ('l>{"name', "l>no")
     )
@@ -106,9 +109,7 @@ def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker() -> None:
 
 
 def test_free_text_is_the_text_without_tools() -> None:
-    engine = _engine("json_tools")
-    request, _ = read(BODY, DEFAULTS)
-    grammar = make_grammar(engine, PROMPT, request.tools, None)
+    engine, grammar = _held()
     marker = engine.tokenizer.tool_call_start_tokens[0]
     never = mx.zeros((VOCAB_SIZE,)).at[marker].add(-1e9)
     options: dict[str, Any] = {
@@ -121,13 +122,11 @@ def test_free_text_is_the_text_without_tools() -> None:
     assert held == [one.token for one in engine.stream(PROMPT, **options)]
 
 
-def test_formats_without_a_grammar_are_refused_only_if_a_call_is_required() -> None:
+def test_a_call_may_be_required_only_in_formats_with_a_grammar() -> None:
     tokenizer = tool_tokenizer("json_tools")
     tokenizer._tool_parser = lambda text, tools: None
-    assert find_format(tokenizer) is None
     engine = Engine(MODEL, tokenizer, None)
-    request, _ = read(BODY, DEFAULTS)
-    assert make_grammar(engine, PROMPT, request.tools, None) is None
+    assert make_grammar(engine, PROMPT, read(BODY, DEFAULTS)[0].tools, None) is None
     request, _ = read({**BODY, "tool_choice": "required"}, DEFAULTS)
     with pytest.raises(Exception, match="tool_choice needs tool calls that can be held"):
         make_grammar(engine, PROMPT, request.tools, None)

@@ -1,1 +1,1 @@
-"""Tests of mlx_redrafter/engine, one file per module."""
+"""Tests of mlx_redrafter/engine."""

@@ -1,8 +1,11 @@
-"""Costs of steps by their parts, stored for the next run."""
+"""Costs of steps: how they are timed, their parts, and what is stored for the next run."""
 
 from __future__ import annotations
 
 import json
+import logging
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +13,17 @@ import mlx.core as mx
 import pytest
 
 import mlx_redrafter.engine.engine
-from mlx_redrafter import Drafter, Engine
+from mlx_redrafter import Drafter, Engine, load
 from mlx_redrafter.bench.lab.scenarios import step_seconds
+from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.engine import profiling, stored_costs
-from mlx_redrafter.engine.profiling import Kind
-from mlx_redrafter.measured import MOST_RUNS
+from mlx_redrafter.engine.profiling import PLAIN, READ, VERIFY, Kind, Seconds
+from mlx_redrafter.engine.stored_costs import CONTEXT
+from mlx_redrafter.measured import MOST_RUNS, doubt, fastest, load_or_time
 from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.proposers.quantization import quantize_drafter
+from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.few_shapes import compile_passes
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -32,8 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "mlx-redrafter"
 
 
-def _proposer(dtype: mx.Dtype = mx.float32) -> Drafter:
-    return random_drafter(64, 32, dtype=dtype)
+@pytest.fixture
+def pair() -> tuple[Target, Drafter]:
+    return Target(tiny_llama()), random_drafter(64, 32)
 
 
 def _timed(
@@ -53,33 +60,28 @@ def _timed(
     return {kind: seconds(kind) for kind in KINDS}
 
 
-def test_steps_are_timed_once_per_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, proposer = Target(tiny_llama()), _proposer()
-    monkeypatch.setattr(stored_costs, "is_doubtful", lambda _: False)
-    costs = stored_costs.step_costs(target, proposer)
-    assert costs.plain > 0
-    assert set(costs.verify) == set(SIZES)
-    assert len(list(folder.iterdir())) == 1
-
-    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: pytest.fail("timed again"))
-    assert stored_costs.step_costs(target, proposer) == costs
-
-
-def test_drafts_out_of_the_text_are_timed_without_a_network(folder: Path) -> None:
-    costs = stored_costs.step_costs(Target(tiny_llama()), None)
-    assert set(costs.verify) == set(SIZES)
-    assert not costs.level
-    assert costs.wait == 0
-
-
-@pytest.mark.parametrize("max_length", [2, 3, 5, 99])
-def test_parts_add_up_to_the_steps_that_were_timed(
-    monkeypatch: pytest.MonkeyPatch, max_length: int
+def test_steps_are_timed_once_per_pair(
+    pair: tuple[Target, Drafter], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed, proposer = _timed(max_length=max_length), _proposer()
+    monkeypatch.setattr(stored_costs, "is_doubtful", lambda _: False)
+    monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
+    costs, lookups = stored_costs.step_costs(*pair), stored_costs.step_costs(pair[0], None)
+    assert costs.plain > 0
+    assert set(costs.verify) == set(lookups.verify) == set(SIZES)
+    assert (lookups.level, lookups.wait) == ({}, 0)
+    assert len(list(folder.iterdir())) == 2
+    monkeypatch.setattr(stored_costs, "time_steps", lambda *_: pytest.fail("timed again"))
+    assert stored_costs.step_costs(*pair) == costs
+
+
+@pytest.mark.parametrize("max_length", [2, 5, 99])
+def test_parts_add_up_to_the_steps_that_were_timed(
+    pair: tuple[Target, Drafter], monkeypatch: pytest.MonkeyPatch, max_length: int
+) -> None:
+    timed = _timed(max_length=max_length)
     monkeypatch.setattr(Drafter, "max_length", max_length)
     monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [timed])
-    costs = stored_costs.step_costs(Target(tiny_llama()), proposer)
+    costs = stored_costs.step_costs(*pair)
     for kind, seconds in timed.items():
         plan = kind.plan
         num_nodes = plan.num_nodes if plan and kind.verifies else 1
@@ -93,9 +95,9 @@ def test_parts_add_up_to_the_steps_that_were_timed(
 
 
 def test_a_long_context_is_timed_when_a_text_begins_with_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Target, Drafter], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, proposer = Target(tiny_llama()), _proposer()
+    target, far = pair[0], 2 * stored_costs.LONG_CONTEXT
     target.context_length = None
     short = _timed()
     long = {kind: seconds + 0.5 for kind, seconds in short.items()}
@@ -104,62 +106,48 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
     monkeypatch.setattr(
         stored_costs, "time_steps", lambda target, proposer, context, how: [timed[context]]
     )
-    costs = stored_costs.step_costs(target, proposer)
-    assert stored_costs.step_costs(target, proposer, stored_costs.MIN_LONG - 1) == costs
+    costs = stored_costs.step_costs(*pair)
+    assert stored_costs.step_costs(*pair, stored_costs.MIN_LONG - 1) == costs
     assert len(list(folder.iterdir())) == 1
-    after = stored_costs.step_costs(target, proposer, stored_costs.LONG_CONTEXT)
+    after = stored_costs.step_costs(*pair, stored_costs.LONG_CONTEXT)
     assert len(list(folder.iterdir())) == 2
     assert after.plain == 1.5
     assert after.verify[8] == pytest.approx(costs.verify[8] + 0.5)
     assert after.verify[2] == pytest.approx(costs.verify[2]), "no context makes a step faster"
     assert after.level == costs.level, "or a level slower"
-    twice = stored_costs.step_costs(
-        target, proposer, 2 * stored_costs.LONG_CONTEXT - stored_costs.CONTEXT
-    )
-    assert twice.plain == pytest.approx(2.0)
+    assert stored_costs.step_costs(*pair, far - stored_costs.CONTEXT).plain == pytest.approx(2.0)
+    # Positions that a model need not know are not timed.
+    target.context_length = far - 1
+    del timed[stored_costs.LONG_CONTEXT]
+    assert stored_costs.step_costs(*pair, 4000).plain == 1
 
 
-def test_times_that_noise_has_turned_round_stay_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_that_noise_has_turned_round_stay_in_bounds(
+    pair: tuple[Target, Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for per_level, read in ((-0.5, -3.0), (9.0, 0.0)):
         timed = _timed(per_level=per_level, read=read)
         monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_, timed=timed: timed)
-        costs = stored_costs.step_costs(Target(tiny_llama()), _proposer())
+        costs = stored_costs.step_costs(*pair)
         assert min(costs.verify.values()) >= stored_costs.MIN_VERIFY * costs.plain > 0
         assert min(costs.level.values()) >= 0
         assert costs.wait >= 0
         assert costs.drafting(DraftShape(1, 2)) >= 0
-
-
-def test_drafting_is_never_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = _timed() | {profiling.VERIFY[profiling.FEW]: 9.0}  # something disturbed it
-    monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_: timed)
-    costs = stored_costs.step_costs(Target(tiny_llama()), _proposer())
+    disturbed = _timed() | {profiling.VERIFY[profiling.FEW]: 9.0}
+    monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_: disturbed)
+    costs = stored_costs.step_costs(*pair)
     for width, seconds in costs.level.items():
-        assert costs.drafting(DraftShape(width, 6)) >= 5 * seconds
-
-
-def test_positions_that_a_model_need_not_know_are_not_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target, proposer = Target(tiny_llama()), _proposer()
-    target.context_length = 2 * stored_costs.LONG_CONTEXT - 1
-    monkeypatch.setattr(
-        stored_costs,
-        "time_steps",
-        lambda target, proposer, context, how: [{stored_costs.CONTEXT: _timed()}[context]],
-    )
-    assert stored_costs.step_costs(target, proposer, 4000).plain == 1
+        assert costs.drafting(DraftShape(width, 6)) >= 5 * seconds, "drafting is never free"
 
 
 def test_another_drafter_or_dtype_is_timed_anew(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Target, Drafter], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [_timed()])
-    target, proposer = Target(tiny_llama()), _proposer()
-    stored_costs.step_costs(target, proposer)
-    quantize_drafter(proposer, 4, 32)
-    stored_costs.step_costs(target, proposer)
-    stored_costs.step_costs(target, _proposer(mx.float16))
+    stored_costs.step_costs(*pair)
+    quantize_drafter(pair[1], 4, 32)
+    stored_costs.step_costs(*pair)
+    stored_costs.step_costs(pair[0], random_drafter(64, 32, dtype=mx.float16))
     assert len(list(folder.iterdir())) == 3
 
 
@@ -194,7 +182,7 @@ def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(
     monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [_timed()])
     model = tiny_llama(VOCAB_SIZE)
     engine, plain = (
-        Engine(model, wrapped_tokenizer(VOCAB_SIZE), one) for one in (_proposer(), None)
+        Engine(model, wrapped_tokenizer(VOCAB_SIZE), one) for one in (random_drafter(64, 32), None)
     )
     engine._costs(engine.proposer)
     compiled = engine.target.compiled
@@ -202,12 +190,139 @@ def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(
     used, passes, before = set(compiled._uses), set(compiled.passes), compiled._uses.total()
     assert {use[0] for use in used} == set(SIZES)
     for seed in range(4):
-        options: dict[str, Any] = {"max_tokens": 60, "temp": seed % 2, "seed": seed}
-        found, expected = (
-            [response.token for response in one.stream([seed + 1, 2, 3], **options)]
-            for one in (engine, plain)
-        )
+        options: dict[str, Any] = {"max_tokens": 30, "temp": seed % 2, "seed": seed}
+        streams = (one.stream([seed + 1, 2, 3], **options) for one in (engine, plain))
+        found, expected = ([response.token for response in stream] for stream in streams)
         assert found == expected
     assert compiled._uses.total() > before + 20
     assert set(compiled._uses) == used
     assert set(compiled.passes) == passes
+
+
+KEYS = ("few", "many")
+
+
+def _run(few: float, many: float, is_doubtful: bool = False) -> dict[str, float] | None:
+    """Load the fastest times, or time them as given; None without new times."""
+    timed: list[dict[str, float]] = []
+    time_rounds = lambda: timed.append({"few": few, "many": many}) or timed  # noqa: E731
+    rounds = load_or_time("what", [], KEYS, lambda _: is_doubtful, time_rounds)
+    return fastest(rounds) if timed else None
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_doubt_costs_one_later_run_and_both_count(in_use: bool) -> None:
+    assert _run(1.0, 9.0, is_doubtful=not in_use) == {"few": 1.0, "many": 9.0}
+    if in_use:
+        assert _run(0.1, 0.1) is None
+        doubt("what", [], KEYS)
+    assert _run(5.0, 2.0, is_doubtful=True) == {"few": 1.0, "many": 2.0}
+    assert _run(0.1, 0.1) is None
+    assert load_or_time("what", [], KEYS, lambda _: True, list)[1] == {"few": 5.0, "many": 2.0}
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert _run(1.0, 2.0) == {"few": 1.0, "many": 2.0}
+            doubt("what", [], KEYS)
+    assert "not kept" in caplog.text
+
+
+FEW_KINDS = (PLAIN, VERIFY[2], READ)
+
+
+def _rounds(seconds: Callable[[Kind, int, int], float | None], pause: float = 0.0) -> list[Seconds]:
+    """Play a schedule on a machine whose steps cost ``seconds`` by kind, round and step of a turn.
+
+    The policy chooses every step before it observes the previous one; ``pause`` is added to the
+    clock per step.
+    """
+    now, count = 0.0, 0
+    schedule = profiling._Schedule(FEW_KINDS, clock=lambda: now)
+    plan = schedule.choose(None)
+    while not schedule.is_done:
+        following = schedule.choose(None)
+        round_, place = divmod(count, profiling.STEPS * len(FEW_KINDS))
+        kind, step = divmod(place, profiling.STEPS)
+        assert plan == FEW_KINDS[kind].plan
+        now += pause
+        schedule.observe(Step(plan, 2, [1], seconds(FEW_KINDS[kind], round_, step)))
+        plan, count = following, count + 1
+    return schedule.rounds
+
+
+def test_the_steps_inside_a_turn_count() -> None:
+    """The first steps of a turn are warm-ups, and its ends partly measure the neighbours."""
+    first = {kind: 1.0 + place for place, kind in enumerate(FEW_KINDS)}
+    rounds = _rounds(lambda kind, _, step: first[kind] if step in (2, 3) else 99.0)
+    assert rounds == [first] * profiling.ROUNDS
+    # A step without a time leaves the others: stored times must be finite.
+    rounds = _rounds(lambda kind, _, step: first[kind] if step == 3 else None)
+    assert rounds == [first] * profiling.ROUNDS
+
+
+def test_disturbed_rounds_are_followed_by_others_up_to_a_bound() -> None:
+    rng = random.Random(3)
+
+    def once(kind: Kind, number: int, _: int) -> float:
+        return (5.0 if kind == VERIFY[2] and number == 0 else 1.0) * rng.uniform(0.99, 1.01)
+
+    rounds = _rounds(once)
+    assert len(rounds) == profiling.ROUNDS + 1
+    assert not profiling.is_doubtful(rounds)
+    assert max(profiling.fastest(rounds).values()) < 1.1
+    rounds = _rounds(lambda kind, number, _: 2.0**-number)
+    assert len(rounds) == profiling.MAX_ROUNDS
+    assert profiling.is_doubtful(rounds)
+    for share, expected in ((0.3, 3), (0.6, 1), (3.0, 1)):  # none begins that would end too late
+        pause = share * profiling.PATIENCE / (profiling.STEPS * len(FEW_KINDS))
+        assert len(_rounds(lambda kind, number, _: 2.0**-number, pause)) == expected
+
+
+def test_a_step_that_costs_more_than_one_that_does_more_leaves_doubt() -> None:
+    """So a single round of a large model, whose turns cannot differ, leaves doubt, too."""
+    usual = {PLAIN: 1.0, VERIFY[2]: 2.0, VERIFY[8]: 2.1, READ: 2.3}
+    assert not profiling.is_doubtful([usual])
+    assert profiling.is_doubtful([usual | {VERIFY[2]: 3.0}])
+    assert profiling.is_doubtful([usual | {PLAIN: 3.0}])
+
+
+def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _, drafter = load()
+    assert isinstance(drafter, Drafter)
+    target, caches, blank_cache = Target(model), list[TreeCache](), profiling.blank_cache
+    remembered = lambda *given: caches.append(blank_cache(*given)) or caches[-1]  # noqa: E731
+    monkeypatch.setattr(profiling, "blank_cache", remembered)
+    monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
+    profiling.time_steps(target, drafter, CONTEXT)
+    steps = profiling.STEPS * len(profiling.kinds_of(drafter))
+    assert caches[0].length <= 1.1 * (CONTEXT + steps)
+
+
+def test_steps_after_a_long_context_are_timed_without_processing_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And leave the model alone."""
+    monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
+    model, lengths, tokens = tiny_llama(), [], mx.array([[3, 1, 4, 1, 5]])
+    before = model(tokens)
+
+    class Watched(type(model)):  # type: ignore[misc]
+        def __call__(self, tokens: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+            lengths.append((tokens.shape[1], kwargs["cache"][0].offset))
+            return super().__call__(tokens, *args, **kwargs)  # type: ignore[no-any-return]
+
+    target, stock = Target(model), type(model)
+    model.__class__ = Watched
+    profiling.time_steps(target, random_drafter(64, 32), 4000)
+    model.__class__ = stock
+    assert max(tokens for tokens, _ in lengths) == SIZES[-1]
+    assert {offset >= 4000 for tokens, offset in lengths if tokens > 1} == {True}
+    assert mx.array_equal(model(tokens), before)

@@ -7,6 +7,8 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,13 @@ from mlx_redrafter.engine import stored_state
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.stored_state import StateFile
 from mlx_redrafter.measured import FOLDER
-from mlx_redrafter.policy.calibration import Calibration
 from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.policy.step_times import TRUST, Guard
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE, PROMPT = 64, list(range(3, 20))
-OPTIONS = {"max_tokens": 40}
+OPTIONS = {"max_tokens": 16}
 
 
 @pytest.fixture
@@ -55,8 +56,9 @@ def _file(folder: Path) -> Path:
     return path
 
 
+@cache
 def _learned(weight: float = 2.0) -> PolicyState:
-    """Estimates with something in each part."""
+    """Estimates with something in each part; tests must not change them."""
     state = PolicyState(guard=Guard(0.02))
     for i in range(300):
         state.calibration.learn([(False, weight, 0.0), (True, 0.5, 1.0)], [(0, i % 4 > 0)])
@@ -79,13 +81,11 @@ def test_the_first_text_of_a_process_begins_with_the_estimates_of_the_one_before
 ) -> None:
     first = _engine(model)
     text = _tokens(first)
-    known = first.memory.policy
-    assert known is not None
+    known: Any = first.memory.policy
     second = _engine(model)
     assert second.memory.policy is None, "read when a text needs it"
     stream = second.stream(PROMPT, **OPTIONS)
-    found = second.memory.policy
-    assert found is not None
+    found: Any = second.memory.policy
     assert found.calibration.weights == pytest.approx(known.calibration.weights)
     assert found.drafts.mean == pytest.approx(known.drafts.mean, abs=1e-4)
     assert [one.token for one in stream] == text
@@ -110,15 +110,16 @@ def test_old_evidence_weighs_less() -> None:
             seen += 1
         needed.append(seen)
     assert needed[0] > needed[1] > needed[2]
+    # A restored calibration is as sure as a quarter of a window.
+    traces = [np.trace(one.calibration.stored()["evidence"]) for one in (state, once)]
+    assert traces[1] == pytest.approx(traces[0] / 2)
     assert 0.5 * np.log(1.5) < np.log(once.ratios.of(8)) <= np.log(1.5)
 
 
 def test_some_trust_is_left_whatever_was_lost() -> None:
-    state = _learned()
-    assert state.guard is not None
+    state: Any = _learned()
     assert not state.guard.allows_drafts
-    found = _through_json(state).guard
-    assert found is not None
+    found: Any = _through_json(state).guard
     assert found.plain == pytest.approx(0.01)  # half of the timed one, and a measured one
     assert found.allows_drafts
     found.learn_drafted((TRUST / 2 + 1) * found.plain, 0.5)
@@ -139,64 +140,52 @@ def test_other_weights_drafters_and_machines_have_estimates_of_their_own(
     assert len(list(folder.glob("*.state"))) == 2
 
 
-def _damages() -> dict[str, Callable[[bytes], bytes]]:
-    def changed(*path: Any, value: Any) -> Callable[[bytes], bytes]:
-        def change(content: bytes) -> bytes:
-            stored = json.loads(content)
-            inner = stored
-            for key in path[:-1]:
-                inner = inner[key]
-            inner[path[-1]] = value
-            return json.dumps(stored).encode()
+def _changed(*path: Any, value: Any) -> Callable[[bytes], bytes]:
+    def change(content: bytes) -> bytes:
+        stored = json.loads(content)
+        reduce(getitem, path[:-1], stored)[path[-1]] = value
+        return json.dumps(stored).encode()
 
-        return change
-
-    rng = np.random.default_rng(0)
-    return {
-        "truncated": lambda content: content[: len(content) // 2],
-        "empty": lambda content: b"",
-        "random": lambda content: rng.bytes(500),
-        "a list": lambda content: b"[]",
-        "nested": lambda content: b"[" * 100_000,
-        "large": lambda content: content + b" " * stored_state.MOST_BYTES,
-        "nan": changed("policy", "calibration", "weights", 2, value=float("nan")),
-        "infinite": changed("policy", "drafts", "mean", 0, 0, 0, value=float("inf")),
-        "another shape": changed("policy", "drafts", "mean", value=[1.0]),
-        "a word": changed("policy", "calibration", "evidence", value="much"),
-        "negative": changed("policy", "calibration", "evidence", value=(-np.eye(6)).tolist()),
-        "no guard": changed("policy", "guard", value={}),
-        "no plain steps": changed("policy", "guard", "plain", value=[]),
-        "a size": changed("policy", "ratios", value={"7": [0.0, 0.1]}),
-        "a batch": changed("batches", value={"many": None}),
-    }
+    return change
 
 
-@pytest.mark.parametrize("damage", _damages().items(), ids=lambda one: str(one[0]))
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "random": lambda content: np.random.default_rng(0).bytes(500),
+    "nested": lambda content: b"[" * 100_000,
+    "large": lambda content: content + b" " * stored_state.MOST_BYTES,
+    "nan": _changed("policy", "calibration", "weights", 2, value=float("nan")),
+    "another shape": _changed("policy", "drafts", "mean", value=[1.0]),
+    "a word": _changed("policy", "calibration", "evidence", value="much"),
+    "negative": _changed("policy", "calibration", "evidence", value=(-np.eye(6)).tolist()),
+    "no plain steps": _changed("policy", "guard", "plain", value=[]),
+    "a size": _changed("policy", "ratios", value={"7": [0.0, 0.1]}),
+    "a batch": _changed("batches", value={"many": None}),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
 def test_damaged_files_are_ignored_without_a_word(
-    model: nn.Module,
-    folder: Path,
-    damage: tuple[str, Callable[[bytes], bytes]],
-    caplog: pytest.LogCaptureFixture,
+    model: nn.Module, folder: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     StateFile(_engine(model).networks).count_text(_learned(), {4: _learned()})
     path = _file(folder)
-    path.write_bytes(damage[1](path.read_bytes()))
+    path.write_bytes(DAMAGES[kind](path.read_bytes()))
     engine = _engine(model)
     engine.stream(PROMPT, **OPTIONS)
-    assert engine.memory.policy is None
-    assert engine.memory.batches == {}
+    assert (engine.memory.policy, engine.memory.batches) == (None, {})
     assert "estimates" not in caplog.text
     _tokens(engine)
     assert StateFile(engine.networks).read()[0] is not None, "replaced"
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temp": 0.8, "seed": 3}], ids=str)
-@settings(max_examples=8)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_no_file_changes_a_text(sampling: dict[str, Any], seed: int) -> None:
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**32 - 1), temp=st.sampled_from([0.0, 0.8]))
+def test_no_file_changes_a_text(temp: float, seed: int) -> None:
     model, rng = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), np.random.default_rng(seed)
-    state = _learned(rng.normal())
+    state = _through_json(_learned(rng.choice([-1.0, 0.5, 2.0])))
     state.drafts.mean = rng.uniform(0.0, 9.0, state.drafts.mean.shape)
     state.drafts.chosen = rng.uniform(0.1, 9.0, state.drafts.chosen.shape)
     for size in SIZES:
@@ -204,20 +193,18 @@ def test_no_file_changes_a_text(sampling: dict[str, Any], seed: int) -> None:
     engine = _engine(model)
     StateFile(engine.networks).count_text(state, {})
     plain = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
+    sampling = {"temp": temp, "seed": 3}
     assert _tokens(engine, **sampling) == _tokens(plain, **sampling)
     assert engine.memory.file is not None
 
 
 def test_processes_that_write_at_once_leave_a_whole_file(model: nn.Module) -> None:
     networks = _engine(model).networks
-    files, states = (
-        [StateFile(networks) for _ in range(8)],
-        [_learned(float(i)) for i in range(8)],
-    )
+    files, state = [StateFile(networks) for _ in range(8)], _learned()
 
     def write(i: int) -> None:
         for _ in range(20):
-            files[i].count_text(states[i], {i: states[i]})
+            files[i].count_text(state, {i: state})
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
@@ -226,24 +213,12 @@ def test_processes_that_write_at_once_leave_a_whole_file(model: nn.Module) -> No
     assert len(batches) == 1
 
 
-@pytest.mark.parametrize("kind", ["full", "no folder"])
 def test_a_disk_that_takes_nothing_is_no_warning(
-    model: nn.Module,
-    folder: Path,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    model: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO)
-    if kind == "full":
-
-        def fail(path: Path, text: str) -> None:
-            raise OSError(28, "No space left on device", str(path))
-
-        monkeypatch.setattr(stored_state, "write_text", fail)
-    else:
-        (folder / "file").touch()
-        monkeypatch.setenv(FOLDER, str(folder / "file" / "inside"))
+    (folder / "file").touch()
+    monkeypatch.setenv(FOLDER, str(folder / "file" / "inside"))
     engine = _engine(model)
     assert len(_tokens(engine)) == OPTIONS["max_tokens"]
     (found,) = [one for one in caplog.records if "estimates" in one.message]
@@ -260,6 +235,10 @@ def test_nothing_is_stored_if_that_is_switched_off(
     engine = _engine(model)
     engine.stream(PROMPT, **OPTIONS)
     assert engine.memory.policy is None
+    # Uncoupled drafts say nothing of coupled ones.
+    monkeypatch.setenv(FOLDER, str(folder))
+    _tokens(_engine(model), temp=0.5, couple=False)
+    assert os.listdir(folder) == []
 
 
 def test_batches_begin_with_the_estimates_of_the_process_before(model: nn.Module) -> None:
@@ -269,15 +248,3 @@ def test_batches_begin_with_the_estimates_of_the_process_before(model: nn.Module
     second = _engine(model)
     second.share()
     assert 2 in second.memory.batches
-
-
-def test_uncoupled_drafts_are_not_stored(model: nn.Module, folder: Path) -> None:
-    _tokens(_engine(model), temp=0.5, couple=False)
-    assert list(folder.glob("*.state")) == []
-
-
-def test_a_restored_calibration_is_as_sure_as_a_quarter_of_a_window() -> None:
-    known = _learned().calibration
-    evidence = known.stored()["evidence"]
-    again = Calibration.restored(known.stored()).stored()["evidence"]
-    assert np.trace(again) == pytest.approx(np.trace(evidence) / 2)

@@ -1,52 +1,62 @@
-"""Block drafters: what is refused, what reads the target, and the scores of linked levels."""
+"""Block drafters: what their authors' packages compute, scores of linked levels, and refusals."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_redrafter.checkpoints.recognition import recognise
+from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.config import BlockConfig
-from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork, read_blocks
 from mlx_redrafter.proposers.expansion import build_trees
 from mlx_redrafter.proposers.linked_levels import LinkedLevels
 from mlx_redrafter.proposers.search import search_all
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import Drafts
-from tests.golden.block_layouts import LAYOUTS, NUM_TARGET_LAYERS, tensors
+from tests.golden.block_layouts import (
+    CHAIN,
+    LAYOUTS,
+    LENGTHS,
+    NUM_TARGET_LAYERS,
+    ROOT,
+    states,
+    target_tables,
+    tensors,
+)
+from tests.golden.record_block import FILE
 from tests.helpers.block import LINKS, block_config, random_block
+from tests.helpers.flights import flight_of
 from tests.helpers.models import layer_inputs, tiny_llama, wrapped_tokenizer
+from tests.helpers.oracles import paths_of
 from tests.models.tiny_models import build, tiny_config
 
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
-VOCAB = 48
+VOCAB, GATED = 48, "speculators DSpark gated"
 # Keys about the drafter itself, and not about its target.
-STATED = {
-    "conv_kernel_size",
-    "dspark_bonus_anchor",
-    "is_causal",
-    "markov_rank",
-    "rope_is_neox_style",
-    "sample_from_anchor",
-    "selector_rank",
-}
+STATED = (
+    "conv_kernel_size dspark_bonus_anchor is_causal markov_rank rope_is_neox_style "
+    "sample_from_anchor selector_rank"
+).split()
 
 
 def set_value(*path: str, to: Any) -> Change:
     def change(config: dict[str, Any], arrays: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            config = config[key]
-        config[path[-1]] = to
+        reduce(getitem, path[:-1], config)[path[-1]] = to
 
     return change
 
@@ -66,108 +76,36 @@ def put(name: str, make: Callable[[dict[str, Any]], mx.array]) -> Change:
     return change
 
 
-BAD: dict[str, tuple[str, Change, str]] = {
-    "mask token": (
-        "z-lab",
-        set_value("dflash_config", "mask_token_id", to=VOCAB),
-        "mask_token_id must be an integer from 0 to 47, got 48",
-    ),
-    "number of layers": (
-        "DeepSpec",
-        set_value("target_layer_ids", to=[0, 1, 2]),
-        "reads 2 layers of the target, but target_layer_ids in config.json names 3",
-    ),
-    "layers beyond the target": (
-        "DeepSpec",
-        set_value("target_layer_ids", to=[0, 9]),
-        "each of captured_layers must be an integer from 0 to 4, got 10",
-    ),
-    "no layers": ("z-lab", set_value("dflash_config", to={}), "expected target_layer_ids, a list"),
-    "missing Markov head": ("SpecForge", drop("markov_head"), "says markov_rank 8, .* those of 0"),
-    "missing selector": (
-        "incoai",
-        drop("candidate_selector"),
-        "says selector_rank 8, .* those of 0",
-    ),
-    "part of a gated link": (
-        "speculators DSpark gated",
-        drop("markov_head.gate_proj"),
-        "says markov_head_type 'gated', .* those of 'vanilla'",
-    ),
-    "odd rotation": (
-        "z-lab",
-        set_value("rope_parameters", to={"rope_dim": 3}),
-        "rope_dims must be even, got 3",
-    ),
-    "offsets beyond int32": (
-        "speculators DSpark gated",
-        put("d2t", lambda arrays: arrays["d2t"] + 2**32),
-        "must be ids from 0 to 47",
-    ),
-    "ids without a head": (
-        "z-lab",
-        put("d2t", lambda arrays: mx.arange(20)),
-        "lm_head.weight is missing, expected shape",
-    ),
-    "half of a link": ("DeepSpec", drop("markov_w2"), r"markov_head.markov_w2.weight is missing"),
-    "missing layer": ("z-lab", drop("layers.1.mlp"), r"layers.1.mlp.down_proj.weight is missing"),
-    "another number of layers": (
-        "z-lab",
-        set_value("num_hidden_layers", to=3),
-        r"layers.2.input_layernorm.weight is missing",
-    ),
-    "projector": (
-        "SpecForge",
-        set_value("dflash_config", "projector_type", to="xpress"),
-        "projector_type 'xpress', which is not supported",
-    ),
-    "noise levels": (
-        "DeepSpec",
-        set_value("log_snr_conditioning", to=True),
-        "log_snr_conditioning",
-    ),
-    "joint projection": (
-        "z-lab",
-        put("layers.0.self_attn.qkv_proj.weight", lambda arrays: mx.zeros((4, 32))),
-        "a joint projection",
-    ),
-    "activation": ("z-lab", set_value("hidden_act", to="gelu"), "hidden_act 'gelu', not 'silu'"),
-    "kinds of layers": (
-        "z-lab",
-        set_value("layer_types", to=["full_attention", "linear_attention"]),
-        "expected layer_types of 2 layers",
-    ),
-    "norms": (
-        "z-lab",
-        put("hidden_norm.weight", lambda arrays: arrays["hidden_norm.weight"] - 1),
-        "expected norms that are stored as factors",
-    ),
-    "norms of the fork": (
-        "Qwen3.5",
-        put("hidden_norm.weight", lambda arrays: arrays["hidden_norm.weight"] + 1),
-        "expected norms that are stored less one",
-    ),
-    "token ids twice": (
-        "speculators DSpark gated",
-        put("d2t", lambda arrays: -mx.arange(20)),
-        "must be distinct ids",
-    ),
-    "whole model": (
-        "DeepSpec",
-        set_value("dspark_block_size", to=5),
-        "expected a drafter, found a",
-    ),
-    "rope": (
-        "z-lab",
-        set_value("rope_parameters", to={"rope_type": "dynamic", "factor": 2.0}),
-        "rope scaling must be one of",
-    ),
-    "recurrence behind the root": (
-        "speculators DSpark rnn",
-        set_value("sample_from_anchor", to=False),
-        "a recurrent link needs first_slot 0",
-    ),
-}
+def shift_norm(by: float) -> Change:
+    return put("hidden_norm.weight", lambda arrays: arrays["hidden_norm.weight"] + by)
+
+
+BAD: list[tuple[str, Change, str]] = [
+    ("z-lab", set_value("dflash_config", "mask_token_id", to=VOCAB), "from 0 to 47, got 48"),
+    ("DeepSpec", set_value("target_layer_ids", to=[0, 1, 2]), "2 layers of .* config.json names 3"),
+    ("DeepSpec", set_value("target_layer_ids", to=[0, 9]), "captured_layers must be .* got 10"),
+    ("z-lab", set_value("dflash_config", to={}), "expected target_layer_ids, a list"),
+    ("SpecForge", drop("markov_head"), "says markov_rank 8, .* those of 0"),
+    ("incoai", drop("candidate_selector"), "says selector_rank 8, .* those of 0"),
+    (GATED, drop("markov_head.gate_proj"), "says markov_head_type 'gated', .* of 'vanilla'"),
+    ("z-lab", set_value("rope_parameters", to={"rope_dim": 3}), "rope_dims must be even, got 3"),
+    (GATED, put("d2t", lambda arrays: arrays["d2t"] + 2**32), "must be ids from 0 to 47"),
+    (GATED, put("d2t", lambda arrays: -mx.arange(20)), "must be distinct ids"),
+    ("z-lab", put("d2t", lambda arrays: mx.arange(20)), "lm_head.weight is missing, expected sh"),
+    ("DeepSpec", drop("markov_w2"), r"markov_head.markov_w2.weight is missing"),
+    ("z-lab", drop("layers.1.mlp"), r"layers.1.mlp.down_proj.weight is missing"),
+    ("z-lab", set_value("num_hidden_layers", to=3), r"layers.2.input_layernorm.weight is missing"),
+    ("SpecForge", set_value("dflash_config", "projector_type", to="xpress"), "is not supported"),
+    ("DeepSpec", set_value("log_snr_conditioning", to=True), "log_snr_conditioning"),
+    ("z-lab", put("layers.0.self_attn.qkv_proj.weight", lambda _: mx.zeros(4)), "a joint proj"),
+    ("z-lab", set_value("hidden_act", to="gelu"), "hidden_act 'gelu', not 'silu'"),
+    ("z-lab", set_value("layer_types", to=["linear_attention"] * 2), "layer_types of 2 layers"),
+    ("z-lab", shift_norm(-1), "norms that are stored as factors"),
+    ("Qwen3.5", shift_norm(1), "norms that are stored less one"),
+    ("DeepSpec", set_value("dspark_block_size", to=5), "expected a drafter, found a"),
+    ("z-lab", set_value("rope_parameters", to={"rope_type": "dynamic"}), "must be one of"),
+    ("speculators DSpark rnn", set_value("sample_from_anchor", to=False), "needs first_slot 0"),
+]
 
 
 def write(folder: Path, name: str, change: Change) -> Path:
@@ -179,9 +117,9 @@ def write(folder: Path, name: str, change: Change) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_files_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
-    name, change, message = BAD[case]
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case[2])
+def test_bad_files_are_refused_in_one_line(case: tuple[str, Change, str], tmp_path: Path) -> None:
+    name, change, message = case
     folder = write(tmp_path, name, change)
     assert recognise(folder)[0] is block
     with pytest.raises(CheckpointError, match=message) as refusal:
@@ -203,13 +141,10 @@ def test_no_config_contradicts_its_tensors(name: str, tmp_path: Path) -> None:
             with pytest.raises(CheckpointError, match=key):
                 load_block(tmp_path)
             place[key] = value
-
-
-def test_a_trained_embedding_of_masks_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path, "z-lab", lambda config, arrays: None)
-    (folder / "mask_embedding.pt").touch()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mask_embedding.pt").touch()
     with pytest.raises(CheckpointError, match=r"for masks \(mask_embedding.pt\), which is not"):
-        load_block(folder)
+        load_block(tmp_path)
 
 
 def test_drafters_for_other_targets_are_refused() -> None:
@@ -234,9 +169,8 @@ def test_the_head_and_the_embedding_of_the_target(name: str) -> None:
     target = Target(build(tiny_config(name)))
     target.modules.watch([0])
     ids = mx.array([3, 8, 5])
-    assert mx.allclose(
-        target.modules.embed_input(ids), layer_inputs(target, ids, [0]), rtol=1e-4
-    ).item()
+    inputs = target.modules.embed_input(ids)
+    assert mx.allclose(inputs, layer_inputs(target, ids, [0]), rtol=1e-4).item()
     states = mx.random.normal((2, target.hidden_size), key=mx.random.key(1))
     raw, logits = target.modules.project(states), target.modules.logits(states)
     assert mx.array_equal(mx.argsort(raw), mx.argsort(logits)).item()
@@ -250,17 +184,9 @@ def new_levels(network: BlockNetwork, count: int | None, rank: Any = None) -> Li
     levels = network.config.num_drafts
     outputs = mx.random.normal((levels, network.config.hidden_size))
     unary = 3 * mx.random.normal((levels, network.config.head_rows))
-    scales = mx.linspace(1.0, 2.0, levels)
-    return LinkedLevels(
-        network.link,
-        outputs[None],
-        unary[None],
-        mx.array([7]),
-        scales,
-        rank,
-        count,
-        network.to_token_ids,
-    )
+    scales, ids = mx.linspace(1.0, 2.0, levels), network.to_token_ids
+    start = outputs[None], unary[None], mx.array([7])
+    return LinkedLevels(network.link, *start, scales, rank, count, ids)
 
 
 @pytest.mark.parametrize("link", ["vanilla", "gated", "recurrent", "DFlash 2"])
@@ -269,8 +195,7 @@ def test_a_search_scores_every_path_by_the_one_formula(link: str) -> None:
     network = random_block(block_config(VOCAB, 32, **LINKS[link]), seed=3)
     shape = DraftShape(3, 1 + network.config.num_drafts)
     for count in (None, 12):
-        levels = new_levels(network, count)
-        found = search_all(levels, shape).alone
+        found = search_all(new_levels(network, count), shape).alone
         again = new_levels(network, None)
         tokens, parents = to_ints(found.tokens), to_ints(found.parents)
         for node in range(0, len(tokens), 5):
@@ -299,10 +224,8 @@ def test_a_chain_is_the_search_of_one_beam(link: str | None, count: int | None) 
     config = {} if link is None else LINKS[link]
     network = random_block(block_config(VOCAB, 32, **config), seed=3)
     shape = DraftShape(1, 1 + network.config.num_drafts)
-    found, expected = (
-        new_levels(network, count).chain().alone,
-        search_all(new_levels(network, count), shape).alone,
-    )
+    found = new_levels(network, count).chain().alone
+    expected = search_all(new_levels(network, count), shape).alone
     assert mx.array_equal(found.tokens, expected.tokens).item()
     assert mx.array_equal(found.parents, expected.parents).item()
     assert mx.allclose(found.scores, expected.scores, atol=1e-4).item()
@@ -327,14 +250,8 @@ def test_trees_of_scores_that_are_not_calibrated_are_not_worse_than_chains() -> 
 
 
 def _count_accepted(drafts: Drafts, text: list[int]) -> int:
-    places = zip(drafts.parents, drafts.tokens, strict=True)
-    nodes = {place: node for node, place in enumerate(places, start=1)}
-    node = count = 0
-    for token in text:
-        if (node, token) not in nodes:
-            break
-        node, count = nodes[node, token], count + 1
-    return count
+    paths = paths_of([0, *drafts.tokens], [0, *drafts.parents])
+    return max(len(path) - 1 for path in paths if [*path[1:]] == text[: len(path) - 1])
 
 
 def test_candidates_are_those_that_the_noise_may_choose() -> None:
@@ -354,13 +271,113 @@ def test_candidates_are_those_that_the_noise_may_choose() -> None:
 
 
 def test_a_confident_head_keeps_the_order_and_sets_the_best() -> None:
-    config = block_config(
-        VOCAB, 32, has_confidence=True, confidence_reads_token=True, **LINKS["vanilla"]
-    )
-    network = random_block(config, seed=1)
+    confidence = {"has_confidence": True, "confidence_reads_token": True}
+    network = random_block(block_config(VOCAB, 32, **confidence, **LINKS["vanilla"]), seed=1)
     plain, trusted = new_levels(network, None), new_levels(network, None)
     trusted.confidences = network.confidences
     before, after = plain.first()[0], trusted.first()[0]
     estimate = network.confidences(plain.outputs[0, :1], mx.array([7]))[0, 0]
     assert mx.max(after).item() == pytest.approx(estimate.item(), abs=1e-5)
     assert mx.array_equal(mx.argsort(before), mx.argsort(after)).item()
+
+
+TOLERANCE = 1e-4
+JUNK = 50.0
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """Make a model with the embedding and the head that the references had."""
+    model: Any = tiny_llama(vocab_size=VOCAB, layers=NUM_TARGET_LAYERS)
+    embedding, head = map(mx.array, target_tables())
+    model.model.embed_tokens.weight, model.lm_head.weight = embedding, head
+    return Target(model)
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, mx.array]:
+    with np.load(FILE) as found:
+        return {key: mx.array(found[key]) for key in found}
+
+
+def history(drafting: BlockDrafting, length: int, rng: random.Random) -> Iterator[Pass]:
+    """Bring a sequence to so many verified tokens in different steps; yield the last pass.
+
+    Passes without drafts, accepted paths, and rejected drafts with states that no block may see.
+    """
+    verified = mx.array(states(length))
+    prompt = max(1, length // 2)
+    for start in range(0, prompt - 1, 4):
+        drafting.read(verified[start : min(start + 4, prompt - 1)])
+    done = prompt - 1
+    while done < length:
+        num_tokens = rng.randrange(1, min(4, length - done) + 1)
+        num_rejected = rng.randrange(3) if num_tokens > 1 or rng.random() < 0.5 else 0
+        path = [ROOT] * (num_tokens + num_rejected)
+        junk = JUNK * mx.ones((num_rejected, verified.shape[1]))
+        nodes = mx.concatenate([verified[done : done + num_tokens], junk])
+        flight = flight_of(path, num_tokens - 1, ROOT, done, nodes)
+        done += num_tokens
+        if done == length:
+            yield flight
+        elif rng.random() < 0.4:
+            drafting.skip(flight)
+        else:
+            drafting.propose(flight, DraftPlan.of(2, 4, 6), None)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_are_those_of_the_references(
+    tmp_path: Path, name: str, target: Target, stored: dict[str, mx.array]
+) -> None:
+    folder = write(tmp_path, name, lambda config, arrays: None)
+    assert recognise(folder)[0].NAME == "block drafter"
+    network = load_block(folder)
+    network.check_fit(target, wrapped_tokenizer(VOCAB))
+    for length in LENGTHS:
+        start = f"{name}/{length}/"
+        expected = {k.removeprefix(start): v for k, v in stored.items() if k.startswith(start)}
+        drafting = network.open(target, [ROOT] * max(1, length // 2), True, [])
+        (flight,) = history(drafting, length, random.Random(f"{name} {length}"))
+        drafting.propose(flight, DraftPlan.of(1, 2, 2), None)
+        drafting._flight = None
+        # The block is read once more, over the entries of the block before.
+        outputs = read_blocks([drafting], [flight], network.config.num_drafts)[0]
+        found = network.logits(outputs, target)
+        assert_equal(found, expected["unary"], name)
+        assert_linked(network, outputs, found, expected, name)
+
+
+def assert_equal(found: mx.array, expected: mx.array, name: str) -> None:
+    np.testing.assert_allclose(np.array(found), np.array(expected), atol=TOLERANCE, err_msg=name)
+
+
+def assert_linked(
+    network: BlockNetwork, outputs: mx.array, unary: mx.array, expected: Any, name: str
+) -> None:
+    """Compare every link's children along the chain, and the confidences there."""
+    link, state = network.link, None
+    if link is None:
+        assert set(expected) == {"unary"}
+        return
+    previous, is_path = mx.array([ROOT]), expected["linked"].ndim == 1
+    count = network.config.num_candidates
+    for depth in range(outputs.shape[0]):
+        row = slice(depth, depth + 1)
+        feature, state = link.feature(previous, outputs[row], state)
+        scores = link.scores(feature, None)[0]
+        if count is not None:
+            rows = mx.argsort(-unary[depth])[:count]
+            assert_equal(link.scores(feature, rows[None])[0], scores[rows], name)
+            scores = mx.where(mx.any(mx.arange(VOCAB) == rows[:, None], axis=0), scores, 0)
+        linked = unary[depth] + scores
+        if is_path:  # the reference's own greedy choice among its candidates
+            linked = mx.where(scores != 0, linked, -mx.inf)
+            previous = mx.argmax(linked, keepdims=True)
+            assert previous.item() == expected["linked"][depth].item()
+            continue
+        assert_equal(linked, expected["linked"][depth], name)
+        if "confidence" in expected:
+            found = network.confidences(outputs[row], previous)[0, 0]
+            assert_equal(mx.exp(found), mx.sigmoid(expected["confidence"][depth]), name)
+        previous = mx.array([CHAIN[depth]])

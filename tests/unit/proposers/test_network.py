@@ -1,82 +1,71 @@
-"""The drafter network against its equations in numpy.
-
-Axes: W beams, H hidden size, V vocabulary.
-"""
+"""The recurrent drafter: its search in numpy, its table of inputs, calibration, and 8 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 
-from mlx_redrafter.proposers.quantization import quantize_drafter
+from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.proposers.expansion import Expansion, build_tree, merge_beams
+from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
+from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
+from mlx_redrafter.proposers.redrafter import input_table, precision
+from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
+from mlx_redrafter.proposers.redrafter.input_table import input_lookup
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.precision import (
+    GAIN,
+    MIN_PAIRS,
+    PAIRS,
+    Pair,
+    choose_precision,
+    quantised_copy,
+    time_pairs,
+)
 from mlx_redrafter.proposers.redrafter.recurrence import MASKED_LOGIT
-from tests.helpers.models import random_drafter
-from tests.helpers.oracles import NumpyDrafter, silu
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.tree import TokenTree
+from tests.helpers.models import random_drafter, tiny_llama
+from tests.helpers.oracles import (
+    NumpyDrafter,
+    Search,
+    beam_search,
+    dedup_and_pack,
+    paths_of,
+    tree_paths,
+)
+from tests.helpers.recurrent_search import expand
 
-VOCAB_SIZE, HIDDEN_SIZE = 50, 8
-
-
-@pytest.mark.parametrize("rnn", [True, False])
-@pytest.mark.parametrize("layers", [0, 1, 2, 3])
-@pytest.mark.parametrize("exit_dim", [16, 8, 24])
-def test_network_follows_its_equations(rnn: bool, layers: int, exit_dim: int) -> None:
-    drafter = random_drafter(
-        VOCAB_SIZE, HIDDEN_SIZE, rnn=rnn, num_draft_layers=layers, exit_dim=exit_dim
-    )
-    literal = NumpyDrafter(drafter)
-    rng = np.random.default_rng(layers)
-    hidden = rng.standard_normal(HIDDEN_SIZE)
-    embeddings = rng.standard_normal((4, 3, HIDDEN_SIZE))  # four tokens of three beams
-
-    states = mx.concatenate(
-        [
-            drafter.start(drafter.project_input(mx.array(row[None].astype(np.float32))))
-            for row in embeddings[0]
-        ]
-    )
-    expected = [literal.advance(literal.start(), row) for row in embeddings[0]]
-    for step in range(4):
-        if step:
-            rows = mx.array(embeddings[step].astype(np.float32))
-            states = drafter.advance(states, drafter.project_input(rows))
-            expected = [
-                literal.advance(state, row)
-                for state, row in zip(expected, embeddings[step], strict=True)
-            ]
-        log_probs = drafter.log_probs(mx.array(hidden.astype(np.float32)), states)
-        truth = np.stack([literal.log_probs(hidden, state) for state in expected])
-        np.testing.assert_allclose(np.array(log_probs), truth, rtol=1e-4, atol=1e-4)
-    assert ("input_proj" in drafter) == (exit_dim != 2 * HIDDEN_SIZE)
+VOCAB_SIZE, HIDDEN_SIZE = 67, 32
+# Sizes where equations in numpy are slow.
+FEW, NARROW = 30, 8
 
 
 def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias() -> None:
-    drafter = random_drafter(
-        VOCAB_SIZE, HIDDEN_SIZE, rnn_activation="identity", rnn_first_step_bias=False
-    )
+    linear: Any = {"rnn_activation": "identity", "rnn_first_step_bias": False}
+    drafter = random_drafter(VOCAB_SIZE, NARROW, **linear)
     weights = NumpyDrafter(drafter).weights
-    e = np.random.default_rng(0).standard_normal((2, HIDDEN_SIZE))
+    e = np.random.default_rng(0).standard_normal((2, NARROW))
     first = weights["rnn_w.weight"] @ e[0]
     second = weights["rnn_w.weight"] @ e[1] + weights["rnn_u.weight"] @ first
     second += weights["rnn_u.bias"]
     rows = [drafter.project_input(mx.array(row[None].astype(np.float32))) for row in e]
-    state = drafter.start(rows[0])
-    np.testing.assert_allclose(np.array(state)[0], first, rtol=1e-5, atol=1e-5)
-    state = drafter.advance(state, rows[1])
-    np.testing.assert_allclose(np.array(state)[0], second, rtol=1e-5, atol=1e-5)
-
-
-def test_first_step_has_the_bias_by_default() -> None:
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
-    weights = NumpyDrafter(drafter).weights
-    state = drafter.start(drafter.project_input(mx.zeros((1, HIDDEN_SIZE))))
-    np.testing.assert_allclose(np.array(state)[0], silu(weights["rnn_u.bias"]), atol=1e-6)
+    start = drafter.start(rows[0])
+    for state, expected in ((start, first), (drafter.advance(start, rows[1]), second)):
+        np.testing.assert_allclose(np.array(state)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_draft_top_k_masks_as_apples_warp_logits() -> None:
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_top_k=3)
-    state = mx.ones((2, HIDDEN_SIZE))
-    hidden = mx.ones((HIDDEN_SIZE,))
+    drafter = random_drafter(VOCAB_SIZE, NARROW, draft_top_k=3)
+    state, hidden = mx.ones((2, NARROW)), mx.ones((NARROW,))
     logits = np.array(drafter.logits(hidden, state), dtype=np.float64)
     found = np.array(drafter.log_probs(hidden, state))
     for row, log_probs in zip(logits, found, strict=True):
@@ -87,57 +76,370 @@ def test_draft_top_k_masks_as_apples_warp_logits() -> None:
         np.testing.assert_allclose(log_probs, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_log_probs_are_float32_and_normalised(dtype: mx.Dtype) -> None:
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, dtype=dtype)
-    assert drafter.dtype == dtype
-    state = drafter.start(mx.ones((1, HIDDEN_SIZE), dtype=dtype))
-    log_probs = drafter.log_probs(mx.ones((HIDDEN_SIZE,), dtype=dtype), state)
-    assert log_probs.dtype == mx.float32
-    assert np.exp(np.array(log_probs, dtype=np.float64)).sum() == pytest.approx(1, abs=1e-5)
-
-
-def test_rows_of_a_partial_head_are_tokens_of_its_list() -> None:
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=4)
-    drafter.token_ids = mx.array([9, 3, 40, 22], dtype=mx.int32)
-    found = drafter.to_token_ids(mx.array([[3, 0], [1, 2]], dtype=mx.uint32))
-    assert np.array(found).tolist() == [[22, 9], [3, 40]]
-    whole = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
-    assert whole.to_token_ids(mx.array([7], dtype=mx.uint32)).dtype == mx.int32
-
-
 @pytest.mark.parametrize("layers", [0, 1, 2])
 @pytest.mark.parametrize("exit_dim", [128, 32])
 @pytest.mark.parametrize("bits", [None, 3, 4, 8])
 def test_constant_half_of_the_first_layer_changes_no_logits(
     layers: int, exit_dim: int, bits: int | None
 ) -> None:
-    drafter = random_drafter(VOCAB_SIZE, 64, num_draft_layers=layers, exit_dim=exit_dim)
+    sizes: Any = {"num_draft_layers": layers, "exit_dim": exit_dim}
+    drafter = random_drafter(VOCAB_SIZE, 64, **sizes)
     if bits is not None:
         quantize_drafter(drafter, bits, 32)
     hidden, state = mx.random.normal((64,)), mx.random.normal((3, 64))
-    share = drafter.hidden_term(hidden)
-    assert share is not None
-    expected = drafter.logits(hidden, state)
-    np.testing.assert_allclose(
-        np.array(drafter.logits(hidden, state, share)), np.array(expected), rtol=1e-4, atol=1e-4
-    )
+    for _ in range(2):  # the second time with new weights
+        share, expected = drafter.hidden_term(hidden), drafter.logits(hidden, state)
+        assert share is not None
+        assert mx.allclose(drafter.logits(hidden, state, share), expected, rtol=1e-4, atol=1e-4)
+        if bits is None:
+            drafter.update(random_drafter(VOCAB_SIZE, 64, seed=2, **sizes).parameters())
+    if bits is not None:  # groups are not cut
+        odd = random_drafter(VOCAB_SIZE, 48, exit_dim=32)
+        quantize_drafter(odd, bits, 32)
+        assert odd.hidden_term(mx.zeros((48,))) is None
 
 
-def test_constant_half_follows_new_weights() -> None:
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=1)
-    hidden, state = mx.random.normal((HIDDEN_SIZE,)), mx.random.normal((2, HIDDEN_SIZE))
-    drafter.logits(hidden, state, drafter.hidden_term(hidden))
-    drafter.update(random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=2).parameters())
-    np.testing.assert_allclose(
-        np.array(drafter.logits(hidden, state, drafter.hidden_term(hidden))),
-        np.array(drafter.logits(hidden, state)),
-        rtol=1e-4,
-        atol=1e-5,
-    )
+IDS = mx.array([3, 66, 0, 3])
 
 
-def test_groups_of_quantised_weights_are_not_cut() -> None:
-    drafter = random_drafter(VOCAB_SIZE, 48, exit_dim=32)
+def _check(drafter: Drafter, target: Target) -> None:
+    expected = np.array(drafter.project_input(target.modules.embed(IDS)).astype(mx.float32))
+    found = input_lookup(drafter, target)(IDS)
+    assert found.dtype == drafter.dtype
+    np.testing.assert_allclose(np.array(found.astype(mx.float32)), expected, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_a_table_says_what_the_drafter_computes_though_weights_change_in_place(
+    drafter: Drafter, target: Target, dtype: mx.Dtype
+) -> None:
+    model: Any = target.model
+    drafter.set_dtype(dtype)
+    is_table = lambda _, layer: isinstance(layer, nn.Embedding)  # noqa: E731
+    changes: list[Callable[[], Any]] = [
+        lambda: model.update(tree_map(lambda weight: 2 * weight, model.parameters())),
+        lambda: model.set_dtype(dtype),
+        lambda: model.model.embed_tokens.weight.__setitem__(3, 0.5),
+        lambda: model.model.embed_tokens.weight.__imul__(-1),
+        lambda: drafter.rnn_w.weight.__setitem__(0, 0.25),
+        lambda: drafter.set_dtype(mx.float32),
+        lambda: nn.quantize(model, 32, 4, class_predicate=is_table),
+        lambda: quantize_drafter(drafter, 8, 32),
+    ]
+    weights = list(named_parameters(drafter))
+    _check(drafter, target)
+    assert drafter.input_table is not None
+    assert list(named_parameters(drafter)) == weights, "the table is none"
+    for number, change in enumerate(changes):
+        before = drafter.input_table
+        change()
+        target = Target(model)
+        _check(drafter, target)
+        if not (number in (1, 5) and dtype == mx.float32):  # the dtype that it has
+            assert drafter.input_table is not before
+        before = drafter.input_table
+        input_lookup(drafter, target)
+        assert drafter.input_table is before
+
+
+def test_there_is_none_where_it_would_be_large_or_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
+) -> None:
+    monkeypatch.setattr(input_table, "MAX_BYTES", 4 * VOCAB_SIZE * HIDDEN_SIZE - 1)
+    _check(drafter, target)
+    assert drafter.input_table is None
+    drafter.set_dtype(mx.float16)
+    _check(drafter, target)
+    assert drafter.input_table is not None
+    plain = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, rnn=False)
+    _check(plain, target)
+    assert plain.input_table is None
+
+
+def _embed(tokens: mx.array) -> mx.array:
+    return mx.random.normal((FEW, NARROW), key=mx.random.key(5))[tokens]
+
+
+def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> ReadSequence:
+    """A text whose target samples the drafter's own first drafts, sharpened.
+
+    ``top_ids`` are in no order but the first, which is drawn: a greedy target that nobody can
+    predict better.
+    """
+    keys = mx.random.split(mx.random.key(seed), 3)
+    tokens = mx.random.randint(0, FEW, (length,), key=keys[0])
+    hidden_states = mx.random.normal((length, NARROW), key=keys[1])
+    nothing = mx.zeros((length, 1), dtype=mx.int32)
+    text = ReadSequence(mx.pad(tokens, (1, 0)), 1, hidden_states, nothing, nothing)
+    logits = sharpness * predict(drafter, _embed, text)[0].logits
+    first = mx.random.categorical(logits, key=keys[2])[:, None]
+    rows = mx.broadcast_to(mx.arange(logits.shape[1]), logits.shape)
+    rows = mx.where(rows == first, rows[:, :1], mx.where(rows == 0, first, rows))
+    log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    log_probs = mx.take_along_axis(log_probs, rows, axis=-1)
+    ids = drafter.to_token_ids(rows)
+    top_ids, top_log_probs = (mx.concatenate([one[:1], one]) for one in (ids, log_probs))
+    return text._replace(top_ids=top_ids, top_log_probs=top_log_probs)
+
+
+def _nats(drafter: Drafter, text: ReadSequence, scale: float) -> float:
+    total = 0.0
+    for prediction in predict(drafter, _embed, text):
+        rows = np.array(prediction.logits, dtype=np.float64) * scale
+        ids = np.array(drafter.to_token_ids(mx.arange(rows.shape[1]))).tolist()
+        for row, token in zip(rows, np.array(prediction.chosen).tolist(), strict=True):
+            if token in ids:
+                total += np.log(np.exp(row).sum()) - row[ids.index(token)]
+    return total
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 12])
+@pytest.mark.parametrize("sharpness", [0.5, 1.0, 3.0])
+def test_fitted_scale_is_the_most_likely_one(sharpness: float, draft_vocab: int | None) -> None:
+    drafter = random_drafter(FEW, NARROW, draft_vocab_size=draft_vocab)
+    # Longer than a batch, whose seams leave out a few predictions.
+    text = _text(drafter, 100, sharpness)
+    found = calibrate(drafter, _embed, [text])
+    assert found.inverse_temperature == min(SCALES, key=lambda scale: _nats(drafter, text, scale))
+
+
+def test_a_drafter_that_knows_the_distribution_gets_all_of_the_noise() -> None:
+    drafter = random_drafter(FEW, NARROW)
+    for flatness in (1, 3):  # one that is too flat gets less
+        drafter.lm_head[-1].weight = flatness * drafter.lm_head[-1].weight
+        texts = [_text(drafter, 200, 1.0, seed) for seed in range(3)]
+        drafter.lm_head[-1].weight = drafter.lm_head[-1].weight / flatness
+        weight = calibrate(drafter, _embed, texts).coupling_weight
+        assert weight >= 0.9 if flatness == 1 else weight < 0.7
+    nothing, states = mx.zeros((2, 1), dtype=mx.int32), mx.zeros((2, NARROW))
+    short = ReadSequence(mx.zeros((3,), dtype=mx.int32), 1, states, nothing, nothing)
+    assert calibrate(drafter, _embed, [short]) == Calibration(1.0, 0.5), "nothing is fitted"
+
+
+def test_scale_ranks_drafts_of_greedy_targets_only() -> None:
+    scaled = random_drafter(FEW, NARROW, inverse_temperature=3.0)
+    plain = random_drafter(FEW, NARROW)
+    hidden, root = mx.random.normal((NARROW,), key=mx.random.key(1)), mx.array([4])
+    shape = DraftShape(2, 3)
+    found = expand(scaled, _embed, hidden, root, shape)
+    state = plain.start(plain.project_input(_embed(root)))
+    expected = 3 * plain.logits(hidden, state)
+    expected = expected - mx.logsumexp(expected)
+    best = mx.sort(expected.flatten())[::-1][:2]
+    np.testing.assert_allclose(np.array(found.scores[:2]), np.array(best), rtol=1e-4)
+    same = lambda scores, depth: scores  # noqa: E731
+    noisy = [expand(one, _embed, hidden, root, shape, same) for one in (scaled, plain)]
+    np.testing.assert_array_equal(np.array(noisy[0].scores), np.array(noisy[1].scores))
+
+
+FASTER, SLOWER = [2.0] * PAIRS, [0.7] * PAIRS
+# Most pairs seem faster, some do not.
+MIXED = [0.7, 0.7, 0.8, 1.3, 1.3, 1.3, 1.3, 1.3, 1.3]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(precision, "MIN_BYTES", 0)
+
+
+@pytest.fixture
+def drafter() -> Drafter:
+    return random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target(tiny_llama(vocab_size=VOCAB_SIZE))
+
+
+def _timer(*moments: list[float]) -> Callable[..., list[Pair]]:
+    """A timer that finds these ratios, one list per run, and fails in further runs."""
+    left: Iterator[list[float]] = iter(moments)
+    return lambda *_: [{"given": ratio, "quantised": 1.0} for ratio in next(left)]
+
+
+def _choose(drafter: Drafter, target: Target, timer: Callable[..., list[Pair]]) -> Drafter:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "time_pairs", timer)
+        return choose_precision(drafter, target)
+
+
+def test_a_copy_in_8_bits_says_nearly_the_same_and_leaves_the_drafter_alone(
+    drafter: Drafter,
+) -> None:
+    hidden, state = mx.random.normal((2, HIDDEN_SIZE), key=mx.random.key(1))
+    before = drafter.log_probs(hidden, state[None])
+    copy = quantised_copy(drafter)
+    assert _bits_of(copy) == 8
+    assert _bits_of(drafter) is None
+    after = copy.log_probs(hidden, state[None])
+    assert mx.abs(after - before).max().item() < 0.2
+    assert not mx.array_equal(after, before)
+    assert mx.array_equal(drafter.log_probs(hidden, state[None]), before)
+
+
+# Ratios in one or two runs, and how many bits are used in the first run and in later ones.
+RUNS: list[tuple[list[list[float]], int | None, int | None]] = [
+    ([FASTER, FASTER], 8, 8),
+    ([SLOWER], None, None),
+    ([[1.0 + 0.9 * (GAIN - 1)] * PAIRS], None, None),
+    ([MIXED, FASTER], None, 8),
+    ([MIXED, SLOWER], None, None),
+    ([MIXED, MIXED], None, None),
+    # A loaded moment in which 8 bits seem faster counts for that run alone.
+    ([FASTER, SLOWER], 8, None),
+]
+
+
+@pytest.mark.parametrize(("moments", "first", "later"), RUNS)
+def test_8_bits_are_used_if_they_are_faster_in_both_of_two_runs(
+    drafter: Drafter, target: Target, moments: Any, first: int | None, later: int | None
+) -> None:
+    timer = _timer(*moments)
+    for expected in (first, later, later):
+        found = _choose(drafter, target, timer)
+        assert _bits_of(found) == expected
+        assert (found is drafter) == (expected is None)
+
+
+def test_both_are_timed(drafter: Drafter, target: Target) -> None:
+    pairs = time_pairs(drafter, quantised_copy(drafter), target)
+    assert MIN_PAIRS <= len(pairs) <= PAIRS
+    assert all(min(pair["given"], pair["quantised"]) > 0 for pair in pairs)
+
+
+def test_a_drafter_that_is_narrow_or_small_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
+) -> None:
+    narrow = random_drafter(VOCAB_SIZE, 24)
+    assert _choose(narrow, target, _timer()) is narrow
+    monkeypatch.setattr(precision, "MIN_BYTES", 2**23)
+    assert _choose(drafter, target, _timer()) is drafter
+
+
+@pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only CPUs unpack")
+def test_a_quantised_drafter_is_unpacked_on_a_cpu(drafter: Drafter, target: Target) -> None:
     quantize_drafter(drafter, 4, 32)
-    assert drafter.hidden_term(mx.zeros((48,))) is None
+    hidden, state = mx.random.normal((2, HIDDEN_SIZE), key=mx.random.key(1))
+    before = drafter.log_probs(hidden, state[None])
+    found = _choose(drafter, target, _timer())
+    assert _bits_of(found) is None
+    assert found.dtype == mx.float32
+    assert mx.allclose(found.log_probs(hidden, state[None]), before, atol=1e-4)
+
+
+def _bits_of(drafter: Drafter) -> int | None:
+    found = quantization_of(drafter)
+    return None if found is None else found["bits"]
+
+
+ROOT_TOKEN = 11
+
+WIDTHS_AND_LENGTHS = [(1, 2), (1, 16), (2, 3), (3, 5), (4, 5), (7, 4), (16, 6), (64, 2), (64, 3)]
+
+
+def _context(seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[mx.array, mx.array]:
+    """An input embedding, shape (V, H), and a hidden state, shape (H,)."""
+    keys = mx.random.split(mx.random.key(seed), 2)
+    embedding = mx.random.normal((vocab_size, HIDDEN_SIZE), key=keys[0])
+    return embedding, mx.random.normal((HIDDEN_SIZE,), key=keys[1])
+
+
+def _expand(drafter: Drafter, shape: DraftShape, seed: int) -> tuple[Expansion, Search]:
+    embedding, hidden = _context(seed, drafter.config.vocab_size)
+    expansion = expand(drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT_TOKEN]), shape)
+    exact = (np.array(one, dtype=np.float64) for one in (embedding, hidden))
+    sizes = ROOT_TOKEN, shape.width, shape.length
+    return expansion, beam_search(NumpyDrafter(drafter), *exact, *sizes)
+
+
+def _scored_paths(expansion: Expansion) -> dict[tuple[int, ...], float]:
+    tokens: list[int] = np.array(expansion.tokens).tolist()
+    parents: list[int] = np.array(expansion.parents).tolist()
+    paths = paths_of([ROOT_TOKEN, *tokens], [0, *(parent + 1 for parent in parents)])[1:]
+    return dict(zip(paths, np.array(expansion.scores).tolist(), strict=True))
+
+
+def _tree(drafter: Drafter, plan: DraftPlan, seed: int) -> TokenTree:
+    embedding, hidden = _context(seed, drafter.config.vocab_size)
+    root = mx.array([ROOT_TOKEN])
+    expansion = expand(drafter, lambda ids: embedding[ids], hidden, root, plan.shape)
+    return build_tree(expansion, root, plan)
+
+
+@pytest.mark.parametrize(("width", "length"), [*WIDTHS_AND_LENGTHS, (3, 4)])
+@pytest.mark.parametrize("rnn", [True, False])
+def test_expansion_scores_the_nodes_of_a_literal_search(width: int, length: int, rnn: bool) -> None:
+    vocab_size = 20_257 if (width, length) == (3, 4) else VOCAB_SIZE
+    sizes: Any = {"num_draft_layers": width % 4, "exit_dim": (1 + length % 3) * HIDDEN_SIZE}
+    drafter = random_drafter(vocab_size, HIDDEN_SIZE, rnn=rnn, **sizes)
+    assert ("input_proj" in drafter) == (length % 3 != 1)
+    expansion, literal = _expand(drafter, DraftShape(width, length), seed=width)
+    found = _scored_paths(expansion)
+    assert found.keys() == literal.scores.keys()
+    per_level = 1 if width == 1 else min(4 * width, VOCAB_SIZE)
+    assert len(found) == per_level * (length - 1)
+    for path, score in found.items():
+        assert score == pytest.approx(literal.scores[path], abs=1e-4)
+
+
+@pytest.mark.parametrize(("width", "length"), WIDTHS_AND_LENGTHS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_beam_selection_is_the_dedup_of_the_beams(width: int, length: int, seed: int) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=seed, num_draft_layers=2)
+    shape = DraftShape(width, length, "beam")
+    expansion, literal = _expand(drafter, shape, seed)
+    tokens, parents = dedup_and_pack(np.array(literal.beams))
+    tree = merge_beams(expansion, mx.array([ROOT_TOKEN]), shape)
+    assert set(tree_paths(tree)) == set(paths_of(tokens, parents))
+    assert tree.num_nodes == len(tokens)
+    assert tree.num_unmerged == 1 + width * (length - 1)
+    assert tree.num_nodes <= tree.tokens.shape[0] <= shape.max_nodes
+
+
+@pytest.mark.parametrize(("width", "length"), WIDTHS_AND_LENGTHS)
+@pytest.mark.parametrize("nodes", [2, 9, None])
+def test_top_n_selection_is_the_n_best_nodes(width: int, length: int, nodes: int | None) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=width + length)
+    largest = 1 + (length - 1) * min(DraftShape(width, length).level_nodes, VOCAB_SIZE)
+    plan = DraftPlan.of(width, length, largest if nodes is None else min(nodes, largest))
+    expansion, literal = _expand(drafter, plan.shape, seed=4)
+    best = sorted(literal.scores, key=lambda path: -literal.scores[path])
+    assert plan.options["tree_nodes"] is not None
+    tree = build_tree(expansion, mx.array([ROOT_TOKEN]), plan)
+    assert set(tree_paths(tree)) == {(ROOT_TOKEN,), *best[: plan.num_nodes - 1]}
+    assert tree.num_nodes == tree.tokens.shape[0] == plan.num_nodes
+    assert tree.num_unmerged == 1 + width * (length - 1)
+
+
+@pytest.mark.parametrize("select", ["top_n", "beam"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["everywhere", "half", "one"])
+def test_drafts_that_are_no_numbers_still_make_a_tree(
+    select: Any, value: float, where: str
+) -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, num_draft_layers=0)
+    head: Any = drafter.lm_head[0]
+    rows = {"everywhere": VOCAB_SIZE, "half": VOCAB_SIZE // 2, "one": 1}[where]
+    head.weight[:rows] = value
+    plan = DraftPlan.of(4, 4, select=select)
+    embedding, hidden = _context(0)
+    expansion = expand(
+        drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT_TOKEN]), plan.shape
+    )
+    scores = np.array(expansion.scores)
+    assert np.isfinite(scores).all()
+    parents = np.array(expansion.parents)
+    assert (scores[parents >= 0] <= scores[parents[parents >= 0]]).all()
+    paths = tree_paths(_tree(drafter, plan, seed=0))
+    assert all(0 <= token < VOCAB_SIZE for path in paths for token in path)
+
+
+def test_head_over_part_of_the_vocabulary_proposes_its_token_ids() -> None:
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=6)
+    allowed = [60, 2, 33, 41, 7, 19]
+    drafter.token_ids = mx.array(allowed, dtype=mx.int32)
+    tree = _tree(drafter, DraftPlan.of(3, 4, 12), seed=0)
+    drafts = {token for path in tree_paths(tree) for token in path[1:]}
+    assert set() < drafts <= set(allowed)

@@ -1,7 +1,11 @@
-"""Published heads against what the packages that publish them compute."""
+"""Heads as published: what their authors' packages compute, Gemma 4 assistants, damaged files."""
 
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +14,42 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_redrafter import stream_generate
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import recognise
+from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedTargetError
+from mlx_redrafter.proposers import autoregressive
 from mlx_redrafter.proposers.assistant import load as load_assistant
+from mlx_redrafter.proposers.assistant.config import FULL, SLIDING
+from mlx_redrafter.proposers.assistant.network import Assistant
 from mlx_redrafter.proposers.autoregressive import _Levels
+from mlx_redrafter.proposers.block import load as load_block
+from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle import load as load_eagle
-from mlx_redrafter.proposers.eagle.network import ParallelDrafting
+from mlx_redrafter.proposers.eagle.config import EagleConfig
+from mlx_redrafter.proposers.eagle.network import Eagle, ParallelDrafting
+from mlx_redrafter.proposers.kv_drafting import KvNetwork
 from mlx_redrafter.proposers.mtp import load as load_mtp
-from mlx_redrafter.proposers.quantization import FLOAT_MODES, quantization_of
+from mlx_redrafter.proposers.mtp.network import Mtp
+from mlx_redrafter.proposers.quantization import FLOAT_MODES, quantization_of, quantize_drafter
+from mlx_redrafter.proposers.specformer import load as load_specformer
+from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
+from mlx_redrafter.proposers.specformer.network import SpecFormer
+from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
+from mlx_redrafter.target.target import Target
+from tests.golden.block_layouts import LAYOUTS, tensors
 from tests.golden.record_heads import FILE, LONG, SHORT
+from tests.helpers.block import LINKS, block_config, random_block
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.flights import flight_of
+from tests.helpers.models import tiny_llama, wrapped_tokenizer
 from tests.helpers.mtp import family_config, module_tensors
 from tests.helpers.published_heads import (
     ASSISTANTS,
@@ -35,14 +63,155 @@ from tests.helpers.published_heads import (
     text_and_states,
     write,
 )
+from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
+
+PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
+NUM_TOKENS, CLUSTERED = 12, "assistant with clusters"
+MODELS = {name: build(tiny_config(name)) for name in ("gemma4_text", "gemma4")}
+SHAPES: list[dict[str, Any]] = [
+    {"beam_width": 1, "beam_length": 6},
+    {"beam_width": 3, "beam_length": 5, "tree_nodes": 12},
+    {"beam_width": 3, "beam_length": 4, "select": "beam"},
+]
+
+
+@pytest.fixture(params=ASSISTANTS)
+def assistant(request: pytest.FixtureRequest, tmp_path: Path) -> Assistant:
+    name = request.param
+    return load_assistant(write(tmp_path, ASSISTANTS[name], assistant_tensors(name)))
+
+
+def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]]) -> None:
+    """Make the drafts likely that followed the same token in some texts: many are accepted."""
+    bonus = np.zeros((VOCAB_SIZE, VOCAB_SIZE), dtype=np.float32)
+    for text in texts:
+        for one, other in pairwise(text):
+            bonus[one, other] = 4.0
+    table = mx.array(bonus)
+    first, following = autoregressive._Levels.first, autoregressive._Levels.following
+
+    def tipped_first(levels: Any) -> mx.array:
+        return first(levels) + table[mx.concatenate([one.root for one in levels.flights])]
+
+    def tipped_following(levels: Any, beams: Any, tokens: mx.array, depth: int) -> mx.array:
+        return following(levels, beams, tokens, depth) + table[tokens]
+
+    patch.setattr(autoregressive._Levels, "first", tipped_first)
+    patch.setattr(autoregressive._Levels, "following", tipped_following)
+
+
+def tokens_of(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
+    prompt, tokenizer = options.pop("prompt", PROMPT), wrapped_tokenizer(VOCAB_SIZE)
+    return [r.token for r in stream_generate(model, tokenizer, prompt, drafter=drafter, **options)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_are_those_of_plain_decoding(
+    name: str, assistant: Assistant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[name]
+    expected = stock_tokens(model, PROMPT, NUM_TOKENS)
+    sampling = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
+    sampled = tokens_of(model, None, **sampling)
+    tip(monkeypatch, [PROMPT[-1:] + ids(expected), PROMPT[-1:] + sampled])
+    for shape in SHAPES if name == "gemma4_text" else SHAPES[1:2]:
+        options = {"max_tokens": NUM_TOKENS, "prefill_step_size": 4, **shape}
+        found = tokens_of(model, assistant, **options)
+        assert_same_tokens(expected, found, shape)
+        assert tokens_of(model, assistant, **sampling, **shape) == sampled
+
+
+def test_the_copied_entries_are_the_targets(
+    assistant: Assistant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After prompts in chunks, accepted and rejected drafts, and turns on one prompt cache."""
+    model = MODELS["gemma4_text"]
+    full, sliding, _ = assistant.captured_layers(Target(model))
+    stock, cache = make_prompt_cache(model), make_prompt_cache(model)
+    own = make_prompt_cache(assistant)
+    text: list[int] = []
+    for turn in (PROMPT, [60, 7]):
+        expected = ids(stock_tokens(model, turn, 12, prompt_cache=stock))
+        tip(monkeypatch, [turn[-1:] + expected])
+        options = {"max_tokens": 12, "prompt_cache": cache + own, "prefill_step_size": 4}
+        assert tokens_of(model, assistant, prompt=turn, **options, **SHAPES[1]) == expected
+        text += turn + expected
+        if turn is PROMPT:
+            fresh = make_prompt_cache(model)
+            model(mx.array([text]), cache=fresh)
+            for layer, copy in zip((full, sliding), own, strict=True):
+                assert copy.offset == len(text) - 1
+                for rows, found in zip(rows_of(fresh[layer]), rows_of(copy), strict=True):
+                    num = min(rows.shape[2], 7)
+                    wanted = rows[..., -num:-1, :]
+                    assert mx.allclose(found[..., 1 - num :, :], wanted, atol=1e-4).item()
+    # Every turn leaves out one entry.
+    assert {layer.offset for layer in own} == {len(text) - 2}
+
+
+def rows_of(cache: Any) -> tuple[mx.array, mx.array]:
+    """Keys and values in the order of tokens."""
+    if isinstance(cache, RotatingKVCache):
+        return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
+    assert isinstance(cache, KVCache)
+    keys, values, end = cache.state
+    return keys[..., :end, :], values[..., :end, :]
+
+
+def test_an_assistant_is_written_and_read_back(assistant: Assistant, tmp_path: Path) -> None:
+    quantize_drafter(assistant, 8, 64)
+    save_drafter(assistant, tmp_path / "own")
+    assert recognise(tmp_path / "own")[0].NAME == "Gemma 4 assistant"
+    again = load_assistant(tmp_path / "own")
+    rows, target = mx.random.normal((2, 24), key=mx.random.key(3)), Target(MODELS["gemma4"])
+    assert mx.array_equal(*(one.logits(rows, target) for one in (again, assistant))).item()
+    assert tokens_of(MODELS["gemma4"], again, max_tokens=4, **SHAPES[1])
+
+
+def test_other_targets_are_refused(assistant: Assistant) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    with pytest.raises(CheckpointError, match="hidden_size 64 does not match the target's 32"):
+        assistant.check_fit(Target(tiny_llama(vocab_size=VOCAB_SIZE)), tokenizer)
+    with pytest.raises(UnsupportedTargetError, match="expected a Gemma 4 target with full_att"):
+        assistant.check_fit(Target(build(tiny_config("llama"))), tokenizer)
+    narrow = build({**tiny_config("gemma4_text"), "head_dim": 8})
+    with pytest.raises(CheckpointError, match="sliding_attention has 4 heads of size 16, which do"):
+        assistant.check_fit(Target(narrow), tokenizer)
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    config = ASSISTANTS[CLUSTERED]
+    text = {k: v for k, v in values.items() if k in config["text_config"]}
+    rest = {k: v for k, v in values.items() if k not in text}
+    return {**config, **rest, "text_config": {**config["text_config"], **text}}
+
+
+def test_contradicting_configs_are_refused(tmp_path: Path) -> None:
+    for config, message in (
+        ({"model_type": "gemma4_assistant"}, "expected an object text_config .* found none"),
+        (changed(backbone_hidden_size=0), "backbone_hidden_size must be an integer from 1"),
+        (changed(num_centroids=13), "a multiple of num_centroids, got 96 and 13"),
+        (changed(centroid_intermediate_top_k=40), "centroid_intermediate_top_k must be an integer"),
+        (changed(layer_types=["full_attention"]), "layer_types must be .* for each of 3 layers"),
+        (changed(hidden_size=2**40), "hidden_size must be an integer from 1"),
+        (changed(tie_word_embeddings=False), "use_ordered_embeddings needs tie_word_embeddings"),
+        (changed(enable_moe_block=True), "enable_moe_block must be absent or 0"),
+        (changed(intermediate_size=41), r"mlp.gate_proj.weight' has shape \[40, 24\], expected"),
+    ):
+        write(tmp_path, config, assistant_tensors(CLUSTERED))
+        with pytest.raises(CheckpointError, match=message):
+            load_assistant(tmp_path)
+    tensors = assistant_tensors(CLUSTERED)
+    tensors["masked_embedding.token_ordering"][0] += 1
+    write(tmp_path, ASSISTANTS[CLUSTERED], tensors)
+    with pytest.raises(CheckpointError, match="expected every id from 0 to 95 once"):
+        load_assistant(tmp_path)
+    with pytest.raises(CheckpointError, match="vocab_size 96 does not match the target's 90"):
+        load_assistant(tmp_path, TargetFacts("x", 64, 90))
+
 
 TOLERANCE = 1e-4
 RECORDED = mx.load(str(FILE))
-
-
-def log_softmax(logits: Any) -> np.ndarray:
-    rows = mx.array(logits)
-    return np.array(rows - mx.logsumexp(rows, axis=-1, keepdims=True))
 
 
 @pytest.mark.parametrize("name", SPECULATORS)
@@ -53,16 +222,14 @@ def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None
     assert recognise(tmp_path)[0].NAME == "EAGLE head"
     head = load_eagle(tmp_path)
     table = mx.array(tensors["embed_tokens.weight"])
-    modules = SimpleNamespace(embed=lambda tokens: table[tokens])
-    target: Any = SimpleNamespace(modules=modules)
+    target: Any = SimpleNamespace(modules=SimpleNamespace(embed=lambda tokens: table[tokens]))
     text, states = text_and_states()
-    expected = log_softmax(RECORDED[name])
+    expected = np.array(nn.log_softmax(mx.array(RECORDED[name]), axis=-1))
     for end in (2, 4, 7, len(states) - NUM_DRAFTS):
         drafting: Any = head.open(target, text[:end], True, [])
         drafting.reader.read(mx.array(states[: end - 1]))
-        flight = flight_of(
-            text[end - 1 : end], 0, text[end], end - 1, mx.array(states[end - 1 : end])
-        )
+        last = slice(end - 1, end)
+        flight = flight_of(text[last], 0, text[end], end - 1, mx.array(states[last]))
         if isinstance(drafting, ParallelDrafting):
             found = drafting.scores(flight, 1 + NUM_DRAFTS)
         else:
@@ -81,9 +248,10 @@ def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name: str, tmp_path: P
     model_type, mode = SIDECARS[name]
     config = family_config(model_type)
     weights = {name: np.array(weight) for name, weight in module_tensors(config).items()}
-    module = load_mtp(write(tmp_path / "published", config, weights))
+    module, stored = load_mtp(write(tmp_path / "published", config, weights)), None
     if mode is not None:
         size, bits = FLOAT_MODES[mode]
+        stored = {"group_size": size, "bits": bits, "mode": mode}
 
         def is_coded(name: str, layer: Any) -> bool:
             """Whether mlx-vlm's splitters quantise a layer: matrices except those of routers."""
@@ -94,9 +262,7 @@ def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name: str, tmp_path: P
     save_drafter(module, tmp_path / "sidecar")
     assert recognise(tmp_path / "sidecar")[0].NAME == "MTP module"
     module = load_mtp(tmp_path / "sidecar")
-    assert quantization_of(module) == (
-        mode and {"group_size": FLOAT_MODES[mode][0], "bits": FLOAT_MODES[mode][1], "mode": mode}
-    )
+    assert quantization_of(module) == stored
     hidden, embeddings = (mx.array(rows) for rows in pairs(config["hidden_size"]))
     outputs = module.norm(module(hidden, embeddings, module.make_cache()))
     assert np.allclose(np.array(outputs), np.array(RECORDED[name]), atol=TOLERANCE)
@@ -131,3 +297,154 @@ def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(
         # The references give tokens of other clusters one less than the least score.
         assert np.allclose(wanted[~scored], wanted[scored].min() - 1, atol=TOLERANCE)
         state = assistant.post_projection(outputs)
+
+
+Files = tuple[dict[str, Any], dict[str, mx.array]]
+NUM_FILES = 12
+NUMBERS: tuple[Any, ...] = (None, 0, -1, 1, 3, 2**40, 0.5, 1e308, True)
+WEIRD = (*NUMBERS, "", "x", [], [1, 2], {}, {"a": 1})
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def arrays_of(tensors: Mapping[str, Any]) -> dict[str, mx.array]:
+    return {name: mx.array(tensor) for name, tensor in tensors.items()}
+
+
+def eagle_files(version: int) -> Files:
+    """A published EAGLE head."""
+    head = Eagle(EagleConfig(version=version, **SIZES, **HEADS))
+    return {"model_type": "llama", "bias": False, **SIZES, **HEADS}, named_parameters(head)
+
+
+def own_files(network: SpecFormer | BlockNetwork) -> Files:
+    """A network as `convert` or training writes it."""
+    return network.config.to_dict(), named_parameters(network)
+
+
+def converted(folder: Path) -> Mtp:
+    """A module as it comes through the converter."""
+    out = folder / "out"
+    convert_drafter(folder, out, ConversionOptions(dtype="float32"))
+    return load_mtp(out)
+
+
+# Published files, and what reads them; block drafters of packagings that different code reads.
+BLOCKS = ("z-lab scales", "incoai", "DeepSpec Gemma 4", "Meta", "speculators DSpark gated")
+FAMILIES = ("mimo", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe", "nemotron_h")
+SPECFORMER = SpecFormerConfig(**SIZES, **HEADS, captured_layers=(0, -1), num_slots=3)
+SEEDS: dict[str, tuple[Callable[[], Files], Callable[[Path], KvNetwork]]] = {
+    "EAGLE-1": (lambda: eagle_files(1), load_eagle),
+    "EAGLE-3": (lambda: eagle_files(3), load_eagle),
+    "SpecFormer": (lambda: own_files(SpecFormer(SPECFORMER)), load_specformer),
+    **{
+        name: (lambda own=LAYOUTS[name]: (own.config, arrays_of(tensors(own))), load_block)
+        for name in BLOCKS
+    },
+    "DFlash 2, converted": (
+        lambda: own_files(random_block(block_config(24, 8, head_dim=4, **LINKS["DFlash 2"]))),
+        load_block,
+    ),
+    **{
+        f"speculators {name}": (
+            lambda name=name: (SPECULATORS[name], arrays_of(speculators_head(name))),
+            load_eagle,
+        )
+        for name in ("windows", "parallel")
+    },
+    CLUSTERED: (
+        lambda: (ASSISTANTS[CLUSTERED], arrays_of(assistant_tensors(CLUSTERED))),
+        load_assistant,
+    ),
+    **{
+        f"{name}{how}": (
+            lambda name=name: (family_config(name), module_tensors(family_config(name))),
+            converted if how else load_mtp,
+        )
+        for names, how in ((FAMILIES, ""), (("mimo", "glm4_moe_lite", "qwen3_5"), ", converted"))
+        for name in names
+    },
+}
+
+
+def damage(files: Files, chance: random.Random) -> Files:
+    """The same files with one to three things changed."""
+    config, tensors = dict(files[0]), dict(files[1])
+    for _ in range(chance.randint(1, 3)):
+        name, key = chance.choice(sorted(tensors)), chance.choice(sorted(config))
+        tensor = tensors[name]
+        if isinstance(config[key], dict) and config[key] and chance.random() < 0.7:
+            inner = chance.choice(sorted(config[key]))
+            config[key] = {**config[key], inner: chance.choice(WEIRD)}
+            continue
+        match chance.randrange(9):
+            case 0 | 1 | 2:
+                config[key] = chance.choice(WEIRD)
+            case 3:
+                del config[key]
+            case 4:
+                key = chance.choice(("quantization", "text_config", "rope_scaling"))
+                objects = {"bits": 4, "group_size": 64}, {"type": "yarn"}
+                config[key] = chance.choice((*WEIRD, *objects))
+            case 5:
+                del tensors[name]
+            case 6:
+                tensors[name] = mx.zeros(chance.choice(((), (0,), (3,), (2, 3), (2, 2, 2))))
+            case 7:
+                tensors[name] = tensor.astype(chance.choice((mx.int32, mx.uint8, mx.float16)))
+            case _:
+                tensors[name + chance.choice((".scales", ".biases", "_scale_inv", ".0"))] = tensor
+        if not tensors or not config:
+            break
+    return config, tensors
+
+
+def run(load: Callable[[Path], KvNetwork], folder: Path) -> str | None:
+    """Load a network and let it process two pairs; the message if it is refused."""
+    try:
+        network = load(folder)
+    except RedrafterError as error:
+        return str(error)
+    hidden = network.config.hidden_size
+    if isinstance(network, Assistant):
+        sizes = {one.layer_type: one.self_attn.head_dim for one in network.model.layers}
+        contexts = [
+            (*[mx.ones((1, 1, 2, sizes.get(kind, 2)))] * 2, mx.array([True, True]))
+            for kind in (FULL, SLIDING)
+        ]
+        rows = network(mx.ones((2, hidden)), mx.ones((2, hidden)), contexts)
+        mx.eval(network.logits(rows, None), network.feed_back(rows))
+        return None
+    count = 1
+    if isinstance(network, Eagle):
+        count = network.config.num_captured
+    elif isinstance(network, (SpecFormer, BlockNetwork)):
+        count = len(network.config.captured_layers)
+    rows = network.fuse(mx.ones((2, hidden * count)))
+    caches = network.make_cache()
+    outputs = network(rows, mx.ones((2, hidden)), caches)
+    if isinstance(network, BlockNetwork):
+        root, block = mx.array([2]), mx.ones((1, network.config.block_size, hidden))
+        part = Surrounding(caches, rows[:1], 2, 2, root)
+        outputs = network.outputs(block, DecodingSurroundings([part], block.shape[1]))
+    mx.eval(network.slots(outputs, 2) if isinstance(network, SpecFormer) else outputs)
+    return None
+
+
+@pytest.mark.parametrize("kind", SEEDS)
+def test_damaged_files_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    """What loads must run."""
+    for seed in range(NUM_FILES):
+        make, load = SEEDS[kind]
+        chance = random.Random(seed)
+        config, tensors = damage(make(), chance)
+        path = tmp_path / "model.safetensors"
+        mx.save_safetensors(str(path), tensors)
+        if chance.random() < 0.2:
+            content = bytearray(path.read_bytes())
+            for _ in range(3):
+                content[chance.randrange(min(len(content), 2000))] ^= 1 << chance.randrange(8)
+            path.write_bytes(content[: chance.choice((len(content), len(content) // 2))])
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        message = run(load, tmp_path)
+        assert message is None or len(message.splitlines()) == 1

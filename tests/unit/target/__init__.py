@@ -1,1 +1,1 @@
-"""Tests of mlx_redrafter/target, one file per module."""
+"""Tests of mlx_redrafter/target."""

@@ -18,14 +18,13 @@ Array = NDArray[np.float64]
 
 HEADS, KEY, VALUE = 2, 8, 4
 PARENTS = [0, 0, 0, 1, 1, 2, 3, 3, 6, 8, 5]
-SEEDS = range(4)
+SEEDS = range(2)
 # Most of it from logarithms of products of many small gates.
 TOLERANCE = 1e-4
 
 
 class Inputs(NamedTuple):
-    """Random inputs: a state, and for each head and node a key, a query, a value, a strength and
-    the logarithm of a gate."""
+    """Random inputs: a state, and numbers for each head and node."""
 
     state: Array
     keys: Array
@@ -44,14 +43,8 @@ def random_inputs(seed: int, parents: list[int], alike: float = 0.0) -> Inputs:
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     gates = -np.exp(rng.normal(size=(HEADS, size), scale=2.0))
     gates[:, 1] = -300.0  # underflows
-    return Inputs(
-        rng.normal(size=(HEADS, VALUE, KEY)),
-        keys,
-        queries,
-        rng.normal(size=(HEADS, size, VALUE)),
-        rng.uniform(0, 2, (HEADS, size, 1)),
-        gates,
-    )
+    state, values = rng.normal(size=(HEADS, VALUE, KEY)), rng.normal(size=(HEADS, size, VALUE))
+    return Inputs(state, keys, queries, values, rng.uniform(0, 2, (HEADS, size, 1)), gates)
 
 
 def by_definition(inputs: Inputs, parents: list[int], is_delta: bool) -> tuple[Array, list[Array]]:
@@ -77,13 +70,11 @@ def by_matrix(inputs: Inputs, tree: TokenTree, is_delta: bool) -> tuple[mx.array
     )
     trees = TreeBatch([tree])
     given = log_gates[..., None], state, trees.ancestors
-    if is_delta:
-        read, updates, log_decays = follow_delta_rule(
-            queries, keys, values, strengths, *given, trees.above, tree.max_depth
-        )
-    else:
-        updates = values
-        read, log_decays = follow_updates(queries, keys, updates, *given)
+    if not is_delta:
+        read, log_decays = follow_updates(queries, keys, values, *given)
+        return read[0], BranchStates(state, keys, values, log_decays)
+    deep = trees.above, tree.max_depth
+    read, updates, log_decays = follow_delta_rule(queries, keys, values, strengths, *given, *deep)
     return read[0], BranchStates(state, keys, updates, log_decays)
 
 
@@ -127,34 +118,19 @@ def test_keys_that_are_alike(length: int) -> None:
     np.testing.assert_allclose(np.array(read), expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_delta"),
-    [
-        *((name, True) for name in ("keys", "values", "strengths", "log_gates", "queries")),
-        *((name, False) for name in ("keys", "values", "log_gates", "queries")),
-    ],
-)
-def test_a_draft_that_is_not_a_number_spoils_its_branch_alone(name: str, is_delta: bool) -> None:
-    inputs = random_inputs(1, PARENTS)
-    tree = TokenTree.of(range(len(PARENTS)), PARENTS)
-    read = np.array(by_matrix(inputs, tree, is_delta)[0])
-    getattr(inputs, name)[:, 3] = np.nan
-    nodes = range(len(PARENTS))
-    below = [3] if name == "queries" else [n for n in nodes if 3 in path_to(n, PARENTS)]
-    others = [n for n in nodes if n not in below]
-    spoiled, branches = by_matrix(inputs, tree, is_delta)
-    assert mx.all(mx.isnan(spoiled[:, mx.array(below)])).item()
-    assert np.array_equal(np.array(spoiled)[:, others], read[:, others])
-    assert mx.all(mx.isfinite(state_after(branches, [0, 1, 4]))).item()
-
-
-@pytest.mark.parametrize("value", [np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("is_delta", [False, True])
-def test_a_draft_that_overflows(value: float, is_delta: bool) -> None:
-    inputs = random_inputs(1, PARENTS)
-    tree = TokenTree.of(range(len(PARENTS)), PARENTS)
-    read = np.array(by_matrix(inputs, tree, is_delta)[0])
-    inputs.values[:, 3] = value
-    found = np.array(by_matrix(inputs, tree, is_delta)[0])
-    others = [n for n in range(len(PARENTS)) if 3 not in path_to(n, PARENTS)]
-    assert np.array_equal(found[:, others], read[:, others])
+def test_a_draft_that_is_not_a_number_spoils_its_branch_alone(is_delta: bool) -> None:
+    tree, nodes = TokenTree.of(range(len(PARENTS)), PARENTS), range(len(PARENTS))
+    read = np.array(by_matrix(random_inputs(1, PARENTS), tree, is_delta)[0])
+    names = ["keys", "values", "log_gates", "queries", *(["strengths"] if is_delta else [])]
+    values = [(name, np.nan) for name in names]
+    for name, value in [*values, *(("values", one) for one in (np.inf, -np.inf, 3e38))]:
+        inputs = random_inputs(1, PARENTS)
+        getattr(inputs, name)[:, 3] = value
+        below = [3] if name == "queries" else [n for n in nodes if 3 in path_to(n, PARENTS)]
+        others = [n for n in nodes if n not in below]
+        spoiled, branches = by_matrix(inputs, tree, is_delta)
+        if np.isnan(value):
+            assert mx.all(mx.isnan(spoiled[:, mx.array(below)])).item()
+        assert np.array_equal(np.array(spoiled)[:, others], read[:, others])
+        assert mx.all(mx.isfinite(state_after(branches, [0, 1, 4]))).item()

@@ -1,7 +1,4 @@
-"""The tree cache: what it holds after commits, interruptions and trimming.
-
-Axes: N nodes of a tree.
-"""
+"""Caches of trees: what they hold after commits, interruptions and trimming, and what nodes see."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import compress
 from typing import Any
 
 import mlx.core as mx
@@ -18,16 +15,28 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from mlx_redrafter.bench.lab.contexts import prefill
-from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.target.caches.full import consecutive_runs
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftPlan
+from mlx_redrafter.generation_options import Quantisation
+from mlx_redrafter.target import few_shapes
+from mlx_redrafter.target.caches.full import FullCache
+from mlx_redrafter.target.caches.quantised import QuantisedCache, QuantisingCache
+from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.caches.tree_pass import TreePass
 from mlx_redrafter.target.target import Target
+from mlx_redrafter.trees.tree_batch import TreeBatch
 from tests.helpers.drafts import grow, make_tree
 from tests.helpers.models import tiny_llama, tiny_qwen3
+from tests.helpers.oracles import paths_of
 
 VOCAB_SIZE = 64
 PLAN = DraftPlan.of(4, 5, 9)
@@ -73,17 +82,28 @@ def _random_path(rng: random.Random, parents: list[int]) -> list[int]:
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 6))
 @settings(max_examples=25)
 def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, steps: int) -> None:
+    """After trees and plain tokens, the end of a path forgotten or a tree in flight."""
     rng = random.Random(seed)
     text = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
     cache = target.caches.new()
     prefill(target, mx.array(text), cache, 4)
     for _ in range(steps):
         root = rng.randrange(VOCAB_SIZE)
+        if rng.random() < 0.2:
+            target.advance(mx.array([root]), cache)
+            text.append(root)
+            path = [0]
+            continue
         tokens, parents = grow(rng, root, [], PLAN, VOCAB_SIZE, accuracy=0)
         path = _random_path(rng, parents)
         _decode_tree(target, cache, tokens, parents, path)
         text += [tokens[node] for node in path]
         assert cache.length == len(text)
+    if rng.random() < 0.3:
+        target.verify(make_tree([7, 8, 9], [0, 0, 0], 1), cache)
+        text.append(7)  # the root of a tree in flight is kept
+    else:
+        del text[len(text) - rng.randrange(len(path)) :]
     cache.trim_to(len(text))
     assert_same_rows(cache.stock, prefilled(target.model, text))
 
@@ -100,70 +120,13 @@ def test_every_node_is_scored_as_if_decoded_alone(build: Any) -> None:
         tokens, parents = grow(rng, 7, [], DraftPlan.of(4, 5, 20), VOCAB_SIZE, accuracy=0)
         tree = make_tree(tokens, parents, 4)
         logits = np.array(target.verify(tree, cache).logits)
-        for node in range(len(tokens)):
-            path = [node]
-            while path[-1]:
-                path.append(parents[path[-1]])
-            history = [*text, *(tokens[n] for n in path[::-1])]
+        for node, path in enumerate(paths_of(tokens, parents)):
+            history = [*text, *path]
             alone = np.array(model(mx.array([history]))[0, -1])
             np.testing.assert_allclose(logits[node], alone, atol=1e-4, rtol=0)
-        path = _random_path(rng, parents)
-        cache.commit(path)
-        text += [tokens[n] for n in path]
-
-
-def test_plain_tokens_follow_trees(target: Target) -> None:
-    text = [1, 2, 3]
-    cache = target.caches.new()
-    prefill(target, mx.array(text), cache, 512)
-    _decode_tree(target, cache, [4, 5, 6, 7], [0, 0, 1, 1], [0, 1, 3])
-    target.advance(mx.array([8]), cache)
-    _decode_tree(target, cache, [9, 10], [0, 0], [0])
-    cache.trim_to(cache.length)
-    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 7, 8, 9]))
-
-
-def test_settling_forgets_the_end_of_a_path(target: Target) -> None:
-    cache = target.caches.new()
-    prefill(target, mx.array([1, 2, 3]), cache, 512)
-    _decode_tree(target, cache, [4, 5, 6, 7], [0, 0, 1, 2], [0, 1, 2, 3])
-    cache.trim_to(5)
-    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5]))
-
-
-def test_settling_keeps_the_root_of_a_tree_in_flight(target: Target) -> None:
-    cache = target.caches.new()
-    prefill(target, mx.array([1, 2, 3]), cache, 512)
-    _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1])
-    target.verify(make_tree([7, 8, 9], [0, 0, 0], 1), cache)
-    cache.trim_to(6)
-    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 7]))
-
-
-def test_interruption_between_two_layers(target: Target) -> None:
-    cache = target.caches.new()
-    prefill(target, mx.array([1, 2, 3]), cache, 512)
-    _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1, 2])
-    layer = cache.layers[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer, "update_and_fetch", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            target.verify(make_tree([7, 8, 9], [0, 0, 0], 1), cache)
-    cache.trim_to(6)
-    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6]))
-
-
-def _interrupt(keys: mx.array, values: mx.array) -> None:
-    raise KeyboardInterrupt
-
-
-def test_continuing_from_a_cache_of_stock_mlx_lm(target: Target) -> None:
-    stock = prefilled(target.model, [1, 2, 3])
-    cache = target.caches.new(stock)
-    assert cache.length == 3
-    _decode_tree(target, cache, [4, 5, 6], [0, 0, 1], [0, 1])
-    cache.trim_to(5)
-    assert_same_rows(stock, prefilled(target.model, [1, 2, 3, 4, 5]))
+        nodes = _random_path(rng, parents)
+        cache.commit(nodes)
+        text += [tokens[n] for n in nodes]
 
 
 def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) -> None:
@@ -174,27 +137,15 @@ def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) 
     rng = random.Random(0)
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     prefill(target, mx.array([1, 2, 3]), plain, 512)
-    while cache.length < 3 * block:
+    while cache.length < 2 * block:
         tokens, parents = grow(rng, 7, [], PLAN, VOCAB_SIZE, accuracy=0)
         path = _random_path(rng, parents)
         _decode_tree(target, cache, tokens, parents, path)
         for _ in path:
             target.advance(mx.array([7]), plain)
         for layer, reference in zip(cache.stock, plain.stock, strict=True):
-            assert layer.keys is not None
-            assert reference.keys is not None
             extra = -(-(nodes + length) // block) * block
             assert layer.keys.shape[2] <= reference.keys.shape[2] + extra
-
-
-def test_other_caches_are_refused(target: Target) -> None:
-    class Other(KVCache):
-        pass
-
-    with pytest.raises(UnsupportedTargetError, match=r"KVCache\(\).*found Other\(\).*mlx-lm"):
-        target.caches.new([Other() for _ in range(3)])
-    with pytest.raises(ConfigError, match=r"2 layers, the model needs 3; .*make_prompt_cache"):
-        target.caches.new([KVCache() for _ in range(2)])
 
 
 def test_buffers_go_with_the_request(target: Target) -> None:
@@ -210,29 +161,243 @@ def test_buffers_go_with_the_request(target: Target) -> None:
         gc.enable()
 
 
-def test_first_nodes_in_order_stay_where_they_are(target: Target) -> None:
-    cache = target.caches.new()
-    prefill(target, mx.array([1, 2, 3]), cache, 512)
-    tree, parents = [4, 5, 6, 7], [0, 0, 1, 0]
-    _decode_tree(target, cache, tree, parents, [0, 1, 2])
-    assert _places(cache) == [(6, [])] * 3
-    _decode_tree(target, cache, tree, parents, [0, 3])
-    assert _places(cache) == [(7, [3])] * 3
-    _decode_tree(target, cache, tree, parents, [0, 1])
-    assert _places(cache) == [(10, [])] * 3
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are full, and copied, after few tokens."""
+    monkeypatch.setattr(ChunkedKVCache, "step", BLOCK)
+    monkeypatch.setattr(few_shapes, "BUCKET", BLOCK)
+
+
+def feed(layer: RotatingKVCache | SlidingCache, numbers: Sequence[int]) -> list[list[int]]:
+    """Give a layer the rows of one forward pass; what each of its tokens sees, in order."""
+    mask = layer.make_mask(len(numbers), return_array=True)
+    rows = mx.array(numbers, dtype=mx.float32).reshape(1, 1, -1, 1)
+    keys, values = layer.update_and_fetch(rows, -rows)
+    assert mx.array_equal(keys, -values)
+    # What layers that share these rows get.
+    assert all(map(mx.array_equal, layer.keys_and_values(), (keys, values)))
+    shape = (len(numbers), keys.shape[2])
+    seen: Any = mx.ones(shape, dtype=mx.bool_) if mask is None else mask
+    found = [int(number) for number in keys.reshape(-1).tolist()]
+    return [[*compress(found, row)] for row in seen.reshape(shape).tolist()]
+
+
+def read_in_chunks(
+    ring: RotatingKVCache, numbers: Sequence[int], sizes: Sequence[int]
+) -> list[list[int]]:
+    """What tokens see that a ring reads in chunks, as sets, for rings have orders of their own."""
+    seen, done = [], 0
+    for size in sizes:
+        seen += feed(ring, numbers[done : done + size])
+        done += size
+    return [sorted(row) for row in seen]
+
+
+class Reading:
+    """A text of numbers, read by a `SlidingCache` in any steps, and what its tokens should see."""
+
+    def __init__(self, window: int, rng: random.Random, has_buckets: bool = False):
+        self.window, self.rng = window, rng
+        self.layer = SlidingCache(RotatingKVCache(window))
+        self.cache = TreeCache([self.layer], 0, has_buckets)
+        self.text: list[int] = []
+        self.next = 1
+
+    def numbers(self, count: int) -> list[int]:
+        """Numbers of new tokens."""
+        self.next += count
+        return list(range(self.next - count, self.next))
+
+    def prompt(self, sizes: Sequence[int]) -> None:
+        """Read chunks, as mlx-lm does."""
+        numbers = self.numbers(sum(sizes))
+        read_in_chunks(self.layer.stock, numbers, sizes)
+        self.text += numbers
+        self.cache.length += len(numbers)
+
+    def token(self) -> None:
+        """Read one token."""
+        (number,) = self.numbers(1)
+        self.cache.expect(None)
+        (seen,) = feed(self.layer, [number])
+        self.cache.length += 1
+        self.text.append(number)
+        assert sorted(seen) == self.text[-self.window :]
+
+    def tree(self, size: int, depth: int, is_kept: bool = True) -> None:
+        """Read a tree and keep a path of it."""
+        parents, depths = [0], [0]
+        while len(parents) < size:
+            parent = self.rng.choice([n for n in range(len(parents)) if depths[n] < depth])
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+        numbers, paths = self.numbers(size), [[0]]
+        for node in range(1, size):
+            paths.append([*paths[parents[node]], node])
+        self.cache.expect(make_tree(numbers, parents, depth))
+        for path, seen in zip(paths, feed(self.layer, numbers), strict=True):
+            text = [*self.text, *(numbers[node] for node in path)]
+            assert seen == text[-self.window :]
+        if is_kept:
+            path = self.rng.choice(paths)
+            self.cache.commit(path)
+            self.text += [numbers[node] for node in path]
+
+    def trim_to(self, length: int) -> None:
+        """End the text after ``length`` tokens; mlx-lm's ring goes on as one that read it."""
+        self.cache.trim_to(length)
+        del self.text[length:]
+        sizes = [self.rng.choice([1, 1, 1, 2, 5]) for _ in range(2 * self.window)]
+        reference = RotatingKVCache(self.window)
+        read_in_chunks(reference, self.text, [1] * length)
+        stock = self.layer.stock
+        assert (stock.offset, stock.size()) == (reference.offset, reference.size())
+        numbers = self.numbers(sum(sizes))
+        assert read_in_chunks(stock, numbers, sizes) == read_in_chunks(reference, numbers, sizes)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    window=st.integers(1, 12),
+    prompt=st.lists(st.integers(1, 20), max_size=3),
+    steps=st.integers(0, 30),
+    has_buckets=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_steps_see_what_single_tokens_do(
+    seed: int, window: int, prompt: list[int], steps: int, has_buckets: bool
+) -> None:
+    rng = random.Random(seed)
+    reading = Reading(window, rng, has_buckets)
+    reading.prompt(prompt)
+    for _ in range(steps):
+        if rng.random() < 0.3:
+            reading.token()
+        else:
+            reading.tree(rng.randint(2, 24), rng.randint(1, MAX_BEAM_LENGTH - 1))
+    reading.trim_to(len(reading.text))
+
+
+@pytest.mark.parametrize("window", [1, 8, 40])
+@pytest.mark.parametrize("prompt", [[1], [8], [30, 1, 1, 1]])
+@pytest.mark.parametrize("has_buckets", [False, True])
+def test_a_text_ends_anywhere_in_its_newest_path(
+    window: int, prompt: list[int], has_buckets: bool
+) -> None:
+    for number, back in enumerate((0, 0, 1, 2, 7, 7, MAX_BEAM_LENGTH - 1)):
+        reading = Reading(window, random.Random(back), has_buckets)
+        reading.prompt(prompt)
+        for _ in range(3):
+            reading.tree(9, 4)
+        chain = reading.numbers(MAX_BEAM_LENGTH)
+        reading.cache.expect(make_tree(chain, [max(0, n - 1) for n in range(16)], 15))
+        feed(reading.layer, chain)
+        reading.cache.commit(range(16))
+        reading.text += chain
+        if number % 2:  # followed by a tree in flight for which the buffer is too small
+            reading.tree(4 * BLOCK, 4, is_kept=False)
+        reading.trim_to(len(reading.text) - back)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 40])
+@pytest.mark.parametrize("sizes", [[1], [5], [1, 1], [8, 8], [30], [30, 1]])
+def test_a_pass_that_was_interrupted_is_forgotten(window: int, sizes: list[int]) -> None:
+    """The layers before the interruption have read its tokens already."""
+    for last in (1, 2, 20):
+        reading = Reading(window, random.Random(last))
+        reading.prompt(sizes)
+        feed(reading.layer.stock, reading.numbers(last))
+        reading.trim_to(len(reading.text))
+
+
+def test_a_layer_that_was_not_used_stays_empty() -> None:
+    layer = SlidingCache(RotatingKVCache(5))
+    for trees in (None, TreeBatch([make_tree([1, 2], [0, 0], 1)])):
+        layer.expect(TreePass([3], trees))
+        layer.trim_to(4)
+        assert (layer.stock.keys, layer.stock.offset) == (None, 0)
+
+
+def test_rows_that_no_window_reaches_are_dropped() -> None:
+    window, size = 8, 24
+    reading = Reading(window, random.Random(1))
+    most = window + MAX_BEAM_LENGTH + -(-(BLOCK + size) // BLOCK) * BLOCK
+    copies, keys = 0, None
+    while len(reading.text) < 1000:
+        reading.tree(size, 5)
+        rows = reading.layer._rows
+        assert rows.keys is not None
+        assert rows.keys.shape[2] <= most
+        copies += rows.keys is not keys
+        keys = rows.keys
+    assert copies <= len(reading.text) // 4
+
+
+HEADS, SIZE = 2, 32
+Rows = tuple[mx.array, mx.array]
+
+
+def random_rows(count: int) -> Rows:
+    """Keys and values of some tokens."""
+    return mx.random.normal((1, HEADS, count, SIZE)), mx.random.normal((1, HEADS, count, SIZE))
+
+
+def decode(cache: TreeCache, stock: KVCache | QuantizedKVCache, rng: random.Random) -> None:
+    """A random tree and a path of it; mlx-lm's cache gets the path's rows token by token."""
+    size = rng.randrange(2, 12)
+    parents = [0, *(rng.randrange(node) for node in range(1, size))]
+    path = [rng.randrange(size)]
+    while path[0]:
+        path.insert(0, parents[path[0]])
+    keys, values = random_rows(size)
+    cache.expect(make_tree(range(size), parents, size))
+    cache.layers[0].update_and_fetch(keys, values)  # type: ignore[attr-defined]
+    cache.commit(path)
+    for node in path:
+        one = slice(node, node + 1)
+        stock.update_and_fetch(keys[..., one, :], values[..., one, :])
+
+
+def assert_same_codes(found: QuantizedKVCache, expected: QuantizedKVCache) -> None:
+    """Two caches hold the same codes, scales and biases."""
+    assert found.offset == expected.offset
+    for rows, truth in zip(found.keys_and_values(), expected.keys_and_values(), strict=True):
+        for part, other in zip(rows, truth, strict=True):
+            assert mx.array_equal(part, other).item()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_equal_rows_have_equal_codes(seed: int, bits: int) -> None:
+    mx.random.seed(seed)
+    rng = random.Random(seed)
+    stock = QuantizedKVCache(group_size=32, bits=bits)
+    cache = TreeCache([QuantisedCache(QuantizedKVCache(group_size=32, bits=bits))], 0)
+    for _ in range(60):  # more than one block of rows
+        decode(cache, stock, rng)
     cache.trim_to(cache.length)
-    assert_same_rows(cache.stock, prefilled(target.model, [1, 2, 3, 4, 5, 6, 4, 7, 4, 5]))
+    assert_same_codes(cache.stock[0], stock)
+    shorter = cache.length - 2
+    cache.trim_to(shorter)
+    stock.trim(2)
+    assert_same_codes(cache.stock[0], stock)
 
 
-def _places(cache: TreeCache) -> list[tuple[int, list[int]]]:
-    """Of each layer, how many committed rows are in place, and the nodes of the others."""
-    layers: list[Any] = cache.layers
-    moves = [layer.step.moves[0] for layer in layers]
-    return [(start, list(nodes)) for nodes, start in moves]
-
-
-@given(st.lists(st.integers(0, 9)))
-def test_runs(numbers: list[int]) -> None:
-    found = consecutive_runs(numbers)
-    assert [number for run in found for number in range(run.start, run.stop)] == numbers
-    assert all(one.stop != other.start for one, other in pairwise(found))
+@pytest.mark.parametrize("start", [1, 7, 40])
+def test_rows_before_the_start_get_the_codes_of_mlx_lms_conversion(start: int) -> None:
+    rng = random.Random(start)
+    plain = KVCache()
+    given = [KVCache()]
+    quantisation = Quantisation(8, 32, start)
+    cache = QuantisingCache([FullCache(given[0])], 0, quantisation, given)
+    while cache.length < start:
+        decode(cache, plain, rng)
+    stock = plain.to_quantized(group_size=32, bits=8)
+    assert type(given[0]) is KVCache  # until the text ends
+    for _ in range(5):
+        decode(cache, stock, rng)
+    cache.trim_to(cache.length)
+    assert_same_codes(given[0], stock)  # type: ignore[arg-type]

@@ -1,0 +1,379 @@
+"""EAGLE heads and SpecFormer against their published equations in torch, and their files."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_redrafter import generate
+from mlx_redrafter.checkpoint_files import named_parameters, read_tensors
+from mlx_redrafter.checkpoints.recognition import recognise
+from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.errors import (
+    CheckpointError,
+    ConfigError,
+    RedrafterError,
+    UnsupportedTargetError,
+)
+from mlx_redrafter.proposers import kv_drafting
+from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.eagle import load as load_eagle
+from mlx_redrafter.proposers.eagle.published import CAPTURED
+from mlx_redrafter.proposers.quantization import quantize_drafter
+from mlx_redrafter.proposers.specformer import load as load_specformer
+from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
+from mlx_redrafter.proposers.specformer.network import SpecFormer
+from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.target import Target
+from tests.helpers.flights import drafts_after_any_steps, flight_of
+from tests.helpers.models import layer_inputs, tiny_llama, wrapped_tokenizer
+from tests.models.tiny_models import build, tiny_config
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from tests.helpers.published_eagle import HIDDEN, LAYOUTS, VOCAB, PublishedHead, write_head  # noqa: E402
+
+TOLERANCE = 1e-5
+MODEL = tiny_llama(seed=4, vocab_size=VOCAB)
+PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4)]
+
+
+def _torch(*names: str) -> Iterator[torch.Tensor]:
+    """Weights of the target."""
+    for name, weight in named_parameters(MODEL).items():
+        if name.removeprefix("model.").removesuffix(".weight") in names:
+            yield torch.from_numpy(np.array(weight))
+
+
+def _assert_scores(
+    published: PublishedHead, states: mx.array, text: Sequence[int], tree: Any
+) -> None:
+    """Every node's score is that of its parent and the log-probability of its token."""
+    tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
+    scores = [0.0, *tree.read().scores]
+    assert tokens[0] == text[-1]
+    for node in range(1, len(tokens)):
+        drafts, above = [], parents[node]
+        while above:
+            drafts.insert(0, tokens[above])
+            above = parents[above]
+        log_probs = published.log_probs(torch.from_numpy(np.array(states)), text[1:], drafts)[-1]
+        ids = published.to_ids(torch.arange(len(log_probs)))
+        (row,) = (ids == tokens[node]).nonzero()[0].tolist()
+        found = scores[node] - scores[parents[node]]
+        assert found == pytest.approx(log_probs[row].item(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_levels_are_those_of_the_equations_whatever_the_steps_before(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_drafting, "READ_STEP_SIZE", 3)  # skipped passes are read in pieces
+    tensors = write_head(tmp_path, LAYOUTS[name])
+    published = PublishedHead(LAYOUTS[name], tensors, *_torch("embed_tokens", "lm_head"))
+    eagle = load_eagle(tmp_path)
+    width, rng = eagle.config.num_captured * HIDDEN, random.Random(name)
+    for text, states, tree in drafts_after_any_steps(eagle, Target(MODEL), width, PLANS, rng):
+        _assert_scores(published, states, text, tree)
+
+
+def test_a_shared_cache_holds_the_pairs_of_the_text_in_the_end(tmp_path: Path) -> None:
+    write_head(tmp_path, LAYOUTS["speculators"])
+    eagle = load_eagle(tmp_path)
+    target = Target(MODEL)
+    text = [5, 17, 3, 60, 9, 30, 31, 32, 33]
+    states = mx.random.normal((len(text) - 1, 3 * HIDDEN), key=mx.random.key(5))
+    cached = eagle.make_cache()
+    drafting: Any = eagle.open(target, text[:4], True, cached)
+    drafting.reader.read(states[:3])
+    drafting.propose(flight_of([60], 0, 9, 3, states[3:4]), PLANS[0], None)
+    drafting.propose(flight_of([9, 30, 31], 2, 32, 4, states[4:7]), PLANS[0], None)
+    drafting.skip(flight_of([32], 0, 33, 7, states[7:8]))
+    expected = eagle.make_cache()
+    eagle(eagle.fuse(states), target.modules.embed(mx.array(text[1:])), expected)
+    for length in (8, 7, 5):
+        drafting.trim_to(length)
+        for layer, reference in zip(cached, expected, strict=True):
+            assert layer.offset == length - 1
+            for rows, truth in zip(layer.state[:2], reference.state[:2], strict=True):
+                found, wanted = rows[..., : length - 1, :], truth[..., : length - 1, :]
+                assert mx.allclose(found, wanted, atol=TOLERANCE).item()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_published_heads_are_recognised_and_written_in_one_layout(
+    name: str, tmp_path: Path
+) -> None:
+    write_head(tmp_path / "published", LAYOUTS[name])
+    assert recognise(tmp_path / "published")[0].NAME == "EAGLE head"
+    eagle = load_eagle(tmp_path / "published")
+    quantize_drafter(eagle, 8, 32)
+    save_drafter(eagle, tmp_path / "own")
+    assert recognise(tmp_path / "own")[0].NAME == "EAGLE head"
+    again = load_eagle(tmp_path / "own")
+    assert again.config == eagle.config
+    rows = mx.random.normal((3, eagle.config.num_captured * HIDDEN), key=mx.random.key(1))
+    tokens = mx.random.normal((3, HIDDEN), key=mx.random.key(2))
+    outputs = (net(net.fuse(rows), tokens, net.make_cache()) for net in (eagle, again))
+    assert mx.array_equal(*outputs).item()
+
+
+def test_layer_ids_mean_outputs_where_specforge_writes_them(tmp_path: Path) -> None:
+    for values, layers in (
+        ({"eagle_config": {CAPTURED: [1, 3, 4]}}, (2, 4, 5)),  # outputs by SpecForge
+        ({"eagle_config": {CAPTURED: [2, 4, 5]}}, (2, 4, 5)),  # inputs by NVIDIA
+        ({CAPTURED: [1, 3, 4]}, (1, 3, 4)),  # inputs by speculators
+    ):
+        write_head(tmp_path, LAYOUTS["EAGLE-3"])
+        _change(tmp_path, **values)
+        assert load_eagle(tmp_path).config.captured_layers == layers
+    # A file that names none means some of the target's.
+    write_head(tmp_path, LAYOUTS["speculators"])
+    eagle = load_eagle(tmp_path)
+    assert eagle.captured_layers(Target(tiny_llama(layers=8))) == (2, 4, 5)
+
+
+def test_the_state_after_the_last_layer_is_its_output_before_the_norm() -> None:
+    model: Any = tiny_llama(seed=4, vocab_size=VOCAB)
+    target = Target(model)
+    num_layers = len(target.modules.layers)
+    target.modules.watch([num_layers - 1, num_layers])
+    text = mx.array([5, 17, 3])
+    states = layer_inputs(target, text, [num_layers - 1, num_layers, FINAL])
+    before, last, normed = mx.split(states, 3, axis=-1)
+    assert mx.allclose(model.layers[-1](before[None], "causal")[0], last, atol=TOLERANCE).item()
+    assert mx.array_equal(model.model.norm(last), normed).item()
+
+
+def _change(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def test_contradicting_configs_are_refused(tmp_path: Path) -> None:
+    for values, message in (
+        ({"hidden_size": 64}, r"fc.weight' has shape \[32, 96\], expected \[64, 192\]"),
+        ({"num_hidden_layers": 2}, "layers.1.self_attn.q_proj.weight is missing"),
+        ({"norm_before_fc": True}, "input_norm.weight is missing"),
+        ({"intermediate_size": 40}, r"midlayer.mlp.up_proj.weight' has shape \[48, 32\], expected"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"intermediate_size": "48"}, "intermediate_size must be an integer"),
+        ({"rope_scaling": 3}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "rope_scaling factor must be a number"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window must be an integer from 1"),
+        ({"layer_types": ["sliding_attention", 1]}, "layer_types must be one of"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "but the tensor fc.weight"),
+        ({"speculators_model_type": "peagle"}, "expected mask_token_id in the config.json"),
+    ):
+        write_head(tmp_path, LAYOUTS["EAGLE-3"])
+        _change(tmp_path, **values)
+        with pytest.raises(CheckpointError, match=message):
+            load_eagle(tmp_path)
+    for config, message in (
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "is a MLP speculator"),
+        ({"speculators_model_type": "xpress"}, "is a drafter of speculators_model_type 'xpress'"),
+        ({"model_type": "deepseek_v4_mtp"}, "is a module with multi-token prediction alone"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=message):
+            recognise(tmp_path)
+
+
+def test_heads_for_other_models_are_refused(tmp_path: Path) -> None:
+    tokenizer = wrapped_tokenizer(VOCAB)
+    write_head(tmp_path, LAYOUTS["speculators 3.1"])
+    proposer = load_eagle(tmp_path)
+    proposer.check_fit(Target(MODEL), tokenizer)
+    with pytest.raises(UnsupportedTargetError, match=r"layers 0 to 0 .* found 2"):
+        proposer.check_fit(Target(tiny_llama(layers=1)), tokenizer)
+    with pytest.raises(CheckpointError, match="vocab_size 64 does not match the target's 80"):
+        proposer.check_fit(Target(tiny_llama(vocab_size=80)), wrapped_tokenizer(80))
+
+
+def test_tensors_of_other_forms_are_named(tmp_path: Path) -> None:
+    changes: list[tuple[str, str, Any, str]] = [
+        ("fc.weight", "", 0, "head has use_aux_hidden_state True, but no tensor fc.weight"),
+        ("mlp.up_proj.weight", "mlp.gate.weight", 0, "this EAGLE head has a mixture of experts"),
+        ("q_proj.weight", "kv_a_proj_with_mqa.weight", 0, "head has layers with latent attention"),
+        ("d2t", "d2t", mx.arange(3, 43), "token_ids in .* ids from 0 to 63"),
+        ("norm.weight", "norm.weight", mx.nan, r"NaN or infinite weights in .*norm\.weight"),
+    ]
+    for old, new, add, message in changes:
+        write_head(tmp_path, LAYOUTS["EAGLE-3"])
+        changed = {
+            name.replace(old, new): tensor + add if name == old else tensor
+            for name, tensor in read_tensors(tmp_path).items()
+            if new or name != old
+        }
+        mx.eval(changed)
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), changed)
+        assert recognise(tmp_path)[0].NAME == "EAGLE head"
+        with pytest.raises(RedrafterError, match=message):
+            load_eagle(tmp_path)
+
+
+WIDTH, SLOTS, HEADS, EPS = 48, 4, 4, 1e-6
+LAYERS = (0, 1, 1, -1)
+SLOT_TOLERANCE = 2e-5
+SHORT_PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4), DraftPlan.of(3, 2, 4)]
+
+
+def new_network(seed: int = 0, **changes: Any) -> SpecFormer:
+    """A random one, whose norms are not trivial."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
+    values = {**sizes, **heads, "captured_layers": LAYERS, "num_slots": SLOTS, **changes}
+    mx.random.seed(seed)
+    network = SpecFormer(SpecFormerConfig(**values))
+    network.apply(lambda x: x + 0.2 * mx.random.normal(x.shape))
+    mx.eval(network.parameters())
+    return network
+
+
+class Published:
+    """The published forward pass on the same tensors, without a cache, in float32."""
+
+    def __init__(self, network: SpecFormer):
+        own = named_parameters(network)
+        self.tensors = {name: torch.from_numpy(np.array(tensor)) for name, tensor in own.items()}
+        self.final_norm, self.head = _torch("norm", "lm_head")
+
+    def log_probs(self, states: mx.array) -> torch.Tensor:
+        """Those of all slots after the last of the states, (n, S) to (slots, V)."""
+        given = torch.from_numpy(np.array(states)).split(HIDDEN, dim=-1)
+        normed = [self._norm(part, f"norms.{i}") for i, part in enumerate(given)]
+        h = torch.cat(normed, dim=-1) @ self.tensors["down_samp.weight"].T
+        h = self._attend("decoder_att", self._norm(h, "decoder_input_norm")) + h
+        h = self._norm(h, "positional_input_norm")
+        x = h @ self.tensors["positional.weight"].T + self.tensors["positional.bias"]
+        x = x.view(len(states), SLOTS, HIDDEN)[-1]
+        x = self._attend("encoder_att", self._norm(x, "encoder_input_norm")) + x
+        y = self._norm(x, "encoder_ffn_input_norm")
+        gate, up, down = (
+            self.tensors[f"encoder_ffn.{name}_proj.weight"].T for name in ("gate", "up", "down")
+        )
+        x = ((y @ gate) * torch.nn.functional.silu(y @ up)) @ down + x
+        x = torch.nn.functional.rms_norm(x, (HIDDEN,), self.final_norm, 1e-5)
+        return torch.log_softmax(x @ self.head.T, dim=-1)
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self.tensors[f"{name}.weight"]
+        return torch.nn.functional.rms_norm(x, (HIDDEN,), weight, EPS)
+
+    def _attend(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            (x @ self.tensors[f"{name}.{part}_proj.weight"].T)
+            .view(len(x), -1, HIDDEN // HEADS)
+            .transpose(0, 1)
+            for part in "qkv"
+        )
+        q, k = self._rotate(q), self._rotate(k)
+        k, v = (rows.repeat_interleave(len(q) // len(rows), dim=0) for rows in (k, v))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = mixed.transpose(0, 1).reshape(len(x), -1)
+        return mixed @ self.tensors[f"{name}.o_proj.weight"].T
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def test_slots_are_those_of_the_equations_whatever_the_steps_before() -> None:
+    network = new_network()
+    published, width, rng = Published(network), len(LAYERS) * HIDDEN, random.Random(1)
+    for _, states, tree in drafts_after_any_steps(network, Target(MODEL), width, SHORT_PLANS, rng):
+        _assert_slots(published.log_probs(states), tree)
+
+
+def _assert_slots(log_probs: torch.Tensor, tree: Any) -> None:
+    """Every node's score is that of its parent and of its token in the slot of its depth."""
+    tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
+    depths, scores = to_ints(tree.depths), [0.0, *tree.read().scores]
+    for node in range(1, len(tokens)):
+        expected = log_probs[depths[node] - 1, tokens[node]].item()
+        assert scores[node] - scores[parents[node]] == pytest.approx(expected, abs=SLOT_TOLERANCE)
+    best = log_probs[0].argmax().item()
+    assert best in tokens[1:], "the most probable token is drafted"
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    network = new_network(head_dim=8)
+    quantize_drafter(network, 8, 32)
+    save_drafter(network, tmp_path)
+    assert recognise(tmp_path)[0].NAME == "SpecFormer"
+    again = load_specformer(tmp_path)
+    assert again.config == network.config
+    states = mx.random.normal((3, len(LAYERS) * HIDDEN), key=mx.random.key(1))
+    outputs = [net(net.fuse(states), mx.array([]), net.make_cache()) for net in (network, again)]
+    assert mx.array_equal(*(network.slots(one, 2) for one in outputs)).item()
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    network = new_network()
+    save_drafter(network, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes, message in (
+        ({"num_slots": 0}, "num_slots must be"),
+        ({"captured_layers": []}, "captured_layers must be a list of 1 to 64 layers"),
+        ({"captured_layers": 3}, "captured_layers must be a list"),
+        ({"captured_layers": [-2, 0]}, "each of captured_layers must be"),
+        ({"hidden_size": 33}, "hidden_size must be a multiple"),
+        ({"captured_layers": [0, 1]}, "down_samp.weight' has shape"),
+        ({"rope_scaling": {"type": "nonsense"}}, "check rope_scaling"),
+        ({"model_type": "redrafter_medusa"}, "expected a drafter with model_type"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(CheckpointError, match=message):
+            load_specformer(tmp_path)
+    network.positional.bias = network.positional.bias * mx.inf
+    save_drafter(network, tmp_path)
+    with pytest.raises(RedrafterError, match=r"NaN or infinite weights in positional\.bias"):
+        load_specformer(tmp_path)
+
+
+def test_other_targets_are_refused() -> None:
+    tokenizer = wrapped_tokenizer(VOCAB, set())
+    wide = new_network(hidden_size=64, captured_layers=(0, 1))
+    with pytest.raises(CheckpointError, match="hidden_size 64 does not match"):
+        wide.check_fit(Target(MODEL), tokenizer)
+    deep = new_network(captured_layers=(0, 9))
+    with pytest.raises(UnsupportedTargetError, match="expected inputs of layers 0 to 2 "):
+        deep.check_fit(Target(MODEL), tokenizer)
+    options = {"drafter": new_network(), "beam_width": 1, "beam_length": 6}
+    with pytest.raises(ConfigError, match="beam_length must be at most 5"):
+        generate(MODEL, tokenizer, [1, 2], **options)
+    without = Target(build(tiny_config("nanochat")))  # its last norm has no weight
+    with pytest.raises(UnsupportedTargetError, match="LM head gets the output of a norm"):
+        without.modules.normalise(mx.zeros((1, without.hidden_size)))
+
+
+NORMS = {
+    "gemma2": "model.norm",
+    "gpt2": "model.ln_f",
+    "lfm2": "model.embedding_norm",
+    "mamba2": "backbone.norm_f",
+    "phixtral": "lm_head.ln",
+    "stablelm": "model.norm",
+}
+
+
+@pytest.mark.parametrize(("name", "path"), NORMS.items())
+def test_the_norm_before_the_head_is_found(name: str, path: str) -> None:
+    model = build(tiny_config(name))
+    target = Target(model)
+    states = mx.random.normal((3, target.hidden_size), key=mx.random.key(0))
+    norm = reduce(getattr, path.split("."), model)
+    assert mx.array_equal(target.modules.normalise(states), norm(states)).item()
