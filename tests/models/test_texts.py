@@ -44,7 +44,7 @@ from tests.models.tiny_models import (
 from tests.models.tiny_recurrent import WITH_STATES
 from tests.models.trees import PROMPT, branching_tree, rows_of
 
-NUM_TOKENS = 30
+NUM_TOKENS = 22
 # What continues a text: single tokens, then chunks.
 CHUNK = [9, 8, 7, 6, 5, 4, 3]
 WITH_ROWS = [name for name in KINDS if name not in ("mamba", "mamba2")]
@@ -239,7 +239,7 @@ def assert_interrupted(
     model, text = build(config_of(config)), written(config)
     cache = make_prompt_cache(model)
     drafter = Scripted(text, VOCAB_SIZE, accuracy=0.95) if has_drafts else None
-    options = {"prompt_cache": cache, "max_tokens": NUM_TOKENS, "prefill_step_size": 4}
+    options = {"prompt_cache": cache, "max_tokens": 30, "prefill_step_size": 4}
     responses, taken = stream(model, PROMPT, drafter, **options), list[int]()
     interrupt(patch, *when)
     with pytest.raises(KeyboardInterrupt):
