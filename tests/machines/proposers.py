@@ -60,14 +60,14 @@ THOROUGH = *TIMED, MTP
 QUANTISED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}
 
 
-def _write_block(link: str, folder: Path) -> Path:
-    return write_heads(folder, random_block(block_config(VOCAB_SIZE, 32, **LINKS[link])))
+def _make_block(link: str) -> Any:
+    return random_block(block_config(VOCAB_SIZE, 32, **LINKS[link]))
 
 
-# The kinds by name; "toy" exists for tests only.
-TRIED = {name: write for name, write in KINDS.items() if name not in ("toy", MTP)}
-TRIED["DFlash"] = partial(_write_block, "DFlash")
-TRIED |= {f"DSpark ({link})": partial(_write_block, link) for link in MARKOV}
+# What makes the network of each kind; "toy" exists for tests only.
+TRIED = {name: make for name, make in KINDS.items() if name != "toy"}
+TRIED["DFlash"] = partial(_make_block, "DFlash")
+TRIED |= {f"DSpark ({link})": partial(_make_block, link) for link in MARKOV}
 
 
 def store(folder: Path) -> None:
@@ -76,9 +76,9 @@ def store(folder: Path) -> None:
     for name, config in ((TARGET, CONFIG), (MTP_TARGET, MTP_CONFIG)):
         mimo.write(folder / name, named_parameters(build(copy.deepcopy(config))), config)
         fast_tokenizer()._tokenizer.save_pretrained(folder / name)
-    for name, write in TRIED.items():
+    for name, make in TRIED.items():
         (folder / name).mkdir()
-        write(folder / name)
+        write_heads(folder / name, make)
 
 
 class Writer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Generator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -72,9 +72,21 @@ class Case(NamedTuple):
 def random_case(rng: random.Random, model: nn.Module, quantisation: Quantisation | None) -> Case:
     """Make a text that stock mlx-lm decodes, with the noise of its seed."""
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 9, 25]))]
-    length = rng.randrange(4, 28)
+    length = rng.randrange(4, 18)
     num_taken = rng.choice([length, rng.randrange(1, length + 1)])
     params = SamplingParams(temp=rng.choice([0.0, 1.0]), seed=rng.randrange(100))
+    return make_case(model, prompt, length, num_taken, params, quantisation)
+
+
+def make_case(
+    model: nn.Module,
+    prompt: list[int],
+    length: int,
+    num_taken: int,
+    params: SamplingParams,
+    quantisation: Quantisation | None = None,
+) -> Case:
+    """Let stock mlx-lm decode a text of ``length`` tokens."""
     noise = gumbel_noise(params.seed, len(prompt) + mx.arange(length), VOCAB_SIZE) * params.temp
     cache, text, cache_then = make_prompt_cache(model), [], []
     if prompt[:-1]:
@@ -167,6 +179,31 @@ def assert_same_entries(found: Sequence[Any], expected: Sequence[Any]) -> None:
 def test_texts_that_come_and_go(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     poison_what_texts_leave(monkeypatch)
     decode_together(model_type, Target(build(tiny_config(model_type, main_rope(model_type)))))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_text_that_leaves_and_comes_again_between_two_passes_of_a_batch(model_type: str) -> None:
+    """A text ends; the other one, alone, is about to make its own pass when a third one comes."""
+    target = Target(build(tiny_config(model_type, main_rope(model_type))))
+    scheduler, sampler = Scheduler(target), KeyedSampler(SamplingParams(), VOCAB_SIZE)
+    cases, texts = [], []
+    for number, (size, length) in enumerate([(9, 4), (1, 11), (9, 7)]):
+        prompt = [(7 * number + 3 * k + 5) % VOCAB_SIZE for k in range(size)]
+        case = make_case(target.model, prompt, length, length, sampler.params)
+        drafts = (ScriptedDrafts(case.text), FixedPolicy(PLAN)) if number else ()
+        request = Request(prompt, max_tokens=length, keeps_cache=True)
+        cases.append(case)
+        texts.append(SequenceDecoder(target, target.caches.new(), sampler, request, *drafts))
+    readers = [decode(text, scheduler.step, scheduler.leave) for text in texts]
+    found: list[list[int]] = [[], [], []]
+    # Each number reads a token of a text, which begins when it is first read.
+    for number in map(int, "00101012121111221112221112"):
+        found[number] += [token.id for token in islice(readers[number], 1)]
+        if len(found[number]) == cases[number].num_taken:
+            readers[number].close()
+    for case, text, tokens in zip(cases, texts, found, strict=True):
+        assert tokens == case.text
+        assert_same_entries(text.own_cache.stock, case.cache)
 
 
 @pytest.mark.parametrize("model_type", TEXT_MODELS)

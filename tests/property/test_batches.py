@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import Engine, generate, generate_batch
 from mlx_redrafter.decoding.records import Request
@@ -29,6 +30,7 @@ from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
 MODEL, TOKENIZER = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
+TREE: dict[str, Any] = {"beam_width": 2, "beam_length": 4, "tree_nodes": 6}
 SAMPLING = [{}, {"temp": 1.0, "seed": 7}, {"temp": 0.6, "top_p": 0.9, "seed": 1}]
 TREE = {"beam_width": 2, "beam_length": 4, "tree_nodes": 6}
 
@@ -176,6 +178,51 @@ def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text()
     assert [texts[0], texts[2]] == [expected[0], expected[2]]
 
 
+@pytest.mark.parametrize("drafter", ["none", "random", "lookup"])
+@pytest.mark.parametrize("shape", [{}, TREE])
+def test_streams_that_share_their_passes(drafter: str, shape: dict[str, Any]) -> None:
+    """They come and go in any order, with caches, processors and samplings of their own."""
+    drafters: dict[str, Any] = {"none": None, "lookup": "lookup"}
+    drafters["random"] = random_drafter(VOCAB_SIZE, 32)
+    engine = Engine(MODEL, TOKENIZER, drafters[drafter])
+    rng, shared = random.Random(3), engine.share()
+    cases: list[dict[str, Any]] = [
+        {"prompt": prompt, "max_tokens": rng.randrange(1, 40), **shape, **sampling}
+        for prompt, sampling in zip(_prompts(9), SAMPLING * 3, strict=True)
+    ]
+    cases[1]["logits_processors"] = make_logits_processors(repetition_penalty=1.5)
+    texts, caches, streams = [""] * len(cases), [], {}
+    for _ in range(10_000):
+        if len(caches) < len(cases) and rng.random() < 0.2:
+            number = len(caches)
+            caches.append(engine.new_prompt_cache())
+            streams[number] = engine.stream(
+                **cases[number], prompt_cache=caches[number], shared=shared
+            )
+        for number, stream in list(streams.items()):
+            response = next(stream, None)
+            if response is None:
+                del streams[number]
+            else:
+                texts[number] += response.text
+            if number == 4 and len(texts[number]) > 5:
+                stream.close()
+        if len(caches) == len(cases) and not streams:
+            break
+    for case, text, cache in zip(cases, texts, caches, strict=True):
+        stock = engine.new_prompt_cache()
+        expected = engine.generate(**case, prompt_cache=stock)
+        if case is cases[4]:
+            assert expected.startswith(text)
+            continue
+        assert text == expected
+        for layer, stock_layer in zip(cache, stock, strict=True):
+            assert layer.offset == stock_layer.offset
+            pairs = zip(layer.keys_and_values(), stock_layer.keys_and_values(), strict=True)
+            for rows, stock_rows in pairs:
+                assert mx.allclose(rows, stock_rows, atol=1e-4)
+
+
 def test_prompts_share_passes_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(MODEL, TOKENIZER, None)
     rng, lengths = random.Random(3), (40, 9, 33, 1, 10, 30, 21)
@@ -188,10 +235,12 @@ def test_prompts_share_passes_until_they_end(monkeypatch: pytest.MonkeyPatch) ->
     assert shapes[:3] == [(6, 8), (3, 16), (8, 16)]
 
 
+@pytest.mark.parametrize(("shape", "last"), [({}, [8, 2, 1]), (TREE, [8, 4, 2, 1])])
 def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], last: list[int]
 ) -> None:
-    engine = Engine(MODEL, TOKENIZER, None)
+    """Sooner if each costs the nodes of a tree."""
+    engine = Engine(MODEL, TOKENIZER, random_drafter(VOCAB_SIZE, 32) if shape else None)
     rng = random.Random(4)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(9)] for _ in range(8)]
     expected = [engine.generate(prompt, max_tokens=30) for prompt in prompts]
@@ -199,15 +248,15 @@ def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
     shared = engine.share()
     ends = [30, 4, 5, 6, 12, 7, 8, 9]
     streams = [
-        engine.stream(prompt, max_tokens=end, shared=shared)
+        engine.stream(prompt, max_tokens=end, shared=shared, **shape)
         for prompt, end in zip(prompts, ends, strict=True)
     ]
     texts = _read_in_turns(streams)
     assert texts[0] == expected[0]
     assert all(whole.startswith(text) for whole, text in zip(expected, texts, strict=True))
-    sizes = [shape[0] for shape in shapes]
+    sizes = [size for size, *_ in shapes]
     passes = [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before]
-    assert passes[-3:] == [8, 2, 1]
+    assert passes[-len(last) :] == last
 
 
 def test_a_text_that_is_never_alone_leaves_the_estimates_of_one_that_was() -> None:

@@ -42,6 +42,8 @@ class Slot:
         length: Number of committed tokens; 0 if the slot is idle.
         floor: Its sequence's `Floor`.
         end: Position behind its last entry, of a tree or committed.
+        is_new: Whether its sequence has come since the newest pass of the batch, in which it may
+            have been before it left and came again: all its entries are in place.
     """
 
     batch: BatchCache
@@ -50,6 +52,7 @@ class Slot:
     length: int = 0
     floor: Floor = int  # returns 0
     end: int = 0
+    is_new: bool = True
 
     def commit(self, path: Sequence[int]) -> None:
         self.batch.commit(self.number, path)
@@ -108,7 +111,7 @@ class BatchCache:
         for part in self._parts:
             part.expect(step)
         for one in slots:
-            one.end = one.length + trees.size
+            one.end, one.is_new = one.length + trees.size, False
         return step
 
     def commit(self, slot: int, path: Sequence[int]) -> None:
@@ -208,7 +211,8 @@ class BatchCache:
 
     def _newest(self) -> list[Visit | None]:
         """Return the part of each slot in the newest pass; None if its sequence has come since."""
-        newest = [visits[-1] if visits else None for visits in self._history.visits]
+        both = zip(self.slots, self._history.visits, strict=True)
+        newest = [visits[-1] if visits and not slot.is_new else None for slot, visits in both]
         return [one if one and one.step is self._step else None for one in newest]
 
     def _moves(self) -> list[Move]:
