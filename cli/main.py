@@ -71,7 +71,7 @@ def run() -> None:
     # Python has no object for a stream that the shell closed, as in `generate ... >&-`.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
-    # The library transformers would import torch for seconds, if it is there; nothing here needs it.
+    # The library transformers would import torch for seconds; nothing here needs it.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:
         interrupts.watch(is_alone=RANK not in os.environ)
