@@ -101,7 +101,7 @@ class LookupFirst(Wrapper[Proposer]):
     ) -> LookupDrafting:
         drafting = self._lookup.open(target, prompt, couple_noise, [])
         drafting.network = self.proposer.open(target, prompt, couple_noise, cached)
-        drafting.num_best = 0
+        drafting.most_best = 0
         return drafting
 
 
@@ -115,14 +115,14 @@ class LookupDrafting:
     Attributes:
         contexts: Contexts of the texts that the host has read.
         chances: Chances of drafts.
-        num_best: K, the number of candidates after each node; 0 for none.
+        most_best: K, the number of candidates after each node; 0 for none.
         couple: Whether the target's noise is added to what it found probable.
         network: Drafts for plans that are not ``from_text``; None to look up for all plans.
     """
 
     contexts: Contexts
     chances: Chances
-    num_best: int = 0
+    most_best: int = 0
     couple: bool = True
     network: Drafting | None = None
     # The newest pass, until the next call reads its tokens: the host has waited for it by then.
@@ -130,6 +130,12 @@ class LookupDrafting:
     # Drafts after the newest token that the host has read, and whether that was one before.
     _tree: DraftTree | None = field(default=None, init=False)
     _is_draft: bool = field(default=True, init=False)
+    # Whether a draft may pay at present; while none can, no candidates are found on the device.
+    _may_pay: bool = field(default=True, init=False)
+
+    @property
+    def num_best(self) -> int:
+        return self.most_best if self._may_pay else 0
 
     @property
     def reader(self) -> StateReader | None:
@@ -141,7 +147,8 @@ class LookupDrafting:
         If that token is no draft of the tree, there are as many as usual after such a token.
         """
         self._read()
-        if least > 1:
+        self._may_pay = least <= 1
+        if not self._may_pay:
             return []
         tree = self._tree or self._grow(FORESEEN, None, least)
         return tree.foresee(self.chances.surprised)
