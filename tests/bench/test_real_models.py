@@ -20,7 +20,6 @@ from mlx_redrafter.bench.lab import real_models
 from mlx_redrafter.bench.lab.real_models import PRECISIONS, VARIABLE, RealModel, Wheel, find_model
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, ResourceError
-from tests.helpers.cli import WITHOUT_TORCH
 from tests.helpers.equality import ids, stock_tokens
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf")
@@ -110,7 +109,7 @@ def test_every_precision_is_made_once_and_decodes(model: RealModel, store: Path)
 
 def test_processes_that_ask_at_once_get_one_folder(model: RealModel, store: Path) -> None:
     names = "from mlx_redrafter.bench.lab.real_models import *"
-    code = f"{WITHOUT_TORCH}\n{names}\nprint(find_model({model!r}))"
+    code = f"{names}\nprint(find_model({model!r}))"
     children = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(2)

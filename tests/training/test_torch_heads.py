@@ -95,7 +95,7 @@ def _double(array: mx.array) -> Any:
     return torch.tensor(np.array(array.astype(mx.float32)), dtype=torch.float64)
 
 
-# Block drafters have the same loss; `test_block_parity` compares their logits with other code.
+# Block drafters have the same loss; `test_block` compares their logits with other code.
 CASES = [(head, None) for head in HEADS if not head.startswith("d")]
 
 
