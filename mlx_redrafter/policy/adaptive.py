@@ -339,6 +339,7 @@ class AdaptivePolicy:
     """
 
     reads_drafts = True
+    least_chance = 0.0  # one text's lookup costs the host little; all drafts are counted
 
     def __init__(
         self,
@@ -366,10 +367,6 @@ class AdaptivePolicy:
     def waits(self) -> bool:
         """Whether the host waited for the drafts of the last step before it verified them."""
         return self._planner.newest.waits
-
-    @property
-    def least_chance(self) -> float:
-        return self._planner.least_chance
 
     def choose(self, matches: Sequence[float] | None = None) -> DraftPlan | None:
         return self._planner.choose([matches] if matches else [], 1).plan
