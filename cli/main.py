@@ -79,6 +79,8 @@ def run() -> None:
         leave_machines(code)
     except KeyboardInterrupt:  # before the command or after it
         code = interrupts.CODE
+    except SystemExit as end:  # of a shell that completes a line
+        code = int(end.code or 0)
     interrupts.leave(code)
 
 

@@ -101,14 +101,15 @@ def test_training(stories: Trained, tmp_path: Path, after: str) -> None:
     _check(ended, f"--out {out} --resume" if begun else "stopped; nothing was begun")
 
 
-def test_the_end_of_python() -> None:
+@pytest.mark.parametrize("ending", ["0", "sys.exit(0)", "sys.exit()"])
+def test_the_end_of_python(ending: str) -> None:
     """A command that has ended has its own exit code."""
     code = (
-        "import atexit, time\n"
+        "import atexit, sys, time\n"
         "from mlx_redrafter.cli import main\n"
         "atexit.register(time.sleep, 1)\n"
         "atexit.register(print, 'ending', flush=True)\n"
-        "main.main = lambda arguments: 0\n"
+        f"main.main = lambda arguments: {ending}\n"
         "main.run()\n"
     )
     ended = interrupt([], "ending", 0.2, python=("-c", code))

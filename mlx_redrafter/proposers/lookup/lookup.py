@@ -178,8 +178,8 @@ class LookupDrafting:
             return None
         networks = [one.network for one in draftings]
         trees = self.network.propose_all(networks, flights, plan, noises)
-        for one, flight in zip(draftings, flights, strict=True):
-            if trees is not None:
+        if trees is not None:
+            for one, flight in zip(draftings, flights, strict=True):
                 one._read(flight)
         return trees
 

@@ -212,8 +212,7 @@ class BatchCache:
     def _newest(self) -> list[Visit | None]:
         """Return the part of each slot in the newest pass; None if its sequence has come since."""
         both = zip(self.slots, self._history.visits, strict=True)
-        newest = [visits[-1] if visits and not slot.is_new else None for slot, visits in both]
-        return [one if one and one.step is self._step else None for one in newest]
+        return [None if slot.is_new else visits[-1] for slot, visits in both]
 
     def _moves(self) -> list[Move]:
         """Return the accepted nodes of each slot that are not in place."""

@@ -114,7 +114,11 @@ def test_drafts_that_cannot_pay_are_not_looked_for() -> None:
     found = [one for one in likely if one > 0.01]
     assert found == [one for one in every if one >= 0.5]
     assert 0 < len(found) < sum(one > 0.01 for one in every)
-    assert _open(text).matches(inf) == []
+    drafting = _open(text)
+    assert drafting.matches(inf) == []
+    assert drafting.num_best == 0, "nor are candidates found on the device"
+    drafting.matches(0.0)
+    assert drafting.num_best == NUM_BEST
 
 
 def test_the_matches_know_what_drafts_unforeseen_tokens_have() -> None:
