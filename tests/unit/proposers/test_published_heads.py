@@ -50,7 +50,7 @@ from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.flights import flight_of
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
-from tests.helpers.mtp import family_config, module_tensors
+from tests.helpers.mtp import family_config, module_tensors, write
 from tests.helpers.published_heads import (
     ASSISTANTS,
     NUM_DRAFTS,
@@ -61,7 +61,6 @@ from tests.helpers.published_heads import (
     pairs,
     speculators_head,
     text_and_states,
-    write,
 )
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
 
@@ -78,7 +77,7 @@ SHAPES: list[dict[str, Any]] = [
 @pytest.fixture(params=ASSISTANTS)
 def assistant(request: pytest.FixtureRequest, tmp_path: Path) -> Assistant:
     name = request.param
-    return load_assistant(write(tmp_path, ASSISTANTS[name], assistant_tensors(name)))
+    return load_assistant(write(tmp_path, assistant_tensors(name), ASSISTANTS[name]))
 
 
 def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]]) -> None:
@@ -198,12 +197,12 @@ def test_contradicting_configs_are_refused(tmp_path: Path) -> None:
         (changed(enable_moe_block=True), "enable_moe_block must be absent or 0"),
         (changed(intermediate_size=41), r"mlp.gate_proj.weight' has shape \[40, 24\], expected"),
     ):
-        write(tmp_path, config, assistant_tensors(CLUSTERED))
+        write(tmp_path, assistant_tensors(CLUSTERED), config)
         with pytest.raises(CheckpointError, match=message):
             load_assistant(tmp_path)
     tensors = assistant_tensors(CLUSTERED)
     tensors["masked_embedding.token_ordering"][0] += 1
-    write(tmp_path, ASSISTANTS[CLUSTERED], tensors)
+    write(tmp_path, tensors, ASSISTANTS[CLUSTERED])
     with pytest.raises(CheckpointError, match="expected every id from 0 to 95 once"):
         load_assistant(tmp_path)
     with pytest.raises(CheckpointError, match="vocab_size 96 does not match the target's 90"):
@@ -218,7 +217,7 @@ RECORDED = mx.load(str(FILE))
 def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None:
     """After texts within and beyond the window, and after one to three drafts."""
     tensors = speculators_head(name)
-    write(tmp_path, SPECULATORS[name], tensors)
+    write(tmp_path, tensors, SPECULATORS[name])
     assert recognise(tmp_path)[0].NAME == "EAGLE head"
     head = load_eagle(tmp_path)
     table = mx.array(tensors["embed_tokens.weight"])
@@ -247,8 +246,7 @@ def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name: str, tmp_path: P
     """From codes as well, which MLX computes alike in the splitter and here."""
     model_type, mode = SIDECARS[name]
     config = family_config(model_type)
-    weights = {name: np.array(weight) for name, weight in module_tensors(config).items()}
-    module, stored = load_mtp(write(tmp_path / "published", config, weights)), None
+    module, stored = load_mtp(write(tmp_path / "published", module_tensors(config), config)), None
     if mode is not None:
         size, bits = FLOAT_MODES[mode]
         stored = {"group_size": size, "bits": bits, "mode": mode}
@@ -274,7 +272,7 @@ def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(
     name: str, reference: str, tmp_path: Path
 ) -> None:
     """Within the window, and in mlx-vlm beyond it; transformers' window is two tokens wider."""
-    write(tmp_path, ASSISTANTS[name], assistant_tensors(name))
+    write(tmp_path, assistant_tensors(name), ASSISTANTS[name])
     assert recognise(tmp_path)[0].NAME == "Gemma 4 assistant"
     assistant = load_assistant(tmp_path)
     assistant.hook()
