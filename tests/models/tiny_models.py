@@ -25,6 +25,8 @@ VOCAB_SIZE = 96
 THRESHOLD = 14
 # Tokens of a sliding window; the prompt of the tests has more.
 WINDOW = 8
+# Numbers of a row that have a scale in common.
+GROUP_SIZE = 32
 SCALING_FACTOR = 4.0
 
 # Model files take what they know from a config and ignore the rest, so most share this one.
@@ -233,6 +235,16 @@ def windowed_config(model_type: str, window: int = WINDOW) -> Config:
     if "text_config" in config:
         return {**config, "text_config": {**config["text_config"], **sizes}}
     return {**config, **sizes}
+
+
+def wide_config(model_type: str) -> dict[str, Any]:
+    """A config whose heads are as large as a group, and no limit to speak of."""
+    sizes = {"head_dim": GROUP_SIZE, "hidden_size": 128, "n_embd": 128, "v_head_dim": 32}
+    sizes |= {"qk_rope_head_dim": 32, "max_position_embeddings": 4096, "n_positions": 400}
+    if model_type == "llama4":
+        config = windowed_config(model_type)
+        return {**config, "text_config": {**config["text_config"], **sizes}}
+    return {**tiny_config(model_type, main_rope(model_type)), **sizes}
 
 
 def main_rope(model_type: str) -> str:
