@@ -20,6 +20,7 @@ from mlx_redrafter.target.target import Target
 from tests.helpers.flights import flight_of
 from tests.helpers.oracles import assert_scores
 from tests.models.tiny_models import (
+    WITH_STATES,
     WITH_WINDOWS,
     build,
     flat_parameters,
@@ -27,7 +28,6 @@ from tests.models.tiny_models import (
     tiny_config,
     windowed_config,
 )
-from tests.models.tiny_recurrent import WITH_STATES
 from tests.models.trees import PROMPT, branching_tree, verify_after_prompt
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -82,7 +82,6 @@ def test_copies_of_a_hooked_model_are_stock(model_type: str, way: str) -> None:
 
 
 def classes(model: nn.Module) -> list[type]:
-    """The classes of all modules of a model."""
     return [type(module) for module in model.modules()]
 
 

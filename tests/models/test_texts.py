@@ -34,11 +34,12 @@ from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import random_drafter
 from tests.models.test_architectures import TOLERANCE, VISIBLE, disagreement
-from tests.models.test_recurrent import KINDS, long_config
+from tests.models.test_layer_kinds import KINDS, long_config
 from tests.models.tiny_models import (
     GROUP_SIZE,
     VOCAB_SIZE,
     WINDOW,
+    WITH_STATES,
     WITH_WINDOWS,
     Config,
     build,
@@ -46,7 +47,6 @@ from tests.models.tiny_models import (
     wide_config,
     windowed_config,
 )
-from tests.models.tiny_recurrent import WITH_STATES
 from tests.models.trees import PROMPT, branching_tree, read_by_stock, rows_of
 
 NUM_TOKENS = 22
@@ -98,7 +98,6 @@ def written(name: str) -> list[int]:
 
 
 def prompt_of(length: int) -> list[int]:
-    """A prompt of some length."""
     rng = random.Random(length)
     return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
 
