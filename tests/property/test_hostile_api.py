@@ -151,7 +151,6 @@ def spoil(chance: random.Random, arguments: Mapping[str, Any], yard: Yard) -> di
 
 
 def read(found: Any) -> None:
-    """Read the first tokens of what a call has returned."""
     if isinstance(found, Iterator):
         list(islice(found, FEW))
         found.close()  # type: ignore[attr-defined]

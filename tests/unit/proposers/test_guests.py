@@ -234,7 +234,6 @@ def test_filters_leave_out_candidates_that_cannot_be_drawn() -> None:
 
 
 def _network() -> tuple[Any, list[tuple[str, list[int]]]]:
-    """A network, and what it is asked."""
     seen: list[tuple[str, list[int]]] = []
     propose = lambda flight, *_: seen.append(("propose", flight.tokens))  # noqa: E731
     skip = lambda flight: seen.append(("skip", flight.tokens))  # noqa: E731

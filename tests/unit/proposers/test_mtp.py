@@ -1,4 +1,4 @@
-"""MTP modules: their levels against torch, texts that stay the target's, and their files."""
+"""MTP modules: their levels against torch, and their files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_redrafter import generate, load, stream_generate
+from mlx_redrafter import generate, load
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.convert.recognition import inspect_checkpoint
@@ -26,7 +25,6 @@ from mlx_redrafter.proposers.mtp.families import QWEN
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.flights import flight_of
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
 from tests.helpers.mtp import (
@@ -42,27 +40,6 @@ from tests.helpers.mtp import (
 from tests.models.tiny_models import build
 
 PROMPT = [5, 17, 3, 60, 9]
-SHAPES: list[dict[str, Any]] = [
-    {},
-    {"beam_width": 1, "beam_length": 5},
-    {"beam_width": 3, "beam_length": 4, "tree_nodes": 12},
-]
-TIED = {**MIMO, "tie_word_embeddings": True}
-
-
-@pytest.fixture(scope="module", params=["tied mimo", "nemotron_h", *TORCH_NAMES])
-def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return TIED if request.param == "tied mimo" else family_config(request.param)
-
-
-@pytest.fixture(scope="module")
-def model(config: dict[str, Any]) -> nn.Module:
-    return tiny_mimo(config=config) if config["model_type"] == "mimo" else build(config)
-
-
-@pytest.fixture(scope="module")
-def module(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_mtp(write(tmp_path_factory.mktemp("mtp"), module_tensors(config), config))
 
 
 def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
@@ -73,13 +50,16 @@ def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("name", ["tied mimo", *TORCH_NAMES])
 def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
-    model: nn.Module, module: Any, config: dict[str, Any]
+    name: str, tmp_path: Path
 ) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    if config["model_type"] == "nemotron_h":
-        pytest.skip("test_published_heads compares it with mlx-vlm")
+    is_tied = name == "tied mimo"
+    config = {**MIMO, "tie_word_embeddings": True} if is_tied else family_config(name)
+    model = tiny_mimo(config) if name.endswith("mimo") else build(config)
     tensors, target = module_tensors(config), Target(model)
+    module: Any = load_mtp(write(tmp_path, tensors, config))
     published = TorchModule(torch, config, tensors)
     drafting = module.open(target, PROMPT, True, [])
     embed = lambda tokens: np.array(target.modules.embed(mx.array(tokens)))  # noqa: E731
@@ -109,30 +89,6 @@ def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
             log_probs = np.array(logits - mx.logsumexp(logits))
             assert score == pytest.approx(float(log_probs[token]), abs=1e-5)
             pairs = np.concatenate([pairs, np.concatenate([fed, embed([token])], axis=1)])
-
-
-def _tokens(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
-    tokenizer, prompt = wrapped_tokenizer(64), options.pop("prompt", PROMPT)
-    return [r.token for r in stream_generate(model, tokenizer, prompt, drafter=drafter, **options)]
-
-
-def test_texts_are_those_of_plain_decoding(model: nn.Module, module: Any) -> None:
-    expected = stock_tokens(model, PROMPT, 12)
-    sampling: dict[str, Any] = {"temp": 0.9, "seed": 3, "max_tokens": 12}
-    sampled = _tokens(model, None, **sampling)
-    # How much to draft is the same code for all.
-    for shape in SHAPES if module.config.model_type == "mimo" else SHAPES[2:]:
-        assert_same_tokens(expected, _tokens(model, module, max_tokens=12, **shape), shape)
-        assert _tokens(model, module, **sampling, **shape) == sampled
-
-
-def test_turns_on_one_prompt_cache(model: nn.Module, module: Any) -> None:
-    for own in ([], module.make_cache()):
-        stock, cache = make_prompt_cache(model), make_prompt_cache(model)
-        for turn in (PROMPT, [7, 8, 9]):
-            expected = ids(stock_tokens(model, turn, 5, prompt_cache=stock))
-            options = {"max_tokens": 5, "prompt_cache": cache + own, **SHAPES[2]}
-            assert _tokens(model, module, prompt=turn, **options) == expected
 
 
 def own_folder(stories: Trained, folder: Path, tensors: Mapping[str, mx.array]) -> Path:

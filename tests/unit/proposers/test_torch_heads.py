@@ -49,7 +49,6 @@ PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4)]
 
 
 def _torch(*names: str) -> Iterator[torch.Tensor]:
-    """Weights of the target."""
     for name, weight in named_parameters(MODEL).items():
         if name.removeprefix("model.").removesuffix(".weight") in names:
             yield torch.from_numpy(np.array(weight))
