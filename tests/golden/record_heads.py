@@ -187,7 +187,6 @@ def _transfers() -> ModuleType:
 
 
 def main() -> None:
-    """Write the file."""
     found = {name: record_speculators(name) for name in SPECULATORS}
     found |= {name: record_sidecar(name) for name in SIDECARS}
     for name in ASSISTANTS:

@@ -143,15 +143,12 @@ class ByteTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of the characters."""
         return [min(max(ord(character) - 31, 1), self.vocab_size - 1) for character in text]
 
     def decode(self, tokens: list[int]) -> str:
-        """The characters of the ids."""
         return "".join(chr(token + 31) for token in tokens)
 
     def get_vocab(self) -> dict[str, int]:
-        """Characters and their ids."""
         return {chr(token + 31): token for token in range(self.vocab_size)}
 
 

@@ -216,7 +216,6 @@ def module_tensors(config: Mapping[str, Any] = MIMO) -> dict[str, mx.array]:
 
 
 def tiny_mimo(config: Mapping[str, Any] = MIMO) -> nn.Module:
-    """A random float32 target."""
     model = mimo.Model(mimo.ModelArgs.from_dict(dict(config)))
     return randomised(model, seed=4, spread=6.0)
 

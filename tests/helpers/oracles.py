@@ -30,11 +30,9 @@ class NumpyDrafter:
         self.weights = {name: np.array(leaf, dtype=np.float64) for name, leaf in leaves.items()}
 
     def start(self) -> Array:
-        """The zero state."""
         return np.zeros(self.config.hidden_size)
 
     def advance(self, state: Array, embedding: Array) -> Array:
-        """The state after one more token."""
         if not self.config.rnn:
             return state + embedding
         return silu(
@@ -58,7 +56,6 @@ class NumpyDrafter:
 
 
 def silu(x: Array) -> Array:
-    """``x * sigmoid(x)``."""
     return np.asarray(0.5 * x * (1 + np.tanh(x / 2)))  # exp would overflow
 
 

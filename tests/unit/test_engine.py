@@ -172,7 +172,6 @@ class ChatTokenizer(ByteTokenizer):
         self.kept = kept
 
     def apply_chat_template(self, messages: Any, **_: Any) -> str:  # type: ignore[override]
-        """All messages, and the beginning of an answer."""
         *earlier, last = [f"[{one['role'][0].upper()}]{one['content']}" for one in messages]
         return "".join(text[: self.kept] for text in earlier) + last + "[A]"
 

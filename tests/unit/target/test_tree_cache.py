@@ -178,19 +178,16 @@ class Reading:
         self.next = 1
 
     def numbers(self, count: int) -> list[int]:
-        """Numbers of new tokens."""
         self.next += count
         return list(range(self.next - count, self.next))
 
     def prompt(self, sizes: Sequence[int]) -> None:
-        """Read chunks, as mlx-lm does."""
         numbers = self.numbers(sum(sizes))
         read_in_chunks(self.layer.stock, numbers, sizes)
         self.text += numbers
         self.cache.length += len(numbers)
 
     def token(self) -> None:
-        """Read one token."""
         (number,) = self.numbers(1)
         self.cache.expect(None)
         (seen,) = feed(self.layer, [number])
@@ -199,7 +196,6 @@ class Reading:
         assert sorted(seen) == self.text[-self.window :]
 
     def tree(self, size: int, depth: int, is_kept: bool = True) -> None:
-        """Read a tree and keep a path of it."""
         parents, depths = [0], [0]
         while len(parents) < size:
             parent = self.rng.choice([n for n in range(len(parents)) if depths[n] < depth])
@@ -310,7 +306,6 @@ Rows = tuple[mx.array, mx.array]
 
 
 def random_rows(count: int) -> Rows:
-    """Keys and values of some tokens."""
     return mx.random.normal((1, HEADS, count, SIZE)), mx.random.normal((1, HEADS, count, SIZE))
 
 
@@ -329,7 +324,6 @@ def decode(cache: TreeCache, stock: KVCache | QuantizedKVCache, rng: random.Rand
 
 
 def assert_same_codes(found: QuantizedKVCache, expected: QuantizedKVCache) -> None:
-    """Two caches hold the same codes, scales and biases."""
     assert found.offset == expected.offset
     for rows, truth in zip(found.keys_and_values(), expected.keys_and_values(), strict=True):
         for part, other in zip(rows, truth, strict=True):
