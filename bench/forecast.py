@@ -17,11 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, WIDE_KERNELS, Chip
 from mlx_redrafter.bench.cost_model import Question
 from mlx_redrafter.bench.model_shape import ModelShape
-from mlx_redrafter.bench.predict import (
-    APPLE_ACCEPTANCE,
-    assumptions,
-    predict,
-)
+from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, assumptions, predict
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.engine.engine import AnyDrafter
 from mlx_redrafter.engine.generation import stream_generate

@@ -9,12 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.publication import describe_origin
-from mlx_redrafter.convert.selftest import (
-    AS_IT_SAYS,
-    Reading,
-    choose_reading,
-    dequantised,
-)
+from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, dequantised
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import ConfigError

@@ -54,10 +54,7 @@ def finish(network: DraftNetwork, drafter: ForeignDrafter) -> None:
 
 
 def write_conversion(
-    destination: Path,
-    network: DraftNetwork,
-    drafter: ForeignDrafter,
-    tested: Reading[Any] | None,
+    destination: Path, network: DraftNetwork, drafter: ForeignDrafter, tested: Reading[Any] | None
 ) -> Conversion:
     """Write a converted drafter to a folder, which appears whole or not at all."""
     options = drafter.options

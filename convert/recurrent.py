@@ -13,12 +13,7 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.names import map_names
 from mlx_redrafter.convert.publication import describe_origin
-from mlx_redrafter.convert.selftest import (
-    AS_IT_SAYS,
-    Reading,
-    choose_reading,
-    dequantised,
-)
+from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, dequantised
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import CheckpointError

@@ -203,10 +203,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def write_checkpoint(
-    folder: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, mx.array],
-    framework: str = "mlx",
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array], framework: str = "mlx"
 ) -> None:
     """Write ``config.json`` and ``model.safetensors``; each file appears whole or not at all.
 

@@ -34,15 +34,7 @@ MOST_SECONDS = 3600.0
 MOST_RUNS = 8
 
 # Errors of files that are missing or damaged.
-DAMAGED = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 Key = TypeVar("Key", bound=Hashable)
 

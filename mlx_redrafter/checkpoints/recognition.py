@@ -23,9 +23,7 @@ PICKLES = (".bin", ".pt")
 # Values of ``speculators_model_type`` whose drafters load.
 KNOWN_SPECULATORS = (None, "eagle3", "peagle", "recurrent_drafting", "dflash", "dflash2", "dspark")
 # Formats that are not supported, by their name in configs, in small letters and digits alone.
-REFUSED: Mapping[str, str] = {
-    "mlpspeculator": "MLP speculator",
-}
+REFUSED: Mapping[str, str] = {"mlpspeculator": "MLP speculator"}
 
 
 def is_word(drafter: str | Path | None, word: str) -> bool:

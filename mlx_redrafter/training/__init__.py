@@ -17,10 +17,7 @@ from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.students.student_kinds import new_student
 from mlx_redrafter.training.teacher import fill_cache
 from mlx_redrafter.training.teacher_cache import TeacherCache
-from mlx_redrafter.training.training_request import (
-    Reporter,
-    TrainingRequest,
-)
+from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 from mlx_redrafter.training_options import DataOptions, NetworkOptions, TrainingOptions
 
 __all__ = [

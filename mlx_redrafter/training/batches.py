@@ -17,12 +17,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.loss import IMPOSSIBLE, TrainingBatch
-from mlx_redrafter.training.teacher_cache import (
-    Shard,
-    Split,
-    TeacherCache,
-    find_draftable_steps,
-)
+from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, find_draftable_steps
 
 # Maximum size of the shards that are in memory and shuffled together, in bytes.
 GROUP_BYTES = 2**29
@@ -113,11 +108,7 @@ class BatchOrder:
     """The batches of all epochs."""
 
     def __init__(
-        self,
-        cache: TeacherCache,
-        split: Split,
-        options: BatchOptions,
-        rows: HeadRows | None = None,
+        self, cache: TeacherCache, split: Split, options: BatchOptions, rows: HeadRows | None = None
     ):
         self.cache = cache
         self.rows = rows or HeadRows(None, 0)

@@ -22,12 +22,7 @@ from mlx_redrafter.training.duration import Pace
 from mlx_redrafter.training.self_generated import GenerationJob, TextGenerator
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher import (
-    BATCH_SEQUENCES,
-    MAX_CHUNK_TOKENS,
-    TOP_K,
-    read_sequences,
-)
+from mlx_redrafter.training.teacher import BATCH_SEQUENCES, MAX_CHUNK_TOKENS, TOP_K, read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Optimiser, choose_batches
 from mlx_redrafter.training.training_request import TrainingRequest
@@ -114,10 +109,7 @@ def _generate(
         on_step()
 
     texts = generator.generate_round(
-        jobs,
-        replace(options, answer_tokens=ANSWER_TOKENS),
-        0,
-        on_tokens,
+        jobs, replace(options, answer_tokens=ANSWER_TOKENS), 0, on_tokens
     )
     tokens = np.concatenate([text.tokens for text in texts])
     size = min(min(len(tokens), MAX_CHUNK_TOKENS) // BATCH_SEQUENCES, longest)

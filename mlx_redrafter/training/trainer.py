@@ -48,13 +48,7 @@ Event = Callable[[TrainingProgress], None]
 class Optimiser:
     """AdamW with warm-up, cosine, clipping, and a moving average of the weights."""
 
-    def __init__(
-        self,
-        student: Student,
-        stretch: int,
-        options: TrainingOptions,
-        total_steps: int,
-    ):
+    def __init__(self, student: Student, stretch: int, options: TrainingOptions, total_steps: int):
         self.student = student
         self.network = student.network
         self.stretch = stretch

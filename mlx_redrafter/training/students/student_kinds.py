@@ -25,11 +25,7 @@ from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.students.block_student import BlockStudent
-from mlx_redrafter.training.students.kv_students import (
-    EagleStudent,
-    MtpStudent,
-    SpecFormerStudent,
-)
+from mlx_redrafter.training.students.kv_students import EagleStudent, MtpStudent, SpecFormerStudent
 from mlx_redrafter.training.students.medusa_student import MedusaStudent
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
 from mlx_redrafter.training.students.student import Student
