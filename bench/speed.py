@@ -285,21 +285,13 @@ def _ask(settings: CommonSettings, server: OpenAiServer, batch: Sequence[Turn]) 
     )
     found = []
     for turn, one in zip(batch, texts, strict=True):
-        run = TimedRun(
-            group=turn.group,
-            block=turn.block,
-            arm=f"{server.name} (server)",
-            prompt=turn.prompt.name,
-            category=turn.prompt.category,
-            repeat=turn.repeat,
-            prompt_tokens=len(turn.prompt.ids),
+        run = turn.run(
+            f"{server.name} (server)",
             prompt_seconds=one.first,
             decode_seconds=one.last - one.first,
             tokens=settings.tokenizer.encode(one.text, add_special_tokens=False),
             # A server does not report how many drafts each of its steps accepted.
             accepted_counts=[] if one.steps is None else [one.steps],
-            num_verified=0,
-            num_unmerged=0,
         )
         found.append((run, one.text))
     return found
