@@ -8,10 +8,13 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.checkpoints.identity import targets_in_config
 from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.escaping import quote
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.target.target import Target
 
@@ -55,6 +58,13 @@ class ForeignDrafter(ABC):
         self.notes: list[str] = []
         self.warnings: list[str] = []
         self.is_cast: Callable[[str], bool] = lambda own: True
+
+    def describe(self, noun: str, layout: str) -> str:
+        """Describe the checkpoint: a kind, its layout or that it was converted, and its target."""
+        config = self.source.config
+        target = self.target or next(iter(targets_in_config(config)), None)
+        text = noun + (", written by this converter" if PROVENANCE_KEY in config else layout)
+        return f"{text}, for {quote(target)}" if target else text
 
     @abstractmethod
     def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> DraftNetwork:

@@ -23,11 +23,10 @@ from mlx_redrafter.errors import CheckpointError, explain
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import TOKEN_IDS
 
-TENSORRT_FILE = "rank0.safetensors"
 # Weight files in order of preference.
 _SINGLE_FILES = (
     "model.safetensors",
-    TENSORRT_FILE,
+    "rank0.safetensors",  # TensorRT-LLM's
     "pytorch_model.bin",
     "model.pt",
     "medusa_lm_head.safetensors",
@@ -39,7 +38,6 @@ _PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 READABLE = ("float32", "float16", "bfloat16")
 # Dtypes of token ids.
 READABLE_IDS = ("int32", "int64")
-_HASH_BLOCK = 2**20
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,11 @@ class Source:
 
     def sha256(self) -> dict[str, str]:
         """SHA-256 of each weight file, by file name."""
-        return {path.name: _sha256(path) for path in self.files}
+        hashes = {}
+        for path in self.files:
+            with path.open("rb") as file:
+                hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return hashes
 
 
 def open_source(path_or_repo: str | Path) -> Source:
@@ -147,11 +149,3 @@ def read_file(path: Path) -> Mapping[str, StoredTensor]:
         return read_torch_file(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
