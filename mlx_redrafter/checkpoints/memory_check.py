@@ -19,6 +19,7 @@ from mlx_redrafter.checkpoints.memory_estimate import (
 )
 from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
+from mlx_redrafter.proposers.target_facts import text_values
 from mlx_redrafter.target.architectures import CONTEXT_LENGTH_KEYS
 
 # Share of the memory up to which weights fit without an estimate, which takes a second.
@@ -78,9 +79,7 @@ def read_context_length(folder: Path) -> int | None:
         CheckpointError: It has no config that can be read.
     """
     config = read_config(folder)
-    nested = config.get("text_config")
-    values = {**config, **(nested if isinstance(nested, dict) else {})}
-    lengths = [values.get(key) for key in CONTEXT_LENGTH_KEYS]
+    lengths = [{**config, **text_values(config)}.get(key) for key in CONTEXT_LENGTH_KEYS]
     return next((one for one in lengths if isinstance(one, int) and one > 1), None)
 
 
