@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 # Patterns of weight files; the first pattern that matches a file of the folder counts.
 WEIGHTS_PATTERNS = ("model*.safetensors", "medusa_lm_head.safetensors")
+# Names of the incomplete files of `write_atomically`.
+INCOMPLETE = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|md|png)")
 # Maximum size of a JSON file in bytes, ten times the index of a sharded 400B model.
 MAX_JSON_BYTES = 2**24
 

@@ -66,7 +66,7 @@ class BatchOptions(NamedTuple):
 class HeadRows:
     """Mapping from token ids to rows of the drafter's head; equal if ``token_ids`` is None."""
 
-    def __init__(self, token_ids: NDArray[np.int32] | None, vocab_size: int):
+    def __init__(self, token_ids: NDArray[np.int32] | None = None, vocab_size: int = 0):
         self._rows: mx.array | None = None
         if token_ids is not None:
             rows = np.full(vocab_size, -1, np.int32)
@@ -111,7 +111,7 @@ class BatchOrder:
         self, cache: TeacherCache, split: Split, options: BatchOptions, rows: HeadRows | None = None
     ):
         self.cache = cache
-        self.rows = rows or HeadRows(None, 0)
+        self.rows = rows or HeadRows()
         self.split: Split = split
         self.options = options
         self.groups, self.counts = self._survey()
@@ -173,8 +173,7 @@ class BatchOrder:
         """List the shard numbers and count the examples of each group."""
         groups: list[list[int]] = []
         counts: list[int] = []
-        sizes: list[int] = []
-        room = 0
+        room, stretch = 0, self.options.stretch
         # The cache holds given texts first and self-generated texts after them. A group of
         # neighbours would hold one kind of text, and the drafter would forget the other.
         rng = np.random.default_rng(self.options.seed)
@@ -187,15 +186,11 @@ class BatchOrder:
             if not groups or size > room:
                 groups.append([])
                 counts.append(0)
-                sizes.append(0)
                 room = GROUP_BYTES
             groups[-1].append(number)
-            counts[-1] += count
-            sizes[-1] += shard.tokens.shape[0]
+            counts[-1] += count if stretch == 1 else shard.tokens.shape[0]
             room -= size
-        if self.options.stretch > 1:
-            counts = [-(-size // self.options.stretch) for size in sizes]
-        return groups, counts
+        return groups, [-(-count // stretch) for count in counts]
 
     def _mark_steps(self, shard: Shard) -> NDArray[np.bool_]:
         tokens, is_trained, starts = map(np.array, (shard.tokens, shard.is_trained, shard.starts))
@@ -224,20 +219,18 @@ def concatenate(shards: list[Shard]) -> Shard:
     """Join several shards into one; blocks until MLX has evaluated it."""
     if len(shards) == 1:
         return shards[0]
-    offsets = np.cumsum([0, *(shard.tokens.shape[0] for shard in shards)])
-    starts = [shard.starts[:-1] + int(n) for shard, n in zip(shards, offsets, strict=False)]
+    starts, count = [], 0
+    for shard in shards:
+        starts.append(shard.starts[:-1] + count)
+        count += shard.tokens.shape[0]
     joined = {
         name: mx.concatenate([getattr(shard, name) for shard in shards])
-        for name in shards[0].arrays()
-        if name != "starts"
+        for name, array in vars(shards[0]).items()
+        if array is not None
     }
-    states = [shard.states for shard in shards if shard.states is not None]
-    if states:
-        joined["states"] = mx.concatenate(states)
-    end = mx.array([int(offsets[-1])], dtype=mx.int32)
-    shard = Shard(starts=mx.concatenate([*starts, end]), **joined)
-    mx.eval(list(shard.arrays().values()))
-    return shard
+    joined["starts"] = mx.concatenate([*starts, mx.array([count], dtype=mx.int32)])
+    mx.eval(joined)
+    return Shard(**joined)
 
 
 def gather(
@@ -252,7 +245,7 @@ def gather(
 
     Positions of weight 0 pad it to ``size``, and replace positions beyond the last. ``anchors`` are
     indices of the positions that draft in each example, shape (examples, anchors); by default all
-    draft, in one example.
+    of one example.
     """
     if anchors is None:
         anchors = np.arange(size)[None]

@@ -112,8 +112,11 @@ class TextGenerator:
                 self.stop_tokens,
                 partial(report_after, sum(map(len, answers)), on_tokens),
             )
-        pairs = zip(jobs, answers, strict=True)
-        return [_as_sequence(job.prompt, answer) for job, answer in pairs]
+        sequences = []
+        for job, reply in zip(jobs, answers, strict=True):
+            tokens = np.array([*job.prompt, *reply], dtype=np.int32)
+            sequences.append(TokenSequence(tokens, np.arange(len(tokens)) >= len(job.prompt)))
+        return sequences
 
 
 def count_texts(model: nn.Module) -> int:
@@ -127,11 +130,6 @@ def count_texts(model: nn.Module) -> int:
 def report_after(before: int, on_tokens: OnTokens, count: int) -> None:
     """Report a count of tokens after those before."""
     on_tokens(before + count)
-
-
-def _as_sequence(prompt: list[int], answer: list[int]) -> TokenSequence:
-    tokens = np.array([*prompt, *answer], dtype=np.int32)
-    return TokenSequence(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
 class PromptSource(NamedTuple):

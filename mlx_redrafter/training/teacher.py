@@ -58,9 +58,7 @@ def fill_cache(
     for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS)):
         if not (cache.has(split, number) and cache.has(split, number, layers)):
             shard = read_sequences(target, group, k, layers, partial(report_after, done, on_tokens))
-            if shard.states is not None:
-                cache.save_states(split, number, layers, shard.states)
-            cache.save(split, number, shard)
+            cache.save(split, number, shard, layers)
         done += sum(map(len, group))
         on_tokens(done)
 

@@ -68,14 +68,15 @@ class Shard:
         """Return the arrays in the shard's file, by name."""
         return {name: value for name, value in vars(self).items() if name != "states"}
 
+    def text(self, start: int, end: int) -> Shard:
+        """Return the tokens from ``start`` to ``end`` as one sequence."""
+        parts = {name: one[start:end] for name, one in vars(self).items() if one is not None}
+        parts["starts"] = mx.array([0, parts["tokens"].shape[0]], dtype=mx.int32)
+        return Shard(**parts)
+
     def texts(self) -> Iterator[Shard]:
         """Iterate over the sequences, each as a shard of its own."""
-        names = [name for name in self.arrays() if name != "starts"]
-        for start, end in pairwise(to_ints(self.starts)):
-            arrays = {name: getattr(self, name)[start:end] for name in names}
-            states = None if self.states is None else self.states[start:end]
-            starts = mx.array([0, end - start], dtype=mx.int32)
-            yield Shard(starts=starts, states=states, **arrays)
+        return (self.text(start, end) for start, end in pairwise(to_ints(self.starts)))
 
 
 class TeacherCache:
@@ -114,16 +115,12 @@ class TeacherCache:
     def has(self, split: Split, number: int, layers: Sequence[int] = ()) -> bool:
         return self.path(split, number, layers).exists()
 
-    def save(self, split: Split, number: int, shard: Shard) -> None:
-        """Store a shard; blocks until MLX has evaluated its arrays."""
+    def save(self, split: Split, number: int, shard: Shard, layers: Sequence[int] = ()) -> None:
+        """Store a shard with the inputs of layers; blocks until MLX has evaluated its arrays."""
         self.begin()
+        if shard.states is not None:
+            save_arrays(self.path(split, number, layers), {"states": shard.states})
         save_arrays(self.path(split, number), shard.arrays())
-
-    def save_states(
-        self, split: Split, number: int, layers: Sequence[int], states: mx.array
-    ) -> None:
-        """Store the inputs of layers at a shard's tokens; blocks until MLX has evaluated them."""
-        save_arrays(self.path(split, number, layers), {"states": states})
 
     def load(self, split: Split, number: int, layers: Sequence[int] = ()) -> Shard:
         """Read a shard, with the inputs of some layers if any are given."""

@@ -169,7 +169,7 @@ class Student(ABC):
         first = int(begin) if self.reads_context else int(roots[0]) - 1
         positions = np.arange(first, int(roots[-1]))
         group = ShardGroup(shard, roots, np.ones((shard.tokens.shape[0], length - 1), np.bool_))
-        batch = gather(group, positions, len(positions), length, HeadRows(None, 0))
+        batch = gather(group, positions, len(positions), length, HeadRows())
         following = read_following(shard, roots, length)
         noise: mx.array | None = None
         if temp:
