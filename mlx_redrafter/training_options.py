@@ -46,9 +46,8 @@ CONTINUED: tuple[Head, ...] = ("redrafter", "dflash", "dflash2", "dspark")
 class DataOptions:
     """Options of the texts to train on.
 
-    Attributes:
-        sequence_length: Maximum length of a sequence, in tokens; longer texts are cut.
-        held_out: Number of self-generated texts that only measure tokens per step.
+    Texts are cut to ``sequence_length`` tokens. ``held_out`` self-generated texts only measure
+    tokens per step.
     """
 
     tokens: Annotated[
@@ -82,9 +81,8 @@ class DataOptions:
 class NetworkOptions:
     """Shape of the drafter, or an earlier drafter; the defaults suit small and large targets.
 
-    Attributes:
-        layers: Number of residual blocks before the head; by default 2, of Medusa heads 1. Of a
-            block drafter the number of decoder layers.
+    ``layers`` is the number of residual blocks before the head, by default 2, of Medusa heads 1; of
+    a block drafter the number of decoder layers.
     """
 
     head: Annotated[
@@ -141,10 +139,7 @@ class TrainingOptions:
     The learning rate rises linearly to its peak, then falls as a cosine to a hundredth of it.
 
     Attributes:
-        recipe: Training objective. "soft": KL divergence from the target's distributions, from one
-            pass over the text. "coupled": probability of sampling the target's token with the same
-            Gumbel noise, from the same pass. "overlap": DSpark's, a total variation and some
-            cross-entropy. "apple": cross-entropy on the text, as in Apple's released code.
+        recipe: Training objective; `draft_loss` has their equations.
         batch_tokens: Positions per optimiser step.
         num_evaluations: Number of measurements of tokens per step over the whole run; fewer in
             short runs.

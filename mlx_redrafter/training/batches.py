@@ -1,8 +1,8 @@
 """Batches of positions in an order that depends on the seed alone.
 
-A drafter that starts from one state of the target has single positions as examples. A drafter that
-attends to the context has stretches of consecutive positions as examples. Examples of several
-shards are shuffled together. A run can begin anywhere in the order.
+A drafter that starts from one state of the target has single positions as examples, and one that
+attends to the context has stretches of consecutive positions. Examples of several shards are
+shuffled together. A run can begin anywhere in the order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class BatchOptions(NamedTuple):
 
     Attributes:
         beam_length: L, root included.
-        batch_tokens: Number of positions per batch; positions of weight 0 pad the last batch of a
-            group.
+        batch_tokens: Number of positions per batch; positions of weight 0 fill a group's last one.
         seed: Random seed for the order.
         stretch: Number of consecutive positions of an example.
         layers: Layers of the target whose inputs the drafter reads, () for its last hidden states.
@@ -94,8 +93,8 @@ class ShardGroup:
 
     Attributes:
         shard: All shards of the group, concatenated.
-        examples: First positions of the examples, int64, shape (p,). Examples of one position
-            have at least one step that counts.
+        examples: First positions of the examples, int64, shape (p,); a single position has a step
+            that counts.
         steps: True for the unroll steps that count, bool, shape (n, L - 1).
     """
 
@@ -143,10 +142,9 @@ class BatchOrder:
     def _draw_anchors(
         self, group: ShardGroup, chosen: NDArray[np.int64], rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Draw positions of the examples that draft, those with steps that count first.
+        """Draw positions of each example that draft, ascending, int64, shape (examples, anchors).
 
-        Returns:
-            Ascending indices in each example of a batch, int64, shape (examples, anchors).
+        Those with steps that count come first.
         """
         options = self.options
         order = rng.random((options.batch_size // options.stretch, options.stretch))
@@ -170,7 +168,6 @@ class BatchOrder:
         return -(-count // self.options.batch_examples)
 
     def _survey(self) -> tuple[list[list[int]], list[int]]:
-        """List the shard numbers and count the examples of each group."""
         groups: list[list[int]] = []
         counts: list[int] = []
         room, stretch = 0, self.options.stretch
@@ -243,9 +240,9 @@ def gather(
 ) -> TrainingBatch:
     """Collect the batch of some positions.
 
-    Positions of weight 0 pad it to ``size``, and replace positions beyond the last. ``anchors`` are
-    indices of the positions that draft in each example, shape (examples, anchors); by default all
-    of one example.
+    Positions of weight 0 fill it up to ``size``, and replace positions beyond the last. ``anchors``
+    are the indices of the positions that draft in each example, shape (examples, anchors); by
+    default all of one example.
     """
     if anchors is None:
         anchors = np.arange(size)[None]

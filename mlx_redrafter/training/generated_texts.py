@@ -1,9 +1,8 @@
 """Self-generated texts in a shard: the tokens after each token, and posterior Gumbel noise.
 
 Decoding with a seed ranks drafts with the Gumbel noise that the target will sample with. A sampled
-text does not determine its noise, but it restricts the noise to values with which the target
-chooses these tokens. Drafting with noise from this posterior gives, on average, the result of
-decoding.
+text restricts this noise to values with which the target chooses its tokens. Drafting with noise
+from this posterior gives, on average, the result of decoding.
 
 Axes: n choices, p roots, k kept tokens, V vocabulary, L beam length.
 """
@@ -78,15 +77,13 @@ def sample_posterior_noise(
 
     Args:
         shard: Sampled texts.
-        states: Indices of the tokens before the choices, none of them the last, integer, shape
-            (n,).
+        states: Indices of the tokens before the choices, none the last, integer, shape (n,).
         vocab_size: V.
         temp: Sampling temperature of the target, above 0.
         seed: Random seed for the noise that the text does not determine.
 
     Returns:
-        Noise with ``argmax(log_probs / temp + noise)`` the token after each state, float32, shape
-        (n, V).
+        Noise with ``argmax(log_probs / temp + noise)`` the next token, float32, shape (n, V).
     """
     log_probs = _expand_log_probs(shard, states, vocab_size) / temp
     log_probs = log_probs - mx.logsumexp(log_probs, axis=-1, keepdims=True)
@@ -100,7 +97,6 @@ def sample_posterior_noise(
 
 
 def _expand_log_probs(shard: Shard, states: mx.array, vocab_size: int) -> mx.array:
-    """Expand the target's kept log-probabilities to all tokens, float32, shape (n, V)."""
     tail = mx.maximum(shard.tail[states], LEAST_TAIL)
     others = max(1, vocab_size - shard.top_ids.shape[-1])
     spread = mx.repeat(mx.log(tail / others)[:, None], vocab_size, axis=1)

@@ -61,8 +61,7 @@ class Preparation:
     Attributes:
         request: The request, fitted to the target's context and the length of an earlier drafter.
         student: The drafter; a new one has no weights until `run`.
-        target_facts: Name of the target, fingerprint of its weights, and digest of its tokens if
-            they can be read, for the drafter's ``config.json``.
+        target_facts: Name, fingerprint and, if they can be read, digest of tokens of the target.
         start_fingerprint: Fingerprint of the earlier drafter's weights, None for a new drafter.
     """
 
@@ -121,7 +120,7 @@ class Preparation:
     def plan(self) -> Timetable | None:
         """Report the disk, memory and time that the run needs, and check that they suffice.
 
-        Return the time, or None for a run whose training has begun, which knows its steps.
+        Return the time, or None if training has begun, which knows its steps.
         """
         request = self.request
         if self._writer is None:
@@ -192,7 +191,6 @@ class Preparation:
         return corpus
 
     def _fill_cache(self, split: Split, sequences: Sequence[TokenSequence], k: int) -> None:
-        """Compute the target's outputs on the texts of a split, unless the cache has them."""
         total, stage = sum(map(len, sequences)), f"reading {split} text"
         report = partial(self._reporter.progress, stage, total=total)
         fill_cache(self.cache, split, self._target, sequences, k, self.student.layers, report)

@@ -92,7 +92,7 @@ def _generate(
     num_texts: int,
     on_step: Callable[[], None],
 ) -> tuple[list[TokenSequence], float]:
-    """Let the target generate sequences of one length, and time it, in seconds per token."""
+    """Let the target generate sequences of one length; also return the seconds per token."""
     options = request.data_options
     temps, longest = (0.0, options.temp), options.sequence_length
     generator = TextGenerator(target.model, (), 0)  # no text ends early

@@ -25,12 +25,7 @@ from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a run.
-
-    Attributes:
-        student: The drafter in ``out``, but in float32.
-        measured: Statistics of simulated decoding of held-out texts with chains.
-    """
+    """The drafter in ``out``, but in float32, and its simulated decoding of held-out texts."""
 
     student: Student
     measured: DecodingStats

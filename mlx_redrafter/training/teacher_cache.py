@@ -1,8 +1,7 @@
 """The teacher cache: the target's outputs at every token of every sequence, on disk.
 
-One pass of the target over the sequences computes all that training needs, for every unroll step,
-so the target runs once however long the drafter trains. A cache belongs to one target, one set of
-texts and one set of options; opening it with others is an error.
+One pass of the target computes all that training needs, however long the drafter trains. A cache
+belongs to one target, one set of texts and one set of options; opening it with others is an error.
 
 Axes: n tokens of a shard, d sequences, H hidden size, C layers of the target, k kept tokens, L beam
 length of a drafter.
@@ -48,11 +47,10 @@ class Shard:
         starts: Index of the first token of each sequence, and n, int32, shape (d + 1,).
         hidden: The target's last hidden state after the final norm, float16, shape (n, H).
         top_ids: The k most probable next tokens, most probable first, int32, shape (n, k).
-        top_log_probs: Natural log-probabilities of the tokens of ``top_ids``, float16, shape
-            (n, k).
-        tail: Probability of all next tokens outside ``top_ids``, float32, shape (n,).
-        states: The concatenated inputs of C of the target's layers, which only some drafters read
-            and which have a file of their own, or None, float16, shape (n, C * H).
+        top_log_probs: Their natural log-probabilities, float16, shape (n, k).
+        tail: Probability of all other next tokens, float32, shape (n,).
+        states: Inputs of C of the target's layers, for the drafters that read them, float16, shape
+            (n, C * H), or None; they have a file of their own.
     """
 
     tokens: mx.array
@@ -82,9 +80,7 @@ class Shard:
 class TeacherCache:
     """A folder of shards.
 
-    Args:
-        identity: Target, texts and options that the cache depends on, as strings and numbers by
-            name.
+    ``identity`` has the target, texts and options that the cache depends on, by name.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, object]):

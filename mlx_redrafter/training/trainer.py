@@ -172,11 +172,9 @@ class Trainer:
     def run(self, on_step: Event, on_best: Callable[[Student], None]) -> Student:
         """Train to the end, and return the drafter with the best averaged weights.
 
-        Args:
-            on_step: Called with the progress after every step. A KeyboardInterrupt from the call
-                passes on after the state is written, so that no step is lost.
-            on_best: Called with the averaged drafter after each measurement at least as good as all
-                before.
+        ``on_step`` receives the progress after every step; the state is written before a
+        KeyboardInterrupt from it passes on. ``on_best`` receives the averaged drafter after each
+        measurement at least as good as all before.
         """
         progress = self.progress
         if not progress.curve:

@@ -136,7 +136,6 @@ class LevelEntries:
         return keys, values
 
     def make_mask(self, *arguments: Any, **options: Any) -> mx.array | None:
-        """Return the newest level's mask, whatever the arguments of mlx-lm are."""
         return self.mask
 
 

@@ -1,8 +1,7 @@
 """The interface that training needs from every kind of drafter.
 
-Every kind is measured by chains. A draft of a chain is accepted if this draft and all before it are
-the tokens of the text. The drafter then made it after the tokens of the text. So the logits that
-training unrolls along the text are those of decoding.
+Every kind is measured by chains. A draft of a chain is accepted if it and all before it are the
+tokens of the text. So the logits that training unrolls along the text are those of decoding.
 
 Axes: B positions, S unroll steps, p roots, H hidden size, V rows of the head, L beam length.
 """
@@ -135,7 +134,6 @@ class Student(ABC):
     def loss(
         self, network: Any, batch: TrainingBatch, counts: mx.array, recipe: Recipe
     ) -> mx.array:
-        """Compute the loss of a network; the other arguments are those of `draft_loss`."""
         return draft_loss(self.logits(network, batch), batch, counts, recipe)
 
     def leave_target(self) -> None:  # noqa: B027
@@ -151,17 +149,13 @@ class Student(ABC):
     def count_accepted(
         self, shard: Shard, roots: NDArray[np.int64], length: int, temp: float
     ) -> NDArray[np.int64]:
-        """Count the drafts of a chain accepted in a step from each of the given roots.
+        """Count the drafts of a chain accepted in a step from each root, int64, shape (p,).
 
         Args:
             shard: Texts.
-            roots: Indices of the root tokens of one text in the shard, consecutive, none the first
-                token of the text, shape (p,).
+            roots: Indices of consecutive tokens of one text, none the first one, shape (p,).
             length: L.
             temp: Sampling temperature of the text; 0 drafts without Gumbel noise.
-
-        Returns:
-            Number of accepted drafts of each root, int64, shape (p,).
         """
         starts = np.array(shard.starts)
         # A drafter that attends to the context needs all of it.
@@ -188,7 +182,6 @@ class Student(ABC):
         return count
 
     def _choose(self, logits: mx.array) -> NDArray[np.int32]:
-        """Choose the most probable draft of each row of logits; ids, shape (p,)."""
         rows, ids = mx.argmax(logits, axis=-1), self.row_ids
         return np.array((rows if ids is None else ids[rows]).astype(mx.int32))
 
