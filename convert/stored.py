@@ -24,10 +24,8 @@ _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"
 class StoredTensor(NamedTuple):
     """One tensor of a weight file, checked by the file's reader to lie inside the file.
 
-    Attributes:
-        dtype: Name of the dtype, such as "float32"; dtypes that no drafter uses cannot be read.
-        shape: Size of each axis, none of them negative.
-        read: Function that reads the values.
+    ``dtype`` is a name such as "float32"; dtypes that no drafter uses cannot be read. No axis of
+    ``shape`` is negative.
     """
 
     dtype: str

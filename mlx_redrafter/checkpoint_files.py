@@ -103,11 +103,7 @@ def shared_name(path_or_repo: str | Path) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the object in ``folder/config.json``.
-
-    Raises:
-        CheckpointError: The file is missing, unreadable, or not a JSON object.
-    """
+    """Read the object in ``folder/config.json``; raise `CheckpointError` if there is none."""
     path = folder / CONFIG_FILE
     try:
         path.stat()
@@ -121,9 +117,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file.
 
-    Raises:
-        CheckpointError: The file is unreadable, longer than `MAX_JSON_BYTES`, not a regular file,
-            or not a JSON object.
+    Raise `CheckpointError` if it is unreadable, longer than `MAX_JSON_BYTES`, not a regular file,
+    or not a JSON object.
     """
     try:
         check_regular(path)
@@ -144,8 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_shapes(folder: Path, files: list[Path] | None = None) -> dict[str, tuple[int, ...]]:
     """Read the shapes of all tensors in a folder, or in files, from their headers alone.
 
-    Raises:
-        CheckpointError: A file is missing, truncated, or not a safetensors file.
+    Raise `CheckpointError` if a file is missing, truncated, or not a safetensors file.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder) if files is None else files:
@@ -167,11 +161,7 @@ def read_shapes(folder: Path, files: list[Path] | None = None) -> dict[str, tupl
 
 
 def read_tensors(folder: Path) -> dict[str, mx.array]:
-    """Read all tensors of a folder, after a check of their headers.
-
-    Raises:
-        CheckpointError: `read_shapes` raises it, or MLX does not know a dtype.
-    """
+    """Read all tensors of a folder, after a check of their headers; see `read_shapes`."""
     read_shapes(folder)
     tensors: dict[str, mx.array] = {}
     for path in weight_files(folder):
@@ -183,11 +173,7 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files of a checkpoint folder, in order of their names.
-
-    Raises:
-        CheckpointError: The folder has no weight files.
-    """
+    """List the weight files of a folder by name; raise `CheckpointError` if there are none."""
     for pattern in WEIGHTS_PATTERNS:
         if paths := sorted(folder.glob(pattern)):
             return paths
@@ -235,10 +221,8 @@ def write_text(path: Path, text: str) -> None:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary path next to ``path``, then move the result into place.
 
-    The temporary name keeps the suffix, because some writers require it.
-
-    Raises:
-        OSError: The file cannot be written; the error names ``path``.
+    The temporary name keeps the suffix, because some writers require it. An `OSError` names
+    ``path``.
     """
     with naming(path):
         handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)

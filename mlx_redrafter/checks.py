@@ -32,11 +32,7 @@ def check_instance(name: str, value: object, kind: type | tuple[type, ...], expe
 
 
 def token_ids(name: str, values: Any, expected: str = "a list of token ids") -> list[int]:
-    """Return token ids as a list of integers.
-
-    Raises:
-        ConfigError: They are not a sequence of whole numbers.
-    """
+    """Return token ids as a list; raise `ConfigError` unless they are whole numbers."""
     try:
         ids = list(values.tolist() if hasattr(values, "tolist") else values)
         if isinstance(values, bytes) or any(isinstance(token, bool) for token in ids):

@@ -75,7 +75,6 @@ def _foreign(path: Path) -> str:
 
 
 def _locate(given: str | Path | None) -> Path | None:
-    """Return the place of an input on this machine; None if it has none."""
     if given is None:
         return None
     path = Path(given).expanduser()

@@ -61,10 +61,7 @@ SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
 class Quantisation:
     """Options of KV cache quantization, with mlx-lm's meaning.
 
-    Attributes:
-        bits: Bits per element.
-        group_size: Elements per group.
-        start: Number of tokens from which on the whole cache is quantised.
+    ``start`` is the number of tokens from which on the whole cache is quantised.
     """
 
     bits: int

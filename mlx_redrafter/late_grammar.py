@@ -10,13 +10,11 @@ from mlx_redrafter.grammar import Grammar
 
 @dataclass(frozen=True)
 class LateGrammar:
-    """Grammars of the text after a marker; until a marker comes, all tokens are allowed.
+    """Grammars of the text after a marker, by marker; until one comes, all tokens are allowed.
 
-    Attributes:
-        grammars: Grammars by the marker that they follow.
-        is_last: Whether the text ends where the grammar ends. Otherwise all tokens are allowed from
-            there to the next marker, so the grammar must end in a way that nothing can extend.
-        may_end_before: Whether the text may end without a marker.
+    With ``is_last`` the text ends where the grammar ends. Otherwise all tokens are allowed from
+    there to the next marker, so the grammar must end in a way that nothing can extend.
+    ``may_end_before`` is whether the text may end without a marker.
     """
 
     grammars: Mapping[str, Grammar]

@@ -39,14 +39,11 @@ def check_memory(
     machines: int = 1,
     adapter: str | None = None,
 ) -> str | None:
-    """Check that decoding fits into memory.
+    """Check that decoding fits into memory; raise `ResourceError` if it does not.
 
     The target is split over ``machines`` like this one, which fuse an adapter with it. A drafter
     that is None has no weights of its own. Return a warning if macOS may have to move other
     programs' memory aside.
-
-    Raises:
-        ResourceError: The machine has too little memory.
     """
     total = read_total_memory()
     if total is None:
@@ -73,11 +70,7 @@ def check_memory(
 
 
 def read_context_length(folder: Path) -> int | None:
-    """Return the number of tokens for which a model was made; None if its config names none.
-
-    Raises:
-        CheckpointError: It has no config that can be read.
-    """
+    """Return the number of tokens that a model was made for; None if its config names none."""
     config = read_config(folder)
     lengths = [{**config, **text_values(config)}.get(key) for key in CONTEXT_LENGTH_KEYS]
     return next((one for one in lengths if isinstance(one, int) and one > 1), None)

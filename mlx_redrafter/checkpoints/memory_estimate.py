@@ -1,9 +1,8 @@
 """Estimate of the memory that decoding needs, before any weights are read.
 
 Sizes of weights come from the files, and those of K/V caches from a model of mlx-lm whose random
-weights MLX never computes. The working memory of a prompt's chunk depends on MLX's kernels for this
-machine, so it is measured: on the first layers, until each kind of layer is among them, with zeros
-as weights.
+weights MLX never computes. The working memory of a prompt's chunk depends on MLX's kernels here, so
+it is measured on the first layers, one of each kind, with zeros as weights.
 
 Axes: n tokens of the context, T tokens of a chunk of the prompt.
 """
@@ -45,13 +44,10 @@ COPIES_OF_LOGITS = 3
 
 
 class MemoryEstimate(NamedTuple):
-    """Peak memory of decoding, in bytes.
+    """Peak memory of decoding, in bytes: weights of the target, the drafter, caches, work.
 
-    Attributes:
-        weights: Weights of the target.
-        drafter: Weights of the drafter, its logits, and the table of a recurrent one.
-        cache: K/V caches and recurrent states.
-        work: Largest intermediate arrays.
+    ``drafter`` includes its logits and the table of a recurrent one; ``work`` is the largest
+    intermediate arrays.
     """
 
     weights: int
@@ -65,13 +61,10 @@ class MemoryEstimate(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Length of a sequence, and the form of its K/V entries.
+    """Length of a sequence, n, and the form of its K/V entries.
 
-    Attributes:
-        tokens: Number of tokens, n.
-        chunk: Maximum number of prompt tokens per pass, T.
-        kv_bits: Bits of quantised K/V entries; None if they are not quantised.
-        group_size: Elements per scale of quantised entries.
+    ``chunk`` is the maximum number of prompt tokens per pass, T, and ``kv_bits`` is None for
+    entries that are not quantised.
     """
 
     tokens: int
@@ -128,11 +121,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def fused_growth(folder: Path, adapter: Path) -> int:
-    """Return the bytes by which quantised layers grow when a LoRA adapter is fused with them.
-
-    Raises:
-        CheckpointError: The config of the model or the adapter's weights cannot be read.
-    """
+    """Return the bytes by which quantised layers grow when a LoRA adapter is fused with them."""
     config = read_config(folder)
     quantisation = config.get("quantization")
     if not isinstance(quantisation, dict):
@@ -211,7 +200,6 @@ def _first_layers(name: str, config: Mapping[str, Any], count: int) -> nn.Module
 
 
 def _quantisation(values: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the bits per element of a quantised model, and the elements per group."""
     bits: Any = values.get("bits")
     group_size: Any = values.get("group_size")
     check_quantization(bits, group_size)
@@ -241,7 +229,6 @@ def _fill(model: nn.Module, before: int, last: int = 0) -> list[Any]:
 
 
 def _filled(cache: Any, known: Any, before: int, last: int) -> Any:
-    """Fill an empty cache with as many entries, of the shape of those that are known."""
     if isinstance(cache, CacheList):
         parts = zip(cache.caches, known.caches, strict=True)
         return CacheList(*(_filled(*part, before, last) for part in parts))
