@@ -56,7 +56,7 @@ class Question:
 
     Attributes:
         num_parameters: Parameters of the target that a token reads.
-        bits: Bits of the target's weights: 16, 8 or 4.
+        bits: Bits of the target's weights: 32, 16, 8 or 4.
         drafter_parameters: Parameters read per level of drafting: all but embeddings.
         plain: Measured milliseconds of a plain step; None predicts them from the bandwidth.
     """

@@ -23,11 +23,9 @@ MAX_LINE = 1 << 20
 
 @dataclass(frozen=True)
 class ServedText:
-    """A text of a server.
+    """A text of a server, with the seconds from the request to its first and its last piece.
 
-    Attributes:
-        first: Seconds from the request to the first piece of text; ``last``, to the last one.
-        steps: Forward passes of the target after the first token, if the server reports them.
+    ``steps`` counts the forward passes of the target after the first token, if the server does.
     """
 
     text: str
@@ -40,9 +38,8 @@ class ServedText:
 class OpenAiServer:
     """A server with OpenAI's chats or completions.
 
-    Attributes:
-        url: Address of the API, such as http://127.0.0.1:8080/v1.
-        counts_steps: Whether the server is this project's, which reports steps on request.
+    ``url`` is that of the API, such as http://127.0.0.1:8080/v1. ``counts_steps`` is whether the
+    server is this project's, which reports steps on request.
     """
 
     name: str

@@ -54,8 +54,7 @@ def count_texts(configuration: Mapping[str, Any]) -> str:
 def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path]:
     """Draw a map of the speed by width and length for every group of points; return the files.
 
-    Raises:
-        PlotError: matplotlib is not installed.
+    Raise `PlotError` if matplotlib is not installed.
     """
     groups = _groups(points)
     files = []

@@ -38,8 +38,8 @@ class TimedRun:
         decode_seconds: Time from the first token to the last.
         tokens: Token ids of the text, stop token included.
         accepted_counts: Number of steps that accepted a drafts, at index a; empty for stock mlx-lm.
-        num_verified: Number of nodes verified in all steps; ``num_unmerged``, without merging of
-            prefixes.
+        num_verified: Number of nodes verified in all steps.
+        num_unmerged: The same without merging of prefixes.
     """
 
     group: str
@@ -202,7 +202,6 @@ class _TextInProgress:
         self._response: Any = None
 
     def add(self, response: Any) -> None:
-        """Add the response of the next token."""
         self._last = time.perf_counter()
         if not self.tokens:
             self._first = self._last
@@ -211,7 +210,6 @@ class _TextInProgress:
         self._response = response
 
     def as_run(self, name: str, turn: Turn, start: float) -> TimedRun:
-        """Return the counts of the finished text; ``start`` is in seconds of `perf_counter`."""
         counts: dict[str, Any] = {}
         if isinstance(self._response, GenerationResponse):
             stats = self._response.stats

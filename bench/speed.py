@@ -89,7 +89,6 @@ class Comparison:
         return STOCK if self.stock else PLAIN
 
     def methods(self, batch_size: int, settings: CommonSettings) -> dict[str, Method]:
-        """Return the methods by name."""
         plans: dict[str, DraftPlan | None] = {AUTO: None}
         plans |= {arm_name(plan): plan for plan in self.plans}
         own: dict[str, Method] = {}
@@ -223,7 +222,6 @@ def decode_batch(
     options: Mapping[str, Any],
     batch: Sequence[Turn],
 ) -> TimedTexts:
-    """Decode the texts of a batch together, and time them."""
     stream = engine.stream_batch(
         [turn.prompt.ids for turn in batch],
         batch_size=len(batch),

@@ -68,7 +68,6 @@ class TrainingCost:
         return cls(work, needed, request, config, num_weights)
 
     def predict(self, shape: ModelShape, chip: Chip) -> Timetable:
-        """Compute the time on a chip."""
         return Timetable.of(self.work, self._pace(shape, chip), None)
 
     def _pace(self, shape: ModelShape, chip: Chip) -> Pace:
@@ -97,5 +96,4 @@ class TrainingCost:
 
 
 def _pass_seconds(shape: ModelShape, chip: Chip, tokens: int) -> float:
-    """Compute the seconds of a forward pass of the target over T tokens."""
     return Question(chip, shape.active, shape.bits, 0.0).step_time(tokens, 1) / 1e3
