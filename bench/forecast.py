@@ -57,7 +57,6 @@ class Forecast:
 
 
 def predict_forecast(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Forecast:
-    """Predict the speed on a chip; no such chip is needed."""
     question = Question(chip, shape.active, shape.bits, cost.num_weights)
     best = predict(question, APPLE_ACCEPTANCE)[0]
     return Forecast(

@@ -142,7 +142,6 @@ def _models(url: str, key: str | None) -> list[dict[str, Any]]:
 
 
 def _open(url: str, key: str | None, request: Mapping[str, Any] | None = None) -> Iterator[bytes]:
-    """Yield the lines of a reply."""
     body = None if request is None else json.dumps(request).encode()
     headers = {"Content-Type": "application/json"}
     if key is not None:

@@ -53,7 +53,6 @@ class Recording:
         self._done = {run.turn for run in self.runs}
 
     def has(self, turn: tuple[str, int, str, int]) -> bool:
-        """Return whether the runs of a turn are recorded."""
         return turn in self._done
 
     def add(self, runs: Iterable[TimedRun]) -> None:

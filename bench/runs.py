@@ -161,7 +161,6 @@ class Turn:
         return self.group, self.block, self.prompt.name, self.repeat
 
     def run(self, arm: str, **measured: Any) -> TimedRun:
-        """Return the run of a decoding method in this round."""
         return TimedRun(
             group=self.group,
             block=self.block,

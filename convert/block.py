@@ -29,8 +29,6 @@ from mlx_redrafter.target.target import Target
 
 
 class ForeignBlock(ForeignDrafter):
-    """A block drafter."""
-
     noun = "a block drafter"
     linked = "A block drafter"
     config: BlockConfig

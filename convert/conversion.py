@@ -37,8 +37,6 @@ TARGET_KEY = "target"
 
 
 class Conversion(NamedTuple):
-    """The result of a conversion."""
-
     config: Any
     provenance: dict[str, Any]
     warnings: tuple[str, ...]
@@ -109,7 +107,6 @@ def _finish(network: DraftNetwork, drafter: ForeignDrafter) -> None:
 def _write(
     destination: Path, network: DraftNetwork, drafter: ForeignDrafter, tested: Reading[Any] | None
 ) -> Conversion:
-    """Write a converted drafter to a folder, which appears whole or not at all."""
     options = drafter.options
     measured, notes, warnings = None, [*drafter.notes], [*drafter.warnings]
     if tested is not None:
@@ -142,7 +139,6 @@ def _write(
 def _describe(
     title: str, drafter: ForeignDrafter, config: Any, provenance: Mapping[str, Any]
 ) -> str:
-    """Render the card as Markdown."""
     target, source, measured = (provenance[key] for key in ("target", "source", "self_test"))
     stored_as = drafter.options.stored_as
     rows = {"drafter": config.summary, "vocabulary": config.vocab_size, "weights": stored_as}

@@ -32,8 +32,6 @@ from mlx_redrafter.target.target import Target
 
 
 class ForeignEagle(ForeignDrafter):
-    """An EAGLE head."""
-
     noun = "an EAGLE head"
     linked = "An [EAGLE](https://arxiv.org/abs/2503.01840) head"
     name_set = "eagle"

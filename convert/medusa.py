@@ -21,8 +21,6 @@ from mlx_redrafter.target.target import Target
 
 
 class ForeignMedusa(ForeignDrafter):
-    """Medusa heads."""
-
     noun = "Medusa heads"
     linked = "[Medusa](https://arxiv.org/abs/2401.10774) heads"
     takes = ("vocab_slice", "tree")

@@ -55,8 +55,6 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
 
 
 class ForeignMtp(ForeignDrafter):
-    """An MTP module."""
-
     noun = "an MTP module"
     linked = "An MTP module"
     name_set = "MTP"

@@ -45,8 +45,6 @@ APPLE_TOP_K = 50
 
 
 class ForeignRecurrent(ForeignDrafter):
-    """A recurrent drafter."""
-
     noun = "a recurrent drafter"
     linked = "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)"
     takes = ("rnn_activation", "vocab_slice")

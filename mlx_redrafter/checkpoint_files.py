@@ -187,7 +187,6 @@ def _explain(folder: Path) -> str:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weight files."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHTS_PATTERNS)
 
 

@@ -68,7 +68,6 @@ def check_destination(
 
 
 def _foreign(path: Path) -> str:
-    """Name one of the files in a folder, or the file; empty for an empty folder."""
     names = os.listdir(path) if path.is_dir() else [path.name]
     counted = (name for name in sorted(names) if name != FINDER and not INCOMPLETE.fullmatch(name))
     return next(counted, "")

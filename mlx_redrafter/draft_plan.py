@@ -44,7 +44,6 @@ class DraftShape:
 
     @property
     def levels(self) -> int:
-        """Number of levels below the root, L - 1."""
         return self.length - 1
 
     @property

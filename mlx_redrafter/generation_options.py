@@ -141,13 +141,11 @@ class GenerationOptions:
 
     @property
     def given_sampling(self) -> dict[str, Any]:
-        """Sampling options that are not None."""
         values = {name: getattr(self, name) for name in SAMPLING_NAMES}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def quantisation(self) -> Quantisation | None:
-        """KV cache quantization, or None."""
         bits = KV_BITS[-1] if self.kv_bits is None else self.kv_bits  # to check the other options
         found = Quantisation(bits, self.kv_group_size, self.quantized_kv_start)
         return None if self.kv_bits is None else found

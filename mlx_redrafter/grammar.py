@@ -56,7 +56,6 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Require a JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod

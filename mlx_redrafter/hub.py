@@ -89,11 +89,9 @@ class Repository(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Address of its page."""
         return f"{constants.ENDPOINT}/{self.name}"
 
     def size(self, patterns: Sequence[str]) -> int:
-        """Return the bytes of the files that match a pattern."""
         return sum(size for name, size in self.sizes.items() if _matches(name, patterns))
 
 
@@ -199,7 +197,6 @@ def _end_download(repository: Repository) -> Callable[[], str]:
 
 
 def fetch(name: str, patterns: Sequence[str] | None, target: str = "") -> Path:
-    """Find a repository and download its files that match a pattern."""
     return download(find_repository(name, patterns, target), patterns)
 
 

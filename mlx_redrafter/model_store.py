@@ -42,7 +42,7 @@ class StoredModel(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Size of its files, in bytes."""
+        """Bytes of its files."""
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 

@@ -62,7 +62,6 @@ class Identity(NamedTuple):
         return identity._replace(names=identity.names | own, folder=folder)
 
     def is_named(self, *names: str) -> bool:
-        """Return whether one of these is a name of this model."""
         return any(plain_name(name) in self.names for name in names)
 
     def contradiction(self, config: Mapping[str, Any]) -> str | None:

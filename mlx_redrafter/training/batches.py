@@ -48,7 +48,6 @@ class BatchOptions(NamedTuple):
 
     @property
     def anchors(self) -> int:
-        """Number of positions of an example that draft."""
         return max(1, round(self.share * self.stretch))
 
     @property
@@ -104,8 +103,6 @@ class ShardGroup:
 
 
 class BatchOrder:
-    """The batches of all epochs."""
-
     def __init__(
         self, cache: TeacherCache, split: Split, options: BatchOptions, rows: HeadRows | None = None
     ):

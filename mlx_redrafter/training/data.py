@@ -78,7 +78,6 @@ class TokenSequence:
 
 
 def read_items(paths: Iterable[str | Path], lines_are_prompts: bool = False) -> list[Item]:
-    """Read all texts, chats and prompts."""
     items: list[Item] = []
     for path in map(Path, paths):
         num_before = len(items)

@@ -35,15 +35,11 @@ NUM_BEGINNINGS = 28
 
 
 class GenerationJob(NamedTuple):
-    """One text to generate."""
-
     prompt: list[int]
     temp: float
 
 
 class TextGenerator:
-    """Generator of texts by the target."""
-
     def __init__(self, model: nn.Module, stop_tokens: Iterable[int], seed: int):
         self.model = model
         self.stop_tokens = sorted(stop_tokens)
@@ -97,7 +93,6 @@ class TextGenerator:
         number: int,
         on_tokens: OnTokens = lambda count: None,
     ) -> list[TokenSequence]:
-        """Generate the texts of one round. Seeds MLX's global random state."""
         mx.random.seed(self.seed + 1_000_003 * number)
         answers: list[list[int]] = []
         # mlx-lm cannot decode some models in batches.

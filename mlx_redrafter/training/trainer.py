@@ -88,7 +88,6 @@ class Optimiser:
         return dict(tree_flatten(state))
 
     def restore(self, arrays: Arrays) -> None:
-        """Restore the state that `arrays` returned."""
         self.network.load_weights(list(_select_prefix("weights.", arrays).items()), strict=False)
         state = tree_unflatten(list(_select_prefix("optimiser.", arrays).items()))
         self.adam.state = state

@@ -63,7 +63,6 @@ class TrainingRequest:
 
     @property
     def is_begun(self) -> bool:
-        """Whether an earlier call has begun a run in ``out``."""
         return has_state(self.state_folder) or any(
             (self.out / name).exists() for name in (RUN_FILE, f"{CACHE_FOLDER}/{MANIFEST}")
         )

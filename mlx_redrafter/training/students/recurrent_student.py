@@ -25,8 +25,6 @@ from mlx_redrafter.training.teacher_cache import Shard
 
 
 class RecurrentStudent(Student):
-    """A recurrent drafter."""
-
     name = "a recurrent drafter (ReDrafter, arXiv 2403.09919)"
     network: Drafter
 

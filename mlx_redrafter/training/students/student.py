@@ -81,7 +81,6 @@ class Student(ABC):
 
     @property
     def rows(self) -> HeadRows:
-        """Mapping from token ids to rows of the head."""
         ids = self.row_ids
         return HeadRows(None if ids is None else np.array(ids), self.vocab_size)
 
