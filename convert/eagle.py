@@ -20,7 +20,7 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.errors import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle

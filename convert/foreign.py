@@ -13,8 +13,7 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.escaping import quote
+from mlx_redrafter.errors import ConfigError, quote
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.target.target import Target
 

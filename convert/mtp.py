@@ -19,7 +19,7 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.source import Source, read_file
-from mlx_redrafter.escaping import quote
+from mlx_redrafter.errors import quote
 from mlx_redrafter.proposers import block, eagle, medusa
 from mlx_redrafter.proposers.mtp import load
 from mlx_redrafter.proposers.mtp.families import (

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, ClassVar, NamedTuple, NoReturn
 
 from mlx_redrafter.convert.stored import MAX_AXES, count_spanned
-from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.escaping import describe_error, quote
+from mlx_redrafter.errors import CheckpointError, describe_error, quote
 
 # Maximum size of a pickle in bytes; a drafter's has about 2 kB, a 70B model's about 100 kB.
 MAX_PICKLE_BYTES = 2**20

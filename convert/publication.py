@@ -14,8 +14,7 @@ from huggingface_hub import HfApi
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, naming, read_config
 from mlx_redrafter.checkpoints.cards import CARD_FILE
 from mlx_redrafter.destinations import check_destination
-from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.escaping import describe_error
+from mlx_redrafter.errors import CheckpointError, describe_error
 
 # Key in config.json for the provenance of the weights; it marks a folder as an output.
 PROVENANCE_KEY = "conversion"

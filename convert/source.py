@@ -19,8 +19,7 @@ from mlx_redrafter.checkpoint_files import (
 )
 from mlx_redrafter.convert.stored import StoredTensor, read_safetensors_file
 from mlx_redrafter.convert.torch_file import read_torch_file
-from mlx_redrafter.errors import CheckpointError, explain
-from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.errors import CheckpointError, explain, join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import TOKEN_IDS
 
 # Weight files in order of preference.

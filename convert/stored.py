@@ -11,8 +11,7 @@ import mlx.core as mx
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.escaping import describe_error
+from mlx_redrafter.errors import CheckpointError, describe_error
 
 MAX_AXES = 8
 # numpy's dtype of each readable dtype on disk; bfloat16, which numpy lacks, is read as its bits.

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.errors import ConfigError, how_to_install
-from mlx_redrafter.escaping import describe_error
+from mlx_redrafter.errors import ConfigError, describe_error, how_to_install
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -91,6 +90,20 @@ class Grammar:
         matcher = _guidance().LLMatcher(vocabulary, self.source, log_level=0, limits=_limits())
         _check(matcher.get_error())
         return matcher
+
+
+@dataclass(frozen=True)
+class LateGrammar:
+    """Grammars of the text after a marker, by marker; until one comes, all tokens are allowed.
+
+    With ``is_last`` the text ends where the grammar ends. Otherwise all tokens are allowed from
+    there to the next marker, so the grammar must end in a way that nothing can extend.
+    ``may_end_before`` is whether the text may end without a marker.
+    """
+
+    grammars: Mapping[str, Grammar]
+    is_last: bool = False
+    may_end_before: bool = True
 
 
 def lark_json(schema: Mapping[str, Any], lenient: bool = False) -> str:

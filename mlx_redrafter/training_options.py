@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mlx_redrafter.checks import check_int, is_number
+from mlx_redrafter.checks import check_int, check_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 
@@ -73,8 +73,8 @@ class DataOptions:
         check_int("answer_tokens", self.answer_tokens, 8)
         check_int("held_out", self.held_out, 1)
         check_int("seed", self.seed, 0, 2**31 - 1)
-        _check_number("self_generated", self.self_generated, 0, 1)
-        _check_number("temp", self.temp, 0, 100)
+        check_number("self_generated", self.self_generated, 0, 1)
+        check_number("temp", self.temp, 0, 100)
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,7 @@ class TrainingOptions:
         check_int("patience", self.patience, 1)
         check_int("seed", self.seed, 0, 2**31 - 1)
         if self.minutes is not None:
-            _check_number("minutes", self.minutes, 0, 1e6)
+            check_number("minutes", self.minutes, 0, 1e6)
         if self.lr is not None:
-            _check_number("lr", self.lr, 0, 10)
-        _check_number("checkpoint_seconds", self.checkpoint_seconds, 0, math.inf)
-
-
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    """Raise `ConfigError` unless ``value`` is a number in ``[low, high]``."""
-    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
+            check_number("lr", self.lr, 0, 10)
+        check_number("checkpoint_seconds", self.checkpoint_seconds, 0, math.inf)

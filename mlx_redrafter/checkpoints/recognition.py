@@ -9,8 +9,7 @@ from typing import Any
 
 from mlx_redrafter import proposers
 from mlx_redrafter.checkpoint_files import find_checkpoint, has_weights, read_config, read_shapes
-from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.escaping import quote
+from mlx_redrafter.errors import CheckpointError, ConfigError, quote
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.kind import Kind

@@ -9,7 +9,7 @@ Axes: n choices, p roots, k kept tokens, V vocabulary, L beam length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import mlx.core as mx
@@ -33,18 +33,19 @@ def find_generated(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
     return [(start, where) for start, where in texts if len(where) > 1 and where[0] > 0]
 
 
-def iterate_texts(shard: Shard) -> Iterator[ReadSequence]:
+def iterate_texts(shards: Iterable[Shard]) -> Iterator[ReadSequence]:
     """Iterate over the texts with a generated part, with the target's outputs and states."""
-    states = shard.hidden if shard.states is None else shard.states
-    for start, generated in find_generated(shard):
-        first, end = start + int(generated[0]), start + int(generated[-1]) + 1
-        yield ReadSequence(
-            shard.tokens[start:end],
-            first - start,
-            states[start : end - 1],
-            shard.top_ids[first - 1 : end - 1],
-            shard.top_log_probs[first - 1 : end - 1],
-        )
+    for shard in shards:
+        states = shard.hidden if shard.states is None else shard.states
+        for start, generated in find_generated(shard):
+            first, end = start + int(generated[0]), start + int(generated[-1]) + 1
+            yield ReadSequence(
+                shard.tokens[start:end],
+                first - start,
+                states[start : end - 1],
+                shard.top_ids[first - 1 : end - 1],
+                shard.top_log_probs[first - 1 : end - 1],
+            )
 
 
 def read_following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDArray[np.int32]:

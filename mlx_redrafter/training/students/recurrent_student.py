@@ -73,9 +73,8 @@ class RecurrentStudent(Student):
             yield state
 
     def calibrate(self, texts: Iterable[Shard]) -> None:
-        network = self.network
-        found = (text for shard in texts for text in iterate_texts(shard))
-        network.config = calibrate(network, self.embed, found).applied(network.config)
+        fitted = calibrate(self.network, self.embed, iterate_texts(texts))
+        self.network.config = fitted.applied(self.network.config)
 
 
 def _project_head(head: NDArray[np.float32], random: NDArray[np.float32]) -> mx.array:
