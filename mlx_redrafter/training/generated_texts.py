@@ -57,16 +57,6 @@ def read_following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDArr
     return tokens[np.where(ahead < ends[:, None], ahead, -1)]
 
 
-def draw_noise(shard: Shard, states: NDArray[np.int64], vocab_size: int, temp: float) -> mx.array:
-    """Draw posterior noise, float32 (n, V), for the choices after tokens of indices (n,).
-
-    The noise after a token is the same whenever it is drawn.
-    """
-    # Past the end of the texts any noise is right, because no draft is accepted there.
-    states = np.minimum(states, shard.tokens.shape[0] - 2)
-    return sample_posterior_noise(shard, mx.array(states), vocab_size, temp)
-
-
 def sample_posterior_noise(
     shard: Shard, states: mx.array, vocab_size: int, temp: float, seed: int = 0
 ) -> mx.array:
@@ -78,7 +68,8 @@ def sample_posterior_noise(
 
     Args:
         shard: Sampled texts.
-        states: Indices of the tokens before the choices, none the last, integer, shape (n,).
+        states: Indices of the tokens before the choices, integer, shape (n,); the noise after a
+            token is the same whenever it is drawn.
         vocab_size: V.
         temp: Sampling temperature of the target, above 0.
         seed: Random seed for the noise that the text does not determine.
@@ -86,6 +77,8 @@ def sample_posterior_noise(
     Returns:
         Noise with ``argmax(log_probs / temp + noise)`` the next token, float32, shape (n, V).
     """
+    # Past the end of the texts any noise is right, because no draft is accepted there.
+    states = mx.minimum(states, shard.tokens.shape[0] - 2)
     log_probs = _expand_log_probs(shard, states, vocab_size) / temp
     log_probs = log_probs - mx.logsumexp(log_probs, axis=-1, keepdims=True)
     # One draw more than there are tokens: the last is the largest noisy log-probability.

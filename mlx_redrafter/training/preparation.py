@@ -100,15 +100,12 @@ class Preparation:
                 network = replace(request.network, length=length)
                 self.request = replace(request, network=network)
             self.start_fingerprint = fingerprint_weights(self.student.network)
-        self.target_fingerprint = fingerprint_weights(model)
-        self.target_facts = {
-            "name": shared_name(request.model),
-            "fingerprint": self.target_fingerprint,
-        }
+        fingerprint = fingerprint_weights(model)
+        self.target_facts = {"name": shared_name(request.model), "fingerprint": fingerprint}
         if (tokens := digest_tokens(find_model(request.model))) is not None:
             self.target_facts["tokens"] = tokens
         identity = {
-            "target": self.target_fingerprint,
+            "target": fingerprint,
             "texts": self._sources.text_fingerprint,
             "chat template": str(getattr(self._tokenizer, "chat_template", None)),
             "top_k": TOP_K,

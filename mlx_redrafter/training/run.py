@@ -81,7 +81,7 @@ def train_drafter(
     remove_leftovers(request.out)
     corpus, request = preparation.run(), preparation.request
     student, cache = preparation.student, preparation.cache
-    fingerprint, target = preparation.target_fingerprint, preparation.target_facts
+    target = preparation.target_facts
     identity = _describe_run(request, preparation, corpus)
     del preparation
     mx.clear_cache()  # nothing refers to the target now, except students that need it
@@ -113,7 +113,7 @@ def train_drafter(
     best.calibrate(watched())
     measured = simulate(best, watched(), request.network.length, request.data_options.temp)
     _save(best, request, target)
-    _write_card(request, fingerprint, corpus, best, trainer.progress, measured)
+    _write_card(request, target["fingerprint"], corpus, best, trainer.progress, measured)
     return TrainingResult(best, measured)
 
 
@@ -123,7 +123,7 @@ def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Co
         **asdict(request.data_options),
         **asdict(request.network),
         **asdict(request.training),
-        "target": preparation.target_fingerprint,
+        "target": preparation.target_facts["fingerprint"],
         "start_from": preparation.start_fingerprint,
         "trained tokens": sum(map(len, corpus.train)),
     }

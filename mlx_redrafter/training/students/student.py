@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.training.batches import HeadRows, ShardGroup, gather
-from mlx_redrafter.training.generated_texts import draw_noise, read_following
+from mlx_redrafter.training.generated_texts import read_following, sample_posterior_noise
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import Recipe
@@ -166,8 +166,8 @@ class Student(ABC):
         following = read_following(shard, roots, length)
         noise: mx.array | None = None
         if temp:
-            states = np.arange(roots[0], roots[-1] + length - 1)
-            noise = draw_noise(shard, states, self.vocab_size, temp)
+            states = mx.arange(int(roots[0]), int(roots[-1]) + length - 1)
+            noise = sample_posterior_noise(shard, states, self.vocab_size, temp)
             noise = noise[:, : self.head_rows] if self.row_ids is None else noise[:, self.row_ids]
         is_right = np.ones(len(roots), np.bool_)
         count = np.zeros(len(roots), np.int64)
