@@ -42,7 +42,7 @@ class Forecast:
     Attributes:
         plain: Seconds of a plain step.
         shape: Name of the fastest draft shape with a recurrent drafter.
-        speedup: Speed with that shape relative to plain decoding, with Apple's tokens per step.
+        speedup: Speed with it relative to plain decoding, with Apple's tokens per step.
         training: Time of training a drafter.
         notes: Assumptions and findings, one sentence each.
         is_narrow: Whether the chip's kernels read quantised weights once per token.

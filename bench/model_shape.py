@@ -47,9 +47,8 @@ class ModelShape:
 def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Read the sizes of a model from its ``config.json``, without creating weights.
 
-    Raises:
-        CheckpointError: mlx-lm cannot make the model.
-        UnsupportedTargetError: The model cannot be decoded exactly.
+    Raise `CheckpointError` if mlx-lm cannot make it, and `UnsupportedTargetError` if it cannot be
+    decoded exactly.
     """
     model = make_model(name, config)
     parts = find_parts(model)

@@ -105,10 +105,8 @@ class OpenAiServer:
 def find_server(address: str, key: str | None = None) -> OpenAiServer:
     """Find a server and its model.
 
-    Args:
-        address: NAME=URL, such as mlx-lm=http://127.0.0.1:8080/v1; #MODEL at the end chooses one of
-            several models.
-        key: Key for the server, if it needs one.
+    ``address`` is NAME=URL, such as mlx-lm=http://127.0.0.1:8080/v1; #MODEL at the end chooses one
+    of several models. ``key`` is for a server that needs one.
 
     Raises:
         DataError: The address has another form, or the server has no such model.

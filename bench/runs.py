@@ -34,8 +34,7 @@ class TimedRun:
     Attributes:
         group: Name of settings whose speeds are compared only with one another, such as the dtype.
         block: Number of the block of runs that were interleaved.
-        prompt_seconds: Time until the first token.
-        decode_seconds: Time from the first token to the last.
+        prompt_seconds: Time until the first token; ``decode_seconds``, from there to the last.
         tokens: Token ids of the text, stop token included.
         accepted_counts: Number of steps that accepted a drafts, at index a; empty for stock mlx-lm.
         num_verified: Number of nodes verified in all steps.

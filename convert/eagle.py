@@ -1,9 +1,8 @@
 """Conversion of EAGLE heads.
 
 Programs disagree whether a layer's number means its input or its output, and the config of a head
-may name another rotary embedding than the one it was trained with. So the self-test tries the
-neighbouring layers and the target's embedding, too, and the result has what the target clearly
-accepts more often.
+may name another rotary embedding than the one it was trained with. So the self-test tries these
+readings, too.
 """
 
 from __future__ import annotations

@@ -28,12 +28,11 @@ class ForeignDrafter(ABC):
     if an option is for another kind.
 
     Attributes:
-        noun: Name of the kind, with its article if it has one.
-        linked: The same at the start of a card, with a link to the paper if there is one.
+        noun: Name of the kind, with its article; ``linked`` begins a card, with a link to the
+            paper.
         takes: Those of `SPECIAL` that the kind has.
         kind: Description of the checkpoint.
-        name_set: Naming convention of its tensors.
-        names: Names of the drafter's tensors there, by the network's.
+        name_set: Naming convention of its tensors; ``names`` are theirs, by the network's.
         target: Name of the target if the checkpoint gives one.
         is_cast: Function that returns whether a floating-point weight gets the dtype of the
             options.

@@ -50,9 +50,9 @@ def find_checkpoint(
         target: Model that a drafter is for: never the name that was meant.
 
     Raises:
-        CheckpointError: There is neither such a folder nor such a repository, there is no network,
-            several repositories end in this name, or the repository holds other files. Or the
-            folder holds a pipe, a socket or a device, whose reader could wait for ever.
+        CheckpointError: There is no such folder or repository, no network, or other files than
+            asked for; or several repositories end in this name. Or the folder holds a pipe, a
+            socket or a device, whose reader could wait for ever.
         ConfigError: ``path_or_repo`` is neither a string nor a path.
     """
     if not isinstance(path_or_repo, (str, Path)):

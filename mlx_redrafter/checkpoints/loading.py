@@ -163,8 +163,7 @@ def _check_for_machines(name: str | Path | None, trust_remote_code: bool) -> Non
 def load_drafter(path_or_repo: str | Path) -> Proposer:
     """Load a drafter of any kind as it is stored, without its target.
 
-    Raises:
-        CheckpointError: Files are missing, truncated or foreign, or a value is out of range.
-        NonFiniteError: A weight is NaN or infinite.
+    Raise `CheckpointError` if files are missing, truncated or foreign, or a value is out of range,
+    and `NonFiniteError` for a weight that is NaN or infinite.
     """
     return find_kind(path_or_repo).load(path_or_repo, UNKNOWN)

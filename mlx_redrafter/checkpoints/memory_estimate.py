@@ -81,11 +81,9 @@ class Context(NamedTuple):
 def estimate_memory(folder: Path, drafter: Path | None, context: Context) -> MemoryEstimate:
     """Estimate the peak memory of decoding one sequence.
 
-    ``drafter`` is None for a drafter without weights of its own.
-
-    Raises:
-        CheckpointError: The config or the weight files cannot be read.
-        UnsupportedTargetError: The model cannot be decoded exactly.
+    ``drafter`` is None without weights of its own. Raise `CheckpointError` if the config or the
+    weight files cannot be read, and `UnsupportedTargetError` if the model cannot be decoded
+    exactly.
     """
     config = read_config(folder)
     model = make_model(folder.name, config)

@@ -64,12 +64,12 @@ def sample_posterior_noise(
 
     The largest noisy log-probability is Gumbel distributed and independent of its token; the other
     ones are Gumbel distributed below it (top-down sampling, arXiv 1411.0030). Tokens beyond the
-    kept ones share their probability evenly.
+    kept ones share their probability evenly. The noise after a token is the same whenever it is
+    drawn.
 
     Args:
         shard: Sampled texts.
-        states: Indices of the tokens before the choices, integer, shape (n,); the noise after a
-            token is the same whenever it is drawn.
+        states: Indices of the tokens before the choices, integer, shape (n,).
         vocab_size: V.
         temp: Sampling temperature of the target, above 0.
         seed: Random seed for the noise that the text does not determine.

@@ -65,11 +65,9 @@ def train_drafter(
 ) -> TrainingResult | None:
     """Train a drafter and write it to ``request.out``; return it, or None for a dry run.
 
-    ``on_begin`` is called after all checks, before the first file is written.
-
-    Raises:
-        RedrafterError: The files, the target, the options, the disk or the memory do not allow the
-            run; checked before any long computation, as far as possible.
+    ``on_begin`` is called after all checks, before the first file is written. Raise
+    `RedrafterError` if the files, the target, the options, the disk or the memory do not allow the
+    run, as far as possible before any long computation.
     """
     begun = time.monotonic()
     request.check_output()

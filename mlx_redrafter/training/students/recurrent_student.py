@@ -1,9 +1,9 @@
 """The recurrent drafter as a student.
 
-A new drafter's head starts as the target's head, projected on its leading singular directions if
-the drafter's is narrower; the residual blocks start as the identity. The projection to the head
-starts random. If the target's state reached the head as in the target, the drafter would first
-predict the root, which is known; unlearning that took longer than learning from random weights.
+A new drafter's head starts as the target's head, projected on its leading singular directions if it
+is narrower, and the residual blocks as the identity. The projection to the head starts random: if
+the target's state reached the head as in the target, the drafter would first predict the root,
+which is known, and unlearning that took longer.
 
 Axes: B positions, S unroll steps, V rows of the head, H hidden size, D exit_dim.
 """
