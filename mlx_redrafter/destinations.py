@@ -30,10 +30,11 @@ def check_destination(
     """Raise unless a command may write to a path.
 
     Args:
-        path: The folder or file to write; ``is_folder`` says which.
+        path: The folder or file to write.
         inputs: Files, folders and repositories that the call reads; None is skipped.
         is_own: Whether the path holds an earlier output of the command and nothing else.
         overwrite: Whether the user allows to replace other files.
+        is_folder: Whether the path is to be a folder.
 
     Raises:
         ConfigError: The path is an input, holds one or is part of one; or it holds other files.

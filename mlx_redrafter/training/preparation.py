@@ -188,8 +188,11 @@ class Preparation:
         return corpus
 
     def _fill_cache(self, split: Split, sequences: Sequence[TokenSequence], k: int) -> None:
-        total, stage = sum(map(len, sequences)), f"reading {split} text"
-        report = partial(self._reporter.progress, stage, total=total)
+        total = sum(map(len, sequences))
+
+        def report(done: int) -> None:
+            self._reporter.progress(f"reading {split} text", done, total)
+
         fill_cache(self.cache, split, self._target, sequences, k, self.student.layers, report)
 
     def _initialise(self, corpus: Corpus) -> None:
