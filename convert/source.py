@@ -141,10 +141,9 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def read_file(path: Path) -> Mapping[str, StoredTensor]:
     """Read the tensors of a weight file, without their values."""
+    if path.suffix == ".safetensors":
+        return read_safetensors_file(path)
     try:
-        path.open("rb").close()  # its error says more than a library's
-        if path.suffix == ".safetensors":
-            return read_safetensors_file(path)
         return read_torch_file(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {explain(error)}") from error

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
-from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
+from mlx_redrafter.errors import CheckpointError, ConfigError, describe_error, explain, first_line
 from mlx_redrafter.model_store import find_stored
 
 # Name of the config in a checkpoint.
@@ -143,21 +143,29 @@ def read_shapes(folder: Path, files: list[Path] | None = None) -> dict[str, tupl
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder) if files is None else files:
-        try:
-            check_regular(path)
-            path.open("rb").close()  # its error says more than the library's
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():
-                    shapes[name] = tuple(file.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is truncated or not a safetensors file ({error}); download or convert it "
-                "again"
-            ) from error
+        shapes |= {name: (*header.get_shape(),) for name, header in read_headers(path).items()}
     return shapes
+
+
+def read_headers(path: Path) -> dict[str, Any]:
+    """Read safetensors' slices of all tensors of a file, which know their dtypes and shapes.
+
+    The library checks that dtypes, shapes and offsets agree, and that the tensors fill the file.
+    Raise `CheckpointError` if they do not.
+    """
+    try:
+        check_regular(path)
+        path.open("rb").close()  # its error says more than the library's
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_slice(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or not a safetensors file ({describe_error(error)}); download or "
+            "convert it again"
+        ) from error
 
 
 def read_tensors(folder: Path) -> dict[str, mx.array]:
