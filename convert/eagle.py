@@ -75,10 +75,10 @@ def _readings(eagle: Eagle, target: Target, rope: dict[str, Any]) -> Iterator[tu
             continue
         for head, suffix in ((eagle, ""), (turned, ", rotated as the target")):
             if head is not None:
-                other = copy.copy(head)  # the weights are shared
                 if step:
-                    other.config = replace(head.config, captured_layers=shifted)
-                yield layers + suffix, other
+                    head = copy.copy(head)  # the weights are shared
+                    head.config = replace(head.config, captured_layers=shifted)
+                yield layers + suffix, head
 
 
 def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:
