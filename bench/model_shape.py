@@ -17,8 +17,8 @@ from mlx_redrafter.training.resources import TargetSize
 class ModelShape:
     """Sizes of a model.
 
-    ``active`` is the number of parameters read per token, fewer than all in a mixture of experts,
-    and ``bits`` those of the weights, the nearest of 32, 16, 8 and 4.
+    ``active`` is the number of parameters read per token, fewer than all in a mixture of experts.
+    ``bits`` are those of the weights, the nearest of 32, 16, 8 and 4.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Conversion of block drafters.
 
-Trainers disagree which entry of a block predicts the first draft, whether a layer's number means
-its input or its output, which pairs of a head's numbers rotate, and whether embeddings have the
-target's scale. So the self-test tries these readings of a config, too.
+Trainers disagree which entry of a block predicts the first draft, and whether a layer's number
+means its input or its output. They also rotate different pairs of a head's numbers, and some leave
+out the target's scale of embeddings. So the self-test tries these readings of a config, too.
 """
 
 from __future__ import annotations
