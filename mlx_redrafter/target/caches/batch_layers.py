@@ -57,8 +57,7 @@ class BatchLayer:
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        window, layout = self._reach or window_size, self._step.layout(0, self._capacity)
-        return layout.mask if window is None else layout.window_mask(window)
+        return self._step.layout(0, self._capacity).window_mask(self._reach or window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write accepted entries that are not in place and new entries; return all entries."""

@@ -107,8 +107,7 @@ class FullCache:
     ) -> mx.array | str | None:
         if self.step.trees is None:
             return create_attention_mask(num_tokens, self.step.length, return_array, window_size)
-        layout = self.step.layout(self.start)
-        return layout.mask if window_size is None else layout.window_mask(window_size)
+        return self.step.layout(self.start).window_mask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the committed entries that the buffer lacks and new entries; return all entries."""
