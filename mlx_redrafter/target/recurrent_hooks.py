@@ -20,12 +20,7 @@ from mlx_lm.models.ssm import compute_dt
 
 from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
 from mlx_redrafter.target.caches.recurrent import cache_among
-from mlx_redrafter.target.caches.tree_pass import (
-    BranchedState,
-    BranchPart,
-    Paths,
-    State,
-)
+from mlx_redrafter.target.caches.tree_pass import BranchedState, BranchPart, Paths, State
 from mlx_redrafter.target.hooks import Call, Scoped
 from mlx_redrafter.trees.tree import TreeBatch
 

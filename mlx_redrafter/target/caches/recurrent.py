@@ -14,13 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.target.caches.tree_cache import flat
-from mlx_redrafter.target.caches.tree_pass import (
-    NewRows,
-    State,
-    StateAfter,
-    StateRecord,
-    TreePass,
-)
+from mlx_redrafter.target.caches.tree_pass import NewRows, State, StateAfter, StateRecord, TreePass
 from mlx_redrafter.trees.tree import TreeBatch
 
 

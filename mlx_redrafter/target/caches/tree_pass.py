@@ -356,12 +356,7 @@ class TreePass:
 
 
 class Visit:
-    """The part of one sequence in a pass.
-
-    Attributes:
-        step: The pass.
-        row: Row of the sequence in its arrays.
-    """
+    """The part of one sequence in a pass: a row of its arrays."""
 
     def __init__(self, step: TreePass, row: int):
         self.step = step
