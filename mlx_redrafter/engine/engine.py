@@ -393,10 +393,7 @@ class Engine:
         return step_costs(self.target, network, length, self.memory.timed, quantisation)
 
     def _plan(
-        self,
-        options: GenerationOptions,
-        history: Sequence[Sequence[int]] | Contexts,
-        length: int,
+        self, options: GenerationOptions, history: Sequence[Sequence[int]] | Contexts, length: int
     ) -> tuple[Proposer, DraftPolicy]:
         """Choose the proposer and the policy of a text that begins with ``length`` tokens."""
         proposer, plan = self.proposer, options.plan

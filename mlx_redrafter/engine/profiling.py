@@ -240,13 +240,8 @@ class _Schedule:
     """A policy that gives every kind of step one turn per round, and stores the costs.
 
     The host dispatches a plain step or a draft before it reads the previous outcome. So the first
-    and the last step of a turn partly measure the neighbouring kinds.
-
-    Args:
-        kinds: The kinds.
-        max_length: Longest beams of the proposer; None if it has no bound. Longer plans are cut to
-            it, and padding makes their trees as large.
-        clock: Function that returns the time in seconds.
+    and the last step of a turn partly measure the neighbouring kinds. Plans that are longer than
+    ``max_length`` are cut to it, and padding makes their trees as large.
 
     Attributes:
         rounds: Mean seconds of the inner steps of every turn, for each complete round.

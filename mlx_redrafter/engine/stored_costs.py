@@ -139,12 +139,9 @@ def _description(
 
 
 def by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepCosts:
-    """Split costs into parts; the cost of drafting does not depend on the context.
+    """Split costs into parts; the cost of drafting is that after a ``short`` context.
 
-    Args:
-        seconds: Costs after the context of the sequence.
-        short: Costs after a short context.
-        max_length: Longest beams of the proposer; None if it has no bound.
+    ``max_length`` is that of the proposer's longest beams; None if it has no bound.
     """
     few_levels, levels = (min(length, max_length or length) - 1 for length in (SHORT, LONG))
     level = {

@@ -58,11 +58,7 @@ def _digest(path: Path) -> str:
 
 
 def check_family(config: Mapping[str, Any]) -> None:
-    """Check by its config that mlx-lm can split a model.
-
-    Raises:
-        UnsupportedTargetError: It cannot.
-    """
+    """Raise `UnsupportedTargetError` if, by its config, mlx-lm cannot split a model."""
     name = config["model_type"]
     if not _can_shard(MODEL_REMAPPING.get(name, name)):
         known = ", ".join(one for one in SUPPORTED if _can_shard(one))

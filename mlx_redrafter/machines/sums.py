@@ -19,13 +19,7 @@ _stock_sum = mx.distributed.all_sum
 
 
 def sum_in_rank_order(x: mx.array, *, group: Any = None, stream: Any = None) -> mx.array:
-    """Add the arrays of all ranks, rank 0 first, in place of ``mx.distributed.all_sum``.
-
-    Args:
-        x: Array of any shape and dtype, the same on all ranks; its last axis is a row.
-        group: The ranks, all by default.
-        stream: As in ``mx.distributed.all_sum``.
-    """
+    """Add the arrays of all ranks, rank 0 first, in place of ``mx.distributed.all_sum``."""
     if x.ndim == 0 or x.size > MOST_ROWS * x.shape[-1]:
         return _stock_sum(x, group=group, stream=stream)
     first, *rest = mx.distributed.all_gather(x[None], group=group, stream=stream)

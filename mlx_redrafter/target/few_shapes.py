@@ -26,8 +26,7 @@ PARTS = 8
 # Boolean masks of a pass with the additive ones that replace them, by id and dtype.
 Masks = dict[tuple[int, mx.Dtype], tuple[mx.array, mx.array]]
 
-_additive: ContextVar[Masks | None]
-_additive = ContextVar("additive", default=None)
+_additive: ContextVar[Masks | None] = ContextVar("additive", default=None)
 
 
 def pays_on_device(dtype: mx.Dtype) -> bool:

@@ -185,12 +185,7 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
     if positions.all[-1] < rope.max_position_embeddings:
         # Sequences of up to this length share one base.
         rotated = mx.fast.rope(
-            x,
-            rope.dims,
-            traditional=rope.traditional,
-            base=rope.base,
-            scale=1.0,
-            offset=nodes,
+            x, rope.dims, traditional=rope.traditional, base=rope.base, scale=1.0, offset=nodes
         )
     else:
         rotated = x

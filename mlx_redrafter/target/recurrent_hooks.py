@@ -26,12 +26,7 @@ from mlx_redrafter.trees.tree import TreeBatch
 
 
 class _Layer(NamedTuple):
-    """A layer during its call.
-
-    Attributes:
-        trees: The trees of the pass.
-        parts: The arrays of the layer's cache so far, for any paths of the trees.
-    """
+    """A layer during its call, with the arrays of its cache so far."""
 
     trees: TreeBatch
     parts: list[BranchPart]
@@ -40,9 +35,7 @@ class _Layer(NamedTuple):
 class _Rows(NamedTuple):
     """Inputs of a causal convolution before and at the nodes of trees.
 
-    Attributes:
-        inputs: Rows of all sequences.
-        rows: Rows that the convolution of each node reads, int32, shape (B N, S).
+    ``rows`` are those that the convolution of each node reads, int32, shape (B N, S).
     """
 
     inputs: mx.array

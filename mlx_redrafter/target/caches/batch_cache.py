@@ -123,11 +123,7 @@ class BatchCache:
     def insert(self, slot: int, own: TreeCache, floor: Floor) -> None:
         """Move a sequence from its own cache, which is empty then, into a slot.
 
-        Args:
-            slot: The slot.
-            own: The cache, which `takes` has accepted. Its newest pass must be committed.
-            floor: Function that returns the number of tokens that the sequence keeps whatever
-                happens.
+        `takes` must have accepted the cache, and its newest pass must be committed.
         """
         if self._is_idle:
             self._begin(own)
@@ -139,12 +135,9 @@ class BatchCache:
             part.insert(slot, self.num_slots, one, own.length)
 
     def leave(self, slot: int, own: TreeCache | None) -> None:
-        """Make a slot idle.
+        """Make a slot idle, and copy the entries into its sequence's own cache; None discards them.
 
-        Args:
-            slot: The slot.
-            own: The cache of its sequence, into which to copy the entries. They include, after the
-                committed entries, the root of a tree in flight. None discards them.
+        They include, after the committed entries, the root of a tree in flight.
         """
         if own is not None:
             self._write_aside()

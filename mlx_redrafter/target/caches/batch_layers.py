@@ -201,12 +201,9 @@ def whole(num_entries: int) -> int:
 
 
 def _moved(rows: mx.array, ends: Sequence[int], capacity: int) -> mx.array:
-    """Move the newest entries of rings to rings of another size.
+    """Move the newest entries of rings, shape (B, H, old capacity, D), to rings of another size.
 
-    Args:
-        rows: Rings, shape (B, H, old capacity, D).
-        ends: Position behind the last entry of each.
-        capacity: The new size.
+    ``ends`` are the positions behind the last entries.
     """
     old = rows.shape[2]
     last = mx.array(list(ends), dtype=mx.int32)[:, None] - 1

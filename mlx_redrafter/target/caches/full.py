@@ -200,13 +200,11 @@ def fill_rows(stock: Any, entries: Entries, length: int) -> None:
         stock.start_position = entries.start
 
 
-def write_all_aside(caches: Sequence[FullCache], path: mx.array | None = None) -> None:
+def write_all_aside(caches: Sequence[FullCache], path: mx.array | None) -> None:
     """Let the caches of a sequence write what their buffers lack, with one compiled graph.
 
-    Args:
-        caches: The caches.
-        path: Nodes of a path that the host has not read, whose entries the buffers lack, int32,
-            shape (L,); None if the caches know them.
+    ``path`` has the nodes of a path that the host has not read, whose entries the buffers lack,
+    int32, shape (L,); None if the caches know them.
     """
     fresh: list[mx.array] = []
     lacking, rows = [], []
@@ -237,11 +235,7 @@ def write_all_aside(caches: Sequence[FullCache], path: mx.array | None = None) -
 
 @mx.compile
 def _write_nodes(
-    nodes: mx.array,
-    starts: mx.array,
-    rows: list[int],
-    buffers: list[Any],
-    fresh: list[mx.array],
+    nodes: mx.array, starts: mx.array, rows: list[int], buffers: list[Any], fresh: list[mx.array]
 ) -> list[mx.array]:
     """Write entries of nodes into buffers of keys and values, at the starts of these rows."""
     return [
