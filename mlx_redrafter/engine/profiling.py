@@ -99,6 +99,22 @@ MAX_WARM_UP = 5.0
 LONG_WARM_UP = 1.0
 
 
+class Setting(NamedTuple):
+    """The setting in which steps are timed.
+
+    Attributes:
+        target: The model.
+        proposer: A network that drafts for it; None for prompt lookup.
+        context: Number of tokens before the steps.
+        quantisation: Quantisation of their K/V entries; None for none.
+    """
+
+    target: Target
+    proposer: Proposer | None
+    context: int
+    quantisation: Quantisation | None = None
+
+
 def kinds_of(proposer: Proposer | None) -> tuple[Kind, ...]:
     """Return the kinds to time with a network, or with prompt lookup (None)."""
     if proposer is None:
@@ -111,15 +127,10 @@ def builds_kernels() -> bool:
     return mx.cuda.is_available()
 
 
-def warm_up(
-    target: Target,
-    proposer: Proposer | None,
-    context: int,
-    quantisation: Quantisation | None = None,
-) -> None:
+def warm_up(setting: Setting) -> None:
     """Run all kinds of steps, greedily and at a temperature, so that no text waits for kernels.
 
-    The arguments are those of `time_steps`. Stops after MAX_WARM_UP.
+    Stops after MAX_WARM_UP.
     """
     start = time.perf_counter()
 
@@ -127,39 +138,22 @@ def warm_up(
         return bool(schedule.rounds) or time.perf_counter() - start > MAX_WARM_UP
 
     for temp in (0.0, 1.0):
-        _run(target, proposer, context, quantisation, SamplingParams(temp=temp), is_enough)
+        _run(setting, SamplingParams(temp=temp), is_enough)
     seconds = time.perf_counter() - start
     if seconds > LONG_WARM_UP:
         logger.info("prepared the kernels of drafted steps in %.1f s", seconds)
 
 
-def time_steps(
-    target: Target,
-    proposer: Proposer | None,
-    context: int,
-    quantisation: Quantisation | None = None,
-) -> Sequence[Seconds]:
-    """Time rounds of the kinds on meaningless tokens; blocks until MLX has run them.
-
-    Args:
-        target: The model.
-        proposer: A network that drafts for it; None for prompt lookup.
-        context: Number of tokens before the steps.
-        quantisation: Quantisation of their K/V entries; None for none.
-    """
-    params, is_enough = SamplingParams(), operator.attrgetter("is_done")
-    return _run(target, proposer, context, quantisation, params, is_enough)
+def time_steps(setting: Setting) -> Sequence[Seconds]:
+    """Time rounds of the kinds on meaningless tokens; blocks until MLX has run them."""
+    return _run(setting, SamplingParams(), operator.attrgetter("is_done"))
 
 
 def _run(
-    target: Target,
-    proposer: Proposer | None,
-    context: int,
-    quantisation: Quantisation | None,
-    params: SamplingParams,
-    is_enough: Callable[[_Schedule], bool],
+    setting: Setting, params: SamplingParams, is_enough: Callable[[_Schedule], bool]
 ) -> Sequence[Seconds]:
     """Decode with a schedule until it is enough; passes are compiled at their first use."""
+    target, proposer, context, quantisation = setting
     if isinstance(proposer, SpeculateAhead):
         proposer = proposer.proposer  # steps in use show the cost of speculating ahead
     drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])

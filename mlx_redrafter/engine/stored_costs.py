@@ -24,6 +24,7 @@ from mlx_redrafter.engine.profiling import (
     VERIFY,
     Kind,
     Seconds,
+    Setting,
     builds_kernels,
     is_doubtful,
     kinds_of,
@@ -78,9 +79,10 @@ def step_costs(
     keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
     for key in keys:
         if key not in known:
+            setting = Setting(target, proposer, *key[1:])
             if builds_kernels():
-                warm_up(target, proposer, key[1], quantisation)
-            known[key] = _load_or_time(target, proposer, key[1], quantisation)
+                warm_up(setting)
+            known[key] = _load_or_time(setting)
     short, *long = [known[key] for key in keys]
     seconds = short
     if long:
@@ -107,29 +109,25 @@ def doubt_times(target: Target, proposer: Proposer | None, known: Known) -> None
     """
     for is_network, context, quantisation in list(known):
         if is_network == (proposer is not None):
-            doubt(*_description(target, proposer, context, quantisation))
+            doubt(*_description(Setting(target, proposer, context, quantisation)))
 
 
-def _load_or_time(
-    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
-) -> Seconds:
+def _load_or_time(setting: Setting) -> Seconds:
     def time_rounds() -> Sequence[Seconds]:
         logger.info(
             "timing steps on this machine after %d tokens, for this and later runs of this model "
             "with %s",
-            context,
-            "prompt lookup" if proposer is None else "drafter",
+            setting.context,
+            "prompt lookup" if setting.proposer is None else "drafter",
         )
-        return time_steps(target, proposer, context, quantisation)
+        return time_steps(setting)
 
-    described = _description(target, proposer, context, quantisation)
-    return fastest(load_or_time(*described, is_doubtful, time_rounds))
+    return fastest(load_or_time(*_description(setting), is_doubtful, time_rounds))
 
 
-def _description(
-    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
-) -> tuple[object, tuple[nn.Module, ...], Sequence[Kind]]:
+def _description(setting: Setting) -> tuple[object, tuple[nn.Module, ...], Sequence[Kind]]:
     """Return a description of the steps to time, the networks that they use, and their kinds."""
+    target, proposer, context, quantisation = setting
     kinds = kinds_of(proposer)
     modules = () if proposer is None else proposer.networks
     passes = ("compiled",) if target.compiled.are_used else ()
