@@ -90,14 +90,7 @@ LayerKind = EntriesKind | int | None | tuple[Any, ...]
 
 
 class PassKind(NamedTuple):
-    """The sizes and layers that a pass is compiled for.
-
-    Attributes:
-        num_nodes: N.
-        max_depth: Maximum depth of a node.
-        captured: Layers whose inputs to capture.
-        layers: Kind of each layer.
-    """
+    """The sizes, captured layers and kinds of layers that a pass is compiled for."""
 
     num_nodes: int
     max_depth: int
@@ -248,16 +241,15 @@ class _Loan:
             return None
         self.arrays += buffers
         window = layer.stock.max_size if isinstance(layer, SlidingCache) else None
-        key = buffers[0].shape[2], layer.start, window
+        num_rows, start = buffers[0].shape[2], layer.start
+        key = num_rows, start, window
         if key not in self._kinds:  # few, as most layers are alike
-            self._kinds[key] = self._entries_kind(*key)
+            if start not in self.starts:
+                self.starts.append(start)
+            num_entries = bucket(self.length + self._tree.size - start)
+            place = self.starts.index(start)
+            self._kinds[key] = EntriesKind(num_entries, num_rows, place, window)
         return self._kinds[key]
-
-    def _entries_kind(self, num_rows: int, start: int, window: int | None) -> EntriesKind:
-        if start not in self.starts:
-            self.starts.append(start)
-        num_entries = bucket(self.length + self._tree.size - start)
-        return EntriesKind(num_entries, num_rows, self.starts.index(start), window)
 
     def inputs(self, length: mx.array) -> list[mx.array]:
         """Return the inputs of the pass after a number of tokens, int32, shape (1,)."""

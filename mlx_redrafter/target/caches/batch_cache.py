@@ -36,8 +36,6 @@ class Slot:
     """A slot as the cache of its sequence; the batch runs the forward passes.
 
     Attributes:
-        batch: The batch.
-        number: Number of the slot.
         own: The sequence's own cache, which is empty meanwhile; None if the slot is idle.
         length: Number of committed tokens; 0 if the slot is idle.
         floor: Its sequence's `Floor`.
@@ -67,7 +65,6 @@ class BatchCache:
 
     Attributes:
         layers: The model's ``cache=`` argument.
-        slots: The slots.
         capacity: Number of entries for which a slot has room if a layer attends to all tokens.
     """
 

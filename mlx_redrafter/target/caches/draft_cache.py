@@ -136,7 +136,6 @@ class DraftLayer:
 
     Attributes:
         stock: The mlx-lm cache of the committed entries.
-        step: The next forward pass, shared by all layers.
         is_plain: Whether the model, in its last pass over committed tokens, gave mlx-lm's attention
             the entries and the mask of the cache, and no options.
     """
