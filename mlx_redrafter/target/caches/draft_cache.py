@@ -150,7 +150,6 @@ class DraftLayer:
 
     @property
     def offset(self) -> int:
-        """Number of committed entries."""
         return self.stock.offset
 
     def make_mask(

@@ -75,7 +75,6 @@ class FullCache:
             self._rows.offset = length
 
     def release(self) -> Entries:
-        """Give the committed entries away."""
         self.write_aside()
         rows, start = self._rows, self.start
         parts = [] if rows.keys is None else arrays_of(*rows.keys_and_values())
@@ -84,7 +83,6 @@ class FullCache:
         return Entries(parts, start)
 
     def hold(self, entries: Entries, length: int) -> None:
-        """Take entries, of which those of ``length`` tokens count; the cache must be empty."""
         if entries.parts:  # else a layer that the model never uses
             fill_rows(self._rows, entries, length)
         self._begin()

@@ -62,7 +62,6 @@ class RecurrentCache:
         self.step = TreePass([length])
 
     def release(self) -> State:
-        """Give away the state after the accepted path."""
         self._take_over(len(self.step.paths[0]) > 0)
         state: State = list(self.stock.cache)
         self._store([None] * len(state))
