@@ -99,14 +99,7 @@ def _run(call: MethodType, *args: Any, **kwargs: Any) -> Any:
 
 
 def _attend(
-    call: Call,
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    **options: Any,
+    call: Call, *arrays: Any, cache: Any, scale: float, mask: Any, **options: Any
 ) -> mx.array:
     """Hook for mlx-lm's attention: use the kernel if a choice of the model allows it."""
     seen, choices, tree = _seen.get(), _choices.get(), _tree(cache, mask)
@@ -115,15 +108,15 @@ def _attend(
     shape = None
     no_options = not any(value is not None for value in options.values())
     if no_options and (seen is not None or tree is not None):
-        shape = _shape(queries, keys, values)
+        shape = _shape(*arrays)
     if seen is not None and shape is not None:
         seen.append(shape)
     if shape is not None and tree is not None and choices is not None and is_available():
-        max_keys = keys.shape[2] - tree.size + tree.max_depth + 1
+        max_keys = arrays[1].shape[2] - tree.size + tree.max_depth + 1
         for choice in choices.shapes:
             if choice.shape == shape and tree.size in choice.rows and max_keys <= choice.max_keys:
-                return tree_attention(queries, keys, values, tree.parents, scale)
-    return cast(mx.array, call(queries, keys, values, cache, scale, mask, **options))
+                return tree_attention(*arrays, tree.parents, scale)
+    return cast(mx.array, call(*arrays, cache=cache, scale=scale, mask=mask, **options))
 
 
 def _shape(queries: mx.array, keys: Any, values: Any) -> AttentionShape | None:

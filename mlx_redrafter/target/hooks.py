@@ -150,7 +150,10 @@ def install(point: HookPoint) -> None:
 
 
 def install_in_attention(model: nn.Module, hook: Hook) -> None:
-    """Install a hook for mlx-lm's attention function in the files of a model's layers."""
+    """Install a hook for mlx-lm's attention function in the files of a model's layers.
+
+    Models give it queries, keys and values by place, and ``cache``, ``scale`` and others by name.
+    """
     name = scaled_dot_product_attention.__name__
     for file_name in dict.fromkeys(type(module).__module__ for module in model.modules()):
         file = sys.modules[file_name]

@@ -13,7 +13,7 @@ attention, the cache joins both parts first, which copies the entries of one lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from mlx_redrafter.target.caches.full import joined
-from mlx_redrafter.target.hooks import TreePositions, install_in_attention
+from mlx_redrafter.target.hooks import Call, TreePositions, install_in_attention
 from mlx_redrafter.trees.tree import TokenTree
 
 # Score of an entry that a beam must not attend to.
@@ -179,12 +179,7 @@ class DraftLayer:
         return committed if self.aside is None else joined([committed, self.aside])
 
     def attend(
-        self,
-        call: Callable[..., mx.array],
-        arrays: tuple[mx.array, mx.array, mx.array],
-        scale: float,
-        mask: Any,
-        options: dict[str, Any],
+        self, call: Call, *arrays: mx.array, scale: float, mask: Any, **options: Any
     ) -> mx.array:
         """Compute attention to entries of this cache from queries, keys and values."""
         if self.step.mask is None:
@@ -194,27 +189,19 @@ class DraftLayer:
             assert self.aside is not None
             seen = self.step.mask.within(self.step.window)
             return attend_in_two_parts(arrays[0], self._committed(), self.aside, seen, scale)
-        return call(*arrays, self, scale, mask, **options)
+        attended: mx.array = call(*arrays, cache=self, scale=scale, mask=mask, **options)
+        return attended
 
     def _committed(self) -> tuple[mx.array, mx.array]:
         keys, values, end = self.stock.state
         return keys[..., :end, :], values[..., :end, :]
 
 
-def attend_to_drafts(
-    call: Callable[..., mx.array],
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    **options: Any,
-) -> mx.array:
+def attend_to_drafts(call: Call, *arrays: mx.array, cache: Any, **options: Any) -> Any:
     """Hook for mlx-lm's ``scaled_dot_product_attention``."""
     if isinstance(cache, DraftLayer):
-        return cache.attend(call, (queries, keys, values), scale, mask, options)
-    return call(queries, keys, values, cache, scale, mask, **options)
+        return cache.attend(call, *arrays, **options)
+    return call(*arrays, cache=cache, **options)
 
 
 def hook_attention(network: nn.Module) -> None:
