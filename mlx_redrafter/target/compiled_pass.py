@@ -168,11 +168,7 @@ class CompiledPasses:
     ) -> bool:
         """Return whether a compiled pass can process a tree before the host reads the last path.
 
-        Args:
-            tree: The tree.
-            cache: Its cache, which holds the pass with that path.
-            captured: Layers whose inputs to capture.
-            max_length: Maximum number of nodes of the path.
+        The arguments are those of `verify`, and the maximum number of nodes of that path.
         """
         if not self.passes or not self._serves(tree, cache):
             return False

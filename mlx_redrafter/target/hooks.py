@@ -72,11 +72,7 @@ class TreePositions:
 
     @property
     def known(self) -> Sequence[range]:
-        """The spans, for code that needs them on the host.
-
-        Raises:
-            UntraceableError: MLX compiles the pass.
-        """
+        """The spans; raises `UntraceableError` if MLX compiles the pass."""
         if self.spans is None:
             raise UntraceableError("expected positions on the host, found a pass for any length")
         return self.spans

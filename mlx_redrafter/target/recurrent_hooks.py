@@ -120,9 +120,7 @@ def follow_depths(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
 def convolve_branches(call: Call, x: mx.array) -> mx.array:
     """Hook for a causal convolution: the inputs of a node are the last S tokens of its branch.
 
-    Args:
-        call: The convolution.
-        x: The S - 1 rows before each root and the rows of the nodes, shape (B, S - 1 + N, C).
+    ``x`` has S - 1 rows before each root and the rows of the nodes, shape (B, S - 1 + N, C).
     """
     layer = _layer.get()
     if layer is None:
@@ -147,11 +145,8 @@ def convolve_pairs(
 ) -> mx.array:
     """Hook for Baichuan's convolution of keys or values over a node and its parent.
 
-    Args:
-        call: The convolution.
-        x: Rows of the nodes, shape (B, H, N, size of a head).
-        weights: Weights of the convolution.
-        state: The row before each root, shape (B, H, 1, size of a head).
+    ``x`` has the rows of the nodes, shape (B, H, N, size of a head), and ``state`` the row before
+    each root, shape (B, H, 1, size of a head).
     """
     layer = _layer.get()
     if layer is None:
