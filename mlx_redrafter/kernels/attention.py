@@ -102,20 +102,21 @@ def _attend(
     call: Call, *arrays: Any, cache: Any, scale: float, mask: Any, **options: Any
 ) -> mx.array:
     """Hook for mlx-lm's attention: use the kernel if a choice of the model allows it."""
+    queries, keys, values = arrays
     seen, choices, tree = _seen.get(), _choices.get(), _tree(cache, mask)
     if choices is not None and isinstance(cache, TracedEntries):
         raise UntraceableError("expected MLX's attention, found this package's kernel")
     shape = None
     no_options = not any(value is not None for value in options.values())
     if no_options and (seen is not None or tree is not None):
-        shape = _shape(*arrays)
+        shape = _shape(queries, keys, values)
     if seen is not None and shape is not None:
         seen.append(shape)
     if shape is not None and tree is not None and choices is not None and is_available():
-        max_keys = arrays[1].shape[2] - tree.size + tree.max_depth + 1
+        max_keys = keys.shape[2] - tree.size + tree.max_depth + 1
         for choice in choices.shapes:
             if choice.shape == shape and tree.size in choice.rows and max_keys <= choice.max_keys:
-                return tree_attention(*arrays, tree.parents, scale)
+                return tree_attention(queries, keys, values, tree.parents, scale)
     return cast(mx.array, call(*arrays, cache=cache, scale=scale, mask=mask, **options))
 
 
