@@ -11,7 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -200,14 +200,8 @@ class _Contrary(KeyedSampler):
     the first, which costs the largest trees most.
     """
 
-    def sample(
-        self,
-        log_probs: mx.array,
-        depths: mx.array | None,
-        noise: GumbelNoise | None,
-        num_levels: int,
-    ) -> mx.array:
-        return super().sample(-log_probs, depths, noise, num_levels)
+    def sample(self, log_probs: mx.array, *others: Any, **named: Any) -> mx.array:
+        return super().sample(-log_probs, *others, **named)
 
 
 class _Junk:
