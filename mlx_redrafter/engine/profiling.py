@@ -25,7 +25,7 @@ from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.measured import fastest
-from mlx_redrafter.policy.plans import LOOKUP, SIZES
+from mlx_redrafter.policy.plans import LOOKUP, SIZES, StepCosts
 from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
@@ -97,6 +97,12 @@ PATIENCE = 10.0
 MAX_WARM_UP = 5.0
 # Minimum seconds of such steps that are reported to the user.
 LONG_WARM_UP = 1.0
+
+# Minimum cost of verification, in plain steps, which read as many weights. On the smallest models
+# noise would leave less than nothing once the cost of drafting is subtracted.
+MIN_VERIFY = 0.8
+# Minimum cost of reading the drafts, in seconds: the host's part, for the same reason.
+MIN_WAIT = 15e-5
 
 
 class Setting(NamedTuple):
@@ -191,6 +197,34 @@ def is_doubtful(rounds: Sequence[Seconds]) -> bool:
         if second > (1 + DOUBT) * least:
             return True
     return False
+
+
+def by_parts(seconds: Seconds, short: Seconds, proposer: Proposer | None) -> StepCosts:
+    """Split costs into parts; the cost of drafting is that after a ``short`` context."""
+    if proposer is None:
+        return StepCosts(seconds[PLAIN], {size: seconds[kind] for size, kind in LOOKUPS.items()})
+    max_length = proposer.max_length
+    few_levels, levels = (min(length, max_length or length) - 1 for length in (SHORT, LONG))
+    level = {
+        width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]])
+        / max(1, levels - few_levels)
+        for width in TIMED_WIDTHS
+    }
+    drafting = max(0.0, short[DRAFT] - short[PLAIN])
+    few = short[VERIFY[FEW]] - drafting
+    return StepCosts(
+        plain=seconds[PLAIN],
+        verify={
+            size: max(MIN_VERIFY * seconds[PLAIN], seconds[kind] - drafting)
+            for size, kind in VERIFY.items()
+        },
+        first={
+            width: max(0.0, short[SEARCH[width, SHORT]] - few - few_levels * level[width])
+            for width in TIMED_WIDTHS
+        },
+        level=level,
+        wait=max(MIN_WAIT, short[READ] - short[VERIFY[FEW]]),
+    )
 
 
 class _Contrary(KeyedSampler):

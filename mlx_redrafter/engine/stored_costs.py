@@ -1,7 +1,4 @@
-"""Costs of steps by their parts, timed on this machine, once, and stored.
-
-Axes: W beam width, N nodes verified.
-"""
+"""Costs of steps by their parts, timed on this machine, once, and stored."""
 
 from __future__ import annotations
 
@@ -12,20 +9,11 @@ import mlx.nn as nn
 
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.engine.profiling import (
-    DRAFT,
-    FEW,
-    LONG,
-    LOOKUPS,
-    PLAIN,
-    READ,
-    SEARCH,
-    SHORT,
-    TIMED_WIDTHS,
-    VERIFY,
     Kind,
     Seconds,
     Setting,
     builds_kernels,
+    by_parts,
     is_doubtful,
     kinds_of,
     time_steps,
@@ -45,11 +33,6 @@ CONTEXT = 128
 LONG_CONTEXT = 2048
 # Minimum length of such a prompt, in tokens; costs that grow later show while decoding.
 MIN_LONG = 512
-# Minimum cost of verification, in plain steps, which read as many weights. On the smallest models
-# noise would leave less than nothing once the cost of drafting is subtracted.
-MIN_VERIFY = 0.8
-# Minimum cost of reading the drafts, in seconds: the host's part, for the same reason.
-MIN_WAIT = 15e-5
 
 # Costs by whether a network drafts, context in tokens, and quantisation of the K/V entries.
 Known = dict[tuple[bool, int, Quantisation | None], Seconds]
@@ -90,9 +73,7 @@ def step_costs(
         seconds = {
             kind: timed + share * max(0.0, long[0][kind] - timed) for kind, timed in short.items()
         }
-    if proposer is None:
-        return StepCosts(seconds[PLAIN], {size: seconds[kind] for size, kind in LOOKUPS.items()})
-    return by_parts(seconds, short, proposer.max_length)
+    return by_parts(seconds, short, proposer)
 
 
 def contexts(target: Target, length: int) -> list[int]:
@@ -134,31 +115,3 @@ def _description(setting: Setting) -> tuple[object, tuple[nn.Module, ...], Seque
     used = *choices(target.model), *target.devices, *passes
     described = kinds, context, quantisation, *used
     return described, (target.model, *modules), kinds
-
-
-def by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepCosts:
-    """Split costs into parts; the cost of drafting is that after a ``short`` context.
-
-    ``max_length`` is that of the proposer's longest beams; None if it has no bound.
-    """
-    few_levels, levels = (min(length, max_length or length) - 1 for length in (SHORT, LONG))
-    level = {
-        width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]])
-        / max(1, levels - few_levels)
-        for width in TIMED_WIDTHS
-    }
-    drafting = max(0.0, short[DRAFT] - short[PLAIN])
-    few = short[VERIFY[FEW]] - drafting
-    return StepCosts(
-        plain=seconds[PLAIN],
-        verify={
-            size: max(MIN_VERIFY * seconds[PLAIN], seconds[kind] - drafting)
-            for size, kind in VERIFY.items()
-        },
-        first={
-            width: max(0.0, short[SEARCH[width, SHORT]] - few - few_levels * level[width])
-            for width in TIMED_WIDTHS
-        },
-        level=level,
-        wait=max(MIN_WAIT, short[READ] - short[VERIFY[FEW]]),
-    )

@@ -127,7 +127,7 @@ def test_times_that_noise_has_turned_round_stay_in_bounds(
         timed = _timed(per_level=per_level, read=read)
         monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_, timed=timed: timed)
         costs = stored_costs.step_costs(*pair)
-        assert min(costs.verify.values()) >= stored_costs.MIN_VERIFY * costs.plain > 0
+        assert min(costs.verify.values()) >= profiling.MIN_VERIFY * costs.plain > 0
         assert min(costs.level.values()) >= 0
         assert costs.wait >= 0
         assert costs.drafting(DraftShape(1, 2)) >= 0
