@@ -11,7 +11,7 @@ from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import PLAIN, STOCK, Arm, CommonSettings, TimedRun, Turn, run_together
 from mlx_redrafter.bench.timing import OnProgress, rotated, timed
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.engine.profiling import time_steps
+from mlx_redrafter.engine.profiling import Setting, time_steps
 from mlx_redrafter.engine.stored_costs import contexts, step_costs
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.proposers.lookup import Lookup
@@ -130,7 +130,7 @@ def time_shapes(settings: CommonSettings, longest: int, recording: Recording) ->
     is_lookup = isinstance(settings.drafter, Lookup)
     network = None if is_lookup else settings.drafter
     seconds = sum(
-        timed(partial(time_steps, target, network, context))
+        timed(partial(time_steps, Setting(target, network, context)))
         for context in contexts(target, longest)
     )
     step_costs(target, network, longest)

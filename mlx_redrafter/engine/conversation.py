@@ -77,11 +77,7 @@ class Conversation:
         """Answer a message. The answer ends with the iterator, at the latest when it is closed.
 
         It also ends where the model's context does. If that leaves little room for an answer, the
-        model reads the newer half of the conversation only.
-
-        Args:
-            text: The user's message.
-            **options: Options of `Engine.stream`.
+        model reads the newer half of the conversation only. Options are those of `Engine.stream`.
 
         Raises:
             ConfigError: The chat template rejects the message, or it alone is longer than the

@@ -367,10 +367,7 @@ class Engine:
     def _share(self, options: GenerationOptions) -> Scheduler:
         scheduler, proposer = Scheduler(self.target), self.proposer
         if proposer is not None:
-            # Acceptance of uncoupled drafts is not that of coupled ones.
-            memory = self.memory if options.couple else LearnedState()
-            if options.couple:
-                memory.recall(self.networks)
+            memory = self._estimates(options)
             scheduler.batch.policy = BatchPolicy(
                 lambda: self._costs(self._network),
                 lambda: scheduler.batch.cache.num_slots,
@@ -380,6 +377,13 @@ class Engine:
                 isinstance(proposer, DraftNetwork),
             )
         return scheduler
+
+    def _estimates(self, options: GenerationOptions) -> LearnedState:
+        """Return the estimates of earlier texts; those of coupled drafts fit no others."""
+        if not options.couple:
+            return LearnedState()
+        self.memory.recall(self.networks)
+        return self.memory
 
     def _costs(
         self,
@@ -391,10 +395,7 @@ class Engine:
         return step_costs(self.target, network, length, self.memory.timed, quantisation)
 
     def _plan(
-        self,
-        options: GenerationOptions,
-        history: Sequence[Sequence[int]] | Contexts,
-        length: int,
+        self, options: GenerationOptions, history: Sequence[Sequence[int]] | Contexts, length: int
     ) -> tuple[Proposer, DraftPolicy]:
         """Choose the proposer and the policy of a text that begins with ``length`` tokens."""
         proposer, plan = self.proposer, options.plan
@@ -410,10 +411,7 @@ class Engine:
         costs = self._costs(network, length, quantisation)
         if network is not None:
             proposer = LookupFirst(self.memory.lookup.after(history), network)
-        # Acceptance of uncoupled drafts is not that of coupled ones.
-        if options.couple:
-            self.memory.recall(self.networks)
-        before = self.memory.policy if options.couple else None
+        before = self._estimates(options).policy
         return proposer, AdaptivePolicy(costs, before, max_length=proposer.max_length)
 
 

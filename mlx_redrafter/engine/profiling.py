@@ -11,7 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +25,7 @@ from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.measured import fastest
-from mlx_redrafter.policy.plans import LOOKUP, SIZES
+from mlx_redrafter.policy.plans import LOOKUP, SIZES, StepCosts
 from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
@@ -98,6 +98,28 @@ MAX_WARM_UP = 5.0
 # Minimum seconds of such steps that are reported to the user.
 LONG_WARM_UP = 1.0
 
+# Minimum cost of verification, in plain steps, which read as many weights. On the smallest models
+# noise would leave less than nothing once the cost of drafting is subtracted.
+MIN_VERIFY = 0.8
+# Minimum cost of reading the drafts, in seconds: the host's part, for the same reason.
+MIN_WAIT = 15e-5
+
+
+class Setting(NamedTuple):
+    """The setting in which steps are timed.
+
+    Attributes:
+        target: The model.
+        proposer: A network that drafts for it; None for prompt lookup.
+        context: Number of tokens before the steps.
+        quantisation: Quantisation of their K/V entries; None for none.
+    """
+
+    target: Target
+    proposer: Proposer | None
+    context: int
+    quantisation: Quantisation | None = None
+
 
 def kinds_of(proposer: Proposer | None) -> tuple[Kind, ...]:
     """Return the kinds to time with a network, or with prompt lookup (None)."""
@@ -111,15 +133,10 @@ def builds_kernels() -> bool:
     return mx.cuda.is_available()
 
 
-def warm_up(
-    target: Target,
-    proposer: Proposer | None,
-    context: int,
-    quantisation: Quantisation | None = None,
-) -> None:
+def warm_up(setting: Setting) -> None:
     """Run all kinds of steps, greedily and at a temperature, so that no text waits for kernels.
 
-    The arguments are those of `time_steps`. Stops after MAX_WARM_UP.
+    Stops after MAX_WARM_UP.
     """
     start = time.perf_counter()
 
@@ -127,39 +144,22 @@ def warm_up(
         return bool(schedule.rounds) or time.perf_counter() - start > MAX_WARM_UP
 
     for temp in (0.0, 1.0):
-        _run(target, proposer, context, quantisation, SamplingParams(temp=temp), is_enough)
+        _run(setting, SamplingParams(temp=temp), is_enough)
     seconds = time.perf_counter() - start
     if seconds > LONG_WARM_UP:
         logger.info("prepared the kernels of drafted steps in %.1f s", seconds)
 
 
-def time_steps(
-    target: Target,
-    proposer: Proposer | None,
-    context: int,
-    quantisation: Quantisation | None = None,
-) -> Sequence[Seconds]:
-    """Time rounds of the kinds on meaningless tokens; blocks until MLX has run them.
-
-    Args:
-        target: The model.
-        proposer: A network that drafts for it; None for prompt lookup.
-        context: Number of tokens before the steps.
-        quantisation: Quantisation of their K/V entries; None for none.
-    """
-    params, is_enough = SamplingParams(), operator.attrgetter("is_done")
-    return _run(target, proposer, context, quantisation, params, is_enough)
+def time_steps(setting: Setting) -> Sequence[Seconds]:
+    """Time rounds of the kinds on meaningless tokens; blocks until MLX has run them."""
+    return _run(setting, SamplingParams(), operator.attrgetter("is_done"))
 
 
 def _run(
-    target: Target,
-    proposer: Proposer | None,
-    context: int,
-    quantisation: Quantisation | None,
-    params: SamplingParams,
-    is_enough: Callable[[_Schedule], bool],
+    setting: Setting, params: SamplingParams, is_enough: Callable[[_Schedule], bool]
 ) -> Sequence[Seconds]:
     """Decode with a schedule until it is enough; passes are compiled at their first use."""
+    target, proposer, context, quantisation = setting
     if isinstance(proposer, SpeculateAhead):
         proposer = proposer.proposer  # steps in use show the cost of speculating ahead
     drafting: Drafting = _Junk() if proposer is None else proposer.open(target, [0], True, [])
@@ -199,6 +199,34 @@ def is_doubtful(rounds: Sequence[Seconds]) -> bool:
     return False
 
 
+def by_parts(seconds: Seconds, short: Seconds, proposer: Proposer | None) -> StepCosts:
+    """Split costs into parts; the cost of drafting is that after a ``short`` context."""
+    if proposer is None:
+        return StepCosts(seconds[PLAIN], {size: seconds[kind] for size, kind in LOOKUPS.items()})
+    max_length = proposer.max_length
+    few_levels, levels = (min(length, max_length or length) - 1 for length in (SHORT, LONG))
+    level = {
+        width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]])
+        / max(1, levels - few_levels)
+        for width in TIMED_WIDTHS
+    }
+    drafting = max(0.0, short[DRAFT] - short[PLAIN])
+    few = short[VERIFY[FEW]] - drafting
+    return StepCosts(
+        plain=seconds[PLAIN],
+        verify={
+            size: max(MIN_VERIFY * seconds[PLAIN], seconds[kind] - drafting)
+            for size, kind in VERIFY.items()
+        },
+        first={
+            width: max(0.0, short[SEARCH[width, SHORT]] - few - few_levels * level[width])
+            for width in TIMED_WIDTHS
+        },
+        level=level,
+        wait=max(MIN_WAIT, short[READ] - short[VERIFY[FEW]]),
+    )
+
+
 class _Contrary(KeyedSampler):
     """Sampler of tokens that no drafter proposes, so that the sequence grows by one token a step.
 
@@ -206,14 +234,8 @@ class _Contrary(KeyedSampler):
     the first, which costs the largest trees most.
     """
 
-    def sample(
-        self,
-        log_probs: mx.array,
-        depths: mx.array | None,
-        noise: GumbelNoise | None,
-        num_levels: int,
-    ) -> mx.array:
-        return super().sample(-log_probs, depths, noise, num_levels)
+    def sample(self, log_probs: mx.array, *others: Any, **named: Any) -> mx.array:
+        return super().sample(-log_probs, *others, **named)
 
 
 class _Junk:
@@ -240,13 +262,8 @@ class _Schedule:
     """A policy that gives every kind of step one turn per round, and stores the costs.
 
     The host dispatches a plain step or a draft before it reads the previous outcome. So the first
-    and the last step of a turn partly measure the neighbouring kinds.
-
-    Args:
-        kinds: The kinds.
-        max_length: Longest beams of the proposer; None if it has no bound. Longer plans are cut to
-            it, and padding makes their trees as large.
-        clock: Function that returns the time in seconds.
+    and the last step of a turn partly measure the neighbouring kinds. Plans that are longer than
+    ``max_length`` are cut to it, and padding makes their trees as large.
 
     Attributes:
         rounds: Mean seconds of the inner steps of every turn, for each complete round.

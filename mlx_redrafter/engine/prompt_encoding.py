@@ -36,16 +36,11 @@ class LongPromptError(ConfigError):
 
 
 def encode_prompt(
-    tokenizer: TokenizerWrapper,
-    prompt: str | Sequence[int] | mx.array,
-    limit: int | None = None,
+    tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array, limit: int | None = None
 ) -> list[int]:
     """Encode a prompt; text gets the special tokens that it does not start with, as in mlx-lm.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        prompt: Text, or token ids.
-        limit: Number of tokens from which on a long text need not be encoded whole.
+    A text of clearly more than ``limit`` tokens is not encoded whole.
 
     Raises:
         ConfigError: It is neither text nor whole numbers.
@@ -94,7 +89,6 @@ def encode_chat(
         ConfigError: The chat template rejects the messages.
         LongPromptError: The chat clearly has more tokens than the limit.
     """
-
     values = {"add_generation_prompt": add_generation_prompt, **(options or {})}
     text = _render(tokenizer, messages, values)
     if follows_cache:

@@ -1,7 +1,4 @@
-"""Costs of steps by their parts, timed on this machine, once, and stored.
-
-Axes: W beam width, N nodes verified.
-"""
+"""Costs of steps by their parts, timed on this machine, once, and stored."""
 
 from __future__ import annotations
 
@@ -12,19 +9,11 @@ import mlx.nn as nn
 
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.engine.profiling import (
-    DRAFT,
-    FEW,
-    LONG,
-    LOOKUPS,
-    PLAIN,
-    READ,
-    SEARCH,
-    SHORT,
-    TIMED_WIDTHS,
-    VERIFY,
     Kind,
     Seconds,
+    Setting,
     builds_kernels,
+    by_parts,
     is_doubtful,
     kinds_of,
     time_steps,
@@ -44,11 +33,6 @@ CONTEXT = 128
 LONG_CONTEXT = 2048
 # Minimum length of such a prompt, in tokens; costs that grow later show while decoding.
 MIN_LONG = 512
-# Minimum cost of verification, in plain steps, which read as many weights. On the smallest models
-# noise would leave less than nothing once the cost of drafting is subtracted.
-MIN_VERIFY = 0.8
-# Minimum cost of reading the drafts, in seconds: the host's part, for the same reason.
-MIN_WAIT = 15e-5
 
 # Costs by whether a network drafts, context in tokens, and quantisation of the K/V entries.
 Known = dict[tuple[bool, int, Quantisation | None], Seconds]
@@ -78,9 +62,10 @@ def step_costs(
     keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
     for key in keys:
         if key not in known:
+            setting = Setting(target, proposer, *key[1:])
             if builds_kernels():
-                warm_up(target, proposer, key[1], quantisation)
-            known[key] = _load_or_time(target, proposer, key[1], quantisation)
+                warm_up(setting)
+            known[key] = _load_or_time(setting)
     short, *long = [known[key] for key in keys]
     seconds = short
     if long:
@@ -88,9 +73,7 @@ def step_costs(
         seconds = {
             kind: timed + share * max(0.0, long[0][kind] - timed) for kind, timed in short.items()
         }
-    if proposer is None:
-        return StepCosts(seconds[PLAIN], {size: seconds[kind] for size, kind in LOOKUPS.items()})
-    return by_parts(seconds, short, proposer.max_length)
+    return by_parts(seconds, short, proposer)
 
 
 def contexts(target: Target, length: int) -> list[int]:
@@ -107,63 +90,28 @@ def doubt_times(target: Target, proposer: Proposer | None, known: Known) -> None
     """
     for is_network, context, quantisation in list(known):
         if is_network == (proposer is not None):
-            doubt(*_description(target, proposer, context, quantisation))
+            doubt(*_description(Setting(target, proposer, context, quantisation)))
 
 
-def _load_or_time(
-    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
-) -> Seconds:
+def _load_or_time(setting: Setting) -> Seconds:
     def time_rounds() -> Sequence[Seconds]:
         logger.info(
             "timing steps on this machine after %d tokens, for this and later runs of this model "
             "with %s",
-            context,
-            "prompt lookup" if proposer is None else "drafter",
+            setting.context,
+            "prompt lookup" if setting.proposer is None else "drafter",
         )
-        return time_steps(target, proposer, context, quantisation)
+        return time_steps(setting)
 
-    described = _description(target, proposer, context, quantisation)
-    return fastest(load_or_time(*described, is_doubtful, time_rounds))
+    return fastest(load_or_time(*_description(setting), is_doubtful, time_rounds))
 
 
-def _description(
-    target: Target, proposer: Proposer | None, context: int, quantisation: Quantisation | None
-) -> tuple[object, tuple[nn.Module, ...], Sequence[Kind]]:
+def _description(setting: Setting) -> tuple[object, tuple[nn.Module, ...], Sequence[Kind]]:
     """Return a description of the steps to time, the networks that they use, and their kinds."""
+    target, proposer, context, quantisation = setting
     kinds = kinds_of(proposer)
     modules = () if proposer is None else proposer.networks
     passes = ("compiled",) if target.compiled.are_used else ()
     used = *choices(target.model), *target.devices, *passes
     described = kinds, context, quantisation, *used
     return described, (target.model, *modules), kinds
-
-
-def by_parts(seconds: Seconds, short: Seconds, max_length: int | None) -> StepCosts:
-    """Split costs into parts; the cost of drafting does not depend on the context.
-
-    Args:
-        seconds: Costs after the context of the sequence.
-        short: Costs after a short context.
-        max_length: Longest beams of the proposer; None if it has no bound.
-    """
-    few_levels, levels = (min(length, max_length or length) - 1 for length in (SHORT, LONG))
-    level = {
-        width: max(0.0, short[SEARCH[width, LONG]] - short[SEARCH[width, SHORT]])
-        / max(1, levels - few_levels)
-        for width in TIMED_WIDTHS
-    }
-    drafting = max(0.0, short[DRAFT] - short[PLAIN])
-    few = short[VERIFY[FEW]] - drafting
-    return StepCosts(
-        plain=seconds[PLAIN],
-        verify={
-            size: max(MIN_VERIFY * seconds[PLAIN], seconds[kind] - drafting)
-            for size, kind in VERIFY.items()
-        },
-        first={
-            width: max(0.0, short[SEARCH[width, SHORT]] - few - few_levels * level[width])
-            for width in TIMED_WIDTHS
-        },
-        level=level,
-        wait=max(MIN_WAIT, short[READ] - short[VERIFY[FEW]]),
-    )

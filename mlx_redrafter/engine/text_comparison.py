@@ -42,13 +42,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Drafted decoding against plain decoding on one prompt.
-
-    Attributes:
-        num_tokens: Tokens of the plain text, stop token included.
-        tokens_per_step: Tokens per verify of drafted decoding.
-        difference: None if the texts are equal.
-    """
+    """Drafted decoding against plain decoding of ``num_tokens``, the stop token included."""
 
     num_tokens: int
     tokens_per_step: float | None

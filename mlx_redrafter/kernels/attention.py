@@ -99,16 +99,10 @@ def _run(call: MethodType, *args: Any, **kwargs: Any) -> Any:
 
 
 def _attend(
-    call: Call,
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    **options: Any,
+    call: Call, *arrays: Any, cache: Any, scale: float, mask: Any, **options: Any
 ) -> mx.array:
     """Hook for mlx-lm's attention: use the kernel if a choice of the model allows it."""
+    queries, keys, values = arrays
     seen, choices, tree = _seen.get(), _choices.get(), _tree(cache, mask)
     if choices is not None and isinstance(cache, TracedEntries):
         raise UntraceableError("expected MLX's attention, found this package's kernel")
@@ -123,7 +117,7 @@ def _attend(
         for choice in choices.shapes:
             if choice.shape == shape and tree.size in choice.rows and max_keys <= choice.max_keys:
                 return tree_attention(queries, keys, values, tree.parents, scale)
-    return cast(mx.array, call(queries, keys, values, cache, scale, mask, **options))
+    return cast(mx.array, call(*arrays, cache=cache, scale=scale, mask=mask, **options))
 
 
 def _shape(queries: mx.array, keys: Any, values: Any) -> AttentionShape | None:

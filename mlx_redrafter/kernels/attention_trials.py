@@ -27,10 +27,7 @@ FEW_KEYS = (5, 200)
 
 
 class AttentionTrial(KernelTrial[int]):
-    """A trial of the kernel for one shape of attention.
-
-    ``equal`` is the maximum number of keys at which bits are equal.
-    """
+    """A trial for a shape of attention; ``equal`` is the maximum number of keys with equal bits."""
 
     # Maximum share of MLX's time: 1, with a margin for timing noise.
     max_time = 1.05

@@ -46,8 +46,7 @@ class KernelTrial(ABC, Generic[Equal]):
     Attributes:
         max_time: Maximum time of a kernel that qualifies, as a share of the time of MLX's.
         reference: Name of the kernel of MLX whose bits count.
-        shape: Shape of the matrices, or of the attention.
-        num_layers: Number of layers with that shape.
+        num_layers: Number of layers with the shape.
         equal: Variant or range with the bits of MLX's kernel, or None.
         times: Times by T; empty if ``equal`` is None.
         failure: Reason not to use the kernel, or None.

@@ -85,16 +85,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class MatrixShape:
-    """Format and size of a quantised matrix of N rows and K columns.
-
-    Attributes:
-        bits: Bits of a weight.
-        group_size: Weights that share a scale and a bias.
-        dtype: Name of the dtype of inputs, and of affine scales and biases.
-        inputs: K.
-        outputs: N.
-        mode: "affine", "mxfp4", or another mode of MLX, which has no kernel here.
-    """
+    """Format, as in `Variant`, and size of a quantised matrix; it has a kernel if `is_offered`."""
 
     bits: int
     group_size: int
@@ -155,13 +146,7 @@ class DenseVariant:
 
 @dataclass(frozen=True)
 class DenseShape:
-    """Size of a matrix of N rows and K columns.
-
-    Attributes:
-        dtype: Name of the dtype of the weights.
-        inputs: K.
-        outputs: N.
-    """
+    """Size of a matrix, and name of the dtype of its weights."""
 
     dtype: str
     inputs: int

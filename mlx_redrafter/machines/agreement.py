@@ -25,12 +25,7 @@ def load_together(
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load rank 0's part of a model, which leads the parts that all other ranks load meanwhile.
 
-    Args:
-        machines: All ranks.
-        name: Name of the model.
-        config: Its ``config.json``.
-        options: Options of its tokenizer.
-        adapter: Folder of a LoRA adapter.
+    ``options`` are those of the tokenizer, and ``adapter`` is the folder of a LoRA adapter.
 
     Raises:
         CheckpointError: A rank lacks the model, has another one, or cannot load its part.

@@ -36,10 +36,7 @@ def follow(
 ) -> NoReturn:
     """Load this rank's part of the model and obey rank 0 until it ends; then end this process.
 
-    Args:
-        machines: All ranks.
-        own_name: Folder or repository of the model on this machine; rank 0's by default.
-        own_adapter: Folder of a LoRA adapter, likewise.
+    The names are those of the model and of a LoRA adapter on this machine; rank 0's by default.
     """
     # A terminal sends Ctrl-C to all local ranks; rank 0 decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -32,14 +32,7 @@ PASS_WAITS = 10.0
 
 
 class Leader:
-    """Tells the other ranks what rank 0 does.
-
-    Attributes:
-        machines: All ranks.
-        count: Numbers for the next handles.
-        dropped: Numbers of handles that are gone.
-        handles: Handles of caches by their first layer, mlx-lm's object, which outlives a text.
-    """
+    """Tells the other ranks what rank 0 does."""
 
     def __init__(self, machines: Machines):
         self.machines = machines
@@ -47,9 +40,10 @@ class Leader:
         # Whether an operation runs, all parts of which the others do by themselves.
         self._is_within = False
         self._waiting: list[bytes] = []
-        self.count = itertools.count(1)
-        self.dropped: deque[int] = deque()
-        self.handles: weakref.WeakKeyDictionary[Any, Handle] = weakref.WeakKeyDictionary()
+        # Numbers of the next handles, and of those that are gone.
+        self.count, self.dropped = itertools.count(1), deque[int]()
+        # Handles of caches by their first layer, mlx-lm's object, which outlives a text.
+        self.handles = weakref.WeakKeyDictionary[Any, Handle]()
         # Stream of the thread that ran the newest pass.
         self._stream = mx.default_stream(mx.cpu)
         threading.Thread(target=self._watch, name="pass limit", daemon=True).start()
@@ -58,9 +52,7 @@ class Leader:
     def together(self, do: Do, *values: Any) -> Iterator[None]:
         """Do something on rank 0 that the others do as well, without an interruption by Ctrl-C.
 
-        Args:
-            do: Operation on a cache, announced with the next pass unless it is part of another.
-            *values: Its values.
+        The next pass announces it, unless it is part of another operation.
         """
         with self._undisturbed() as is_part:
             if not is_part:
@@ -81,10 +73,7 @@ class Leader:
     def passing(self, do: Do, values: Sequence[Any], tokens: Sequence[mx.array]) -> Iterator[None]:
         """Run a pass on all ranks: build and dispatch it inside.
 
-        Args:
-            do: The verb.
-            values: Its values.
-            tokens: Arrays of int32 that the other ranks need, each of shape (n,).
+        The other ranks get the tokens, int32 arrays of shape (n,).
         """
         with self._undisturbed(), waiting():
             stream = mx.default_stream(mx.cpu)
@@ -123,11 +112,7 @@ class Leader:
 
 
 class Handle:
-    """A cache, batch or copy on the other ranks, which drop it when nothing here has the handle.
-
-    Attributes:
-        number: Its number there.
-    """
+    """A cache, batch or copy on the other ranks, which drop it when nothing here has the handle."""
 
     def __init__(self, leader: Leader):
         self.number = next(leader.count)

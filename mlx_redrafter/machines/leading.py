@@ -31,13 +31,7 @@ LEADER = "redrafter_leader"
 
 
 class LedCache(TreeCache):
-    """A sequence's cache on rank 0, which tells the other ranks what becomes of theirs.
-
-    Args:
-        leader: Connection to them.
-        handle: Their caches.
-        *given: Arguments of `TreeCache`, or of the class that is mixed in.
-    """
+    """A sequence's cache on rank 0, which tells the other ranks what becomes of theirs."""
 
     needs_notice = True
 
@@ -98,12 +92,7 @@ class LedArrays(dict[str, mx.array]):
 
 
 class LedCaches(ModelCaches):
-    """Maker of caches on rank 0, which tells the other ranks what becomes of theirs.
-
-    Args:
-        leader: Connection to them.
-        *given: Arguments of `ModelCaches`.
-    """
+    """Maker of caches on rank 0, which tells the other ranks what becomes of theirs."""
 
     def __init__(self, leader: Leader, *given: Any):
         super().__init__(*given)
@@ -125,15 +114,10 @@ class LedCaches(ModelCaches):
     def handle_of(
         self, stock: Sequence[Any], length: int, quantisation: Sequence[int] = ()
     ) -> Handle:
-        """Open mlx-lm's caches for a text, which are new or hold what these ranks computed.
-
-        Args:
-            stock: The caches.
-            length: Number of tokens that they hold.
-            quantisation: The fields of their `Quantisation`, if they have one.
+        """Open mlx-lm's caches of ``length`` tokens for a text, with fields of a `Quantisation`.
 
         Raises:
-            ConfigError: They hold other tokens.
+            ConfigError: They hold tokens that these ranks have not computed.
         """
         handle = self.leader.handles.get(stock[0])
         if handle is None and any(not layer.empty() for layer in stock):
@@ -180,12 +164,7 @@ class LedCaches(ModelCaches):
 
 
 class LedModules(TargetModules):
-    """The model's modules on rank 0.
-
-    Args:
-        caches: Maker of caches.
-        *given: Arguments of `TargetModules`.
-    """
+    """The model's modules on rank 0."""
 
     def __init__(self, caches: LedCaches, *given: Any):
         super().__init__(*given)
@@ -208,10 +187,6 @@ class LeadingTarget(Target):
     """A target whose passes run on all ranks.
 
     Drafters, samplers and policies are on rank 0 alone.
-
-    Args:
-        model: The part of the model on rank 0.
-        leader: Its connection to the others.
     """
 
     def __init__(self, model: nn.Module, leader: Leader):

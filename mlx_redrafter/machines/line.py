@@ -53,15 +53,10 @@ def exit_soon(code: int) -> None:
 
 
 class Line:
-    """One end of a connection.
-
-    Args:
-        connection: The socket.
-        own: Name of this rank in messages, empty for rank 0.
-        other: Name of the other rank.
-    """
+    """One end of a connection."""
 
     def __init__(self, connection: socket.socket, own: str, other: str):
+        # Names of both ranks in messages; ``own`` is empty for rank 0.
         self.own, self.other = own, other
         self._connection = connection
         self._stream = connection.makefile("rb")

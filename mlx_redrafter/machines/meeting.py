@@ -32,18 +32,13 @@ JACCL = "MLX_JACCL_COORDINATOR"
 MEETING_SECONDS = 60.0
 # Bytes of the message in which each rank says who it is, more than any names have.
 FACTS_BYTES = 1024
+# Packages of which all ranks must have the same version.
+PACKAGES = ("mlx", "mlx-lm", "mlx-redrafter")
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank and its machine.
-
-    Attributes:
-        rank: Its number.
-        host: Name of its machine.
-        device: Name of its GPU or CPU.
-        versions: Versions of mlx, mlx-lm and this package.
-    """
+    """Number of a rank and names of its machine, device and versions of `PACKAGES`."""
 
     rank: int
     host: str
@@ -58,14 +53,11 @@ class Rank:
 
     @property
     def name(self) -> str:
-        """Name in messages."""
         return f"rank {self.rank} ({self.host})"
 
     def disagreement(self, leader: Rank) -> str | None:
         """Describe versions other than the leader's; None if all are the same."""
-        for what, own, other in zip(
-            ("mlx", "mlx-lm", "mlx-redrafter"), self.versions, leader.versions, strict=True
-        ):
+        for what, own, other in zip(PACKAGES, self.versions, leader.versions, strict=True):
             if own != other:
                 return f"{self.name} has {what} {own}, rank 0 has {other}; install the same"
         return None
@@ -73,14 +65,7 @@ class Rank:
 
 @dataclass
 class Machines:
-    """All ranks, as one of them sees them.
-
-    Attributes:
-        group: MLX's group.
-        ranks: All ranks.
-        lines: Connections to all others on rank 0, to rank 0 on another.
-        has_model: Whether they have begun to load a model.
-    """
+    """All ranks, as one of them sees them: rank 0 has a line to each other one, they one to it."""
 
     group: Any
     ranks: list[Rank]

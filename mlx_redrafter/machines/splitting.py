@@ -17,7 +17,6 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, find_checkpoint
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError, explain, first_line
-from mlx_redrafter.machines.sums import use_rank_order
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.model_parts import MLX_LM_MODELS
@@ -28,6 +27,12 @@ ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 NUM_SAMPLES = 64
 # Bytes of a sample, a block of a disk.
 SAMPLE_BYTES = 4096
+# Maximum number of rows that ranks add in their order: those of the largest trees of a batch.
+# Longer messages are chunks of prompts, which are the same with drafts and without; a sum by MLX
+# sends fewer bytes.
+MOST_ROWS = 512
+
+_stock_sum = mx.distributed.all_sum
 
 
 def digests(name: str, adapter: str | None = None) -> dict[str, str]:
@@ -58,11 +63,7 @@ def _digest(path: Path) -> str:
 
 
 def check_family(config: Mapping[str, Any]) -> None:
-    """Check by its config that mlx-lm can split a model.
-
-    Raises:
-        UnsupportedTargetError: It cannot.
-    """
+    """Raise `UnsupportedTargetError` if, by its config, mlx-lm cannot split a model."""
     name = config["model_type"]
     if not _can_shard(MODEL_REMAPPING.get(name, name)):
         known = ", ".join(one for one in SUPPORTED if _can_shard(one))
@@ -118,8 +119,20 @@ def split(model: nn.Module, group: Any) -> None:
                 f"expected a model that divides by {size} machines, found {whole} {name}; start "
                 "a number of machines that divides it, or one alone"
             )
-    if size > 2:
-        use_rank_order()
+    if size > 2:  # two ranks have no order: a + b is b + a
+        mx.distributed.all_sum = _sum_in_rank_order
+
+
+def _sum_in_rank_order(x: mx.array, *, group: Any = None, stream: Any = None) -> mx.array:
+    """Add the arrays of all ranks, rank 0 first, in place of ``mx.distributed.all_sum``.
+
+    MLX's ring adds each part of a message beginning with another rank. So a node of a tree would be
+    rounded differently from the same token alone, and a drafted text would not be the plain one.
+    """
+    if x.ndim == 0 or x.size > MOST_ROWS * x.shape[-1]:
+        return _stock_sum(x, group=group, stream=stream)
+    first, *rest = mx.distributed.all_gather(x[None], group=group, stream=stream)
+    return sum(rest, start=first)
 
 
 def has_split_head(model: nn.Module) -> bool:

@@ -7,14 +7,14 @@ Axes: R sequences, n rows of a sequence, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_redrafter.target.caches.draft_cache import DraftCache, DraftLayer
-from mlx_redrafter.target.hooks import TreePositions
+from mlx_redrafter.target.hooks import Call, TreePositions
 
 
 class JointLayer(DraftLayer):
@@ -54,18 +54,13 @@ class JointLayer(DraftLayer):
         return keys, values
 
     def attend(
-        self,
-        call: Callable[..., mx.array],
-        arrays: tuple[mx.array, mx.array, mx.array],
-        scale: float,
-        mask: Any,
-        options: dict[str, Any],
+        self, call: Call, *arrays: mx.array, scale: float, mask: Any, **options: Any
     ) -> mx.array:
         """Compute attention of each sequence to its own entries."""
         queries = mx.split(arrays[0], self._ends, axis=2)
         parts = zip(self._layers, queries, self._entries, mask, strict=True)
         found = [
-            layer.attend(call, (own, *entries), scale, one, options)
+            layer.attend(call, own, *entries, scale=scale, mask=one, **options)
             for layer, own, entries, one in parts
         ]
         return mx.concatenate(found, axis=2)

@@ -8,7 +8,7 @@ names. A ``config.json`` may use several names for one of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx_redrafter.target.hooks import (
@@ -75,6 +75,10 @@ class Architecture:
     functions: Mapping[str, Hook] = field(default_factory=dict)
 
 
+# Paths of model files that name their parts as GPT-2 does.
+TRANSFORMER = Architecture(hidden="transformer", embedding="transformer.wte")
+# Paths of model files that name them as Mamba does.
+BACKBONE = Architecture(hidden="backbone", embedding="backbone.embeddings")
 # Hook for the attention scale of Llama 4.
 LLAMA_4_SCALE = {"_get_llama_4_attn_scale": scale_at_tree_positions}
 # Hook for learned position embeddings.
@@ -115,9 +119,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "bailing_moe_v3": Architecture(
         embedding="model.word_embeddings", methods={("attention", "__call__"): follow_depths}
     ),
-    "dbrx": Architecture(hidden="transformer", embedding="transformer.wte"),
+    "dbrx": TRANSFORMER,
     "deepseek_v2": Architecture(ropes=YARN),
-    "exaone": Architecture(hidden="transformer", embedding="transformer.wte"),
+    "exaone": TRANSFORMER,
     "falcon_h1": Architecture(methods=recurrent("mamba"), functions=STATE_SPACE),
     "gear": Architecture(methods=recurrent("local_mixer", "key_conv", "value_conv")),
     "gemma2": Architecture(methods={("self_attn", "__call__"): mask_groups}),
@@ -125,9 +129,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         hidden="model.language_model.norm", embedding="model.language_model.embed_tokens"
     ),
     "gpt2": Architecture(embedding="model.wte", methods=LEARNED_POSITIONS),
-    "gpt_bigcode": Architecture(
-        hidden="transformer", embedding="transformer.wte", methods=LEARNED_POSITIONS
-    ),
+    "gpt_bigcode": replace(TRANSFORMER, methods=LEARNED_POSITIONS),
     "gpt_neox": Architecture(hidden="model.final_layer_norm", embedding="model.embed_in"),
     "gpt_oss": Architecture(ropes=(*LINEAR, "llama3", *YARN, "proportional", "mrope")),
     "gptj": Architecture(embedding="model.wte"),
@@ -142,32 +144,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "lfm2_moe": Architecture(methods=SHORT_CONVOLUTION),
     "lille-130m": Architecture(hidden="transformer.norm", embedding="transformer.tok_embeddings"),
     "llama4": Architecture(methods={("self_attn", "__call__"): attend_in_chunks}),
-    "mamba": Architecture(
-        hidden="backbone",
-        embedding="backbone.embeddings",
-        methods={("mixer", "__call__"): follow_depths},
-    ),
-    "mamba2": Architecture(
-        hidden="backbone",
-        embedding="backbone.embeddings",
-        methods=recurrent("mixer"),
-        functions=STATE_SPACE,
-    ),
+    "mamba": replace(BACKBONE, methods={("mixer", "__call__"): follow_depths}),
+    "mamba2": replace(BACKBONE, methods=recurrent("mixer"), functions=STATE_SPACE),
     "minicpm3": Architecture(ropes=("longrope",)),
     "ministral3": Architecture(functions=LLAMA_4_SCALE),
     "mistral4": Architecture(functions=LLAMA_4_SCALE),
-    "nanochat": Architecture(
-        hidden="transformer",
-        embedding="transformer.wte",
-        functions={"apply_rotary_emb": rotate_at_tree_positions},
-    ),
+    "nanochat": replace(TRANSFORMER, functions={"apply_rotary_emb": rotate_at_tree_positions}),
     "nemotron": Architecture(ropes=LINEAR),
-    "nemotron_h": Architecture(
-        hidden="backbone",
-        embedding="backbone.embeddings",
-        methods=recurrent("mixer"),
-        functions=STATE_SPACE,
-    ),
+    "nemotron_h": replace(BACKBONE, methods=recurrent("mixer"), functions=STATE_SPACE),
     "olmo_hybrid": Architecture(
         methods=recurrent("linear_attn", "q_conv1d", "k_conv1d", "v_conv1d"), functions=DELTA_RULE
     ),
@@ -176,7 +160,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phimoe": Architecture(ropes=("default", "longrope")),
     "phixtral": Architecture(hidden="lm_head.ln", embedding="transformer.embd.wte"),
     "plamo2": Architecture(methods=recurrent("mixer"), functions=STATE_SPACE),
-    "qwen": Architecture(hidden="transformer", embedding="transformer.wte"),
+    "qwen": TRANSFORMER,
     "qwen2_moe": Architecture(ropes=LINEAR),
     "qwen3_5": Architecture(methods=recurrent("linear_attn"), functions=DELTA_RULE),
     "qwen3_next": Architecture(methods=recurrent("linear_attn"), functions=DELTA_RULE),

@@ -59,22 +59,13 @@ def waits_for_host() -> bool:
 
 
 class TreeTarget(Protocol):
-    """A target whose passes over trees can be compiled."""
+    """A target whose passes over trees can be compiled, as `Target`."""
 
     model: nn.Module
 
     def process_trees(
-        self,
-        tokens: mx.array,
-        positions: TreePositions,
-        caches: list[Any],
-        layers: Sequence[int],
-    ) -> Sequence[mx.array | None]:
-        """Build a pass of tokens, shape (1, N), and capture inputs of layers.
-
-        Returns logits, hidden states, and those inputs or None.
-        """
-        ...
+        self, tokens: mx.array, positions: TreePositions, caches: list[Any], layers: Sequence[int]
+    ) -> Sequence[mx.array | None]: ...
 
 
 class EntriesKind(NamedTuple):
@@ -93,25 +84,13 @@ class EntriesKind(NamedTuple):
     window: int | None
 
 
-class PartsKind(NamedTuple):
-    """A layer with several caches."""
-
-    parts: tuple[Any, ...]
-
-
-# Kind of a layer: an int is the number of arrays of a state, None a layer that is never used.
-LayerKind = EntriesKind | PartsKind | int | None
+# Kind of a layer: an int is the number of arrays of a state, None a layer that is never used, a
+# tuple has those of several caches.
+LayerKind = EntriesKind | int | None | tuple[Any, ...]
 
 
 class PassKind(NamedTuple):
-    """The sizes and layers that a pass is compiled for.
-
-    Attributes:
-        num_nodes: N.
-        max_depth: Maximum depth of a node.
-        captured: Layers whose inputs to capture.
-        layers: Kind of each layer.
-    """
+    """The sizes, captured layers and kinds of layers that a pass is compiled for."""
 
     num_nodes: int
     max_depth: int
@@ -126,7 +105,6 @@ class CompiledPasses:
         are_used: Whether to compile passes at all; by default if the device waits for the host.
 
     Attributes:
-        are_used: Whether passes are compiled.
         passes: The compiled passes, by kind.
         fault: Reason not to compile the model; None without one.
         is_first_use: Whether the newest pass was compiled, or the first of its size and bucket, for
@@ -190,11 +168,7 @@ class CompiledPasses:
     ) -> bool:
         """Return whether a compiled pass can process a tree before the host reads the last path.
 
-        Args:
-            tree: The tree.
-            cache: Its cache, which holds the pass with that path.
-            captured: Layers whose inputs to capture.
-            max_length: Maximum number of nodes of the path.
+        The arguments are those of `verify`, and the maximum number of nodes of that path.
         """
         if not self.passes or not self._serves(tree, cache):
             return False
@@ -234,16 +208,11 @@ def _use(
 
 
 class _Loan:
-    """Arrays of a cache's layers, lent to a pass over a tree.
-
-    Attributes:
-        length: Number of committed tokens, or a bound if the host has not read it.
-        arrays: The arrays of all layers.
-        starts: Positions of the first entries of the buffers.
-    """
+    """Arrays of a cache's layers, lent to a pass over a tree."""
 
     def __init__(self, cache: TreeCache, tree: TokenTree):
         self.arrays: list[mx.array] = []
+        # Positions of the first entries of the buffers.
         self.starts: list[int] = []
         self.length = cache.bound
         self._tree = tree
@@ -257,7 +226,7 @@ class _Loan:
     def borrow(self, layer: LayerCache | CompositeCache) -> LayerKind:
         """Borrow the arrays of a layer, and return its kind."""
         if isinstance(layer, CompositeCache):
-            return PartsKind(tuple(map(self.borrow, layer.parts)))
+            return tuple(map(self.borrow, layer.parts))
         if isinstance(layer, RecurrentCache):
             state = cast(list[mx.array], layer.stock.cache)
             self.arrays += state
@@ -268,16 +237,15 @@ class _Loan:
             return None
         self.arrays += buffers
         window = layer.stock.max_size if isinstance(layer, SlidingCache) else None
-        key = buffers[0].shape[2], layer.start, window
+        num_rows, start = buffers[0].shape[2], layer.start
+        key = num_rows, start, window
         if key not in self._kinds:  # few, as most layers are alike
-            self._kinds[key] = self._entries_kind(*key)
+            if start not in self.starts:
+                self.starts.append(start)
+            num_entries = bucket(self.length + self._tree.size - start)
+            place = self.starts.index(start)
+            self._kinds[key] = EntriesKind(num_entries, num_rows, place, window)
         return self._kinds[key]
-
-    def _entries_kind(self, num_rows: int, start: int, window: int | None) -> EntriesKind:
-        if start not in self.starts:
-            self.starts.append(start)
-        num_entries = bucket(self.length + self._tree.size - start)
-        return EntriesKind(num_entries, num_rows, self.starts.index(start), window)
 
     def inputs(self, length: mx.array) -> list[mx.array]:
         """Return the inputs of the pass after a number of tokens, int32, shape (1,)."""
@@ -364,10 +332,7 @@ class _MatrixProduct(nn.Linear):
 
 
 def _build_pass(
-    owner: Owner,
-    kind: PassKind,
-    returned: list[Any],
-    inputs: list[mx.array],
+    owner: Owner, kind: PassKind, returned: list[Any], inputs: list[mx.array]
 ) -> list[mx.array]:
     """Build a pass of a kind from `_Loan.inputs`, and fill `_CompiledPass.returned`."""
     places, tokens, parents, depths, ancestors, *arrays = inputs
@@ -447,8 +412,7 @@ class TracedEntries:
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        window, layout = self._kind.window or window_size, self._step.layout_of(self._kind)
-        return layout.mask if window is None else layout.window_mask(window)
+        return self._step.layout_of(self._kind).window_mask(self._kind.window or window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         row, self._fresh = self._step.row(self._kind), [keys, values]
@@ -468,10 +432,10 @@ class TracedEntries:
 
 def _make_layer(kind: LayerKind, step: TracedPass, lent: Iterator[mx.array]) -> Any:
     """Make a layer's cache of a compiled pass from its kind and the arrays lent next."""
-    if isinstance(kind, PartsKind):
-        return CompositeCache(None, [_make_layer(part, step, lent) for part in kind.parts])
     if isinstance(kind, EntriesKind):
         return TracedEntries(kind, step, next(lent), next(lent))
+    if isinstance(kind, tuple):
+        return CompositeCache(None, [_make_layer(part, step, lent) for part in kind])
     if kind is None:
         return None
     stock = ArraysCache(kind)

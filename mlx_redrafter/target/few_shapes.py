@@ -26,8 +26,7 @@ PARTS = 8
 # Boolean masks of a pass with the additive ones that replace them, by id and dtype.
 Masks = dict[tuple[int, mx.Dtype], tuple[mx.array, mx.array]]
 
-_additive: ContextVar[Masks | None]
-_additive = ContextVar("additive", default=None)
+_additive: ContextVar[Masks | None] = ContextVar("additive", default=None)
 
 
 def pays_on_device(dtype: mx.Dtype) -> bool:
@@ -50,25 +49,16 @@ def additive_masks() -> Scoped[Masks]:
     return Scoped(_additive, {})
 
 
-def attend_with_additive_mask(
-    call: Call,
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    **options: Any,
-) -> mx.array:
+def attend_with_additive_mask(call: Call, *arrays: Any, mask: Any, **options: Any) -> Any:
     """Hook for mlx-lm's attention: give it an additive mask instead of a boolean one.
 
     The CUDA back end turns a boolean mask into an additive one in every layer.
     """
     masks = _additive.get()
     if masks is not None and isinstance(mask, mx.array) and mask.dtype == mx.bool_:
-        key = id(mask), queries.dtype
+        dtype = arrays[0].dtype
+        key = id(mask), dtype
         if key not in masks:  # the entry keeps the mask, so that no other one gets its id
-            masks[key] = mask, mx.where(mask, 0, -mx.inf).astype(queries.dtype)
+            masks[key] = mask, mx.where(mask, 0, -mx.inf).astype(dtype)
         mask = masks[key][1]
-    attended: mx.array = call(queries, keys, values, cache, scale, mask, **options)
-    return attended
+    return call(*arrays, mask=mask, **options)

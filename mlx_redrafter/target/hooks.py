@@ -72,11 +72,7 @@ class TreePositions:
 
     @property
     def known(self) -> Sequence[range]:
-        """The spans, for code that needs them on the host.
-
-        Raises:
-            UntraceableError: MLX compiles the pass.
-        """
+        """The spans; raises `UntraceableError` if MLX compiles the pass."""
         if self.spans is None:
             raise UntraceableError("expected positions on the host, found a pass for any length")
         return self.spans
@@ -150,7 +146,10 @@ def install(point: HookPoint) -> None:
 
 
 def install_in_attention(model: nn.Module, hook: Hook) -> None:
-    """Install a hook for mlx-lm's attention function in the files of a model's layers."""
+    """Install a hook for mlx-lm's attention function in the files of a model's layers.
+
+    Models give it queries, keys and values by place, and ``cache``, ``scale`` and others by name.
+    """
     name = scaled_dot_product_attention.__name__
     for file_name in dict.fromkeys(type(module).__module__ for module in model.modules()):
         file = sys.modules[file_name]
@@ -185,12 +184,7 @@ def rotate_with_dynamic_base(call: MethodType, x: mx.array, offset: Any = 0) -> 
     if positions.all[-1] < rope.max_position_embeddings:
         # Sequences of up to this length share one base.
         rotated = mx.fast.rope(
-            x,
-            rope.dims,
-            traditional=rope.traditional,
-            base=rope.base,
-            scale=1.0,
-            offset=nodes,
+            x, rope.dims, traditional=rope.traditional, base=rope.base, scale=1.0, offset=nodes
         )
     else:
         rotated = x

@@ -13,12 +13,7 @@ import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, MODEL_REMAPPING
 
-from mlx_redrafter.checkpoint_files import (
-    CONFIG_FILE,
-    find_checkpoint,
-    read_config,
-    read_shapes,
-)
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, find_checkpoint, read_config, read_shapes
 from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.target.model_parts import MLX_LM_MODELS, check_config, find_parts
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import reprlib
 import sys
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -26,7 +27,7 @@ from mlx_redrafter.target.architectures import (
 )
 from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, describe, holds_trees
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
-from mlx_redrafter.target.hooks import Hook, HookPoint, capture, install
+from mlx_redrafter.target.hooks import HookPoint, capture, install
 
 # Package of mlx-lm's model files.
 MLX_LM_MODELS = "mlx_lm.models."
@@ -107,8 +108,8 @@ def find_parts(model: nn.Module) -> Parts:
     _check_caches(name, caches)
 
     architecture = ARCHITECTURES[text_name]
-    hidden = _find_module(text_model, architecture.hidden)
-    embedding = _find_module(text_model, architecture.embedding)
+    hidden = attrgetter(architecture.hidden)(text_model)
+    embedding = attrgetter(architecture.embedding)(text_model)
     table = getattr(embedding, "embedding", embedding)  # inside a LoRA layer
     positions = list(_find_position_hooks(name, text_name, text_model))
     if not positions:
@@ -128,9 +129,8 @@ def find_parts(model: nn.Module) -> Parts:
 def hook_positions(network: nn.Module) -> None:
     """Let mlx-lm's rotary embeddings in a network rotate tree nodes by their own positions."""
     for leaf, module in _named_modules(network):
-        if "rope" in leaf or "rotary" in leaf:
-            for point in _find_rope_hook(type(network).__name__, module):
-                install(point)
+        for point in _find_rope_hook(type(network).__name__, leaf, module):
+            install(point)
 
 
 def _find_text_config(name: str, config: Config) -> tuple[str, Config]:
@@ -182,38 +182,29 @@ def _check_caches(name: str, caches: list[Any]) -> None:
 
 def _find_position_hooks(name: str, text_name: str, model: nn.Module) -> Iterator[HookPoint]:
     architecture = ARCHITECTURES[text_name]
-    methods: dict[str, list[tuple[str, Hook]]] = {}
-    for (owner, method), hook in architecture.methods.items():
-        methods.setdefault(owner, []).append((method, hook))
     for leaf, module in _named_modules(model):
-        if "rope" in leaf or "rotary" in leaf:
-            yield from _find_rope_hook(name, module)
-        for method, hook in methods.get(leaf, ()):
-            yield HookPoint(module, method, hook)
+        yield from _find_rope_hook(name, leaf, module)
+        for (owner, method), hook in architecture.methods.items():
+            if owner == leaf:
+                yield HookPoint(module, method, hook)
     for function, hook in architecture.functions.items():
         yield HookPoint(sys.modules[MLX_LM_MODELS + text_name], function, hook)
 
 
-def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _named_modules(value: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """List all modules of a model by their own names, faster than ``named_modules``."""
-    found: list[tuple[str, nn.Module]] = []
-    waiting: list[tuple[str, Any]] = [("", model)]
-    while waiting:
-        name, value = waiting.pop()
-        if isinstance(value, dict):  # a module is one
-            if isinstance(value, nn.Module):
-                found.append((name, value))
-            for key, item in value.items():
-                if isinstance(item, (dict, list)):
-                    waiting.append((key, item))
-        else:
-            for item in value:
-                if isinstance(item, (dict, list)):
-                    waiting.append((name, item))
-    return found
+    if isinstance(value, nn.Module):  # a dict, too
+        yield name, value
+    items = value.items() if isinstance(value, dict) else ((name, item) for item in value)
+    for key, item in items:
+        if isinstance(item, (dict, list)):
+            yield from _named_modules(item, key)
 
 
-def _find_rope_hook(name: str, rope: nn.Module) -> Iterator[HookPoint]:
+def _find_rope_hook(name: str, leaf: str, rope: nn.Module) -> Iterator[HookPoint]:
+    """Find the hook of a module called ``leaf``, if it is a rotary embedding."""
+    if "rope" not in leaf and "rotary" not in leaf:
+        return
     kind = type(rope).__name__
     if kind not in ROPE_HOOKS:
         raise _refusal(
@@ -222,12 +213,6 @@ def _find_rope_hook(name: str, rope: nn.Module) -> Iterator[HookPoint]:
     hook = ROPE_HOOKS[kind]
     if hook is not None:
         yield HookPoint(rope, "__call__", hook)
-
-
-def _find_module(model: nn.Module, path: str) -> Any:
-    for name in path.split("."):
-        model = getattr(model, name)
-    return model
 
 
 def _file_name(model: nn.Module) -> str:

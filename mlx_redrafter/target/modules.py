@@ -42,14 +42,7 @@ FINAL = -1
 class TargetModules:
     """The modules of a model, with the functions that its own forward pass computes of them.
 
-    Args:
-        model: The model.
-        parts: Its parts, whose hooks are installed.
-
-    Attributes:
-        parts: The model's parts.
-        embedding: The input embedding.
-        layers: The layers, in order.
+    The hooks of its parts must be installed.
     """
 
     def __init__(self, model: nn.Module, parts: Parts):
@@ -84,13 +77,8 @@ class TargetModules:
     def entries(self, layer: int, inputs: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """Compute the K/V entries that a layer makes of its inputs, and nothing else of it.
 
-        Args:
-            layer: A layer with entries of its own.
-            inputs: Its inputs at consecutive tokens, shape (n, H).
-            offset: Position of the first of them.
-
-        Returns:
-            Keys and values, shape (1, key heads, n, head size).
+        The inputs are those at consecutive tokens from position ``offset`` on, shape (n, H).
+        Returns keys and values, shape (1, key heads, n, head size).
         """
         recorder = _Recorder(offset)
         self.layers[layer](inputs.astype(self.dtype)[None], None, recorder)

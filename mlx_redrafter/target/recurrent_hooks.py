@@ -20,23 +20,13 @@ from mlx_lm.models.ssm import compute_dt
 
 from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
 from mlx_redrafter.target.caches.recurrent import cache_among
-from mlx_redrafter.target.caches.tree_pass import (
-    BranchedState,
-    BranchPart,
-    Paths,
-    State,
-)
+from mlx_redrafter.target.caches.tree_pass import BranchedState, BranchPart, Paths, State
 from mlx_redrafter.target.hooks import Call, Scoped
 from mlx_redrafter.trees.tree import TreeBatch
 
 
 class _Layer(NamedTuple):
-    """A layer during its call.
-
-    Attributes:
-        trees: The trees of the pass.
-        parts: The arrays of the layer's cache so far, for any paths of the trees.
-    """
+    """A layer during its call, with the arrays of its cache so far."""
 
     trees: TreeBatch
     parts: list[BranchPart]
@@ -45,9 +35,7 @@ class _Layer(NamedTuple):
 class _Rows(NamedTuple):
     """Inputs of a causal convolution before and at the nodes of trees.
 
-    Attributes:
-        inputs: Rows of all sequences.
-        rows: Rows that the convolution of each node reads, int32, shape (B N, S).
+    ``rows`` are those that the convolution of each node reads, int32, shape (B N, S).
     """
 
     inputs: mx.array
@@ -132,9 +120,7 @@ def follow_depths(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
 def convolve_branches(call: Call, x: mx.array) -> mx.array:
     """Hook for a causal convolution: the inputs of a node are the last S tokens of its branch.
 
-    Args:
-        call: The convolution.
-        x: The S - 1 rows before each root and the rows of the nodes, shape (B, S - 1 + N, C).
+    ``x`` has S - 1 rows before each root and the rows of the nodes, shape (B, S - 1 + N, C).
     """
     layer = _layer.get()
     if layer is None:
@@ -159,11 +145,8 @@ def convolve_pairs(
 ) -> mx.array:
     """Hook for Baichuan's convolution of keys or values over a node and its parent.
 
-    Args:
-        call: The convolution.
-        x: Rows of the nodes, shape (B, H, N, size of a head).
-        weights: Weights of the convolution.
-        state: The row before each root, shape (B, H, 1, size of a head).
+    ``x`` has the rows of the nodes, shape (B, H, N, size of a head), and ``state`` the row before
+    each root, shape (B, H, 1, size of a head).
     """
     layer = _layer.get()
     if layer is None:

@@ -86,10 +86,8 @@ class Target:
         compiled: Its compiled passes; by default new ones, which are compiled if that pays.
 
     Attributes:
-        model: The model.
         modules: Its modules, for drafters that apply some of them.
         caches: Maker of its caches.
-        compiled: Its compiled passes over trees.
         num_layers: Number of its caches.
         hidden_size: Size of a hidden state, H.
         vocab_size: Number of rows of the input embedding, V.
@@ -183,11 +181,7 @@ class Target:
         return self.process_trees(step.tokens, step.positions, cache.layers, layers)
 
     def process_trees(
-        self,
-        tokens: mx.array,
-        positions: TreePositions,
-        caches: list[Any],
-        layers: Sequence[int],
+        self, tokens: mx.array, positions: TreePositions, caches: list[Any], layers: Sequence[int]
     ) -> TargetOutputs:
         """Compute outputs as `compute`, for nodes of trees at these positions."""
         masks = additive_masks() if self.caches.has_buckets else nullcontext()

@@ -249,7 +249,9 @@ def test_a_mask_off_by_one_is_noticed(
     expected = decode_paths(model, tree).logits
     for name in ("window_mask", "chunk_mask"):
         mask = getattr(Layout, name)
-        monkeypatch.setattr(Layout, name, lambda self, size, mask=mask: mask(self, size + wrong))
+        monkeypatch.setattr(
+            Layout, name, lambda self, size, mask=mask: mask(self, size and size + wrong)
+        )
     found = verify_after_prompt(Target(model), tree).logits
     assert disagreement(found, expected) > VISIBLE
 

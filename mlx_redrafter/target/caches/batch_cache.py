@@ -36,8 +36,6 @@ class Slot:
     """A slot as the cache of its sequence; the batch runs the forward passes.
 
     Attributes:
-        batch: The batch.
-        number: Number of the slot.
         own: The sequence's own cache, which is empty meanwhile; None if the slot is idle.
         length: Number of committed tokens; 0 if the slot is idle.
         floor: Its sequence's `Floor`.
@@ -67,7 +65,6 @@ class BatchCache:
 
     Attributes:
         layers: The model's ``cache=`` argument.
-        slots: The slots.
         capacity: Number of entries for which a slot has room if a layer attends to all tokens.
     """
 
@@ -123,11 +120,7 @@ class BatchCache:
     def insert(self, slot: int, own: TreeCache, floor: Floor) -> None:
         """Move a sequence from its own cache, which is empty then, into a slot.
 
-        Args:
-            slot: The slot.
-            own: The cache, which `takes` has accepted. Its newest pass must be committed.
-            floor: Function that returns the number of tokens that the sequence keeps whatever
-                happens.
+        `takes` must have accepted the cache, and its newest pass must be committed.
         """
         if self._is_idle:
             self._begin(own)
@@ -139,12 +132,9 @@ class BatchCache:
             part.insert(slot, self.num_slots, one, own.length)
 
     def leave(self, slot: int, own: TreeCache | None) -> None:
-        """Make a slot idle.
+        """Make a slot idle, and copy the entries into its sequence's own cache; None discards them.
 
-        Args:
-            slot: The slot.
-            own: The cache of its sequence, into which to copy the entries. They include, after the
-                committed entries, the root of a tree in flight. None discards them.
+        They include, after the committed entries, the root of a tree in flight.
         """
         if own is not None:
             self._write_aside()

@@ -57,8 +57,7 @@ class BatchLayer:
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        window, layout = self._reach or window_size, self._step.layout(0, self._capacity)
-        return layout.mask if window is None else layout.window_mask(window)
+        return self._step.layout(0, self._capacity).window_mask(self._reach or window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write accepted entries that are not in place and new entries; return all entries."""
@@ -202,12 +201,9 @@ def whole(num_entries: int) -> int:
 
 
 def _moved(rows: mx.array, ends: Sequence[int], capacity: int) -> mx.array:
-    """Move the newest entries of rings to rings of another size.
+    """Move the newest entries of rings, shape (B, H, old capacity, D), to rings of another size.
 
-    Args:
-        rows: Rings, shape (B, H, old capacity, D).
-        ends: Position behind the last entry of each.
-        capacity: The new size.
+    ``ends`` are the positions behind the last entries.
     """
     old = rows.shape[2]
     last = mx.array(list(ends), dtype=mx.int32)[:, None] - 1

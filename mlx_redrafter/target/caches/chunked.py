@@ -23,7 +23,6 @@ class ChunkCache(FullCache):
 
     @property
     def start_position(self) -> int:
-        """Position of the first entry."""
         return int(self.stock.start_position)
 
     def maybe_trim_front(self) -> None:

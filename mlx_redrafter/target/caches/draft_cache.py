@@ -13,14 +13,16 @@ attention, the cache joins both parts first, which copies the entries of one lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from mlx_redrafter.target.hooks import TreePositions, install_in_attention
+from mlx_redrafter.target.caches.full import joined
+from mlx_redrafter.target.hooks import Call, TreePositions, install_in_attention
 from mlx_redrafter.trees.tree import TokenTree
 
 # Score of an entry that a beam must not attend to.
@@ -114,6 +116,7 @@ class DraftLineage:
         return DraftMask(self._committed, ancestors), positions
 
 
+@dataclass
 class NextPass:
     """The next forward pass, shared by all layers.
 
@@ -123,10 +126,9 @@ class NextPass:
         window: Number of tokens in the window of that mask; None without one.
     """
 
-    def __init__(self) -> None:
-        self.mask: DraftMask | None = None
-        self.given: mx.array | str | None = None
-        self.window: int | None = None
+    mask: DraftMask | None = None
+    given: mx.array | str | None = None
+    window: int | None = None
 
 
 class DraftLayer:
@@ -134,7 +136,6 @@ class DraftLayer:
 
     Attributes:
         stock: The mlx-lm cache of the committed entries.
-        step: The next forward pass, shared by all layers.
         is_plain: Whether the model, in its last pass over committed tokens, gave mlx-lm's attention
             the entries and the mask of the cache, and no options.
     """
@@ -143,17 +144,13 @@ class DraftLayer:
         self.stock = stock
         self.step = step
         self.is_plain = False
-        self._aside: tuple[mx.array, mx.array] | None = None
+        # Entries of the drafts so far.
+        self.aside: tuple[mx.array, mx.array] | None = None
         self._given: mx.array | None = None
 
     @property
     def offset(self) -> int:
-        """Number of committed entries."""
         return self.stock.offset
-
-    def drop_drafts(self) -> None:
-        """Forget the entries of drafts."""
-        self._aside = None
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
@@ -172,59 +169,39 @@ class DraftLayer:
             committed = self.stock.update_and_fetch(keys, values)
             self._given = committed[0]
             return committed
-        if self._aside is not None:
-            keys = mx.concatenate([self._aside[0], keys], axis=2)
-            values = mx.concatenate([self._aside[1], values], axis=2)
-        self._aside = keys, values
-        return self._aside if self.is_plain else self.keys_and_values()
+        own = keys, values
+        self.aside = own if self.aside is None else joined([self.aside, own])
+        return self.aside if self.is_plain else self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all entries, for layers that share those of this layer."""
-        keys, values = self._committed()
-        if self._aside is None:
-            return keys, values
-        return (
-            mx.concatenate([keys, self._aside[0]], axis=2),
-            mx.concatenate([values, self._aside[1]], axis=2),
-        )
+        committed = self._committed()
+        return committed if self.aside is None else joined([committed, self.aside])
 
     def attend(
-        self,
-        call: Callable[..., mx.array],
-        arrays: tuple[mx.array, mx.array, mx.array],
-        scale: float,
-        mask: Any,
-        options: dict[str, Any],
+        self, call: Call, *arrays: mx.array, scale: float, mask: Any, **options: Any
     ) -> mx.array:
         """Compute attention to entries of this cache from queries, keys and values."""
         if self.step.mask is None:
             no_options = not any(value is not None for value in options.values())
             self.is_plain = no_options and arrays[1] is self._given and mask is self.step.given
         elif self.is_plain:
-            assert self._aside is not None
+            assert self.aside is not None
             seen = self.step.mask.within(self.step.window)
-            return attend_in_two_parts(arrays[0], self._committed(), self._aside, seen, scale)
-        return call(*arrays, self, scale, mask, **options)
+            return attend_in_two_parts(arrays[0], self._committed(), self.aside, seen, scale)
+        attended: mx.array = call(*arrays, cache=self, scale=scale, mask=mask, **options)
+        return attended
 
     def _committed(self) -> tuple[mx.array, mx.array]:
         keys, values, end = self.stock.state
         return keys[..., :end, :], values[..., :end, :]
 
 
-def attend_to_drafts(
-    call: Callable[..., mx.array],
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    **options: Any,
-) -> mx.array:
+def attend_to_drafts(call: Call, *arrays: mx.array, cache: Any, **options: Any) -> Any:
     """Hook for mlx-lm's ``scaled_dot_product_attention``."""
     if isinstance(cache, DraftLayer):
-        return cache.attend(call, (queries, keys, values), scale, mask, options)
-    return call(queries, keys, values, cache, scale, mask, **options)
+        return cache.attend(call, *arrays, **options)
+    return call(*arrays, cache=cache, **options)
 
 
 def hook_attention(network: nn.Module) -> None:
@@ -284,7 +261,7 @@ class DraftCache:
         """Keep the first entries of the buffers only, and forget the entries of drafts."""
         self._step.mask = None
         for layer in self.layers:
-            layer.drop_drafts()
+            layer.aside = None
             if layer.stock.keys is not None:
                 layer.stock.offset = num_rows
 

@@ -18,13 +18,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.cache import (
-    ChunkedKVCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    create_attention_mask,
-)
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, create_attention_mask
 
 from mlx_redrafter.target.caches.tree_pass import TreePass
 from mlx_redrafter.target.few_shapes import bucket
@@ -81,7 +75,6 @@ class FullCache:
             self._rows.offset = length
 
     def release(self) -> Entries:
-        """Give the committed entries away."""
         self.write_aside()
         rows, start = self._rows, self.start
         parts = [] if rows.keys is None else arrays_of(*rows.keys_and_values())
@@ -90,7 +83,6 @@ class FullCache:
         return Entries(parts, start)
 
     def hold(self, entries: Entries, length: int) -> None:
-        """Take entries, of which those of ``length`` tokens count; the cache must be empty."""
         if entries.parts:  # else a layer that the model never uses
             fill_rows(self._rows, entries, length)
         self._begin()
@@ -99,7 +91,7 @@ class FullCache:
         """Write the committed entries that the buffer lacks."""
         aside = self._aside()
         if aside:
-            self._rows.update_and_fetch(*_joined(aside))
+            self._rows.update_and_fetch(*joined(aside))
         self._fresh = None
 
     def make_mask(
@@ -107,13 +99,12 @@ class FullCache:
     ) -> mx.array | str | None:
         if self.step.trees is None:
             return create_attention_mask(num_tokens, self.step.length, return_array, window_size)
-        layout = self.step.layout(self.start)
-        return layout.mask if window_size is None else layout.window_mask(window_size)
+        return self.step.layout(self.start).window_mask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the committed entries that the buffer lacks and new entries; return all entries."""
         aside = self._aside()
-        new = _joined([*aside, (keys, values)]) if aside else (keys, values)
+        new = joined([*aside, (keys, values)]) if aside else (keys, values)
         everything: tuple[mx.array, mx.array] = self._rows.update_and_fetch(*new)
         if self.step.trees is None:
             self._fresh = None
@@ -141,10 +132,7 @@ class FullCache:
         if self._rows.keys is None:
             return None
         self._grow(self.step.length + num_nodes - self.start)
-        keys, values = self._rows.keys, self._rows.values
-        assert keys is not None
-        assert values is not None
-        return keys, values
+        return self._rows.keys, self._rows.values
 
     def take_back(
         self, keys: mx.array, values: mx.array, fresh_keys: mx.array, fresh_values: mx.array
@@ -155,7 +143,6 @@ class FullCache:
 
     def _grow(self, num_entries: int) -> None:
         """Let the buffer end with a bucket, because graphs know strides, too."""
-        assert self._rows.keys is not None
         num_rows = self._rows.keys.shape[2]
         if num_rows == self._whole and num_entries <= num_rows:
             return
@@ -165,14 +152,12 @@ class FullCache:
 
     def _attended(self) -> tuple[mx.array, mx.array]:
         """Return the entries, and in a pass with buckets what stands behind them in the buffer."""
-        stock = self._rows
+        rows = self._rows
         if self.step.trees is None or not self.step.has_buckets:
-            return stock.keys_and_values()
-        count = bucket(stock.offset - self.start)
+            return rows.keys_and_values()
+        count = bucket(rows.offset - self.start)
         self._grow(count)
-        assert stock.keys is not None
-        assert stock.values is not None
-        return stock.keys[..., :count, :], stock.values[..., :count, :]
+        return rows.keys[..., :count, :], rows.values[..., :count, :]
 
     def _aside(self) -> list[tuple[mx.array, mx.array]]:
         """Return the committed entries that the buffer lacks, and count those that it holds."""
@@ -184,9 +169,10 @@ class FullCache:
         return [(keys[..., run, :], values[..., run, :]) for run in runs]
 
 
-def _joined(parts: Sequence[tuple[mx.array, mx.array]]) -> list[mx.array]:
+def joined(parts: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
     """Join keys and values of consecutive tokens."""
-    return [mx.concatenate(list(arrays), axis=2) for arrays in zip(*parts, strict=True)]
+    keys, values = (mx.concatenate(list(arrays), axis=2) for arrays in zip(*parts, strict=True))
+    return keys, values
 
 
 def arrays_of(keys: Any, values: Any) -> list[mx.array]:
@@ -212,13 +198,11 @@ def fill_rows(stock: Any, entries: Entries, length: int) -> None:
         stock.start_position = entries.start
 
 
-def write_all_aside(caches: Sequence[FullCache], path: mx.array | None = None) -> None:
+def write_all_aside(caches: Sequence[FullCache], path: mx.array | None) -> None:
     """Let the caches of a sequence write what their buffers lack, with one compiled graph.
 
-    Args:
-        caches: The caches.
-        path: Nodes of a path that the host has not read, whose entries the buffers lack, int32,
-            shape (L,); None if the caches know them.
+    ``path`` has the nodes of a path that the host has not read, whose entries the buffers lack,
+    int32, shape (L,); None if the caches know them.
     """
     fresh: list[mx.array] = []
     lacking, rows = [], []
@@ -249,11 +233,7 @@ def write_all_aside(caches: Sequence[FullCache], path: mx.array | None = None) -
 
 @mx.compile
 def _write_nodes(
-    nodes: mx.array,
-    starts: mx.array,
-    rows: list[int],
-    buffers: list[Any],
-    fresh: list[mx.array],
+    nodes: mx.array, starts: mx.array, rows: list[int], buffers: list[Any], fresh: list[mx.array]
 ) -> list[mx.array]:
     """Write entries of nodes into buffers of keys and values, at the starts of these rows."""
     return [
@@ -262,15 +242,13 @@ def _write_nodes(
     ]
 
 
-def reserve_rows(caches: Sequence[KVCache | ChunkedKVCache | QuantizedKVCache], rows: int) -> None:
-    """Give used caches buffers of at least ``rows`` entries."""
+def reserve_rows(caches: Sequence[Any], rows: int) -> None:
+    """Give used caches of K/V entries buffers of at least ``rows`` entries."""
 
     def lengthen(part: mx.array) -> mx.array:
         return mx.pad(part, [(0, 0), (0, 0), (0, max(0, rows - part.shape[2])), (0, 0)])
 
     for cache in caches:
-        assert cache.keys is not None
-        assert cache.values is not None
         cache.keys, cache.values = tree_map(lengthen, (cache.keys, cache.values))
 
 

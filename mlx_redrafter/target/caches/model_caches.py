@@ -16,7 +16,6 @@ from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, parts_of
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
-from mlx_redrafter.target.caches.stored_cache import Arrays
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 
 
@@ -75,21 +74,6 @@ class ModelCaches:
         kinds = KVCache | ChunkedKVCache | QuantizedKVCache
         reserve_rows([one for one in parts_of(cache.stock) if isinstance(one, kinds)], num_rows)
 
-    def copy_entries(self, layers: Sequence[Any], start: int, end: int) -> Arrays:
-        """Copy K/V entries of mlx-lm's caches, as `stored_cache.copy_entries` does."""
-        return stored_cache.copy_entries(layers, start, end)
-
-    def copy_states(self, layers: Sequence[Any]) -> Arrays:
-        """Copy windows and states of mlx-lm's caches, as `stored_cache.copy_states` does."""
-        return stored_cache.copy_states(layers)
-
-    def fill(
-        self,
-        layers: list[Any],
-        pieces: Sequence[tuple[Arrays, int]],
-        states: Arrays,
-        length: int,
-        quantisation: Quantisation | None,
-    ) -> None:
-        """Fill mlx-lm's caches with such copies, as `stored_cache.fill` does."""
-        stored_cache.fill(layers, pieces, states, length, quantisation)
+    copy_entries = staticmethod(stored_cache.copy_entries)
+    copy_states = staticmethod(stored_cache.copy_states)
+    fill = staticmethod(stored_cache.fill)

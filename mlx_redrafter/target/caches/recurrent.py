@@ -14,13 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_redrafter.target.caches.tree_cache import flat
-from mlx_redrafter.target.caches.tree_pass import (
-    NewRows,
-    State,
-    StateAfter,
-    StateRecord,
-    TreePass,
-)
+from mlx_redrafter.target.caches.tree_pass import NewRows, State, StateAfter, StateRecord, TreePass
 from mlx_redrafter.trees.tree import TreeBatch
 
 
@@ -68,7 +62,6 @@ class RecurrentCache:
         self.step = TreePass([length])
 
     def release(self) -> State:
-        """Give away the state after the accepted path."""
         self._take_over(len(self.step.paths[0]) > 0)
         state: State = list(self.stock.cache)
         self._store([None] * len(state))

@@ -29,29 +29,22 @@ class SlidingCache(FullCache):
 
     def expect(self, step: TreePass) -> None:
         # Before any layer runs, because mlx-lm's models ask one layer for the mask of all.
-        if not self._is_ordered and step.trees is not None:
-            self._rows = _in_order(self.stock)
-            self.stock.keys = self.stock.values = None
-            self._begin()
+        if step.trees is not None:
+            self._put_in_order()
         if self._is_ordered:
             self._make_room(step.length + (1 if step.trees is None else step.trees.size))
         super().expect(step)
 
     def trim_to(self, length: int) -> None:
         """Fill the ring again; entries that the buffer has dropped become zeros."""
-        if self._is_ordered:
+        if self._is_ordered or self.stock.offset != length:
+            self._put_in_order()
             super().trim_to(length)
             _fill(self.stock, self._rows, length)
-        elif self.stock.offset != length:
-            _fill(self.stock, _in_order(self.stock), length)
-        self._rows = self.stock
+            self._rows = self.stock
 
     def release(self) -> Entries:
-        """Give away the committed entries that the cache still has."""
-        if not self._is_ordered:
-            self._rows = _in_order(self.stock)
-            self._begin()
-        self.stock.keys = self.stock.values = None
+        self._put_in_order()
         self.stock.offset = self.stock._idx = 0
         entries = super().release()
         self._rows = self.stock
@@ -60,6 +53,13 @@ class SlidingCache(FullCache):
     def hold(self, entries: Entries, length: int) -> None:
         self._rows = _rows_for(self.stock)
         super().hold(entries, length)
+
+    def _put_in_order(self) -> None:
+        """Move the entries of the ring into a buffer in the order of tokens, if they are in it."""
+        if not self._is_ordered:
+            self._rows = _in_order(self.stock)
+            self.stock.keys = self.stock.values = None
+            self._begin()
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None

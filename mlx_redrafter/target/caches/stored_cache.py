@@ -12,12 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    ArraysCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.cache_kinds import parts_of
@@ -35,8 +30,8 @@ def has_states(layers: Sequence[Any]) -> bool:
 
 def count_entries(layers: Sequence[Any]) -> int:
     """Return the number of tokens for which all layers in use have entries."""
-    counts = [part.offset for part in parts_of(layers) if hasattr(part, "keys") and _is_used(part)]
-    return min(counts, default=0)
+    used = [part for part in parts_of(layers) if getattr(part, "keys", None) is not None]
+    return min((part.offset for part in used), default=0)
 
 
 def copy_entries(layers: Sequence[Any], start: int, end: int) -> Arrays:
@@ -45,8 +40,8 @@ def copy_entries(layers: Sequence[Any], start: int, end: int) -> Arrays:
         {
             f"{place}.{name}": array[..., start:end, :]
             for place, part in _places(layers)
-            if isinstance(part, BY_TOKEN) and _is_used(part)
-            for name, array in _entries(part)
+            if isinstance(part, BY_TOKEN) and part.keys is not None
+            for name, array in zip(_names(part), arrays_of(part.keys, part.values), strict=True)
         }
     )
 
@@ -109,14 +104,6 @@ def _places(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
             yield f"{number}.{i}", part
 
 
-def _is_used(part: Any) -> bool:
-    return part.keys is not None
-
-
-def _entries(part: Any) -> Iterator[tuple[str, mx.array]]:
-    yield from zip(_names(part), arrays_of(part.keys, part.values), strict=True)
-
-
 def _names(part: Any) -> list[str]:
     """List the names of the arrays of K/V entries: codes, scales and biases if quantised."""
     endings = (".0", ".1", ".2") if isinstance(part, QuantizedKVCache) else ("",)
@@ -128,7 +115,7 @@ def _state(part: Any) -> Iterator[tuple[str, mx.array]]:
         for i, array in enumerate(part.cache):
             if array is not None:
                 yield str(i), array
-    elif _is_used(part):
+    elif part.keys is not None:
         if isinstance(part, RotatingKVCache):
             size = min(part.offset, part.max_size)
             arrays = [part._temporal_order(one)[..., -size:, :] for one in (part.keys, part.values)]
@@ -145,7 +132,7 @@ def _copied(arrays: Arrays) -> Arrays:
 
 
 def _fill(part: Any, arrays: Arrays, length: int) -> None:
-    """Fill one cache with arrays named as in `_entries` or `_state`."""
+    """Fill one cache with arrays named as in `copy_entries` or `copy_states`."""
     if isinstance(part, ArraysCache):
         for name, array in arrays.items():
             part[int(name)] = array

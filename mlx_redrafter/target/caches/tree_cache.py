@@ -108,11 +108,8 @@ class TreeCache:
     def follow(self, path: mx.array, num_accepted: mx.array) -> None:
         """Keep the nodes of a path of the tree just verified before the host has read the path.
 
-        The next pass must be a compiled one, over a tree. Then `commit` gets the same path.
-
-        Args:
-            path: Node indices from the root on, junk after the accepted ones, int32, shape (L,).
-            num_accepted: Number of accepted drafts, int32, shape (1,).
+        The next pass must be a compiled one, over a tree. Then `commit` gets the same path. The
+        arrays are those of `UnreadPath`.
         """
         self._followed = self._step
         assert self._step.trees is not None

@@ -62,8 +62,10 @@ class Layout:
         """Mask of all committed tokens and a node's ancestors, bool, shape (B, 1, N, S)."""
         return self._is_seen[:, None]
 
-    def window_mask(self, window: int) -> mx.array:
+    def window_mask(self, window: int | None) -> mx.array:
         """Mask all but the last ``window`` tokens of each node's own path, the node included."""
+        if window is None:
+            return self.mask
         return self._near("window", window, lambda: self._positions > self._nodes - window)
 
     def chunk_mask(self, chunk: int) -> mx.array:
@@ -354,12 +356,7 @@ class TreePass:
 
 
 class Visit:
-    """The part of one sequence in a pass.
-
-    Attributes:
-        step: The pass.
-        row: Row of the sequence in its arrays.
-    """
+    """The part of one sequence in a pass: a row of its arrays."""
 
     def __init__(self, step: TreePass, row: int):
         self.step = step

@@ -103,9 +103,7 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
     long = {kind: seconds + 0.5 for kind, seconds in short.items()}
     long[profiling.VERIFY[2]] = 0.1  # noise
     timed = {stored_costs.CONTEXT: short, stored_costs.LONG_CONTEXT: long}
-    monkeypatch.setattr(
-        stored_costs, "time_steps", lambda target, proposer, context, how: [timed[context]]
-    )
+    monkeypatch.setattr(stored_costs, "time_steps", lambda setting: [timed[setting.context]])
     costs = stored_costs.step_costs(*pair)
     assert stored_costs.step_costs(*pair, stored_costs.MIN_LONG - 1) == costs
     assert len(list(folder.iterdir())) == 1
@@ -129,7 +127,7 @@ def test_times_that_noise_has_turned_round_stay_in_bounds(
         timed = _timed(per_level=per_level, read=read)
         monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_, timed=timed: timed)
         costs = stored_costs.step_costs(*pair)
-        assert min(costs.verify.values()) >= stored_costs.MIN_VERIFY * costs.plain > 0
+        assert min(costs.verify.values()) >= profiling.MIN_VERIFY * costs.plain > 0
         assert min(costs.level.values()) >= 0
         assert costs.wait >= 0
         assert costs.drafting(DraftShape(1, 2)) >= 0
@@ -301,7 +299,7 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
     remembered = lambda *given: caches.append(blank_cache(*given)) or caches[-1]  # noqa: E731
     monkeypatch.setattr(profiling, "blank_cache", remembered)
     monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
-    profiling.time_steps(target, drafter, CONTEXT)
+    profiling.time_steps(profiling.Setting(target, drafter, CONTEXT))
     steps = profiling.STEPS * len(profiling.kinds_of(drafter))
     assert caches[0].length <= 1.1 * (CONTEXT + steps)
 
@@ -321,7 +319,7 @@ def test_steps_after_a_long_context_are_timed_without_processing_it(
 
     target, stock = Target(model), type(model)
     model.__class__ = Watched
-    profiling.time_steps(target, random_drafter(64, 32), 4000)
+    profiling.time_steps(profiling.Setting(target, random_drafter(64, 32), 4000))
     model.__class__ = stock
     assert max(tokens for tokens, _ in lengths) == SIZES[-1]
     assert {offset >= 4000 for tokens, offset in lengths if tokens > 1} == {True}
