@@ -127,25 +127,23 @@ class Drafting(Protocol):
         ...
 
 
+# Drafts of sequences, each with the pass that they follow.
+Group = Sequence[tuple[Any, Pass]]
+
+
 @runtime_checkable
 class JointDrafting(Protocol):
     """Drafts of a network that can draft for several sequences in the same passes."""
 
     def propose_all(
-        self,
-        draftings: Sequence[Any],
-        flights: Sequence[Pass],
-        plan: DraftPlan,
-        noises: Sequence[GumbelNoise | None],
-        /,
+        self, group: Group, plan: DraftPlan, noises: Sequence[GumbelNoise | None], /
     ) -> list[TokenTree | None] | None:
         """Do what `Drafting.propose` does for several sequences, this one's the first.
 
         None, and nothing is done, if each of them must draft by itself.
 
         Args:
-            draftings: Drafts of this class, one for each sequence.
-            flights: Their passes.
+            group: The sequences, whose drafts are of this class.
             plan: Their plan, which is `DraftPlan.searched`.
             noises: Their noise, of one form, or none.
         """

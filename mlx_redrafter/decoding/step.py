@@ -319,7 +319,7 @@ def propose_all(
     """Draft for one or several sequences, in the same passes of a network if it can do that."""
     first, found = draftings[0], None
     if len(draftings) > 1 and isinstance(first, JointDrafting):
-        found = first.propose_all(draftings, flights, plan, noises)
+        found = first.propose_all(list(zip(draftings, flights, strict=True)), plan, noises)
     if found is not None:
         return found
     each = zip(draftings, flights, noises, strict=True)

@@ -41,7 +41,7 @@ class CachedDrafting(NetworkDrafting):
     num_without_entry: ClassVar[int] = 0
 
     def __init__(self, network: Any, couple_noise: bool, stock: Sequence[Any], is_shared: bool):
-        self.network, self.couple_noise = network, couple_noise
+        super().__init__(network, couple_noise)
         self.cache = DraftCache(stock)
         self.length = self.cache.num_rows
         self._is_shared = is_shared

@@ -12,12 +12,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.joint_cache import joint_layers, joint_positions
@@ -34,6 +35,9 @@ class KvNetwork(DraftNetwork):
     Its layers attend to all pairs before, with mlx-lm's attention and rotary embeddings.
     """
 
+    # Whether its layers have an attention of their own instead.
+    has_own_attention: ClassVar[bool] = False
+
     @property
     @abstractmethod
     def num_layers(self) -> int:
@@ -42,6 +46,11 @@ class KvNetwork(DraftNetwork):
     @abstractmethod
     def captured_layers(self, target: Target) -> Sequence[int]:
         """Return the layers of the target whose inputs it reads, and `target.FINAL`."""
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> KvDrafting:
+        return KvDrafting(self, target, prompt, couple_noise, cached)
 
     @abstractmethod
     def fuse(self, states: mx.array) -> mx.array:
@@ -76,10 +85,7 @@ class KvNetwork(DraftNetwork):
         return [KVCache() for _ in range(self.num_layers)]
 
 
-N = TypeVar("N", bound=KvNetwork)
-
-
-class KvDrafting(CachedDrafting, Generic[N]):
+class KvDrafting(CachedDrafting):
     """Drafts of one sequence, and the `StateReader` that they need.
 
     A prompt cache holds no states, so it lacks the pair of its last token and of the first one
@@ -90,7 +96,7 @@ class KvDrafting(CachedDrafting, Generic[N]):
 
     def __init__(
         self,
-        network: N,
+        network: KvNetwork,
         target: Target,
         prompt: Sequence[int],
         couple_noise: bool,
@@ -106,13 +112,14 @@ class KvDrafting(CachedDrafting, Generic[N]):
         self._unread: list[tuple[mx.array, mx.array]] = []
 
     @property
-    def reader(self) -> KvDrafting[N]:
+    def reader(self) -> KvDrafting:
         return self
 
     @property
     def is_joint(self) -> bool:
-        """Whether the network's attention is mlx-lm's own, which the last pass has shown."""
-        return all(layer.is_plain for layer in self.cache.layers)
+        """Whether the network can, with mlx-lm's own attention, as the last pass has shown."""
+        is_plain = all(layer.is_plain for layer in self.cache.layers)
+        return super().is_joint and (self.network.has_own_attention or is_plain)
 
     @property
     def num_unread(self) -> int:
@@ -178,13 +185,15 @@ class KvDrafting(CachedDrafting, Generic[N]):
         return list(cached)
 
 
-def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[Pass]) -> mx.array:
+def read_flights(group: Group) -> mx.array:
     """Do what `KvDrafting.read_flight` does for several sequences in one pass; shape (R, H)."""
-    first = draftings[0]
-    if len(draftings) == 1:
-        return first.read_flight(flights[0])
+    first, flight = group[0]
+    if len(group) == 1:
+        outputs: mx.array = first.read_flight(flight)
+        return outputs
+    draftings = [one for one, _ in group]
     known = [one.num_unread for one in draftings]
-    pairs = [one.take_pairs(flight) for one, flight in zip(draftings, flights, strict=True)]
+    pairs = [one.take_pairs(flight) for one, flight in group]
     states, tokens = (mx.concatenate(list(parts)) for parts in zip(*pairs, strict=True))
     sizes = [rows.shape[0] for _, rows in pairs]
     spans = [
@@ -195,7 +204,7 @@ def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[Pass]) 
         layers = joint_layers([one.cache for one in draftings], sizes)
         outputs = first.process(states, tokens, layers)
     places, start = [], 0
-    for one, flight, count, size in zip(draftings, flights, known, sizes, strict=True):
+    for (one, flight), count, size in zip(group, known, sizes, strict=True):
         places.append(start + count + flight.num_accepted)
         start += size
         one.length += count
@@ -203,7 +212,7 @@ def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[Pass]) 
 
 
 def read_levels(
-    draftings: Sequence[KvDrafting[Any]],
+    draftings: Sequence[KvDrafting],
     features: mx.array,
     tokens: mx.array,
     levels: Sequence[tuple[DraftMask, TreePositions]],

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork
+from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.target.target import Target
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
@@ -50,12 +50,12 @@ class Scripted:
         self.text = [*prompt, *script]
         self.rng = random.Random(3)
         self.following: list[int] = []
-        surround, logits = BlockDrafting.surround, BlockNetwork.logits
+        surround, logits = BlockNetwork.surround, BlockNetwork.logits
 
-        def reading(drafting: BlockDrafting, flight: Pass) -> Any:
+        def reading(network: BlockNetwork, drafting: Any, flight: Pass) -> Any:
             bonus = flight.length + len(flight.rows)
             self.following = self.text[bonus + 1 :]
-            return surround(drafting, flight)
+            return surround(network, drafting, flight)
 
         def scoring(network: BlockNetwork, outputs: mx.array, target: Target) -> mx.array:
             found = logits(network, outputs, target)
@@ -64,7 +64,7 @@ class Scripted:
                     found[depth, token] += BONUS
             return found
 
-        patch.setattr(BlockDrafting, "surround", reading)
+        patch.setattr(BlockNetwork, "surround", reading)
         patch.setattr(BlockNetwork, "logits", scoring)
 
 

@@ -18,7 +18,8 @@ from mlx_lm.models import gemma4_text
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.assistant.config import FULL, SLIDING, AssistantConfig
-from mlx_redrafter.proposers.autoregressive import AutoregressiveDrafting, AutoregressiveNetwork
+from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
+from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.target.caches.draft_cache import DraftMask
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.modules import FINAL
@@ -63,6 +64,8 @@ class Assistant(AutoregressiveNetwork):
     stand at the position of the first token that the target has no entries of. Layers have queries
     alone: they attend to the entries of the target's last layer of their kind.
     """
+
+    is_joint = False
 
     def __init__(self, config: AssistantConfig):
         super().__init__()
@@ -157,14 +160,11 @@ class Assistant(AutoregressiveNetwork):
         return mx.put_along_axis(others, ids, scores, axis=-1)
 
 
-class AssistantDrafting(AutoregressiveDrafting):
+class AssistantDrafting(KvDrafting):
     """Drafts of one sequence by an assistant, on a copy of the entries that it attends to.
 
     The copy holds them in the order of tokens, whatever the target's caches do with theirs.
     """
-
-    network: Assistant
-    is_joint = False
 
     def process(self, states: mx.array, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Copy the entries of the tokens that the states belong to; their last hidden states."""

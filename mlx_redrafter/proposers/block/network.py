@@ -27,6 +27,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
 from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
@@ -55,6 +56,7 @@ class BlockNetwork(KvNetwork):
     """A network that drafts a block of tokens in one pass."""
 
     config: BlockConfig
+    has_own_attention = True
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -133,11 +135,6 @@ class BlockNetwork(KvNetwork):
             KVCache() if window is None else ChunkedKVCache(window + MAX_BEAM_LENGTH)
             for window in self.config.windows
         ]
-
-    def open(
-        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> BlockDrafting:
-        return BlockDrafting(self, target, prompt, couple_noise, cached)
 
     def captured_layers(self, target: Target) -> Sequence[int]:
         return self.config.captured_layers
@@ -233,62 +230,38 @@ class BlockNetwork(KvNetwork):
             return None
         return mx.array((config.depth_scales or [config.inverse_temperature] * levels)[:levels])
 
-
-class BlockDrafting(KvDrafting[BlockNetwork]):
-    """Drafts of one sequence by such a network."""
-
-    # The layers attend by themselves.
-    is_joint = True
-
-    def expand(
-        self,
-        draftings: Sequence[BlockDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        network, target, levels = self.network, self.target, shape.levels
-        outputs = read_blocks(draftings, flights, levels)
-        unary = network.logits(outputs.reshape(-1, outputs.shape[-1]), target)
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        levels, outputs = shape.levels, self.read_blocks(group, shape.levels)
+        unary = self.logits(outputs.reshape(-1, outputs.shape[-1]), group[0][0].target)
         is_chain = shape.width == 1 and rank is None
-        count = network.config.num_candidates
-        if network.link is None and not is_chain:
+        count = self.config.num_candidates
+        if self.link is None and not is_chain:
             count = shape.level_nodes  # a depth has the same best tokens after every draft
         linked = LinkedLevels(
-            network.link,
+            self.link,
             outputs,
             unary.reshape(len(outputs), levels, -1),
-            mx.concatenate([flight.root for flight in flights]),
-            network.scales(levels, rank),
+            mx.concatenate([flight.root for _, flight in group]),
+            self.scales(levels, rank),
             rank,
             count,
-            network.to_token_ids,
-            network.confidences if network.trusts_confidence else None,
+            self.to_token_ids,
+            self.confidences if self.trusts_confidence else None,
         )
         return linked.chain() if is_chain else search_all(linked, shape)
 
-    def surround(self, flight: Pass) -> Surrounding:
+    def read_blocks(self, group: Group, levels: int) -> mx.array:
+        """Process a block after a pass of each sequence, all in one pass; shape (R, levels, H)."""
+        size, slot = self.block_size(levels), self.config.first_slot
+        parts = [self.surround(drafting, flight) for drafting, flight in group]
+        roots = mx.concatenate([flight.root for _, flight in group])
+        blocks = self.embed_blocks(roots, size, group[0][0].target)
+        return self.outputs(blocks, DecodingSurroundings(parts, size))[:, slot : slot + levels]
+
+    def surround(self, drafting: KvDrafting, flight: Pass) -> Surrounding:
         """Return what a block after a pass attends to; its states enter with the block."""
-        first, num_known = self.length, self.num_unread
-        states, _ = self.take_pairs(flight)
-        self.length += num_known
-        return Surrounding(
-            [layer.stock for layer in self.cache.layers],
-            self.network.fuse(states),
-            first,
-            self.length,
-            self.length + flight.num_accepted,
-        )
-
-
-def read_blocks(
-    draftings: Sequence[BlockDrafting], flights: Sequence[Pass], levels: int
-) -> mx.array:
-    """Process a block after a pass of each sequence, all in one pass; shape (R, levels, H)."""
-    network, target = draftings[0].network, draftings[0].target
-    size = network.block_size(levels)
-    parts = [one.surround(flight) for one, flight in zip(draftings, flights, strict=True)]
-    roots = mx.concatenate([flight.root for flight in flights])
-    blocks = network.embed_blocks(roots, size, target)
-    slot = network.config.first_slot
-    return network.outputs(blocks, DecodingSurroundings(parts, size))[:, slot : slot + levels]
+        first, num_known = drafting.length, drafting.num_unread
+        states, _ = drafting.take_pairs(flight)
+        drafting.length += num_known
+        length, caches = drafting.length, [layer.stock for layer in drafting.cache.layers]
+        return Surrounding(caches, self.fuse(states), first, length, length + flight.num_accepted)

@@ -24,7 +24,13 @@ import mlx.nn as nn
 
 from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.protocols import Drafting, JointDrafting, Proposer, StateReader
+from mlx_redrafter.decoding.protocols import (
+    Drafting,
+    Group,
+    JointDrafting,
+    Proposer,
+    StateReader,
+)
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.lookup.chances import Chances
@@ -167,19 +173,15 @@ class LookupDrafting:
         return tree
 
     def propose_all(
-        self,
-        draftings: Sequence[Any],
-        flights: Sequence[Pass],
-        plan: DraftPlan,
-        noises: Sequence[GumbelNoise | None],
+        self, group: Group, plan: DraftPlan, noises: Sequence[GumbelNoise | None]
     ) -> list[TokenTree | None] | None:
-        is_mixed = len({type(one.network) for one in draftings}) > 1
+        is_mixed = len({type(one.network) for one, _ in group}) > 1
         if is_mixed or plan.from_text or not isinstance(self.network, JointDrafting):
             return None
-        networks = [one.network for one in draftings]
-        trees = self.network.propose_all(networks, flights, plan, noises)
+        networks = [(one.network, flight) for one, flight in group]
+        trees = self.network.propose_all(networks, plan, noises)
         if trees is not None:
-            for one, flight in zip(draftings, flights, strict=True):
+            for one, flight in group:
                 one._read(flight)
         return trees
 

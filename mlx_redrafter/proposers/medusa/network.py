@@ -9,15 +9,14 @@ behind ``heads.``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.decoding.sampling import top_k
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
-from mlx_redrafter.proposers.draft_network import DraftNetwork, NetworkDrafting, ResBlock, dtype_of
+from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.search import (
     Expansion,
@@ -27,7 +26,6 @@ from mlx_redrafter.proposers.search import (
     log_probs,
     search_all,
 )
-from mlx_redrafter.target.target import Target
 
 
 class Medusa(DraftNetwork):
@@ -65,11 +63,6 @@ class Medusa(DraftNetwork):
     def max_length(self) -> int:
         return min(1 + self.config.num_heads, MAX_BEAM_LENGTH)
 
-    def open(
-        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> MedusaDrafting:
-        return MedusaDrafting(self, couple_noise)
-
     def logits(self, hidden: mx.array, head: int) -> mx.array:
         """Compute the logits of one head.
 
@@ -88,6 +81,22 @@ class Medusa(DraftNetwork):
     def log_probs(self, hidden: mx.array, head: int, scale: float = 1.0) -> mx.array:
         """Compute natural log-probabilities of `logits` times ``scale``, float32, shape (n, V)."""
         return log_probs(self.logits(hidden, head).astype(mx.float32) * scale)
+
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        hidden = mx.stack([flight.hidden_state for _, flight in group])
+        # The target's noise makes its choices as uncertain as the probabilities say.
+        scale = self.config.inverse_temperature if rank is None else 1.0
+
+        def score(depth: int) -> mx.array:
+            found = self.log_probs(hidden, depth, scale)
+            return found if rank is None else rank(found, depth)
+
+        accuracies = self.config.static_accuracies
+        if accuracies is None:
+            levels = FactorisedLevels(score, self.to_token_ids)
+        else:
+            levels = ranked_levels(score, accuracies, self.to_token_ids)
+        return search_all(levels, shape)
 
 
 def ranked_levels(
@@ -119,32 +128,3 @@ def ranked_levels(
         return mx.broadcast_to(logs[depth], newest.shape)
 
     return FactorisedLevels(score, lambda ranks: mx.take_along_axis(newest, ranks, axis=-1))
-
-
-class MedusaDrafting(NetworkDrafting):
-    """Drafts of one sequence."""
-
-    def __init__(self, network: Medusa, couple_noise: bool):
-        self.network, self.couple_noise = network, couple_noise
-
-    def expand(
-        self,
-        draftings: Sequence[MedusaDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        network, config = self.network, self.network.config
-        hidden = mx.stack([flight.hidden_state for flight in flights])
-        # The target's noise makes its choices as uncertain as the probabilities say.
-        scale = config.inverse_temperature if rank is None else 1.0
-
-        def score(depth: int) -> mx.array:
-            found = network.log_probs(hidden, depth, scale)
-            return found if rank is None else rank(found, depth)
-
-        if config.static_accuracies is None:
-            levels = FactorisedLevels(score, network.to_token_ids)
-        else:
-            levels = ranked_levels(score, config.static_accuracies, network.to_token_ids)
-        return search_all(levels, shape)

@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checks import check_instance
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.draft_network import DraftNetwork, NetworkDrafting, ResBlock, dtype_of
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -85,6 +85,13 @@ class Drafter(DraftNetwork):
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> RecurrentDrafting:
         return RecurrentDrafting(self, input_lookup(self, target), couple_noise)
+
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        hidden = mx.stack([flight.hidden_state for _, flight in group])
+        roots = mx.concatenate([flight.root for _, flight in group])
+        lookup = group[0][0].project_input
+        levels = RecurrentLevels(self, lookup, hidden, roots, rank is not None)
+        return search_all(levels, shape, rank)
 
     def project_input(self, embedding: mx.array) -> mx.array:
         """Compute the term that a token adds to the state: ``rnn_w e``, or ``e`` without an RNN.
@@ -269,23 +276,11 @@ def _places(arrays: list[mx.array]) -> list[int]:
 
 
 class RecurrentDrafting(NetworkDrafting):
-    """Drafts of one sequence."""
+    """Drafts of one sequence, with the `input_lookup` of its target."""
 
     def __init__(self, network: Drafter, project_input: Embed, couple_noise: bool):
-        self.network, self.couple_noise = network, couple_noise
+        super().__init__(network, couple_noise)
         self.project_input = project_input
-
-    def expand(
-        self,
-        draftings: Sequence[RecurrentDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        hidden = mx.stack([flight.hidden_state for flight in flights])
-        roots = mx.concatenate([flight.root for flight in flights])
-        levels = RecurrentLevels(self.network, self.project_input, hidden, roots, rank is not None)
-        return search_all(levels, shape, rank)
 
 
 class RecurrentLevels:

@@ -16,9 +16,9 @@ import mlx.nn as nn
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
-from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork, read_flights
+from mlx_redrafter.proposers.kv_drafting import KvNetwork, read_flights
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank
@@ -90,11 +90,6 @@ class SpecFormer(KvNetwork):
         # Refuses one without such a norm.
         target.modules.normalise(mx.zeros((1, target.hidden_size)))
 
-    def open(
-        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> SpecFormerDrafting:
-        return SpecFormerDrafting(self, target, prompt, couple_noise, cached)
-
     def captured_layers(self, target: Target) -> Sequence[int]:
         return self.config.captured_layers
 
@@ -124,19 +119,9 @@ class SpecFormer(KvNetwork):
         """Compute logits of the tokens of slots, shape (n, H) to (n, V), or more columns."""
         return target.modules.logits(target.modules.normalise(slots))
 
-
-class SpecFormerDrafting(KvDrafting[SpecFormer]):
-    """Drafts of one sequence by such a network."""
-
-    def expand(
-        self,
-        draftings: Sequence[SpecFormerDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        network, levels = self.network, shape.levels
-        slots = network.slots(read_flights(draftings, flights), levels)
-        logits = network.logits(slots.reshape(-1, slots.shape[-1]), self.target)
-        unary = logits[:, : network.num_rows].astype(mx.float32).reshape(len(draftings), levels, -1)
-        return search_slots(unary, shape, rank, network.to_token_ids)
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        slots = self.slots(read_flights(group), shape.levels)
+        logits = self.logits(slots.reshape(-1, slots.shape[-1]), group[0][0].target)
+        unary = logits[:, : self.num_rows].astype(mx.float32)
+        unary = unary.reshape(len(group), shape.levels, -1)
+        return search_slots(unary, shape, rank, self.to_token_ids)

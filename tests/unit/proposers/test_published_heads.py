@@ -33,7 +33,7 @@ from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Sur
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
-from mlx_redrafter.proposers.eagle.network import Eagle, ParallelDrafting
+from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_drafting import KvNetwork
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
@@ -91,7 +91,7 @@ def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]]) -> None:
     first, following = autoregressive._Levels.first, autoregressive._Levels.following
 
     def tipped_first(levels: Any) -> mx.array:
-        return first(levels) + table[mx.concatenate([one.root for one in levels.flights])]
+        return first(levels) + table[mx.concatenate([flight.root for _, flight in levels.group])]
 
     def tipped_following(levels: Any, beams: Any, tokens: mx.array, depth: int) -> mx.array:
         return following(levels, beams, tokens, depth) + table[tokens]
@@ -230,10 +230,10 @@ def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None
         drafting.reader.read(mx.array(states[: end - 1]))
         last = slice(end - 1, end)
         flight = flight_of(text[last], 0, text[end], end - 1, mx.array(states[last]))
-        if isinstance(drafting, ParallelDrafting):
-            found = drafting.scores(flight, 1 + NUM_DRAFTS)
+        if not head.is_joint:
+            found = head.parallel_scores(drafting, flight, 1 + NUM_DRAFTS)
         else:
-            levels = _Levels([drafting], [flight])
+            levels = _Levels([(drafting, flight)])
             rows = [levels.first()]
             for depth in range(1, 1 + NUM_DRAFTS):
                 draft = mx.array(text[end + depth : end + depth + 1])
