@@ -69,10 +69,6 @@ class DecodingStats:
     num_unmerged: int = 0
     shapes: list[ShapeStats] = field(default_factory=list)
 
-    def count_token(self) -> None:
-        """Count one token."""
-        self.num_tokens += 1
-
     def count_step(self, num_accepted: int, num_verified: int, num_unmerged: int) -> None:
         """Count one step."""
         missing = num_accepted + 1 - len(self.accepted_counts)
@@ -83,12 +79,10 @@ class DecodingStats:
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
         return sum(self.accepted_counts)
 
     @property
     def num_accepted(self) -> int:
-        """Number of accepted drafts."""
         return sum(depth * count for depth, count in enumerate(self.accepted_counts))
 
     @property
@@ -117,7 +111,7 @@ class Outbox:
     Attributes:
         num_tokens: Number of all its tokens so far.
         num_cut: Number of tokens of the newest pass that are not the sequence's, as it ends before.
-        error: Reason why it cannot go on; None if it can.
+        error: Reason why it cannot go on behind the tokens that are there; None if it can.
     """
 
     def __init__(self, request: Request, end_of_prompt: int):
@@ -155,10 +149,6 @@ class Outbox:
                 end = reason if i == count - 1 else None
                 self._tokens.append(Token(token, i < len(rows) - 1, newest.log_probs[row], end))
         return reason is not None
-
-    def fail(self, error: Exception) -> None:
-        """Note why the sequence cannot go on behind the tokens that are there."""
-        self.error = error
 
     def take(self) -> list[Token]:
         """Return the tokens, and leave none.
@@ -238,7 +228,7 @@ class Delivery:
         """Yield tokens, and count them and the time that the caller spends with each."""
         for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
             self.num_ready = left
-            self.stats.count_token()
+            self.stats.num_tokens += 1
             start = time.perf_counter()
             try:
                 yield token

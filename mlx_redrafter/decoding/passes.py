@@ -98,22 +98,16 @@ class Pass:
         return 0 if self.path is None else self.path.shape[0] - 1
 
     @property
-    def path_tokens(self) -> mx.array:
-        """Tokens of the accepted path, its root first, int32, shape (L,); junk after them.
+    def following_tokens(self) -> mx.array:
+        """Tokens after each of the accepted path, the bonus token last, int32, shape (L,).
 
-        For a pass over one token, which accepts nothing, shape (1,) of junk.
+        Behind the bonus token they are junk, but token ids in any case.
         """
         if self.path is None:
-            return self.packed
-        length = self.path.shape[0]
-        return self.packed[2 + length : 2 + 2 * length]
-
-    @property
-    def following_tokens(self) -> mx.array:
-        """Tokens after each of the accepted path, the bonus token last, int32, shape (L,); junk
-        after them, which are tokens in any case.
-        """
-        path = self.path_tokens
+            path = self.packed
+        else:
+            length = self.path.shape[0]
+            path = self.packed[2 + length : 2 + 2 * length]
         is_last = mx.arange(path.shape[0]) == self.num_accepted
         following = mx.concatenate([path[1:], path[:1]])
         return mx.maximum(mx.where(is_last, self.root, following), 0)

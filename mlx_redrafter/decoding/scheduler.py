@@ -114,7 +114,7 @@ class Scheduler:
                 self._step_begun(active)
             except Exception as error:  # no single sequence has caused it
                 for one in active:
-                    one.outbox.fail(error)
+                    one.outbox.error = error
 
     def leave(self, sequence: SequenceDecoder) -> None:
         """Let a sequence go, for whatever reason; its caches are its own again."""
@@ -159,7 +159,7 @@ class Scheduler:
         except Exception as error:  # no single sequence has caused it
             failed = [one for one in group if one in self._unread]
             for one in failed:
-                one.outbox.fail(error)
+                one.outbox.error = error
             yield failed
 
     def _chunk_limit(self, most: int) -> int:

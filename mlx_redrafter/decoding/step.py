@@ -132,7 +132,7 @@ def decode(
     except GeneratorExit:
         raise
     except BaseException:
-        sequence.fail()
+        sequence.drafting = None  # its caches may be half-way
         raise
     finally:
         leave(sequence)
@@ -174,7 +174,7 @@ class _Step:
         self._select()
         if self._inputs:
             for one in self._inputs:
-                one.enter(Status.VERIFYING)
+                one.status = Status.VERIFYING
             self._found = self._lane.verify(self._inputs, self._noises)
         self._each(self._commit, self._live)
 
@@ -221,7 +221,7 @@ class _Step:
                 arrays += self._propose(group)
             except Exception as error:  # no single sequence has caused it
                 for one in group:
-                    one.outbox.fail(error)
+                    one.outbox.error = error
         if arrays:
             mx.async_eval(arrays)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.proposers.target_facts import TargetFacts
@@ -12,6 +12,8 @@ from mlx_redrafter.target.target import Target
 
 # Shapes of a checkpoint's tensors by name.
 Shapes = Mapping[str, tuple[int, ...]]
+
+P = TypeVar("P", bound=Proposer)
 
 
 class Kind(Protocol):
@@ -53,3 +55,13 @@ class TunedKind(Kind, Protocol):
     def tune(self, proposer: Any, target: Target) -> Proposer:
         """Return the form of a loaded proposer that drafts fastest here."""
         ...
+
+
+class Wrapper(Generic[P]):
+    """The part of a proposer around another one that it has in common with the one inside."""
+
+    def __init__(self, proposer: P):
+        self.proposer = proposer
+        self.networks, self.num_layers = proposer.networks, proposer.num_layers
+        self.num_rows, self.max_length = proposer.num_rows, proposer.max_length
+        self.check_fit = proposer.check_fit

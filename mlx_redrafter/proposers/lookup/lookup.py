@@ -33,10 +33,10 @@ from mlx_redrafter.decoding.protocols import (
 )
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.proposers.kind import Wrapper
 from mlx_redrafter.proposers.lookup.chances import Chances
 from mlx_redrafter.proposers.lookup.contexts import NUM_BEST, Contexts, following
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY, DraftTree
-from mlx_redrafter.proposers.wrapper import Wrapper
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
