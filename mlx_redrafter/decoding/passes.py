@@ -137,7 +137,6 @@ class Pass:
 
     @property
     def rows(self) -> Sequence[int]:
-        """Node indices of the accepted path; waits for the device."""
         return self.outcome.rows
 
     @property
@@ -187,11 +186,10 @@ def accept(tree: TokenTree, chosen: mx.array) -> Accepted:
         chosen: The target's token after every node, integer, shape (N,).
 
     Returns:
-        Five arrays, all int32. Node indices of the path from the root on, shape (L,), of which the
-        first ``num_accepted + 1`` are valid and the rest is junk. ``num_accepted``, the number of
-        accepted drafts, 0 to L - 1, shape (1,). The target's own token after the path, which is
-        the next root, shape (1,). Node index of the last accepted node, shape (1,). Tokens of the
-        path, shape (L,), junk after the accepted ones.
+        Five arrays, all int32. Node indices of the path from the root on, shape (L,), junk after
+        ``num_accepted + 1`` of them. ``num_accepted``, the number of accepted drafts, shape (1,).
+        The target's own token after the path, the next root, shape (1,). Index of the last
+        accepted node, shape (1,). Tokens of the path, shape (L,), with as much junk.
     """
     chosen = chosen.astype(mx.int32)
     if tree.is_chain and tree.size > 1:
@@ -227,14 +225,9 @@ def num_best_of(drafting: object) -> int:
 
 
 def best_rows(log_probs: mx.array, count: int) -> mx.array:
-    """Find the K most probable tokens after each node, for `Outcome.best`.
+    """Find the K < V most probable tokens after each node, given log-probabilities (N, V).
 
-    Args:
-        log_probs: Natural log-probabilities, shape (N, V).
-        count: K, less than V.
-
-    Returns:
-        Their ids and the bits of their log-probabilities, int32, shape (N, 2 K).
+    Return their ids and the bits of their log-probabilities, int32, shape (N, 2 K).
     """
     values, indices = top_k(log_probs, count)
     bits = values.astype(mx.float32).view(mx.int32)
@@ -288,11 +281,8 @@ def sample_roots(
 ) -> list[Pass]:
     """Sample after the roots of several sequences, and dispatch that.
 
-    Args:
-        samplers: One per sequence; they differ in their seeds only.
-        outputs: Outputs for all sequences, N = 1, each array with an axis of G before its others.
-        positions: Position of each root.
-        num_best: K; 0 for none.
+    The samplers differ in their seeds only. The outputs have an axis of G before their others, and
+    N = 1. ``positions`` are those of the roots.
     """
     first, noise = samplers[0], None
     if first.params.temp:
@@ -331,13 +321,8 @@ def sample_and_accept_all(
 ) -> list[Pass]:
     """Sample after every node of several trees, accept what agrees, and dispatch that.
 
-    Args:
-        samplers: As in `sample_roots`.
-        outputs: Outputs for all sequences, each array with an axis of G before its others.
-        trees: The trees.
-        noises: Noise of the choices after nodes of each depth, of the same number of depths for
-            all sequences, L or more; None without noise.
-        num_best: K; 0 for none.
+    Samplers and outputs are as in `sample_roots`. All sequences have noise of the same number of
+    depths, L or more, or none has any.
     """
     count, size, rows = len(trees), trees.size, trees.depths
     values, noise = [one.values for one in noises if one is not None], None

@@ -53,7 +53,7 @@ class Proposer(Protocol):
 
         Args:
             target: The model that decodes it.
-            prompt: Token ids of the prompt.
+            prompt: Token ids.
             couple_noise: Whether to rank drafts with the noise that the target will sample with.
             cached: mlx-lm caches of the proposer from a prompt cache; [] without one.
         """
@@ -69,10 +69,9 @@ class StateReader(Protocol):
         ...
 
     def read(self, states: mx.array) -> None:
-        """Read the states of the next tokens of the prompt; its last token is left out.
+        """Read states after the next n tokens of the prompt, as in `Pass.states`, shape (n, S).
 
-        Args:
-            states: States after a chunk of n tokens, as in `Pass.states`, shape (n, S).
+        The last token of the prompt is left out.
         """
         ...
 
@@ -81,7 +80,6 @@ class Drafting(Protocol):
     """One sequence's drafts, with all state that belongs to this sequence.
 
     The decoder calls exactly one of `propose` and `skip` after every forward pass of the target.
-    All drafts that the pass after `propose` accepts are from there.
     """
 
     @property
@@ -93,10 +91,8 @@ class Drafting(Protocol):
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
         Empty if the lookup finds nothing; None for a network, which always proposes something. It
-        uses the tokens that the host has read, and never waits for the device.
-
-        Args:
-            least: Probability below which drafts need not be found, which saves the host time.
+        uses the tokens that the host has read, and never waits for the device. Drafts of
+        probabilities below ``least`` need not be found.
         """
         ...
 
@@ -106,11 +102,9 @@ class Drafting(Protocol):
         """Draft tokens that may follow a forward pass.
 
         Args:
-            flight: The pass. Its arrays may not be computed yet; its ``tokens`` wait for them, so
-                a network should not read those.
+            flight: The pass. Its arrays may not be computed yet, and its ``tokens`` wait for them.
             plan: Plan of the drafts, its beams no longer than `Proposer.max_length`.
-            noise: Noise of the target's choices after nodes of each depth below L; None without
-                noise.
+            noise: Noise of the target's choices after nodes of each depth below L, or None.
 
         Returns:
             A tree of at most ``plan.num_nodes`` nodes and depths below ``plan.shape.length``, its
@@ -140,12 +134,8 @@ class JointDrafting(Protocol):
     ) -> list[TokenTree | None] | None:
         """Do what `Drafting.propose` does for several sequences, this one's the first.
 
-        None, and nothing is done, if each of them must draft by itself.
-
-        Args:
-            group: The sequences, whose drafts are of this class.
-            plan: Their plan, which is `DraftPlan.searched`.
-            noises: Their noise, of one form, or none.
+        Their drafts are of this class, their plan is `DraftPlan.searched`, and their noise is of
+        one form, or none. None, and nothing is done, if each of them must draft by itself.
         """
         ...
 
@@ -184,20 +174,14 @@ class DraftPolicy(Protocol):
         ...
 
     def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
-        """Choose the plan of the next step; None for plain decoding.
-
-        Args:
-            matches: Probabilities from `Drafting.matches`.
-        """
+        """Choose the plan of the next step, given `Drafting.matches`; None for plain decoding."""
         ...
 
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """Return the nodes to verify, as a tree; the root alone to decode plainly.
+        """Return the nodes of a tree to verify, as a tree; the root alone to decode plainly.
 
-        Args:
-            plan: The plan that `choose` returned.
-            tree: The drafts, for which the policy may wait. Shadow drafts may still be computed,
-                so that a wait delays the next step.
+        The policy may wait for the drafts. Shadow drafts may still be computed, so that a wait
+        delays the next step.
         """
         ...
 
@@ -223,11 +207,9 @@ class JointPolicy(Protocol):
     def choose_all(
         self, all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
     ) -> None:
-        """Prepare `DraftPolicy.choose` of the next step.
+        """Prepare `DraftPolicy.choose` of the next step of ``count`` sequences.
 
-        Args:
-            all_matches: Policies that choose, each with the result of `Drafting.matches`.
-            count: Number of all sequences of the step.
+        ``all_matches`` has the policies that choose, each with the result of `Drafting.matches`.
         """
         ...
 

@@ -10,10 +10,10 @@ node's position, never on the tree.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
-from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
@@ -40,26 +40,23 @@ MIN_SORTED = 512
 MIN_BLOCKS = 2
 
 
-class TokenSampler(Protocol):
+class TokenSampler(ABC):
     """Samples the target's token after every node of a tree."""
 
     def noise(
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
     ) -> GumbelNoise | None:
-        """Return the noise of the choices after a tree's nodes.
+        """Return the noise of the choices after nodes of each depth, if it is known beforehand.
 
         Args:
             position: Position of the root, the number of tokens before it, or its minimum.
             num_levels: Levels of the tree, the root's included, L.
             further: Distance of the root from there, int32, shape (1,), unless ``furthest`` is 0.
             furthest: Upper bound of ``further``.
-
-        Returns:
-            Noise for the choice after a node of each depth; None if there is none, or none that
-            can be known beforehand.
         """
-        ...
+        return None
 
+    @abstractmethod
     def sample(
         self,
         log_probs: mx.array,
@@ -67,27 +64,20 @@ class TokenSampler(Protocol):
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
-        """Return the target's token after each node.
+        """Return the target's token after each node, integer, shape (N,).
 
         Args:
             log_probs: Natural log-probabilities after logits processors, shape (N, V).
             depths: Depth of each node, int32, shape (N,); None for roots alone.
-            noise: Noise from `noise`.
+            noise: Result of `noise`.
             num_levels: Bound above all depths, L.
-
-        Returns:
-            Token ids, integer, shape (N,).
         """
-        ...
 
-    def commit(self, num_choices: mx.array | int) -> None:
-        """Keep the first choices along the path and forget the others.
+    def commit(self, num_choices: mx.array | int) -> None:  # noqa: B027
+        """Keep the first choices of the last `sample` along the path, and forget the others.
 
-        Args:
-            num_choices: Number of tokens of the last `sample` to keep, from depth 0 on, a number or
-                int32, shape (1,).
+        Their number is an int, or int32 of shape (1,).
         """
-        ...
 
 
 class GumbelNoise:
@@ -124,17 +114,16 @@ class GumbelNoise:
 
         A drafter that ranks tokens with the noise of the target proposes what the target would
         sample, rather than what is most probable (drafter-invariant coupling, arXiv 2408.07978).
-        The text does not depend on it.
 
         Args:
-            log_probs: The drafter's natural log-probabilities, shape (W, rows of its head).
+            log_probs: The drafter's natural log-probabilities, shape (W, n).
             depth: Depth of the nodes, or of each of them, int32, shape (W,).
-            token_ids: Token ids of the columns, if they are not the first tokens in order: the same
-                for all nodes, shape (n,), or of each node, (W, n).
-            weight: Weight of the noise, 0 to 1; see `calibration`.
+            token_ids: Token ids of the columns, shape (n,), or of each node, (W, n); None for the
+                first tokens in order.
+            weight: Weight of the noise, 0 to 1.
 
         Returns:
-            Natural log-probabilities given the noise, float32, of the same shape.
+            Natural log-probabilities given the noise, float32, shape (W, n).
         """
         rows = self.values[depth]
         if token_ids is None:
@@ -159,7 +148,7 @@ class GumbelNoise:
         return log_probs if params.temp == 1 else log_probs / max(params.temp, MIN_FACTOR)
 
 
-class KeyedSampler:
+class KeyedSampler(TokenSampler):
     """Greedy choice, or sampling with `GumbelNoise`."""
 
     def __init__(self, params: SamplingParams, vocab_size: int):
@@ -237,9 +226,6 @@ class KeyedSampler:
     ) -> mx.array:
         return mx.argmax(log_probs, axis=-1) if noise is None else noise.sample(log_probs, depths)
 
-    def commit(self, num_choices: mx.array | int) -> None:
-        """Do nothing: the noise belongs to positions, not to choices made."""
-
 
 def noise_for_all(
     samplers: Sequence[KeyedSampler],
@@ -247,16 +233,10 @@ def noise_for_all(
     num_levels: int = 1,
     further: mx.array | None = None,
 ) -> mx.array:
-    """Draw the noise of several sequences, the same numbers as each one's `KeyedSampler.noise`.
+    """Draw the noise of G sequences, the same numbers as each one's `KeyedSampler.noise`.
 
-    Args:
-        samplers: One of each sequence.
-        positions: Position of each root, or its minimum.
-        num_levels: Levels of the trees, L.
-        further: Distance of each root from there, int32, shape (G,); None for 0.
-
-    Returns:
-        float32, shape (G L, V), the rows of each sequence in a row.
+    The arguments are those of that method for each of them, ``further`` of shape (G,). The result
+    has the L rows of each one in a row, float32, shape (G L, V).
     """
     seeds = mx.array([one.params.seed for one in samplers], dtype=mx.uint32)
     first = mx.array(list(positions), dtype=mx.int32)
@@ -268,8 +248,7 @@ def noise_for_all(
 def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> mx.array:
     """Draw standard Gumbel noise for n positions, integer, with one seed or one for each.
 
-    Returns:
-        float32, shape (n, V). A row depends on (seed, its position) alone.
+    A row of the result, float32, shape (n, V), depends on (seed, its position) alone.
     """
     width = _noise_width(vocab_size)
     positions = positions.astype(mx.uint32)
@@ -280,11 +259,7 @@ def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> 
 
 
 def gumbel_noise_at(seed: int, position: int, vocab_size: int) -> mx.array:
-    """Draw the noise of `gumbel_noise` for one position, with a third of its operations.
-
-    Returns:
-        float32, shape (1, V).
-    """
+    """Draw the noise of `gumbel_noise` for one position, with a third of its operations."""
     key = mx.array([seed, position], dtype=mx.uint32)
     return mx.random.gumbel((1, _noise_width(vocab_size)), key=key)[:, :vocab_size]
 
@@ -293,7 +268,7 @@ def _noise_width(vocab_size: int) -> int:
     return -(-vocab_size // NOISE_ALIGNMENT) * NOISE_ALIGNMENT
 
 
-class StockSampler:
+class StockSampler(TokenSampler):
     """A sampler in mlx-lm's form, exact with the same ``mx.random.seed``.
 
     All nodes of one depth sample from the same random state, the one that plain decoding would
@@ -304,12 +279,6 @@ class StockSampler:
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
         self._keys = mx.zeros((0, 2), dtype=mx.uint32)
-
-    def noise(
-        self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
-    ) -> GumbelNoise | None:
-        """Return None: the sampler draws its own random numbers."""
-        return None
 
     def sample(
         self,
@@ -357,9 +326,8 @@ def choose(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Choose the target's token after each node; the arguments are those of `TokenSampler.sample`.
 
-    Returns:
-        Natural log-probabilities, shape (N, V); token ids, int32, shape (N,), any token if the
-        logits are NaN; and the normalisers of `normalise`, shape (N,).
+    Return log-probabilities and normalisers of `normalise`, and between them token ids, int32,
+    shape (N,), any token if the logits are NaN.
     """
     log_probs, normalisers = normalise(logits)
     tokens = sampler.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
@@ -402,8 +370,7 @@ def top_k(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
         k: Number of entries, 1 to V.
 
     Returns:
-        Values of the dtype of ``scores``, in descending order, and their indices (uint32), both of
-        shape (R, k).
+        Values in descending order, and their indices (uint32), both of shape (R, k).
     """
     size = scores.shape[-1]
     if k == 1:

@@ -40,11 +40,14 @@ class DraftNetwork(nn.Module, ABC):
 
     Attributes:
         config: Sizes of the target and of the head, and the calibration of the ranking.
+        num_layers: Number of its layers with K/V entries.
         is_joint: Whether it can draft for several sequences together.
     """
 
     config: Any
     token_ids: mx.array
+    num_layers: int = 0
+    max_length: int | None = None
     is_joint: bool = True
 
     @property
@@ -52,17 +55,9 @@ class DraftNetwork(nn.Module, ABC):
         return (self,)
 
     @property
-    def num_layers(self) -> int:
-        return 0
-
-    @property
     def num_rows(self) -> int:
         rows: int = self.config.head_rows
         return rows
-
-    @property
-    def max_length(self) -> int | None:
-        return None
 
     @property
     def row_ids(self) -> mx.array | None:

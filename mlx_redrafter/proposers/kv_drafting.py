@@ -1,7 +1,6 @@
 """Networks with K/V entries of their own that draft from states of the target, and their drafts.
 
-Axes: R sequences, W beams of each, n tokens, L tokens of an accepted path, S width of the target's
-states, H hidden size.
+Axes: R sequences, W beams of each, n tokens, S width of the target's states, H hidden size.
 
 Entry t belongs to the state after token t and to token t + 1. Entries of committed tokens come
 from the target's states. Those of drafts come from the network's own output and stay aside.
@@ -10,8 +9,8 @@ from the target's states. Those of drafts come from the network's own output and
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -21,8 +20,12 @@ from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.joint_cache import joint_layers, joint_positions
-from mlx_redrafter.target.caches.draft_cache import DraftMask, hook_attention
+from mlx_redrafter.target.caches.draft_cache import (
+    DraftCache,
+    DraftLayer,
+    DraftMask,
+    hook_attention,
+)
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.model_parts import hook_positions
@@ -37,11 +40,6 @@ class KvNetwork(DraftNetwork):
 
     # Whether its layers have an attention of their own instead.
     has_own_attention: ClassVar[bool] = False
-
-    @property
-    @abstractmethod
-    def num_layers(self) -> int:
-        """Number of its layers, each with K/V entries."""
 
     @abstractmethod
     def captured_layers(self, target: Target) -> Sequence[int]:
@@ -201,7 +199,7 @@ def read_flights(group: Group) -> mx.array:
     ]
     nodes = mx.array([list(chain(*spans))], dtype=mx.int32)
     with tree_positions(TreePositions(nodes, spans)):
-        layers = joint_layers([one.cache for one in draftings], sizes)
+        layers = _joint_layers([one.cache for one in draftings], sizes)
         outputs = first.process(states, tokens, layers)
     places, start = [], 0
     for (one, flight), count, size in zip(group, known, sizes, strict=True):
@@ -224,8 +222,70 @@ def read_levels(
     for one, (mask, _) in zip(draftings, levels, strict=True):
         one.cache.expect_drafts(mask)
     sizes = [tokens.shape[0] // len(draftings)] * len(draftings)
-    with tree_positions(joint_positions([positions for _, positions in levels])):
+    nodes = mx.concatenate([positions.nodes for _, positions in levels], axis=1)
+    spans = [span for _, positions in levels for span in positions.known]
+    with tree_positions(TreePositions(nodes, spans)):
         embeddings = first.network.embed(tokens, first.target)
-        layers = joint_layers([one.cache for one in draftings], sizes)
+        layers = _joint_layers([one.cache for one in draftings], sizes)
         outputs: mx.array = first.network(features, embeddings, layers)
     return outputs
+
+
+class JointLayer(DraftLayer):
+    """One layer's caches of several sequences, for one pass of the network over rows of all.
+
+    The matrices of the network see all rows at once. Each sequence attends to its own entries.
+
+    Args:
+        layers: The layer's cache of each sequence.
+        sizes: Number of rows of each sequence in the pass.
+    """
+
+    def __init__(self, layers: Sequence[DraftLayer], sizes: Sequence[int]):
+        self._layers = layers
+        self._sizes = sizes
+        self._ends = list(accumulate(sizes))[:-1]
+        self._entries: list[tuple[mx.array, mx.array]] = []
+
+    @property
+    def offset(self) -> int:
+        # Rotary embeddings use `TreePositions` instead.
+        return max(layer.offset for layer in self._layers)
+
+    def make_mask(  # type: ignore[override]
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> list[Any]:
+        # The network hands them to `attend` as they are.
+        return [
+            layer.make_mask(size, return_array, window_size)
+            for layer, size in zip(self._layers, self._sizes, strict=True)
+        ]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        # `attend` finds the entries of each sequence, and the network none.
+        parts = (mx.split(rows, self._ends, axis=2) for rows in (keys, values))
+        self._entries = [
+            layer.update_and_fetch(*pair) for layer, *pair in zip(self._layers, *parts, strict=True)
+        ]
+        return keys, values
+
+    def attend(
+        self,
+        call: Callable[..., mx.array],
+        arrays: tuple[mx.array, mx.array, mx.array],
+        scale: float,
+        mask: Any,
+        options: dict[str, Any],
+    ) -> mx.array:
+        queries = mx.split(arrays[0], self._ends, axis=2)
+        parts = zip(self._layers, queries, self._entries, mask, strict=True)
+        found = [
+            layer.attend(call, (own, *entries), scale, one, options)
+            for layer, own, entries, one in parts
+        ]
+        return mx.concatenate(found, axis=2)
+
+
+def _joint_layers(caches: Sequence[DraftCache], sizes: Sequence[int]) -> list[JointLayer]:
+    layers = zip(*(cache.layers for cache in caches), strict=True)
+    return [JointLayer(layer, sizes) for layer in layers]

@@ -25,28 +25,22 @@ class Link(Protocol):
     def feature(
         self, previous: mx.array, hidden: mx.array, state: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
-        """Compute features of beams and their next states.
+        """Compute features of beams and their next states, (W, r), or None for a link without.
 
         Args:
             previous: Newest tokens of the beams, int32, shape (W,).
             hidden: The block's output at the depth, shape (1, H), or one row per beam, (W, H).
             state: States of the beams, shape (W, r); None at the first depth.
-
-        Returns:
-            Features, shape (W, r), and states of that shape, or None for a link without.
         """
         ...
 
     def scores(self, feature: mx.array, rows: mx.array | None) -> mx.array:
-        """Compute what is added to logits of all rows of the head, or of some.
+        """Compute what is added to logits, shape (W, V) or (W, K).
 
         Args:
             feature: Shape (W, r).
             rows: Rows of the head, integer, for all beams, shape (1, K), or for each, (W, K); None
-                for all rows.
-
-        Returns:
-            Shape (W, V) or (W, K).
+                for all V rows.
         """
         ...
 

@@ -26,8 +26,8 @@ LEAST_LOG_PROB = -1e30
 # is their own, not one that was fitted to greedy choices.
 COUPLING_WEIGHT = 1.0
 
-# Function from log-probabilities of the tokens after nodes of one depth to the scores that rank
-# nodes; or of nodes of several depths, int32, one for each row.
+# Function from log-probabilities of the tokens after nodes, and the nodes' depth or depths, int32,
+# to the scores that rank nodes.
 Rank = Callable[[mx.array, int | mx.array], mx.array]
 
 
@@ -89,14 +89,13 @@ class LevelScorer(Protocol):
         """Return natural log-probabilities of the tokens after the beams, one token longer each.
 
         Args:
-            beams: For each beam, the index of the one that it continues, int32, shape (R * W,);
-                the beams of a root are neighbours. None if every beam continues the beam of its own
-                index, or the only root.
-            tokens: Newest tokens of the beams, int32, shape (R * W,).
+            beams: Index of the beam that each one continues, int32, shape (R W,); those of a root
+                are neighbours. None if each continues that of its own index, or the only root.
+            tokens: Newest tokens of the beams, int32, shape (R W,).
             depth: Depth of those tokens, 1 for the children of the roots.
 
         Returns:
-            float32, shape (R * W, V).
+            float32, shape (R W, V).
         """
         ...
 
@@ -113,8 +112,7 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
     Args:
         levels: The network, after the roots.
         shape: W, L and the number of nodes to score per level, at most V.
-        rank: Function that replaces log-probabilities, shape (R * W, V), by others of that shape;
-            None ranks by the network's own.
+        rank: Function for log-probabilities of shape (R W, V); None ranks by the network's own.
 
     Returns:
         Arrays with an axis of R before their own.
@@ -123,25 +121,21 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
     roots, rows = log_probs.shape
     count = min(shape.level_nodes, rows)
 
-    def best_of(
-        log_probs: mx.array, before: mx.array | None, depth: int
-    ) -> tuple[mx.array, mx.array]:
-        """Choose the best continuations of nodes with scores (R, W), or of the roots."""
-        if rank is not None:
-            log_probs = rank(log_probs, depth)
-        if before is not None:
-            log_probs = before.reshape(-1, 1) + log_probs
-        return top_k(bounded(log_probs).reshape(roots, -1), count)
+    def ranked(log_probs: mx.array, depth: int) -> mx.array:
+        return log_probs if rank is None else rank(log_probs, depth)
 
-    scores, chosen = best_of(log_probs, None, 0)
+    def best_of(scores: mx.array) -> tuple[mx.array, mx.array]:
+        return top_k(bounded(scores).reshape(roots, -1), count)
+
+    scores, chosen = best_of(ranked(log_probs, 0))
     tokens = levels.to_token_ids(chosen)
     found = [(tokens, scores, mx.full((roots, count), -1, dtype=mx.int32))]
     first_beams = mx.arange(roots, dtype=mx.int32)[:, None]
     beams = None if 1 in (roots, width) else mx.repeat(first_beams, width)
     for depth in range(1, shape.levels):
         newest = tokens[:, :width].reshape(-1)
-        log_probs = levels.following(beams, newest, depth)
-        scores, chosen = best_of(log_probs, scores[:, :width], depth)
+        log_probs = ranked(levels.following(beams, newest, depth), depth)
+        scores, chosen = best_of(scores[:, :width].reshape(-1, 1) + log_probs)
         chosen = chosen.astype(mx.int32)
         if width == 1:
             parents = mx.full((roots, 1), depth - 1, dtype=mx.int32)
@@ -158,9 +152,7 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
 
 @dataclass(frozen=True)
 class FactorisedLevels:
-    """A network that scores the tokens of every depth by themselves; a `LevelScorer`.
-
-    Its probabilities depend on the depth alone, and not on the drafts above.
+    """A network whose probabilities depend on the depth alone; a `LevelScorer`.
 
     Attributes:
         log_probs: Function from a depth, 0 for the children of the root, to natural
@@ -246,21 +238,18 @@ def _packed(tokens: mx.array, scores: mx.array, *places: mx.array) -> mx.array:
 def _tree(plan: DraftPlan, arrays: Sequence[mx.array]) -> TokenTree:
     """Make a tree of the arrays of `_best`."""
     tokens, scores, packed, *places = arrays
-    shape = plan.shape
-    if not places:
-        tree = TokenTree.chain(tokens, num_unmerged=1 + shape.levels)
+    if places:
+        tree = _branched(plan.shape, tokens, *places)
     else:
-        parents, depths, ancestors = places
-        tree = TokenTree(
-            tokens,
-            parents,
-            depths,
-            ancestors,
-            num_nodes=tokens.shape[0],
-            num_unmerged=1 + shape.width * shape.levels,
-            max_depth=shape.levels,
-        )
+        tree = TokenTree.chain(tokens, num_unmerged=1 + plan.shape.levels)
     return replace(tree, scores=scores, packed=packed)
+
+
+def _branched(
+    shape: DraftShape, tokens: mx.array, parents: mx.array, depths: mx.array, ancestors: mx.array
+) -> TokenTree:
+    sizes = tokens.shape[0], 1 + shape.width * shape.levels, shape.levels
+    return TokenTree(tokens, parents, depths, ancestors, *sizes)
 
 
 def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> TokenTree:
@@ -283,15 +272,7 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     (count,) = to_ints(mx.sum(on_beam, keepdims=True))
     kept = kept[:count]
     tokens, parents, depths = _number(expansion, root, kept, 1 + kept // level)
-    return TokenTree(
-        tokens,
-        parents,
-        depths,
-        ancestor_mask(parents, shape.levels),
-        num_nodes=1 + count,
-        num_unmerged=1 + shape.width * shape.levels,
-        max_depth=shape.levels,
-    )
+    return _branched(shape, tokens, parents, depths, ancestor_mask(parents, shape.levels))
 
 
 def _level_size(expansion: Expansion, shape: DraftShape) -> int:

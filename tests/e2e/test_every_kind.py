@@ -26,8 +26,7 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.draft_network import NetworkDrafting
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
-from mlx_redrafter.proposers.specformer.network import SpecFormer
+from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers import mimo, toy
 from tests.helpers.block import LINKS, block_config, random_block

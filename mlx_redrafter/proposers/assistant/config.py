@@ -19,10 +19,6 @@ SLIDING = "sliding_attention"
 MAX_LAYERS = 64
 # Sizes in the object text_config.
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "sliding_window")
-# Number of clusters of tokens unless a config has another.
-NUM_CENTROIDS = 2048
-# Number of clusters whose tokens are scored, likewise.
-TOP_CENTROIDS = 32
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class AssistantConfig:
 
     Attributes:
         hidden_size: The target's hidden size.
-        vocab_size: Size of the vocabulary, which is the target's.
+        vocab_size: The target's vocabulary size.
         text: Arguments of mlx-lm's layers.
         ties_head: Whether its head is its embedding.
         num_centroids: Number of clusters of tokens; None if every token is scored.
@@ -65,8 +61,8 @@ class AssistantConfig:
                 vocab_size=text["vocab_size"],
                 text=dict(text),
                 ties_head=values.get("tie_word_embeddings", True) is not False,
-                num_centroids=values.get("num_centroids", NUM_CENTROIDS) if is_clustered else None,
-                top_centroids=values.get("centroid_intermediate_top_k", TOP_CENTROIDS),
+                num_centroids=values.get("num_centroids", 2048) if is_clustered else None,
+                top_centroids=values.get("centroid_intermediate_top_k", 32),
                 values=values,
             )
         except ConfigError as error:

@@ -66,6 +66,7 @@ class Assistant(AutoregressiveNetwork):
     """
 
     is_joint = False
+    num_layers = 2  # of the target, whose entries it keeps
 
     def __init__(self, config: AssistantConfig):
         super().__init__()
@@ -81,11 +82,6 @@ class Assistant(AutoregressiveNetwork):
             self.masked_embedding = Clusters(width, config.num_centroids, config.vocab_size)
         if not config.ties_head:
             self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
-
-    @property
-    def num_layers(self) -> int:
-        """Number of the target's layers whose entries it keeps."""
-        return 2
 
     def captured_layers(self, target: Target) -> Sequence[int]:
         """Return the last layers of each kind that have entries of their own, and `FINAL`."""

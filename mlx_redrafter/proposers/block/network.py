@@ -61,6 +61,7 @@ class BlockNetwork(KvNetwork):
     def __init__(self, config: BlockConfig):
         super().__init__()
         self.config = config
+        self.num_layers, self.max_length = config.num_hidden_layers, 1 + config.num_drafts
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if config.has_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
@@ -79,17 +80,9 @@ class BlockNetwork(KvNetwork):
             self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
 
     @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
     def num_rows(self) -> int:
         """Number of tokens per depth that it scores."""
         return self.config.num_candidates or self.config.head_rows
-
-    @property
-    def max_length(self) -> int:
-        return 1 + self.config.num_drafts
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -117,7 +110,7 @@ class BlockNetwork(KvNetwork):
 
     def become(self, config: BlockConfig) -> None:
         """Read the same weights by another config of the same sizes; copies stay as they are."""
-        self.config, layers = config, []
+        self.config, self.max_length, layers = config, 1 + config.num_drafts, []
         for layer in self.layers:
             layer, attention = copy.copy(layer), copy.copy(layer.self_attn)
             attention.config, attention.rope = config, new_rope(config)

@@ -77,6 +77,7 @@ class Eagle(AutoregressiveNetwork):
     def __init__(self, config: EagleConfig):
         super().__init__()
         self.config = config
+        self.num_layers, self.max_length = config.num_hidden_layers, config.max_length
         self.is_joint = config.mask_token_id is None
         hidden, eps = config.hidden_size, config.rms_norm_eps
         joined = config.num_captured if config.version == 3 else 2
@@ -97,14 +98,6 @@ class Eagle(AutoregressiveNetwork):
             self.mask_hidden = mx.zeros((1, 1, joined * hidden))
         if config.draft_vocab_size is not None:
             self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def max_length(self) -> int | None:
-        return self.config.max_length
 
     @property
     def dtype(self) -> mx.Dtype:

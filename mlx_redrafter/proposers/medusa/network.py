@@ -40,7 +40,7 @@ class Medusa(DraftNetwork):
 
     def __init__(self, config: MedusaConfig):
         super().__init__()
-        self.config = config
+        self.config, self.max_length = config, min(1 + config.num_heads, MAX_BEAM_LENGTH)
         self.heads: list[list[nn.Module]] = []
         for _ in range(config.num_heads):
             blocks = [ResBlock(config.hidden_size, config.bias) for _ in range(config.num_layers)]
@@ -58,10 +58,6 @@ class Medusa(DraftNetwork):
         """Number of tokens that a head proposes; with a static tree, the number of ranks."""
         accuracies = self.config.static_accuracies
         return self.config.head_rows if accuracies is None else len(accuracies[0])
-
-    @property
-    def max_length(self) -> int:
-        return min(1 + self.config.num_heads, MAX_BEAM_LENGTH)
 
     def logits(self, hidden: mx.array, head: int) -> mx.array:
         """Compute the logits of one head.

@@ -86,6 +86,7 @@ class Mtp(AutoregressiveNetwork):
         layers = model_of_layers(values).layers
         has_blocks = hasattr(layers[0], "block_type")
         self.block = Blocks(layers) if has_blocks else layers[0]
+        self.num_layers = sum(one.block_type == "*" for one in layers) if has_blocks else 1
         norm = layers[0].norm if has_blocks else layers[0].input_layernorm
         hidden = norm.weight.shape[0]
         model_type, vocab_size = model_type_of(values), text_values(values)["vocab_size"]
@@ -96,12 +97,6 @@ class Mtp(AutoregressiveNetwork):
         self.hidden_norm = nn.RMSNorm(hidden, eps=norm.eps)
         self.join = nn.Linear(2 * hidden, hidden, bias=False)
         self.norm = nn.RMSNorm(hidden, eps=norm.eps)
-
-    @property
-    def num_layers(self) -> int:
-        if isinstance(self.block, Blocks):
-            return sum(layer.block_type == "*" for layer in self.block.layers)
-        return 1
 
     def captured_layers(self, target: Target) -> Sequence[int]:
         """Return the output of the last layer alone."""

@@ -38,9 +38,8 @@ from mlx_redrafter.proposers.kv_drafting import KvNetwork
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.quantization import FLOAT_MODES, quantization_of, quantize_drafter
+from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
 from mlx_redrafter.proposers.specformer import load as load_specformer
-from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
-from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target

@@ -1,6 +1,6 @@
-"""The network of SpecFormer, which proposes all levels after one pass of its own.
+"""SpecFormer, which proposes several tokens after one pass of its own.
 
-Axes: n tokens, H hidden size, C states of the target, S slots, V vocabulary.
+Axes: n tokens, H hidden size, S slots, V vocabulary.
 
 Source: ``SDDE/predicter.py`` of ShiLuohe/SpecFormer, whose parameter names are kept. The rotary
 embeddings there are the target's.
@@ -8,22 +8,77 @@ embeddings there are the target's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
+from mlx_redrafter.proposers.checkpoint import Checkpoint
+from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.kv_drafting import KvNetwork, read_flights
-from mlx_redrafter.proposers.layer_sizes import layer_arguments
+from mlx_redrafter.proposers.layer_sizes import (
+    LayerSizes,
+    build,
+    check_captured_layers,
+    layer_arguments,
+)
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank
-from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
+from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
+from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
+
+NAME = "SpecFormer"
+# Largest number of slots that a config file may claim, far above any network.
+MAX_SLOTS = 64
+
+
+def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    return config.get("model_type") == SpecFormerConfig.model_type
+
+
+def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> SpecFormer:
+    stored = Checkpoint(path_or_repo)
+    config = SpecFormerConfig.from_dict(stored.config)
+    target.check(config)
+    return stored.fill(build(SpecFormer, config))
+
+
+@dataclass(frozen=True)
+class SpecFormerConfig(LayerSizes):
+    """The shape of a SpecFormer, as stored in the ``config.json`` next to its weights.
+
+    Attributes:
+        captured_layers: Layers of the target whose inputs it reads, -1 for its last hidden states.
+        num_slots: Number of tokens that it drafts, S.
+    """
+
+    model_type: ClassVar[str] = "redrafter_specformer"
+    captured_layers: tuple[int, ...]
+    num_slots: int
+    # The network uses the target's whole head.
+    draft_vocab_size: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers = check_captured_layers(self.captured_layers, FINAL)
+        object.__setattr__(self, "captured_layers", layers)
+        check_int("num_slots", self.num_slots, 1, MAX_SLOTS)
+
+    @property
+    def summary(self) -> str:
+        return (
+            f"SpecFormer of {self.num_slots} slots, hidden_size {self.hidden_size}, "
+            f"intermediate_size {self.intermediate_size}, reads {len(self.captured_layers)} layers"
+        )
 
 
 class SlotMlp(nn.Module):
@@ -56,9 +111,11 @@ class SpecFormer(KvNetwork):
     Slot i proposes the token i + 1 after the root, whatever tokens stand between them.
     """
 
+    num_layers = 1
+
     def __init__(self, config: SpecFormerConfig):
         super().__init__()
-        self.config = config
+        self.config, self.max_length = config, min(1 + config.num_slots, MAX_BEAM_LENGTH)
         hidden, count = config.hidden_size, len(config.captured_layers)
         values = {**layer_arguments(config), "model_type": "llama", "num_hidden_layers": 1}
         args = llama.ModelArgs.from_dict(values)
@@ -76,14 +133,6 @@ class SpecFormer(KvNetwork):
         self.encoder_att = llama.Attention(args)
         self.encoder_ffn_input_norm = norm()
         self.encoder_ffn = SlotMlp(hidden, config.intermediate_size)
-
-    @property
-    def num_layers(self) -> int:
-        return 1
-
-    @property
-    def max_length(self) -> int:
-        return min(1 + self.config.num_slots, MAX_BEAM_LENGTH)
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         super().check_fit(target, tokenizer)
