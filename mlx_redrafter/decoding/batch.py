@@ -204,7 +204,6 @@ class Batch(Lane):
 
 
 def _samplers(sequences: Iterable[SequenceDecoder]) -> list[KeyedSampler]:
-    """Return the samplers that may be applied to several sequences at once."""
     return [one.sampler for one in sequences if isinstance(one.sampler, KeyedSampler)]
 
 

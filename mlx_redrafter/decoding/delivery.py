@@ -70,7 +70,6 @@ class DecodingStats:
     shapes: list[ShapeStats] = field(default_factory=list)
 
     def count_step(self, num_accepted: int, num_verified: int, num_unmerged: int) -> None:
-        """Count one step."""
         missing = num_accepted + 1 - len(self.accepted_counts)
         self.accepted_counts.extend([0] * missing)
         self.accepted_counts[num_accepted] += 1
@@ -133,7 +132,6 @@ class Outbox:
 
     @property
     def is_last_next(self) -> bool:
-        """Whether the next token is the last one that the request allows."""
         return self.num_tokens + 1 == self._request.max_tokens
 
     def put(self, newest: Pass) -> bool:
@@ -190,7 +188,6 @@ class StepClock:
         self._away += seconds
 
     def skip(self) -> None:
-        """Leave out the step that goes on."""
         self._last = None
 
     def lap(self) -> float | None:
@@ -247,5 +244,4 @@ class Delivery:
             policy.observe(Step(newest.plan, newest.num_nodes, newest.tokens, seconds))
 
     def close(self) -> None:
-        """End the counts."""
         self._on_close(self.stats)

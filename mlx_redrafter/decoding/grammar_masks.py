@@ -128,7 +128,6 @@ class GrammarMasks:
         path: list[int],
         on_complete: Callable[[int], None] | None,
     ) -> None:
-        """Fill in the rows of a node, at the end of ``path``, and of all below it."""
         nodes.rows[node] = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             nodes.rows[node] = self._nothing

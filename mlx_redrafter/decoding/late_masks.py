@@ -108,7 +108,6 @@ class LateMasks:
         return nodes.apply(logits)
 
     def _walk(self, nodes: NodeRows, node: int, search: Search) -> None:
-        """Fill in the rows of a free node and of all below it."""
         nodes.rows[node] = self._free_row(search)
         for child in nodes.children[node]:
             if nodes.tokens[child] >= 0:

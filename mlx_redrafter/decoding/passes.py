@@ -94,7 +94,6 @@ class Pass:
 
     @property
     def max_accepted(self) -> int:
-        """Maximum number of drafts that can be accepted."""
         return 0 if self.path is None else self.path.shape[0] - 1
 
     @property
@@ -120,7 +119,6 @@ class Pass:
 
     @property
     def is_read(self) -> bool:
-        """Whether the host knows the outcome."""
         return "outcome" in self.__dict__
 
     @cached_property
@@ -355,14 +353,12 @@ def sample_and_accept_all(
 
 
 def _split_states(states: mx.array | None, count: int) -> list[Any]:
-    """Split states, shape (G, N, S), into those of each sequence, (N, S)."""
     if states is None:
         return [None] * count
     return list(mx.split(states.reshape(-1, states.shape[-1]), count))
 
 
 def _item(read: Callable[[], list[list[int]]], number: int) -> list[int]:
-    """Return the outcome of one of several sequences, which the host reads together."""
     return read()[number]
 
 

@@ -209,7 +209,6 @@ class KeyedSampler(TokenSampler):
         return min(MAX_POSITIONS, MAX_NOISE // self.vocab_size)
 
     def _draw(self, first: int) -> None:
-        """Draw the noise of the choices at positions in a row."""
         seed, size, count = self.params.seed, self.vocab_size, max(1, self._max_positions)
         self._first, self._single = first, []
         if count == 1:
@@ -351,7 +350,6 @@ def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def random_state() -> mx.array:
-    """Copy MLX's global random state, uint32, shape (2,)."""
     return mx.array(mx.random.state[0])  # type: ignore[index]
 
 

@@ -69,7 +69,6 @@ class Scheduler:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any sequence has begun."""
         return len(self._begun) > 0
 
     def begin(self, sequences: Sequence[SequenceDecoder]) -> None:
@@ -126,7 +125,6 @@ class Scheduler:
 
     @property
     def _active(self) -> list[SequenceDecoder]:
-        """Sequences that wait for a step."""
         return [one for one in self._begun if not one.is_ready]
 
     def _process_chunk(self) -> bool:
@@ -167,7 +165,6 @@ class Scheduler:
         return min(most, SHARED_CHUNK) if self._others_wait or self._active else most
 
     def _step_begun(self, active: Sequence[SequenceDecoder]) -> None:
-        """Run the next step of the sequences that have begun and are not ready."""
         batch = self.batch
         if len(self._begun) == 1 == len(active):
             (one,) = active
@@ -207,7 +204,6 @@ class Scheduler:
 
 
 def _taken(sequence: SequenceDecoder) -> tuple[list[Token], Exception | None]:
-    """Return the tokens of a sequence, or the error behind them."""
     try:
         return sequence.take(), None
     except Exception as error:

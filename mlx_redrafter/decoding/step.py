@@ -298,7 +298,6 @@ class _Step:
         return one.policy.select(self._plans[one], self._trees[one])
 
     def _commit(self, one: SequenceDecoder) -> None:
-        """Commit the pass before the newest one."""
         plan = self._plans.get(one)
         one.commit()
         if plan is None:

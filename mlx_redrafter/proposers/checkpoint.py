@@ -66,7 +66,6 @@ class Checkpoint:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Shapes of the tensors by name, from their headers."""
         return read_shapes(self.folder)
 
     def fill(

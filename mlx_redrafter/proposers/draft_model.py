@@ -108,7 +108,6 @@ def check_ids(draft: Any, target: Any) -> None:
 
 
 def _other_caches(layers: Sequence[Any]) -> str:
-    """Name the caches that drafts do not fit into."""
     return ", ".join(sorted({describe(layer) for layer in layers if type(layer) is not KVCache}))
 
 

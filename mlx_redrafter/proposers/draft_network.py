@@ -56,20 +56,17 @@ class DraftNetwork(nn.Module, ABC):
 
     @property
     def num_rows(self) -> int:
-        rows: int = self.config.head_rows
-        return rows
+        return self.config.head_rows
 
     @property
     def row_ids(self) -> mx.array | None:
         """Token ids of the rows of the head; None if row and id are the same."""
-        ids: mx.array | None = self.get("token_ids")
-        return ids
+        return self.get("token_ids")
 
     @property
     def coupling_weight(self) -> float:
         """Weight of the target's noise when it ranks drafts, 0 to 1."""
-        weight: float = getattr(self.config, "coupling_weight", COUPLING_WEIGHT)
-        return weight
+        return getattr(self.config, "coupling_weight", COUPLING_WEIGHT)
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         sizes = target.hidden_size, target.vocab_size, tokenizer.vocab_size
@@ -101,8 +98,7 @@ class DraftNetwork(nn.Module, ABC):
 
     def stored_config(self) -> dict[str, Any]:
         """Return the keys of ``config.json`` that describe the network."""
-        values: dict[str, Any] = self.config.to_dict()
-        return values
+        return self.config.to_dict()
 
     def stored_name(self, own: str) -> str:
         """Return the name that a parameter has in the network's checkpoint."""
@@ -122,8 +118,7 @@ class ResBlock(nn.Module):
 
 def dtype_of(layer: Any) -> mx.Dtype:
     """Return the floating-point dtype that a linear layer computes in, quantised or not."""
-    dtype: mx.Dtype = layer.scales.dtype if "scales" in layer else layer.weight.dtype
-    return dtype
+    return layer.scales.dtype if "scales" in layer else layer.weight.dtype
 
 
 class NetworkDrafting:
@@ -170,8 +165,7 @@ class NetworkDrafting:
     @property
     def is_joint(self) -> bool:
         """Whether this sequence can be drafted for together with others."""
-        joint: bool = self.network.is_joint
-        return joint
+        return self.network.is_joint
 
     def matches(self, least: float) -> None:
         """Return None, as a network always has something to propose."""

@@ -187,8 +187,7 @@ def read_flights(group: Group) -> mx.array:
     """Do what `KvDrafting.read_flight` does for several sequences in one pass; shape (R, H)."""
     first, flight = group[0]
     if len(group) == 1:
-        outputs: mx.array = first.read_flight(flight)
-        return outputs
+        return first.read_flight(flight)
     draftings = [one for one, _ in group]
     known = [one.num_unread for one in draftings]
     pairs = [one.take_pairs(flight) for one, flight in group]

@@ -32,13 +32,12 @@ from mlx_redrafter.proposers.layer_sizes import (
 )
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank
+from mlx_redrafter.proposers.stored_config import MAX_COUNT
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 
 NAME = "SpecFormer"
-# Largest number of slots that a config file may claim, far above any network.
-MAX_SLOTS = 64
 
 
 def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
@@ -69,9 +68,8 @@ class SpecFormerConfig(LayerSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = check_captured_layers(self.captured_layers, FINAL)
-        object.__setattr__(self, "captured_layers", layers)
-        check_int("num_slots", self.num_slots, 1, MAX_SLOTS)
+        check_captured_layers(self.captured_layers, FINAL)
+        check_int("num_slots", self.num_slots, 1, MAX_COUNT)
 
     @property
     def summary(self) -> str:
@@ -95,8 +93,7 @@ class SlotMlp(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the MLP to rows, shape (..., H)."""
-        y: mx.array = self.down_proj(self.gate_proj(x) * nn.silu(self.up_proj(x)))
-        return y
+        return self.down_proj(self.gate_proj(x) * nn.silu(self.up_proj(x)))
 
 
 class SpecFormer(KvNetwork):

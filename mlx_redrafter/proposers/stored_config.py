@@ -11,6 +11,8 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Largest size that a config file may claim, far above any model.
 MAX_DIMENSION = 2**24
+# Largest number of layers, heads and the like that a config file may claim, far above any network.
+MAX_COUNT = 64
 # Largest inverse temperature that a config file may claim, far above any fit.
 MAX_SCORE_SCALE = 100
 # Inverse temperature of a drafter that was not calibrated.
@@ -27,7 +29,6 @@ class StoredConfig:
     model_type: ClassVar[str]
 
     def __post_init__(self: Any) -> None:
-        """Check the fields that most configs have."""
         for name in ("vocab_size", "hidden_size"):
             check_int(f"drafter {name}", getattr(self, name), 1, MAX_DIMENSION)
         if self.draft_vocab_size is not None:
@@ -58,22 +59,23 @@ class StoredConfig:
                 f"the drafter's config.json lacks {', '.join(missing)}; download or make it again"
             )
         try:
-            return cls(
-                **{stored[key].name: value for key, value in values.items() if key in stored}
-            )
+            known = {key: value for key, value in values.items() if key in stored}
+            return cls(**{stored[key].name: _frozen(value) for key, value in known.items()})
         except ConfigError as error:
             raise CheckpointError(f"the drafter's config.json is out of range: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the keys of ``config.json`` that describe this network."""
         values = {KEYS.get(name, name): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
         return {"model_type": self.model_type, **values}
 
     @property
     def head_rows(self: Any) -> int:
-        """Number of tokens that the network proposes."""
-        rows: int = self.draft_vocab_size or self.vocab_size
-        return rows
+        return self.draft_vocab_size or self.vocab_size
+
+
+def _frozen(value: Any) -> Any:
+    """Return a list of a file, and those in it, as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _check_ranking(inverse_temperature: object, coupling_weight: object) -> None:

@@ -42,7 +42,6 @@ def complete_yarn(rope: Any, config: LayerSizes) -> None:
 
 
 def _attention_factor(scaling: Mapping[str, Any]) -> float:
-    """Return the factor of rotated queries and keys."""
     given = scaling.get("attention_factor")
     if given is not None:
         return float(given)

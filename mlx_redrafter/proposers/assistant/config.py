@@ -8,15 +8,13 @@ from typing import Any, ClassVar, Self
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 # Name in configs of layers that attend to all tokens.
 FULL = "full_attention"
 # Name in configs of layers that attend to a window.
 SLIDING = "sliding_attention"
-# Largest number of layers that a config file may claim, far above the four of Google's.
-MAX_LAYERS = 64
 # Sizes in the object text_config.
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "sliding_window")
 
@@ -46,7 +44,6 @@ class AssistantConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read a published ``config.json``."""
         text = values.get("text_config")
         if not isinstance(text, Mapping):
             raise CheckpointError(
@@ -100,7 +97,7 @@ class AssistantConfig:
 def _check_text(text: Mapping[str, Any]) -> None:
     for name in (*SIZES, "vocab_size"):
         check_int(name, text.get(name), 1, MAX_DIMENSION)
-    check_int("num_hidden_layers", text.get("num_hidden_layers"), 1, MAX_LAYERS)
+    check_int("num_hidden_layers", text.get("num_hidden_layers"), 1, MAX_COUNT)
     kinds = text.get("layer_types")
     is_list = isinstance(kinds, list) and len(kinds) == text["num_hidden_layers"]
     if not is_list or not set(map(str, kinds or ())) <= {FULL, SLIDING}:

@@ -138,8 +138,7 @@ class Assistant(AutoregressiveNetwork):
             keys, values, seen = contexts[layer.layer_type]
             mask = mx.broadcast_to(seen, (x.shape[1], seen.shape[0]))
             x, _, _ = layer(x, mask, shared_kv=(keys, values), offset=0)
-        y: mx.array = self.model.norm(x)[0]
-        return y
+        return self.model.norm(x)[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
         return self.post_projection(outputs)

@@ -43,7 +43,6 @@ class Surroundings(Protocol):
 
 
 def new_rope(config: BlockConfig) -> nn.Module:
-    """Make the rotary embedding of a layer."""
     rope: nn.Module = initialize_rope(
         config.rope_dims or config.head_size,
         config.rope_theta,
@@ -78,8 +77,7 @@ class BlockAttention(nn.Module):
     @property
     def sinks(self) -> mx.array | None:
         """Logits of the sinks, shape (query heads,); None without them."""
-        sinks: mx.array | None = self.get("attention_sink_bias")
-        return sinks
+        return self.get("attention_sink_bias")
 
     def keys_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         """Compute rotated keys, and values, of rows from a position on, shape (M, n, H)."""
@@ -105,8 +103,7 @@ class BlockAttention(nn.Module):
         out = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
         if gate is not None:
             out = out * mx.sigmoid(gate.reshape(out.shape))
-        y: mx.array = self.o_proj(out)
-        return y
+        return self.o_proj(out)
 
 
 class DynamicConvolution(nn.Module):
@@ -155,8 +152,7 @@ class BlockMlp(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the MLP to rows, shape (..., H)."""
-        y: mx.array = self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
-        return y
+        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
 
 
 class BlockLayer(nn.Module):

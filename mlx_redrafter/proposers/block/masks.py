@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.block.config import MAX_LAYERS
 from mlx_redrafter.proposers.block.values import LIKE_ZLAB, PublishedValues
 from mlx_redrafter.proposers.eagle.config import ATTENTION_TYPES
 from mlx_redrafter.proposers.speculators import speculative_tokens
+from mlx_redrafter.proposers.stored_config import MAX_COUNT
 
 
 def first_slot_of(config: PublishedValues) -> int:
@@ -33,7 +33,7 @@ def masks_of(config: PublishedValues) -> dict[str, Any]:
     Where runtimes disagree this follows those that trained the heads: sliding layers are causal
     unless the config says otherwise, and ``is_causal`` holds for all layers.
     """
-    count = config.integer("num_hidden_layers", MAX_LAYERS, in_layer=True)
+    count = config.integer("num_hidden_layers", MAX_COUNT, in_layer=True)
     kinds = config.find("layer_types")
     if kinds is None:
         kinds = ["sliding_attention" if config.flag("use_swa") else "full_attention"] * count
@@ -52,8 +52,8 @@ def masks_of(config: PublishedValues) -> dict[str, Any]:
         window += 1  # transformers' DFlash and speculators count the distance, others the entries
     return {
         "windows_from_root": config.packaging == "speculators",
-        "windows": [window if one else None for one in sliding],
-        "causal": _causal(config, sliding),
+        "windows": tuple(window if one else None for one in sliding),
+        "causal": tuple(_causal(config, sliding)),
     }
 
 

@@ -81,7 +81,6 @@ class BlockNetwork(KvNetwork):
 
     @property
     def num_rows(self) -> int:
-        """Number of tokens per depth that it scores."""
         return self.config.num_candidates or self.config.head_rows
 
     @property
@@ -90,9 +89,7 @@ class BlockNetwork(KvNetwork):
 
     @property
     def link(self) -> Link | None:
-        """The link between a draft and the draft before it; None without one."""
-        link: Link | None = self.get("candidate_selector", self.get("markov_head"))
-        return link
+        return self.get("candidate_selector", self.get("markov_head"))
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         needed, count = self.config.num_target_layers, len(target.modules.layers)
@@ -133,8 +130,7 @@ class BlockNetwork(KvNetwork):
         return self.config.captured_layers
 
     def fuse(self, states: mx.array) -> mx.array:
-        fused: mx.array = self.hidden_norm(self.fc(states.astype(self.dtype)))
-        return fused
+        return self.hidden_norm(self.fc(states.astype(self.dtype)))
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         """Keep keys and values of verified tokens; the network does not read the embeddings."""
@@ -172,8 +168,7 @@ class BlockNetwork(KvNetwork):
         x = embeddings
         for layer in self.layers:
             x = layer(x, around)
-        y: mx.array = self.norm(x)
-        return y
+        return self.norm(x)
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
         """Compute logits before any link, float32, shape (n, H) to (n, V)."""

@@ -24,13 +24,13 @@ import mlx.core as mx
 from mlx_redrafter.checks import is_number
 from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.block.config import MAX_LAYERS, MODEL_TYPE, BlockConfig
+from mlx_redrafter.proposers.block.config import MODEL_TYPE, BlockConfig
 from mlx_redrafter.proposers.block.masks import first_slot_of, masks_of
 from mlx_redrafter.proposers.block.values import ASSISTANT, LIKE_ZLAB, PublishedValues
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.speculators import OFFSETS, resolve_offsets
-from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION
 
 # Tensors that are not read: the target's own, and what only training needs.
 LEFT_OUT = re.compile(r"t2d$|verifier_|.*rotary_emb\.inv_freq$")
@@ -58,7 +58,6 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def is_block_drafter(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    """Return whether a config and tensors are those of a block drafter."""
     if config.get("model_type") == MODEL_TYPE:
         return True
     names = {_own_name(name) for name in shapes}
@@ -97,7 +96,6 @@ def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
 
 
 def packaging_of(values: Mapping[str, Any]) -> str:
-    """Describe who wrote a config."""
     if values.get("model_type") == MODEL_TYPE:
         return "written by this package"
     return f"as {PublishedValues.of(values).packaging} writes it"
@@ -142,7 +140,7 @@ class _Sizes:
         self.hidden = self.axis("hidden_norm.weight", 0)
         self.head = self.axis(ATTENTION + "k_norm.weight", 0)
         self.vocab = config.integer("vocab_size", MAX_DIMENSION, in_layer=True)
-        self.num_layers = config.integer("num_hidden_layers", MAX_LAYERS, in_layer=True)
+        self.num_layers = config.integer("num_hidden_layers", MAX_COUNT, in_layer=True)
 
     def axis(self, name: str, axis: int) -> int:
         """Return a dimension of a tensor, of the numbers that it stands for."""
@@ -177,7 +175,6 @@ class _Sizes:
         return self.has("layers.0.pre_feedforward_layernorm.weight")
 
     def layers(self) -> dict[str, Any]:
-        """Return the fields of the decoder layers, the embedding and the head."""
         num_heads = self.axis(ATTENTION + "o_proj.weight", 1) // self.head
         names = ("token_ids", "lm_head.weight")
         rows = next((self.axis(name, 0) for name in names if self.has(name)), self.vocab)
@@ -201,7 +198,6 @@ class _Sizes:
         }
 
     def link(self, config: PublishedValues) -> dict[str, Any]:
-        """Return the fields of the link, the convolutions and the confidence head."""
         fields: dict[str, Any] = {"link": "none"}
         if self.has("markov_head.markov_w1.weight"):
             rank = self.axis("markov_head.markov_w1.weight", 1)
@@ -299,7 +295,7 @@ def _taps(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
             f"{len(ids)}; use a head whose files agree"
         )
     return {
-        "captured_layers": [i + (not is_input) for i in ids],
+        "captured_layers": tuple(i + (not is_input) for i in ids),
         # In a config of speculators it would be a copy of some other number.
         "num_target_layers": None if is_input else config.find("num_target_layers"),
     }

@@ -121,5 +121,4 @@ def write(
         num_rows = cache.offset - cache.start_position + keys.shape[2]
         if num_rows > cache.keys.shape[2]:
             cache.maybe_trim_front()
-    found: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
-    return found
+    return cache.update_and_fetch(keys, values)

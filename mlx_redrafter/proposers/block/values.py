@@ -57,18 +57,15 @@ class PublishedValues(NamedTuple):
             raise CheckpointError(
                 f"the block drafter's config.json is out of range: {error}"
             ) from error
-        found: int = value
-        return found
+        return value
 
     def number(self, key: str, default: float) -> float:
-        """Return a number, or ``default``."""
         value = self.find(key, default)
         if not is_number(value):
             raise _wrong(key, "a number", value)
         return float(value)
 
     def flag(self, key: str) -> bool | None:
-        """Return true or false; None if the config does not say."""
         value = self.find(key)
         if not isinstance(value, (bool, NoneType)):
             raise _wrong(key, "true or false", value)
@@ -76,7 +73,6 @@ class PublishedValues(NamedTuple):
 
     @property
     def architectures(self) -> str:
-        """Names of the classes that the files were made for."""
         found = self.values.get("architectures")
         return " ".join(map(str, found)) if isinstance(found, list) else ""
 

@@ -10,11 +10,9 @@ from mlx_redrafter.checks import check_int
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
-from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION
 
 MODEL_TYPE = "redrafter_eagle"
-# Largest number of decoder layers that a config file may claim, far above any head.
-MAX_LAYERS = 16
 # Decoder layers of mlx-lm that heads have.
 LAYER_TYPES = ("llama", "qwen3")
 # Kinds of attention that layers have, by their names in configs.
@@ -78,12 +76,11 @@ class EagleConfig(LayerSizes):
         if self.layer_type not in LAYER_TYPES:
             raise ConfigError(f"layer_type must be one of {LAYER_TYPES}, got {self.layer_type!r}")
         super().__post_init__()
-        check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
+        check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_COUNT)
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other, got both")
         if self.captured_layers is not None:
-            layers = check_captured_layers(self.captured_layers)
-            object.__setattr__(self, "captured_layers", layers)
+            check_captured_layers(self.captured_layers)
         if self.reads_hidden_state and self.captured_layers is not None:
             raise ConfigError("reads_hidden_state and captured_layers exclude each other, got both")
         if self.layer_types is not None:
@@ -95,7 +92,7 @@ class EagleConfig(LayerSizes):
     def _check_layer_types(self) -> None:
         kinds = self.layer_types
         if (
-            not isinstance(kinds, (list, tuple))
+            not isinstance(kinds, tuple)
             or len(kinds) != self.num_hidden_layers
             or not all(kind in ATTENTION_TYPES for kind in kinds)
         ):
@@ -103,7 +100,6 @@ class EagleConfig(LayerSizes):
                 f"layer_types must be one of {ATTENTION_TYPES} for each of "
                 f"{self.num_hidden_layers} layers, got {reprlib.repr(kinds)}"
             )
-        object.__setattr__(self, "layer_types", tuple(kinds))
         if "sliding_attention" in kinds:
             check_int("sliding_window", self.sliding_window, 1, MAX_DIMENSION)
 
@@ -128,7 +124,6 @@ class EagleConfig(LayerSizes):
 
     @property
     def num_captured(self) -> int:
-        """Number of the target's states that it reads."""
         if self.version == 1 or self.reads_hidden_state:
             return 1
         return 3 if self.captured_layers is None else len(self.captured_layers)

@@ -60,7 +60,6 @@ CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
 
 def is_eagle(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    """Return whether a config and tensors are those of an EAGLE head."""
     if (
         config.get("model_type") == MODEL_TYPE
         or config.get("speculators_model_type") in SPECULATORS

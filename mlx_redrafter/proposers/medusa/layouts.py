@@ -84,7 +84,6 @@ def is_medusa(config: Mapping[str, Any], shapes: Shapes) -> bool:
 
 
 def heads_of(names: Iterable[str]) -> set[int]:
-    """Return the numbers of the stacks with FasterDecoding's names of heads."""
     patterns = _BLOCK["fasterdecoding"], _FINAL["fasterdecoding"]
     matches = (pattern.fullmatch(name) for name in names for pattern in patterns)
     return {int(match[1]) for match in matches if match}

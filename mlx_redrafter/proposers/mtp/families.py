@@ -197,8 +197,7 @@ def model_of_layers(values: Mapping[str, Any]) -> nn.Module:
     changed = {"model_type": model_type, "num_hidden_layers": 1}
     changed |= FAMILIES[model_type].layers(text)
     arguments = {**copy.deepcopy(dict(text)), **changed}
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
-    return model
+    return module.Model(module.ModelArgs.from_dict(arguments))
 
 
 def names_of(family: Family, num_layers: int) -> dict[str, str]:

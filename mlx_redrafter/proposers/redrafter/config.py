@@ -10,13 +10,12 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.stored_config import (
     COUPLING_WEIGHT,
     INVERSE_TEMPERATURE,
+    MAX_COUNT,
     MAX_DIMENSION,
     StoredConfig,
 )
 
 MODEL_TYPE = "recurrent_drafting_drafter"
-# Largest number of blocks that a config file may claim, far above any model.
-MAX_DRAFT_LAYERS = 64
 # Tensors that Apple's checkpoints may carry; their forward pass never applies them.
 UNUSED_TENSORS = ("emb_norm.weight",)
 
@@ -61,7 +60,7 @@ class DrafterConfig(StoredConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("drafter exit_dim", self.exit_dim, 1, MAX_DIMENSION)
-        check_int("drafter num_draft_layers", self.num_draft_layers, 0, MAX_DRAFT_LAYERS)
+        check_int("drafter num_draft_layers", self.num_draft_layers, 0, MAX_COUNT)
         if self.rnn_activation not in ("silu", "identity"):
             raise ConfigError(
                 f"drafter rnn_activation must be 'silu' or 'identity', got {self.rnn_activation!r}"
