@@ -35,16 +35,10 @@ _IDLE = mx.array([0], dtype=mx.int32)
 
 
 class Batch(Lane):
-    """A `Lane` of several sequences, each in a slot of its own.
+    """A `Lane` of several sequences of a target, each in a slot of its own.
 
-    Slots come in powers of two, and grow and shrink with the number of sequences.
-
-    Args:
-        target: The model that decodes them.
-
-    Attributes:
-        cache: Their cache.
-        policy: Decides how much they draft.
+    Slots come in powers of two, and grow and shrink with the number of sequences. A policy decides
+    how much they draft.
     """
 
     def __init__(self, target: Target):

@@ -149,11 +149,7 @@ class Outbox:
         return reason is not None
 
     def take(self) -> list[Token]:
-        """Return the tokens, and leave none.
-
-        Raises:
-            Exception: The error, if there are no tokens before it.
-        """
+        """Return the tokens, and leave none; raise the error, if there are no tokens before it."""
         tokens, self._tokens = self._tokens, []
         if not tokens and self.error is not None:
             raise self.error
@@ -204,15 +200,10 @@ class StepClock:
 
 
 class Delivery:
-    """The tokens that the caller of a sequence has taken.
+    """The tokens that the caller of a sequence has taken, the times of its steps, and all counts.
 
-    Args:
-        on_close: Function called with the counts when the sequence ends, for whatever reason.
-
-    Attributes:
-        stats: Counts of steps and tokens.
-        clock: Times of its steps.
-        num_ready: Tokens that are yielded next without another step.
+    ``on_close`` gets the counts when the sequence ends, for whatever reason. ``num_ready`` tokens
+    are yielded next without another step.
     """
 
     def __init__(self, on_close: Callable[[DecodingStats], None]):

@@ -26,11 +26,7 @@ FREE = ""
 
 
 class TokenBytes:
-    """The bytes of the tokens of a vocabulary, as texts of Latin-1, in which a byte is a character.
-
-    Args:
-        vocabulary: llguidance's vocabulary.
-    """
+    """The bytes of llguidance's tokens, as texts of Latin-1, in which a byte is a character."""
 
     def __init__(self, vocabulary: LLTokenizer):
         tokens = range(vocabulary.vocab_size)

@@ -21,12 +21,7 @@ class ProcessorChain:
     """Processors in mlx-lm's form, functions of (tokens so far, logits), and the text so far.
 
     As in mlx-lm the tokens are the prompt and everything generated, the newest token included.
-    Masks come last. The host makes them while the device computes the logits.
-
-    Args:
-        processors: The processors.
-        prompt: Token ids before the text.
-        masks: Masks of a grammar, at the beginning of the text.
+    Masks of a grammar come last. The host makes them while the device computes the logits.
     """
 
     def __init__(
@@ -79,14 +74,9 @@ class ProcessorChain:
         return logits
 
     def process_tree(self, logits: mx.array, tree: TokenTree) -> mx.array:
-        """Process the logits of all nodes but padding. Reads the tree, so it waits for the device.
+        """Process the logits, (N, V), of all nodes but padding; reads the tree, so it waits.
 
-        Args:
-            logits: Shape (N, V).
-            tree: N nodes; the root is the last token of the history.
-
-        Returns:
-            Shape (N, V).
+        The root is the last token of the history.
         """
         size = logits.shape[0]
         nodes = mx.concatenate([tree.tokens, tree.parents])

@@ -30,12 +30,9 @@ SHARED_CHUNK = 256
 
 
 class StepOutput(NamedTuple):
-    """Output of a step for one sequence.
+    """Output of a step: the next tokens of a sequence, or the reason why it cannot go on.
 
-    Attributes:
-        sequence: The sequence, which has left the batch if it is finished, cancelled or in error.
-        tokens: Its next tokens.
-        error: Reason why it cannot go on; None if it can.
+    The sequence has left the batch if it is finished, cancelled or in error.
     """
 
     sequence: SequenceDecoder
@@ -44,14 +41,7 @@ class StepOutput(NamedTuple):
 
 
 class Scheduler:
-    """Decodes the sequences of one thread: one of them at a call, or all.
-
-    Args:
-        target: The model that decodes them.
-
-    Attributes:
-        batch: The batch.
-    """
+    """Decodes the sequences of one thread on a target: one of them at a call, or all."""
 
     def __init__(self, target: Target):
         self.target = target
@@ -98,8 +88,7 @@ class Scheduler:
     def advance(self, others_wait: bool = False) -> None:
         """Run the next forward pass of the sequences that are not ready; those that are rest.
 
-        Args:
-            others_wait: Whether sequences of other schedulers wait for their next tokens.
+        If ``others_wait``, sequences of other schedulers wait for their next tokens.
         """
         self._others_wait = others_wait
         ended = self._process_chunk()

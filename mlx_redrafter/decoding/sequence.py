@@ -183,8 +183,7 @@ class SequenceDecoder:
     def commit(self) -> None:
         """Read the newest pass, commit what it accepted, and put its tokens into the outbox.
 
-        Raises:
-            NonFiniteError: The logits after the tokens so far are NaN.
+        Logits that are NaN raise NonFiniteError.
         """
         last = self.last
         if last is None or last is self.committed:

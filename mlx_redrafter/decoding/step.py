@@ -37,10 +37,8 @@ Noises = dict[SequenceDecoder, GumbelNoise | None]
 class Lane:
     """The part of a step that depends on its caches: here one sequence's own.
 
-    It has the cheapest operations for one sequence, and no state, so that all sequences share it.
-
-    Attributes:
-        policy: Decides how much the sequences draft together; None if each decides alone.
+    It has the cheapest operations for one sequence, and no state, so that all sequences share it. A
+    ``policy`` decides how much the sequences draft together; without one, each decides alone.
     """
 
     policy: JointPolicy | None = None
@@ -112,13 +110,8 @@ def decode(
 ) -> Iterator[Token]:
     """Yield the tokens of a sequence, and close it however decoding ends.
 
-    Args:
-        sequence: The sequence.
-        step_on: Function that decodes until the sequence is ready, such as `Scheduler.step`.
-        leave: Function called before the sequence is closed, such as `Scheduler.leave`.
-
-    Raises:
-        NonFiniteError: The logits after the tokens so far are NaN.
+    ``step_on`` decodes until the sequence is ready, such as `Scheduler.step`. ``leave`` is called
+    before the sequence is closed, such as `Scheduler.leave`. NaN raises NonFiniteError.
     """
     try:
         while not sequence.is_cancelled and (

@@ -25,11 +25,8 @@ READ_STEP_SIZE = 512
 class CachedDrafting(NetworkDrafting):
     """Drafts of one sequence, and the entries that they need.
 
-    Args:
-        network: The network.
-        couple_noise: As in `NetworkDrafting`.
-        stock: mlx-lm's caches, one for each layer.
-        is_shared: Whether they are the caller's, which the sequence leaves in order.
+    ``stock`` has mlx-lm's cache of each layer. If they ``is_shared`` with the caller, the sequence
+    leaves them in order.
 
     Attributes:
         cache: The entries.
@@ -64,8 +61,7 @@ class CachedDrafting(NetworkDrafting):
     def process_unread(self, flight: Pass | None = None) -> mx.array:
         """Process what is unread and count its entries; outputs, one row for each.
 
-        Args:
-            flight: A pass whose accepted path follows what is unread, not counted; None for none.
+        The accepted path of a ``flight`` follows what is unread; it is not counted.
         """
 
     def read_flight(self, flight: Pass) -> mx.array:
@@ -104,8 +100,7 @@ class CachedDrafting(NetworkDrafting):
     def count_flight(self, following: Pass | None = None) -> None:
         """Count the entries of the newest pass whose path was read; waits for its outcome.
 
-        Args:
-            following: The pass after it, whose root is the newest token that the host knows.
+        The root of the pass ``following`` it is the newest token that the host knows.
         """
         if self._flight is not None:
             self.length += len(self._flight.tokens)

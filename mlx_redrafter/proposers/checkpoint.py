@@ -76,11 +76,8 @@ class Checkpoint:
     ) -> N:
         """Give a new network the stored weights, quantised if they are, and return it.
 
-        Args:
-            network: The network.
-            sources: Name of every stored tensor by its name in the network; by default they are
-                the same.
-            resolve: Function that replaces, in place, weights that are stored in another form.
+        ``sources`` has the name of every stored tensor by its name in the network, by default the
+        same. ``resolve`` replaces, in place, weights that are stored in another form.
         """
         if sources is None:
             sources = {name: name for name in self.shapes}
@@ -166,19 +163,18 @@ def collect_sources(
 def check_shapes(
     network: nn.Module, stored: Shapes, folder: str | Path, names: Mapping[str, str]
 ) -> None:
-    """Raise `CheckpointError` unless stored tensors are those of a network.
+    """Raise `CheckpointError` unless stored tensors are those of a network, by the network's names.
 
-    The message names the first dozen that are not. ``stored`` is by the network's names; ``names``
-    are those in the checkpoint by the network's, if they differ.
+    The message names them as `describe_misfits` does.
     """
     if problems := describe_misfits(network, stored, names):
         raise CheckpointError(f"the weights in {folder} do not fit its config.json: {problems}")
 
 
 def describe_misfits(network: nn.Module, stored: Shapes, names: Mapping[str, str]) -> str:
-    """Name the first dozen stored tensors that are missing, unexpected or of other shapes.
+    """Name the first dozen stored tensors that are missing, unexpected or of other shapes, if any.
 
-    The arguments are those of `check_shapes`. The result is empty if all tensors fit.
+    ``names`` are those in the checkpoint by the network's, if they differ.
     """
     expected = {name: tensor.shape for name, tensor in named_parameters(network).items()}
     called = {name: names.get(name, name) for name in expected.keys() | stored.keys()}
@@ -203,8 +199,7 @@ def check_floating(
 ) -> None:
     """Raise `CheckpointError` naming weights that are integers instead of floating-point numbers.
 
-    Weights that other programs have quantised may have the right shapes. ``names`` are those in
-    the checkpoint by the network's.
+    Weights that other programs have quantised may have the right shapes.
     """
     parameters = named_parameters(network)
     problems = [
@@ -222,10 +217,7 @@ def check_floating(
 
 
 def check_finite(network: nn.Module, name: str | Path, names: Mapping[str, str]) -> None:
-    """Raise `NonFiniteError` naming the tensors of a network that hold NaN or infinity.
-
-    ``names`` are those in the checkpoint by the network's, if they differ. Waits for the device.
-    """
+    """Raise `NonFiniteError` naming the tensors that hold NaN or infinity; waits for the device."""
     floating = {
         name: tensor
         for name, tensor in named_parameters(network).items()

@@ -79,16 +79,10 @@ class DraftNetwork(nn.Module, ABC):
 
     @abstractmethod
     def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
-        """Score continuations of the bonus tokens of passes.
+        """Score continuations of the bonus tokens of passes, as `search_all` does, a root for each.
 
-        Args:
-            group: Drafts of sequences that `open` has begun, each with a pass.
-            shape: As in `search_all`.
-            rank: Function that ranks the rows of all sequences, in their order and equally many
-                for each; None without noise.
-
-        Returns:
-            The result of `search_all`, one root for each sequence.
+        ``rank`` ranks the rows of all sequences, in their order and equally many for each; None
+        without noise.
         """
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
@@ -124,11 +118,8 @@ def dtype_of(layer: Any) -> mx.Dtype:
 class NetworkDrafting:
     """Drafts of one sequence by a network that may draft for several, a `JointDrafting`.
 
-    Without entries of its own it keeps nothing between steps.
-
-    Args:
-        network: The network: it scores drafts, and has the weight of the noise.
-        couple_noise: Whether to rank drafts with the noise that the target will sample with.
+    Without entries of its own it keeps nothing between steps. If it may ``couple_noise``, the noise
+    that the target will sample with ranks the drafts.
     """
 
     def __init__(self, network: Any, couple_noise: bool):

@@ -47,10 +47,9 @@ class Calibration:
     """Scalars of a drafter's config that rank its drafts.
 
     Attributes:
-        inverse_temperature: Factor on the drafter's logits that maximises the likelihood of the
-            target's greedy tokens.
-        coupling_weight: Weight of the noise with which the first rank equals the token that the
-            target samples at `TEMP` in the largest number of places.
+        inverse_temperature: Factor on its logits that makes the target's greedy tokens likeliest.
+        coupling_weight: Weight of the noise with which its first rank equals the target's sample at
+            `TEMP` in the largest number of places.
     """
 
     inverse_temperature: float = INVERSE_TEMPERATURE
@@ -83,10 +82,7 @@ class ReadSequence(NamedTuple):
 class Prediction(NamedTuple):
     """Drafts of one depth, each after drafts that were right.
 
-    Attributes:
-        logits: The drafter's, shape (p, V).
-        top_ids: As in `ReadSequence`, shape (p, k).
-        top_log_probs: As in `ReadSequence`, shape (p, k).
+    The drafter's logits have shape (p, V), the rest is as in `ReadSequence`, shape (p, k).
     """
 
     logits: mx.array

@@ -23,23 +23,18 @@ class Kind(Protocol):
     NAME: str
 
     def recognise(self, config: Mapping[str, Any], shapes: Shapes) -> bool:
-        """Return whether a checkpoint is of this kind.
+        """Return whether a checkpoint is of this kind, given its ``config.json``.
 
-        Args:
-            config: The object in its ``config.json``.
-            shapes: Shapes of its tensors; empty while only the config has been fetched.
+        ``shapes`` is empty while only the config has been fetched.
         """
         ...
 
     def load(self, path_or_repo: str | Path, target: TargetFacts) -> Proposer:
-        """Load a proposer, after a check of its config against the target's facts.
+        """Load a proposer in the dtype it was stored in, after a check against the target's facts.
 
         Args:
             path_or_repo: Folder or hub repository, or the word that stands for this kind.
             target: Facts about the target.
-
-        Returns:
-            The proposer in the dtype it was stored in, its weights in memory.
 
         Raises:
             CheckpointError: Files are missing, damaged or foreign, or belong to another target.

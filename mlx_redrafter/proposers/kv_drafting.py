@@ -60,12 +60,10 @@ class KvNetwork(DraftNetwork):
 
     @abstractmethod
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Process pairs after those in its caches; outputs, shape (n, H).
+        """Process pairs after those in the caches of its layers; outputs, shape (n, H).
 
-        Args:
-            features: Rows of `fuse`, or of `AutoregressiveNetwork.feed_back`, shape (n, H).
-            embeddings: Rows of `embed`, shape (n, H).
-            caches: A cache for every layer; its ``make_mask`` decides what the pairs see.
+        ``features`` are rows of `fuse` or `AutoregressiveNetwork.feed_back`, ``embeddings`` of
+        `embed`, both of shape (n, H). The caches' ``make_mask`` decides what the pairs see.
         """
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
@@ -157,8 +155,7 @@ class KvDrafting(CachedDrafting):
     def take_pairs(self, flight: Pass | None) -> tuple[mx.array, mx.array]:
         """Return the pairs without an entry, which the next pass processes: states and tokens.
 
-        Args:
-            flight: A pass whose pairs come after those that the host knows; None for none.
+        The pairs of a ``flight`` come after those that the host knows.
         """
         self.cache.keep(self.length)
         unread, self._unread = self._unread, []
@@ -231,13 +228,9 @@ def read_levels(
 
 
 class JointLayer(DraftLayer):
-    """One layer's caches of several sequences, for one pass of the network over rows of all.
+    """One layer's caches of several sequences, for one pass over the rows of all of them.
 
     The matrices of the network see all rows at once. Each sequence attends to its own entries.
-
-    Args:
-        layers: The layer's cache of each sequence.
-        sizes: Number of rows of each sequence in the pass.
     """
 
     def __init__(self, layers: Sequence[DraftLayer], sizes: Sequence[int]):

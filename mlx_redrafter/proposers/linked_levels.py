@@ -59,13 +59,10 @@ class LinkedLevels:
         unary: Logits before the link, float32, shape (R, D, V).
         roots: Token ids of the roots, integer, shape (R,).
         scales: Factors of the logits, float32, shape (D,); None for 1.
-        rank: Function that ranks with the target's noise, or None. It also chooses the candidates,
-            as the noise may favour improbable tokens.
+        rank: Ranks with the target's noise, also the candidates: it may favour improbable tokens.
         num_candidates: K; None for all tokens.
         ids_of_rows: Function from rows of the head to token ids, int32.
-        confidences: Function from outputs, shape (..., H), one row for all beams or one for each,
-            and the tokens before, shape (...), to log-probabilities that the best drafts are
-            accepted, shape (..., 1); None without such estimates.
+        confidences: See `BlockNetwork.confidences`; None without such estimates.
     """
 
     link: Link | None

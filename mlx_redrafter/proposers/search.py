@@ -108,14 +108,12 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
     """Score the best continuations of every root, and those of the W best nodes of every level.
 
     Every root has a search of its own, in the same calls of the network. The host reads nothing.
+    The arrays of the result have an axis of R before their own.
 
     Args:
         levels: The network, after the roots.
         shape: W, L and the number of nodes to score per level, at most V.
         rank: Function for log-probabilities of shape (R W, V); None ranks by the network's own.
-
-    Returns:
-        Arrays with an axis of R before their own.
     """
     width, log_probs = shape.width, levels.first()
     roots, rows = log_probs.shape
@@ -154,10 +152,8 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
 class FactorisedLevels:
     """A network whose probabilities depend on the depth alone; a `LevelScorer`.
 
-    Attributes:
-        log_probs: Function from a depth, 0 for the children of the root, to natural
-            log-probabilities of the tokens after nodes of it, float32, shape (R, V).
-        to_token_ids: Function from indices into V to token ids, int32.
+    ``log_probs`` returns those of the tokens after nodes of a depth, 0 for the roots, float32,
+    shape (R, V), and ``to_token_ids`` the token ids of indices into V, int32.
     """
 
     log_probs: Callable[[int], mx.array]
@@ -176,16 +172,11 @@ class FactorisedLevels:
 def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTree:
     """Build the tree of a plan, of merged beams or of the N - 1 most probable nodes.
 
-    Those are ordered by probability after the root. In this order an accepted path often is the
-    first nodes, whose K/V entries stay where they are. A child is never more probable than its
-    parent and comes after it, so the best nodes, the first of equals preferred, always form a tree.
-    It maximises the expected number of accepted drafts if the scores are true (OPT-Tree, arXiv
-    2406.17276).
-
-    Args:
-        expansion: Scored nodes, M.
-        root: The newest token, integer, shape (1,).
-        plan: Shape of the search, the selection of nodes, and N.
+    Those are ordered by probability after the root, an integer of shape (1,). In this order an
+    accepted path often is the first nodes, whose K/V entries stay where they are. A child is never
+    more probable than its parent and comes after it, so the best nodes, the first of equals
+    preferred, always form a tree. It maximises the expected number of accepted drafts if the scores
+    are true (OPT-Tree, arXiv 2406.17276).
     """
     if plan.shape.select == "beam":
         return merge_beams(expansion, root, plan.shape)
@@ -195,12 +186,9 @@ def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
 def build_trees(
     expansion: Expansion, roots: Sequence[mx.array], plan: DraftPlan
 ) -> list[TokenTree]:
-    """Build the trees of several roots with the operations of one.
+    """Build the trees of several roots, each of shape (1,), with the operations of `build_tree`.
 
-    Args:
-        expansion: Scored nodes, each array with an axis of roots before its own.
-        roots: The newest tokens, integer, shape (1,).
-        plan: As in `build_tree`.
+    The arrays of the expansion have an axis of roots before their own.
     """
     count = len(roots)
     if plan.shape.select == "beam":
@@ -213,9 +201,8 @@ def build_trees(
 def _best(expansion: Expansion, root: mx.array, plan: DraftPlan) -> list[mx.array]:
     """Choose the best nodes, for arrays with any axes before those of the nodes.
 
-    Returns:
-        Arrays of a `TokenTree`: tokens, scores and ``packed``; and, if the nodes are no chain,
-        parents, depths and ancestors.
+    Return arrays of a `TokenTree`: tokens, scores and ``packed``; and, if the nodes are no chain,
+    parents, depths and ancestors.
     """
     shape, count = plan.shape, plan.num_nodes - 1
     if shape.width == 1:
@@ -284,8 +271,7 @@ def _number(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Number nodes of an expansion 1 to N - 1 in the order of ``kept``, int32, shape (..., N - 1).
 
-    Returns:
-        Tokens, parents and depths of all nodes, the root's included, int32, shape (..., N).
+    Return tokens, parents and depths of all nodes, the root's included, int32, shape (..., N).
     """
     # Node index by id of the expansion, and of the root, whose id is -1, at the end.
     nodes = mx.zeros((*kept.shape[:-1], expansion.tokens.shape[-1] + 1), dtype=mx.int32)

@@ -48,11 +48,9 @@ Branching = RecurrentDrafting | ModelDrafting
 
 @dataclass
 class Hits:
-    """Counts of outcomes that the network had drafted for.
+    """Counts of passes over trees during which the network drafted ahead.
 
-    Attributes:
-        passes: Passes over trees during which it drafted.
-        foreseen: Those of them whose outcome was among the R that it drafted for.
+    It had drafted for the outcomes of those that are ``foreseen``.
     """
 
     passes: int = 0
@@ -81,11 +79,9 @@ class SpeculateAhead(Wrapper[Drafter | DraftModel]):
 
 
 class _Speculation(NamedTuple):
-    """Dispatched drafts for R outcomes.
+    """Dispatched drafts for R outcomes, each array with an axis of R before its own.
 
-    Attributes:
-        keys: Last accepted nodes, and the tokens after them, int32, shape (2 R,).
-        drafts: Scored nodes below each outcome, each array with an axis of R before its own.
+    The keys are last accepted nodes, and the tokens after them, int32, shape (2 R,).
     """
 
     keys: mx.array
@@ -208,7 +204,7 @@ def likeliest_outcomes(
         tree: The tree in flight.
         log_probs: Natural log-probabilities after its nodes, shape (N, V).
         token_ids: Token ids of the V columns, int32, shape (V,).
-        count: Outcomes to return, R.
+        count: R.
 
     Returns:
         Last accepted nodes, and columns of the tokens after them, int32, both of shape (R,).

@@ -80,12 +80,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: mx.array, num_unmerged: int) -> TokenTree:
-        """Make the tree in which each token is the only child of the previous one.
-
-        Args:
-            tokens: Token ids, the root's first, int32, shape (N,).
-            num_unmerged: Number of tokens before shared prefixes were merged.
-        """
+        """Make the tree in which each of the tokens, int32, is the only child of the one before."""
         num_nodes = tokens.shape[0]
         return cls(
             tokens,
@@ -103,12 +98,9 @@ class TokenTree:
         parents: Sequence[int],
         scores: Sequence[float] | None = None,
     ) -> TokenTree:
-        """Make a tree from lists on the host.
+        """Make a tree from lists on the host: tokens and each node's parent, the root's being 0.
 
-        Args:
-            tokens: Token ids, the root's first.
-            parents: Node index of each node's parent; the root's is 0.
-            scores: Scores of the drafts in descending order; None if the order is another.
+        The scores are those of the drafts in descending order; None if the order is another.
         """
         depths = [0] * len(tokens)
         for node in range(1, len(tokens)):
@@ -170,10 +162,9 @@ class TokenTree:
         return Drafts(list(unpack(f"{count}f", pack(f"{count}i", *bits))), depths, parents, tokens)
 
     def subtree(self, drafts: Sequence[int]) -> TokenTree:
-        """Select the root and some drafts; blocks unless the drafts are on the host already.
+        """Select the root and some drafts, 0 for node 1, parents before children.
 
-        Args:
-            drafts: Indices of drafts, 0 for node 1, parents before children.
+        Blocks unless the drafts are on the host already.
         """
         if list(drafts) == list(range(len(drafts))):
             return self.first(len(drafts) + 1)
@@ -245,14 +236,10 @@ def _chain(num_nodes: int) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def ancestor_mask(parents: mx.array, depth: int) -> mx.array:
-    """Mark every node's ancestors and itself.
+    """Mark every node's ancestors and itself, up to a depth, bool, shape (..., N, N).
 
-    Args:
-        parents: Node index of each node's parent, shape (..., N); the root's is 0.
-        depth: Maximum depth of a node.
-
-    Returns:
-        Bool, shape (..., N, N), true at [..., n, m] if m is n or an ancestor of n.
+    ``parents``, shape (..., N), are node indices, the root's 0. The result is true at [..., n, m]
+    if m is n or an ancestor of n.
     """
     nodes = mx.arange(parents.shape[-1], dtype=mx.int32)
     chain = [mx.broadcast_to(nodes, parents.shape)]

@@ -21,11 +21,9 @@ SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", 
 
 @dataclass(frozen=True)
 class AssistantConfig:
-    """The shape of an assistant.
+    """The shape of an assistant, of the sizes of its target.
 
     Attributes:
-        hidden_size: The target's hidden size.
-        vocab_size: The target's vocabulary size.
         text: Arguments of mlx-lm's layers.
         ties_head: Whether its head is its embedding.
         num_centroids: Number of clusters of tokens; None if every token is scored.

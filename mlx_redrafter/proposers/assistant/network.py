@@ -126,10 +126,9 @@ class Assistant(AutoregressiveNetwork):
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         """Process one token of every beam; outputs, shape (W, width).
 
-        Args:
-            features: States before the tokens, shape (W, H).
-            embeddings: Embeddings of the tokens as the target's first layer gets them, (W, H).
-            caches: The `Context` of full and of sliding attention.
+        ``features`` are the states before the tokens, shape (W, H), ``embeddings`` what the
+        target's first layer gets, (W, H), and ``caches`` the `Context` of full and of sliding
+        attention.
         """
         contexts: dict[str, Context] = dict(zip((FULL, SLIDING), caches, strict=True))
         joined = mx.concatenate([embeddings, features], axis=-1)

@@ -34,8 +34,7 @@ def read_blocks(
         target: Its target.
         roots: Token after each anchor, integer, shape (M,).
         states: The target's states at the tokens, shape (n, S).
-        sequences: Number of the sequence of each token, integer, shape (n,). Sequences do not see
-            each other.
+        sequences: Number of the sequence of each token, integer, shape (n,). They are apart.
         anchors: Indices of the tokens before the roots, int32, shape (M,).
         levels: D.
     """
@@ -50,13 +49,9 @@ def score_levels(
 ) -> Iterator[mx.array]:
     """Compute the logits of each depth after given drafts, float32, shape (M, V).
 
-    If the link scores some candidates of a depth, the other tokens have logits without it.
-
-    Args:
-        network: The network.
-        target: Its target.
-        outputs: Result of `read_blocks`.
-        tokens: Root, and the drafts before the last depth, integer, shape (M, D).
+    ``outputs`` are those of `read_blocks`, and ``tokens`` the root and the drafts before the last
+    depth, integer, shape (M, D). If the link scores some candidates of a depth, the other tokens
+    have logits without it.
     """
     state, count = None, network.config.num_candidates
     for depth in range(outputs.shape[1]):

@@ -30,7 +30,6 @@ class BlockConfig(LayerSizes):
     """The shape of a DFlash, DFlash 2 or DSpark drafter.
 
     Attributes:
-        num_hidden_layers: Number of decoder layers.
         captured_layers: Layers of the target whose inputs it reads. The number of the target's
             layers stands for the output of the last one, before the final norm.
         num_target_layers: Number of the target's layers; None if the checkpoint does not say.
@@ -49,26 +48,19 @@ class BlockConfig(LayerSizes):
         conv_taps: Length of the convolutions along the block, in entries; 0 without them.
         conv_groups: Number of channel groups with one kernel each.
         draft_vocab_size: Number of tokens in its own head; None if they are the target's.
-        has_embedding: Whether it has an input embedding of its own.
-        has_head: Whether it has a head of its own.
         has_confidence: Whether it has DSpark's confidence head.
         confidence_reads_token: Whether that head also reads the link's embedding of the token.
         layer_type: One of `LAYER_TYPES`.
-        attention_bias: Whether the projections of the attention have biases.
         is_gated: Whether the attention's output has a gate.
         has_values: Whether values have a projection; else values are the keys before their norm.
         has_sinks: Whether each query head has a sink.
-        value_scale: Factor of the values.
         rope_dims: Rotated numbers of a head; None for all.
         rope_traditional: Whether neighbours are rotated, rather than both halves.
-        embed_scale: Factor of the embeddings.
         skips_embedding_norm: Whether it reads the target's embeddings without their norm.
         output_multiplier: Factor of the logits before the link.
         softcap: Limit of the logits before the link; None for no limit.
         depth_scales: For each depth, a factor on the logits with greedy decoding; None for
             ``inverse_temperature`` at all depths.
-        inverse_temperature: See `Calibration`.
-        coupling_weight: See `Calibration`.
     """
 
     model_type: ClassVar[str] = MODEL_TYPE

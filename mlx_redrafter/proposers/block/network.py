@@ -195,12 +195,8 @@ class BlockNetwork(KvNetwork):
     def confidences(self, outputs: mx.array, previous: mx.array) -> mx.array:
         """Estimate natural log-probabilities that the target accepts the best drafts.
 
-        Args:
-            outputs: Outputs of a depth, one row for all tokens or one for each, shape (..., H).
-            previous: Tokens before the drafts, int32, shape (...).
-
-        Returns:
-            float32, shape (..., 1).
+        ``outputs`` are those of a depth, one row for all tokens or one for each, shape (..., H),
+        and ``previous`` the tokens before the drafts, int32, shape (...). float32, shape (..., 1).
         """
         x = mx.broadcast_to(outputs, (*previous.shape, outputs.shape[-1]))
         if self.config.confidence_reads_token:

@@ -17,13 +17,7 @@ LIKE_ZLAB = ("z-lab", "incoai", "Meta")
 
 
 class PublishedValues(NamedTuple):
-    """The values of a config.
-
-    Attributes:
-        values: The object in ``config.json``.
-        nested: Values that the method's own object in it has.
-        layer: The object that describes the decoder layers.
-    """
+    """The values of a config: the whole object, those of the method's own, and of its layers'."""
 
     values: Mapping[str, Any]
     nested: Mapping[str, Any]

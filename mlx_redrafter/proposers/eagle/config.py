@@ -21,18 +21,13 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class EagleConfig(LayerSizes):
-    """The shape of an EAGLE head.
-
-    EAGLE-2 has the weights of EAGLE-1, and a tree that depends on the drafts, as all trees here.
+    """The shape of an EAGLE head; that of EAGLE-2 is EAGLE-1's.
 
     Attributes:
         version: 1 reads the target's hidden state after its final norm, 3 the inputs of several of
             its layers.
         draft_vocab_size: Rows of the head if it proposes only part of the vocabulary, else None.
-        num_hidden_layers: Decoder layers.
         layer_type: "llama", or "qwen3", which normalises queries and keys.
-        attention_bias: Whether the projections of the attention have biases.
-        mlp_bias: Whether the projections of the MLP have biases.
         fc_bias: Whether the layer ``fc``, which joins the inputs, has a bias.
         captured_layers: EAGLE-3: layers of the target whose inputs it reads, L for the last output
             before the final norm; None for layers 2, L // 2 and L - 3 of its L.
@@ -43,7 +38,7 @@ class EagleConfig(LayerSizes):
             drafted without; None for a head that drafts one token after another.
         max_length: P-EAGLE: maximum length of its beams, root included.
         sliding_window: Number of tokens that sliding layers attend to; None if there are none.
-        layer_types: "full_attention" or "sliding_attention" for each layer; None for all full.
+        layer_types: One of `ATTENTION_TYPES` for each layer; None for all full.
         norm_before_residual: EAGLE-3: whether the residual is the normalised feature.
         norm_before_fc: EAGLE-3: whether the head normalises the states as one row before ``fc``.
         fc_norm: EAGLE-3: whether it normalises the states of every layer.

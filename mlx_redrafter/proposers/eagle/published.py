@@ -77,12 +77,7 @@ def is_eagle(config: Mapping[str, Any], shapes: Shapes) -> bool:
 
 
 def own_names(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Map names of `Eagle` to the published ones, without those that are not read.
-
-    Args:
-        values: The config.
-        names: Published names.
-    """
+    """Map names of `Eagle` to published ``names``, without those that are not read."""
     sources = collect_sources(names, _own_name)[0]
     if not _has_embedding(values):
         sources.pop(EMBEDDING, None)

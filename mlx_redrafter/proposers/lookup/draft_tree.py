@@ -23,12 +23,8 @@ LEAST_PROBABILITY = 0.002
 class DraftTree:
     """Drafts after the end of a text; each node is a token, the first one the text's last.
 
-    Args:
-        contexts: Contexts of the text.
-        chances: Chances of drafts.
-        plan: Bounds of the tree.
-        noise: Noise of the target's choices after nodes of each depth; None without noise.
-        least: Minimum probability of a draft.
+    They are within the bounds of a plan, and have at least the probability ``least``. ``noise`` is
+    that of the target's choices after nodes of each depth, if it is to count.
     """
 
     def __init__(
@@ -61,8 +57,7 @@ class DraftTree:
     def foresee(self, others: Sequence[float]) -> list[float]:
         """Return probabilities of drafts after the next token, the most probable first.
 
-        Args:
-            others: Probabilities of drafts after a next token that is no draft of the tree.
+        If that token is no draft of the tree, they are ``others``.
         """
         found = list(zip(self._depths[1:], self.probabilities, strict=True))
         rest = max(1 - sum(chance for depth, chance in found if depth == 1), 0.0)

@@ -120,7 +120,6 @@ class LookupDrafting:
 
     Attributes:
         contexts: Contexts of the texts that the host has read.
-        chances: Chances of drafts.
         most_best: K, the number of candidates after each node; 0 for none.
         couple: Whether the target's noise is added to what it found probable.
         network: Drafts for plans that are not ``from_text``; None to look up for all plans.

@@ -51,13 +51,9 @@ _STATED_BY_VLLM = {"num_hidden_layers": "num_layers"}
 
 
 class NamedHeads(NamedTuple):
-    """The heads of a checkpoint.
+    """The heads of a checkpoint: their shape, its naming convention, and notes for the user.
 
-    Attributes:
-        config: Their shape.
-        name_set: Naming convention of the checkpoint.
-        sources: Name in the checkpoint by this package's name.
-        notes: Notes for the user.
+    ``sources`` are the names in the checkpoint by this package's.
     """
 
     config: MedusaConfig

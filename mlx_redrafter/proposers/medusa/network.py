@@ -60,14 +60,9 @@ class Medusa(DraftNetwork):
         return self.config.head_rows if accuracies is None else len(accuracies[0])
 
     def logits(self, hidden: mx.array, head: int) -> mx.array:
-        """Compute the logits of one head.
+        """Compute the logits of head k, shape (n, V), in the network's dtype.
 
-        Args:
-            hidden: The target's last hidden states after its final norm, shape (n, H).
-            head: Index k of the head.
-
-        Returns:
-            Logits in the network's dtype, shape (n, V); not log-probabilities.
+        ``hidden`` are the target's last hidden states after its final norm, shape (n, H).
         """
         x = hidden.astype(self.dtype)
         for layer in self.heads[head]:
@@ -102,16 +97,10 @@ def ranked_levels(
 ) -> FactorisedLevels:
     """Make levels of the paper's static tree, which propose ranks instead of rows of a head.
 
-    The score of a path of ranks is the product of their measured accuracies, whatever the
-    probabilities are at this step. The best paths are those that the paper finds one by one on
-    calibration data, adding the best neighbour each time.
-
-    Args:
-        log_probs: Function from a depth to log-probabilities that rank its tokens; see
-            `FactorisedLevels`.
-        accuracies: Chance of every rank at each depth, K times the ranks, of which there are at
-            most V.
-        to_token_ids: Function from rows of the head to token ids.
+    The score of a path of ranks is the product of their measured ``accuracies``, by depth and rank,
+    whatever the probabilities are at this step. The best paths are those that the paper finds one
+    by one on calibration data, adding the best neighbour each time. ``log_probs`` ranks the tokens
+    of a depth; ``to_token_ids`` returns the ids of rows of the head.
     """
     num_ranks = len(accuracies[0])
     logs = mx.log(mx.array([list(row) for row in accuracies], dtype=mx.float32))

@@ -182,12 +182,8 @@ def misfit(folder: Path, reason: str) -> CheckpointError:
 def stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Stack the weights of experts as mlx-lm's layers have them, in one tensor per projection.
 
-    Args:
-        tensors: Tensors by name. Experts may stand one by one (``experts.{e}.up_proj.weight``), or
-            stacked with two projections in one tensor (``experts.gate_up_proj``).
-
-    Raises:
-        KeyError: One of several experts is missing.
+    Experts may stand one by one (``experts.{e}.up_proj.weight``), or stacked with two projections
+    in one tensor (``experts.gate_up_proj``). A missing one raises KeyError.
     """
     laid: dict[str, mx.array] = {}
     counts: Counter[tuple[str, str]] = Counter()

@@ -38,10 +38,8 @@ MAX_BYTES = 64 * 2**20
 class InputTable:
     """Terms that tokens add to the state, computed before decoding.
 
-    Attributes:
-        sources: Views of the weights that it was computed from.
-        rows: `Drafter.project_input` of every row of the target's input embedding, shape
-            (V, H).
+    ``rows`` has `Drafter.project_input` of every row of the target's input embedding, shape (V, H).
+    ``sources`` are views of the weights behind it.
     """
 
     sources: list[mx.array]
@@ -51,9 +49,7 @@ class InputTable:
 class Drafter(DraftNetwork):
     """A small RNN that proposes the target's next tokens from its last hidden state.
 
-    Attributes:
-        config: Sizes, and the calibration of the ranking.
-        input_table: Table of `input_lookup`; None until that makes one.
+    `input_lookup` makes the ``input_table``.
     """
 
     config: DrafterConfig
@@ -111,31 +107,23 @@ class Drafter(DraftNetwork):
     def advance(self, state: mx.array, projected: mx.array) -> mx.array:
         """Advance the recurrent state of every beam by one token.
 
-        With ``s`` the state and ``e`` the embedding of the newest token:
+        With ``s`` the state, shape (W, H), or (1, H) for all beams, and ``e`` the embedding of the
+        newest token, whose term is ``projected``:
 
             s_t = f(rnn_w e_t + rnn_u s_{t-1} + b)    if ``config.rnn``, f = silu or the identity
             s_t = e_t + s_{t-1}                       otherwise
-
-        Args:
-            state: ``s_{t-1}``, shape (W, H), or (1, H) if it is the same for all beams.
-            projected: Input terms from `project_input` of the newest tokens, shape (W, H).
         """
         return self._activate(projected + (self.rnn_u(state) if self.config.rnn else state))
 
     def logits(
         self, hidden: mx.array, state: mx.array, hidden_term: mx.array | None = None
     ) -> mx.array:
-        """Compute logits of the token that follows each beam.
+        """Compute logits of the token that follows each beam, in the drafter's dtype, shape (W, V).
 
             x = [h, s_t];  x = input_proj(x) if D != 2H;  x = x + silu(linear_i(x));  y = lm_head(x)
 
-        Args:
-            hidden: The target's last hidden state after its final norm, shape (H,) or (W, H).
-            state: The beams' states, shape (W, H).
-            hidden_term: `hidden_term` of ``hidden``, computed before; the result is the same.
-
-        Returns:
-            Logits in the drafter's dtype, shape (W, V); not log-probabilities.
+        ``hidden`` is the target's last hidden state after its final norm, shape (H,) or (W, H), and
+        ``state`` that of the beams, (W, H). `hidden_term` may have been computed before.
         """
         x = mx.concatenate([mx.broadcast_to(hidden, state.shape), state], axis=-1)
         y = self._first(x) if hidden_term is None else hidden_term + self._split()[1](state)
@@ -181,11 +169,10 @@ class Drafter(DraftNetwork):
         hidden_term: mx.array | None = None,
         scale: float = 1.0,
     ) -> mx.array:
-        """Compute natural log-probabilities of each beam's next token: of `logits` times ``scale``.
+        """Compute natural log-probabilities of `logits` times ``scale``, float32, shape (W, V).
 
-        Returns:
-            float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
-            as Apple's ``warp_logits`` does; the others get the logit -50000.
+        With ``config.draft_top_k`` only the largest k logits count, as Apple's ``warp_logits``
+        does; the others get the logit -50000.
         """
         logits = self.logits(hidden, state, hidden_term).astype(mx.float32)
         if scale != 1:
@@ -288,13 +275,11 @@ class RecurrentLevels:
 
     Args:
         drafter: The network.
-        project_input: `Drafter.project_input` of tokens: ids of shape (n,) to rows of
-            shape (n, H).
+        project_input: Result of `input_lookup`.
         hidden_state: The target's last hidden states that predicted the roots, shape (R, H).
         root: The newest tokens, integer, shape (R,).
-        with_noise: Whether noise ranks the drafts. The noise of a sampling target makes its choices
-            as uncertain as the drafter's probabilities say, so the inverse temperature applies only
-            without it.
+        with_noise: Whether noise ranks the drafts. That of a sampling target makes its choices as
+            uncertain as the probabilities say, so the inverse temperature applies only without it.
     """
 
     def __init__(
