@@ -25,26 +25,21 @@ class Proposer(Protocol):
     @property
     def networks(self) -> tuple[nn.Module, ...]:
         """Its networks, none for prompt lookup; step times are stored by their tensors."""
-        ...
 
     @property
     def num_layers(self) -> int:
         """Number of its caches in a prompt cache, after those of the target."""
-        ...
 
     @property
     def num_rows(self) -> int | None:
         """Size of the draft vocabulary; None if it is the target's."""
-        ...
 
     @property
     def max_length(self) -> int | None:
         """Maximum length of its beams, root included; None without a limit."""
-        ...
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         """Raise `CheckpointError` unless it can draft for ``target``."""
-        ...
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
@@ -57,7 +52,6 @@ class Proposer(Protocol):
             couple_noise: Whether to rank drafts with the noise that the target will sample with.
             cached: mlx-lm caches of the proposer from a prompt cache; [] without one.
         """
-        ...
 
 
 class StateReader(Protocol):
@@ -66,14 +60,12 @@ class StateReader(Protocol):
     @property
     def layers(self) -> Sequence[int]:
         """Layers of the target whose inputs it reads, and `target.FINAL`; at least one."""
-        ...
 
     def read(self, states: mx.array) -> None:
         """Read states after the next n tokens of the prompt, as in `Pass.states`, shape (n, S).
 
         The last token of the prompt is left out.
         """
-        ...
 
 
 class Drafting(Protocol):
@@ -85,7 +77,6 @@ class Drafting(Protocol):
     @property
     def reader(self) -> StateReader | None:
         """Reader of the states of every pass; None if the drafts need none."""
-        ...
 
     def matches(self, least: float) -> Sequence[float] | None:
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
@@ -94,7 +85,6 @@ class Drafting(Protocol):
         uses the tokens that the host has read, and never waits for the device. Drafts of
         probabilities below ``least`` need not be found.
         """
-        ...
 
     def propose(
         self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None, /
@@ -110,15 +100,12 @@ class Drafting(Protocol):
             A tree of at most ``plan.num_nodes`` nodes and depths below ``plan.shape.length``, its
             siblings distinct, rooted in ``flight.root``; None if there is nothing to propose.
         """
-        ...
 
     def skip(self, flight: Pass, /) -> None:
         """Note a pass after which nothing is drafted; the host has read its tokens."""
-        ...
 
     def trim_to(self, length: int) -> None:
         """End the sequence: the caller's caches hold exactly the first ``length`` tokens."""
-        ...
 
 
 # Drafts of sequences, each with the pass that they follow.
@@ -137,7 +124,6 @@ class JointDrafting(Protocol):
         Their drafts are of this class, their plan is `DraftPlan.searched`, and their noise is of
         one form, or none. None, and nothing is done, if each of them must draft by itself.
         """
-        ...
 
 
 class Step(NamedTuple):
@@ -166,16 +152,13 @@ class DraftPolicy(Protocol):
     @property
     def reads_drafts(self) -> bool:
         """Whether it may read drafts, so that their scores are computed with them."""
-        ...
 
     @property
     def least_chance(self) -> float:
         """Probability below which no draft of a lookup can pay; above 1 if none can."""
-        ...
 
     def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
         """Choose the plan of the next step, given `Drafting.matches`; None for plain decoding."""
-        ...
 
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """Return the nodes of a tree to verify, as a tree; the root alone to decode plainly.
@@ -183,18 +166,15 @@ class DraftPolicy(Protocol):
         The policy may wait for the drafts. Shadow drafts may still be computed, so that a wait
         delays the next step.
         """
-        ...
 
     def select_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
         """Do what `select` does before the step before is observed; None if that is too early.
 
         Never waits for the drafts. `select` is not called for the same drafts again.
         """
-        ...
 
     def observe(self, step: Step) -> None:
         """Learn from a finished step."""
-        ...
 
 
 class JointPolicy(Protocol):
@@ -202,7 +182,6 @@ class JointPolicy(Protocol):
 
     def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
         """Return the policy of a sequence in the batch for its own one; None to decode plainly."""
-        ...
 
     def choose_all(
         self, all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
@@ -211,8 +190,6 @@ class JointPolicy(Protocol):
 
         ``all_matches`` has the policies that choose, each with the result of `Drafting.matches`.
         """
-        ...
 
     def select_all(self, trees: Sequence[tuple[DraftPolicy, TokenTree]]) -> None:
         """Prepare `DraftPolicy.select` of the sequences that have drafts to verify."""
-        ...

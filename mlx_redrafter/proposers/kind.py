@@ -27,7 +27,6 @@ class Kind(Protocol):
 
         ``shapes`` is empty while only the config has been fetched.
         """
-        ...
 
     def load(self, path_or_repo: str | Path, target: TargetFacts) -> Proposer:
         """Load a proposer in the dtype it was stored in, after a check against the target's facts.
@@ -40,7 +39,6 @@ class Kind(Protocol):
             CheckpointError: Files are missing, damaged or foreign, or belong to another target.
             NonFiniteError: A weight is NaN or infinite.
         """
-        ...
 
 
 @runtime_checkable
@@ -49,7 +47,6 @@ class TunedKind(Kind, Protocol):
 
     def tune(self, proposer: Any, target: Target) -> Proposer:
         """Return the form of a loaded proposer that drafts fastest here."""
-        ...
 
 
 class Wrapper(Generic[P]):

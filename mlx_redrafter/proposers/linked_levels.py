@@ -33,7 +33,6 @@ class Link(Protocol):
             hidden: The block's output at the depth, shape (1, H), or one row per beam, (W, H).
             state: States of the beams, shape (W, r); None at the first depth.
         """
-        ...
 
     def scores(self, feature: mx.array, rows: mx.array | None) -> mx.array:
         """Compute what is added to logits, shape (W, V) or (W, K).
@@ -43,7 +42,6 @@ class Link(Protocol):
             rows: Rows of the head, integer, for all beams, shape (1, K), or for each, (W, K); None
                 for all V rows.
         """
-        ...
 
 
 @dataclass(eq=False)

@@ -38,7 +38,6 @@ class NoiseRank(Protocol):
         self, log_probs: mx.array, depth: int | mx.array, /, *, token_ids: mx.array | None = ...
     ) -> mx.array:
         """Rank tokens; ``token_ids`` are those of the columns if not of all rows of the head."""
-        ...
 
 
 def log_probs(logits: mx.array, num_rows: int | None = None) -> mx.array:
@@ -83,7 +82,6 @@ class LevelScorer(Protocol):
 
     def first(self) -> mx.array:
         """Return natural log-probabilities of tokens after the roots, float32, shape (R, V)."""
-        ...
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         """Return natural log-probabilities of the tokens after the beams, one token longer each.
@@ -97,11 +95,9 @@ class LevelScorer(Protocol):
         Returns:
             float32, shape (R W, V).
         """
-        ...
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
         """Return token ids, int32, of indices into V; any shape."""
-        ...
 
 
 def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:

@@ -81,22 +81,12 @@ class TokenTree:
     @classmethod
     def chain(cls, tokens: mx.array, num_unmerged: int) -> TokenTree:
         """Make the tree in which each of the tokens, int32, is the only child of the one before."""
-        num_nodes = tokens.shape[0]
-        return cls(
-            tokens,
-            *_chain(num_nodes),
-            num_nodes=num_nodes,
-            num_unmerged=num_unmerged,
-            max_depth=num_nodes - 1,
-            is_chain=True,
-        )
+        size = tokens.shape[0]
+        return cls(tokens, *_chain(size), size, num_unmerged, size - 1, is_chain=True)
 
     @classmethod
     def of(
-        cls,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        scores: Sequence[float] | None = None,
+        cls, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float] | None = None
     ) -> TokenTree:
         """Make a tree from lists on the host: tokens and each node's parent, the root's being 0.
 
@@ -110,16 +100,9 @@ class TokenTree:
         if depths == list(range(max_depth + 1)):
             tree = cls.chain(nodes, num_unmerged=len(tokens))
         else:
-            parent_nodes = mx.array(list(parents), dtype=mx.int32)
-            tree = cls(
-                tokens=nodes,
-                parents=parent_nodes,
-                depths=mx.array(depths, dtype=mx.int32),
-                ancestors=ancestor_mask(parent_nodes, max_depth),
-                num_nodes=len(tokens),
-                num_unmerged=len(tokens),
-                max_depth=max_depth,
-            )
+            size, above = len(tokens), mx.array(list(parents), dtype=mx.int32)
+            places = above, mx.array(depths, dtype=mx.int32), ancestor_mask(above, max_depth)
+            tree = cls(nodes, *places, size, size, max_depth)
         if scores is None:
             return tree
         known = Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:]))
@@ -378,7 +361,7 @@ class TreeBatch:
     def _stacked(self, name: str, padding: int) -> mx.array:
         """Pad and stack an array of all trees to shape (B, N)."""
         if self._only is not None:
-            return cast(mx.array, getattr(self._only, name)[None])
+            return getattr(self._only, name)[None]
         parts: list[mx.array] = []
         for one in self.drafts:
             parts.append(getattr(one, name) if isinstance(one, TokenTree) else _in_a_row(one, name))

@@ -26,7 +26,6 @@ class Surroundings(Protocol):
     @property
     def offset(self) -> int | mx.array:
         """Position of each block's first entry: an int, or int32 of shape (M,)."""
-        ...
 
     def attend(self, attention: BlockAttention, queries: mx.array, x: mx.array) -> mx.array:
         """Compute one layer's attention of blocks to verified tokens and to themselves.
@@ -39,7 +38,6 @@ class Surroundings(Protocol):
         Returns:
             Shape (M, query heads, B, D).
         """
-        ...
 
 
 def new_rope(config: BlockConfig) -> nn.Module:

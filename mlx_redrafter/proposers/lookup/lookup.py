@@ -24,13 +24,7 @@ import mlx.nn as nn
 
 from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.protocols import (
-    Drafting,
-    Group,
-    JointDrafting,
-    Proposer,
-    StateReader,
-)
+from mlx_redrafter.decoding.protocols import Drafting, Group, JointDrafting, Proposer, StateReader
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.kind import Wrapper
