@@ -297,17 +297,7 @@ def sample_roots(
         found = zip(to_rows(outcomes), to_floats(normalisers), strict=True)
         return [row if math.isfinite(one) else [NOT_A_NUMBER] for row, one in found]
 
-    parts = zip(
-        mx.split(tokens, count),
-        mx.split(outputs.hidden_states.reshape(-1), count),
-        mx.split(log_probs, count),
-        _split_states(outputs.states, count),
-        strict=True,
-    )
-    return [
-        Pass(root, root, hidden_state, one, state, read=partial(_item, read, number))
-        for number, (root, hidden_state, one, state) in enumerate(parts)
-    ]
+    return _passes(read, tokens, outputs.hidden_states, log_probs, outputs.states)
 
 
 def sample_and_accept_all(
@@ -338,24 +328,40 @@ def sample_and_accept_all(
     mx.async_eval(outcomes, hidden_states, log_probs, outputs.states)
     # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
     read = cache(lambda: to_rows(outcomes))
+    roots = mx.maximum(bonus, 0)
+    return _passes(read, roots, hidden_states, log_probs, outputs.states, outcomes, paths)
+
+
+def _passes(
+    read: Callable[[], list[list[int]]],
+    roots: mx.array,
+    hidden_states: mx.array,
+    log_probs: mx.array,
+    states: mx.array | None,
+    outcomes: mx.array | None = None,
+    paths: mx.array | None = None,
+) -> list[Pass]:
+    """Make the passes of G sequences, over one token each without outcomes and paths of trees."""
+    count = roots.size
+
+    def split(array: mx.array | None) -> list[Any]:
+        if array is None:
+            return [None] * count
+        return mx.split(array.reshape(-1, *array.shape[2:]), count)
+
     parts = zip(
-        *(mx.split(one.reshape(-1), count) for one in (outcomes, mx.maximum(bonus, 0))),
-        mx.split(hidden_states.reshape(-1), count),
+        split(outcomes),
+        split(roots),
+        split(hidden_states.reshape(count, -1)),
         mx.split(log_probs, count),
-        _split_states(outputs.states, count),
-        mx.split(paths.reshape(-1), count),
+        split(states),
+        split(paths),
         strict=True,
     )
     return [
-        Pass(outcome, root, hidden_state, one, state, path, partial(_item, read, number))
-        for number, (outcome, root, hidden_state, one, state, path) in enumerate(parts)
+        Pass(root if packed is None else packed, root, *rest, read=partial(_item, read, number))
+        for number, (packed, root, *rest) in enumerate(parts)
     ]
-
-
-def _split_states(states: mx.array | None, count: int) -> list[Any]:
-    if states is None:
-        return [None] * count
-    return list(mx.split(states.reshape(-1, states.shape[-1]), count))
 
 
 def _item(read: Callable[[], list[list[int]]], number: int) -> list[int]:

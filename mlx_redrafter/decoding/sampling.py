@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
@@ -80,20 +81,19 @@ class TokenSampler(ABC):
         """
 
 
-class GumbelNoise:
+class GumbelNoise(NamedTuple):
     """Gumbel noise keyed by (seed, absolute position), for the choices after a tree's nodes.
 
     The token at position t is ``argmax(filtered log_probs / temp + G_t)``: a sample from the
     tempered distribution (Gumbel-max), and a function of the seed and the tokens before it alone.
 
-    Args:
+    Attributes:
         params: Temperature and filters.
         values: Standard Gumbel noise of the choice after a node of each depth, float32, (L, V).
     """
 
-    def __init__(self, params: SamplingParams, values: mx.array):
-        self.params = params
-        self.values = values
+    params: SamplingParams
+    values: mx.array
 
     def sample(self, log_probs: mx.array, depths: mx.array | None) -> mx.array:
         """Return the token after each node: log_probs (N, V), depths (N,), to ids (N,).

@@ -12,6 +12,9 @@ from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, StoredConfig
 
+# Kinds of attention that layers have, by their names in configs.
+ATTENTION_TYPES = ("full_attention", "sliding_attention")
+
 C = TypeVar("C")
 N = TypeVar("N")
 

@@ -38,12 +38,10 @@ from mlx_redrafter.proposers.search import (
 )
 from mlx_redrafter.target.caches.draft_cache import DraftLineage
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.tree import Drafts, TokenTree, ancestor_mask
+from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
 # Stream of the drafts: the CPU next to a target on a GPU, or a second stream of the CPU.
 _ahead = mx.new_thread_local_stream(mx.cpu)
-# Drafts of the networks that can follow a tree.
-Branching = RecurrentDrafting | ModelDrafting
 
 
 @dataclass
@@ -103,16 +101,13 @@ class SpeculateAheadDrafting:
 
     reader = None
 
-    def __init__(self, drafting: Branching, num_outcomes: int, hits: Hits):
-        self.drafting = drafting
-        self.num_outcomes = num_outcomes
-        self.hits = hits
-        # State that predicted the root of the tree after the newest pass.
-        self._origin: mx.array | None = None
-        # The root of that tree.
-        self._root: mx.array | None = None
-        # That tree; None if another proposer drafted it.
+    def __init__(self, drafting: RecurrentDrafting | ModelDrafting, num_outcomes: int, hits: Hits):
+        self.drafting, self.num_outcomes, self.hits = drafting, num_outcomes, hits
+        # The tree after the newest pass, unless another proposer drafted it, its root, and the
+        # state that predicted that.
         self._tree: TokenTree | None = None
+        self._root: mx.array | None = None
+        self._origin: mx.array | None = None
 
     def matches(self, least: float) -> Sequence[float] | None:
         return self.drafting.matches(least)
@@ -160,8 +155,12 @@ class SpeculateAheadDrafting:
             positions = flight.length + 1 + mx.arange(tree.max_depth + 1 + plan.shape.length)
             seed, vocab_size = noise.params.seed, noise.values.shape[-1]
             noise = GumbelNoise(noise.params, gumbel_noise(seed, positions, vocab_size))
-        branches = branches_of(self.drafting, tree, origin, noise)
-        rank = self.drafting.rank(noise)
+        drafting, rank = self.drafting, self.drafting.rank(noise)
+        branches: RecurrentBranches | ModelBranches
+        if isinstance(drafting, ModelDrafting):
+            branches = ModelBranches(drafting, tree)
+        else:
+            branches = RecurrentBranches(drafting, tree, origin, rank is not None)
         log_probs = branches.after_nodes()
         if rank is not None:
             log_probs = rank(log_probs, tree.depths)
@@ -183,9 +182,12 @@ class SpeculateAheadDrafting:
 
     def _tree_of(self, flight: Pass) -> TokenTree | None:
         """Return the tree in flight, from arrays that exist before the pass is over."""
-        if flight.known is not None:
+        known = flight.known
+        if known is not None:
             assert self._root is not None
-            return _tree_below(self._root, flight.known)
+            tree = TokenTree.of([0, *known.tokens], [0, *known.parents])
+            drafts = mx.array(known.tokens, dtype=mx.int32)
+            return replace(tree, tokens=mx.concatenate([self._root, drafts]))
         if self._tree is None:
             return None
         tree = self._tree.first(flight.num_nodes)
@@ -223,28 +225,11 @@ def likeliest_outcomes(
     return best // width, best % width
 
 
-def _tree_below(root: mx.array, known: Drafts) -> TokenTree:
-    """Build the tree of these drafts below a root that only the device knows, int32, shape (1,)."""
-    tree = TokenTree.of([0, *known.tokens], [0, *known.parents])
-    drafts = mx.array(known.tokens, dtype=mx.int32)
-    return replace(tree, tokens=mx.concatenate([root, drafts]))
-
-
-def branches_of(
-    drafting: Branching, tree: TokenTree, origin: mx.array, noise: GumbelNoise | None
-) -> RecurrentBranches | ModelBranches:
-    """Take a network along a tree; this changes nothing of its other drafts.
-
-    The result scores tokens after all nodes, and then, as a `LevelScorer`, below some of them.
-    ``origin``, shape (H,), is the state that predicted the root; a draft model needs none.
-    """
-    if isinstance(drafting, ModelDrafting):
-        return ModelBranches(drafting, tree)
-    return RecurrentBranches(drafting, tree, origin, drafting.rank(noise) is not None)
-
-
 class RecurrentBranches(RecurrentLevels):
-    """A recurrent drafter along a tree, from the state that predicted the tree's root."""
+    """A recurrent drafter along a tree: it scores tokens after all nodes, then below some of them.
+
+    ``origin``, shape (H,), is the state that predicted the root of the tree.
+    """
 
     def __init__(
         self, drafting: RecurrentDrafting, tree: TokenTree, origin: mx.array, with_noise: bool

@@ -37,8 +37,13 @@ class StoredConfig:
             value = getattr(self, field.name)
             if field.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"drafter {field.name} must be true or false, got {value!r}")
-        if hasattr(self, "inverse_temperature"):
-            _check_ranking(self.inverse_temperature, self.coupling_weight)
+        scale, weight = getattr(self, "inverse_temperature", 1), getattr(self, "coupling_weight", 1)
+        if not is_number(scale) or not 0 < scale <= MAX_SCORE_SCALE:
+            raise ConfigError(
+                f"drafter score_scale must be above 0 and at most {MAX_SCORE_SCALE}, got {scale!r}"
+            )
+        if not is_number(weight) or not 0 <= weight <= 1:
+            raise ConfigError(f"drafter noise_share must be from 0 to 1, got {weight!r}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -76,14 +81,3 @@ class StoredConfig:
 def _frozen(value: Any) -> Any:
     """Return a list of a file, and those in it, as tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
-def _check_ranking(inverse_temperature: object, coupling_weight: object) -> None:
-    """Raise `ConfigError` unless drafts can be ranked with these scalars; see `Calibration`."""
-    scale, weight = inverse_temperature, coupling_weight
-    if not is_number(scale) or not 0 < scale <= MAX_SCORE_SCALE:  # type: ignore[operator]
-        raise ConfigError(
-            f"drafter score_scale must be above 0 and at most {MAX_SCORE_SCALE}, got {scale!r}"
-        )
-    if not is_number(weight) or not 0 <= weight <= 1:  # type: ignore[operator]
-        raise ConfigError(f"drafter noise_share must be from 0 to 1, got {weight!r}")

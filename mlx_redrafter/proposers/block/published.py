@@ -25,8 +25,13 @@ from mlx_redrafter.checks import is_number
 from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.block.config import MODEL_TYPE, BlockConfig
-from mlx_redrafter.proposers.block.masks import first_slot_of, masks_of
-from mlx_redrafter.proposers.block.values import ASSISTANT, LIKE_ZLAB, PublishedValues
+from mlx_redrafter.proposers.block.values import (
+    ASSISTANT,
+    LIKE_ZLAB,
+    PublishedValues,
+    first_slot_of,
+    masks_of,
+)
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.speculators import OFFSETS, resolve_offsets

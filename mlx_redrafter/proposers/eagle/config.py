@@ -9,14 +9,12 @@ from typing import ClassVar
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
+from mlx_redrafter.proposers.layer_sizes import ATTENTION_TYPES, LayerSizes, check_captured_layers
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION
 
 MODEL_TYPE = "redrafter_eagle"
 # Decoder layers of mlx-lm that heads have.
 LAYER_TYPES = ("llama", "qwen3")
-# Kinds of attention that layers have, by their names in configs.
-ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
