@@ -104,11 +104,7 @@ class GrammarMasks:
             self._walk(nodes, root, [], on_complete)
 
     def _walk(
-        self,
-        nodes: NodeRows,
-        node: int,
-        path: list[int],
-        on_complete: Callable[[int], None] | None,
+        self, nodes: NodeRows, node: int, path: list[int], on_complete: Callable[[int], None] | None
     ) -> None:
         nodes.rows[node] = self._matcher.compute_bitmask()
         if self._matcher.is_error():

@@ -104,11 +104,7 @@ class GumbelNoise(NamedTuple):
         return mx.argmax(self._tempered(log_probs) + rows, axis=-1)
 
     def rank(
-        self,
-        log_probs: mx.array,
-        depth: int | mx.array,
-        token_ids: mx.array | None,
-        weight: float,
+        self, log_probs: mx.array, depth: int | mx.array, token_ids: mx.array | None, weight: float
     ) -> mx.array:
         """Estimate what `sample` will choose after nodes of one depth, for a drafter.
 

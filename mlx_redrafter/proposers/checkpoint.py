@@ -27,13 +27,7 @@ from mlx_redrafter.checkpoint_files import (
 )
 from mlx_redrafter.checks import check_instance
 from mlx_redrafter.device_read import to_ints
-from mlx_redrafter.errors import (
-    CheckpointError,
-    ConfigError,
-    NonFiniteError,
-    explain,
-    first_line,
-)
+from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError, explain, first_line
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.kind import Shapes

@@ -33,10 +33,7 @@ from mlx_redrafter.proposers.search import (
 )
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.caches.cache_kinds import describe
-from mlx_redrafter.target.caches.draft_cache import (
-    DraftMask,
-    hook_attention,
-)
+from mlx_redrafter.target.caches.draft_cache import DraftMask, hook_attention
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.target import Target

@@ -33,11 +33,7 @@ from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings, new_rope
 from mlx_redrafter.proposers.block.links import new_link
-from mlx_redrafter.proposers.block.surroundings import (
-    DecodingSurroundings,
-    Surrounding,
-    write,
-)
+from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding, write
 from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork
 from mlx_redrafter.proposers.linked_levels import Link, LinkedLevels
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, search_all

@@ -31,11 +31,7 @@ from mlx_redrafter.proposers.speculators import OFFSETS, speculative_tokens
 # The embedding, which is the target's unless the config says that the head has one of its own.
 EMBEDDING = "embed_tokens.weight"
 # Tensors that are not read: the target's own, and a mask that only training needs.
-LEFT_OUT = (
-    "t2d",
-    "verifier_norm.weight",
-    "verifier_lm_head.weight",
-)
+LEFT_OUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 # Projections of which the first layer of a head has one: full attention, and latent attention.
 FIRST = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
 # Tensors of which an MLP of experts has one: gpt-oss's and Qwen's.

@@ -198,11 +198,7 @@ class Columns:
     """
 
     def __init__(
-        self,
-        linear: nn.Linear | nn.QuantizedLinear,
-        start: int,
-        stop: int,
-        bias: mx.array | None,
+        self, linear: nn.Linear | nn.QuantizedLinear, start: int, stop: int, bias: mx.array | None
     ):
         self.bias = bias
         self.quantized: tuple[mx.array, mx.array, mx.array] | None = None
