@@ -50,6 +50,12 @@ class DraftNetwork(nn.Module, ABC):
     max_length: int | None = None
     is_joint: bool = True
 
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+        if config.draft_vocab_size is not None:
+            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
+
     @property
     def networks(self) -> tuple[nn.Module, ...]:
         return (self,)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.proposers.target_facts import TargetFacts
-from mlx_redrafter.target.target import Target
 
 # Shapes of a checkpoint's tensors by name.
 Shapes = Mapping[str, tuple[int, ...]]
@@ -17,7 +16,10 @@ P = TypeVar("P", bound=Proposer)
 
 
 class Kind(Protocol):
-    """A kind of proposer."""
+    """A kind of proposer.
+
+    One whose proposers may draft faster here in another form has ``tune(proposer, target)``, too.
+    """
 
     # Name of the kind, for messages.
     NAME: str
@@ -39,14 +41,6 @@ class Kind(Protocol):
             CheckpointError: Files are missing, damaged or foreign, or belong to another target.
             NonFiniteError: A weight is NaN or infinite.
         """
-
-
-@runtime_checkable
-class TunedKind(Kind, Protocol):
-    """A kind whose proposers may draft faster on this machine in another form."""
-
-    def tune(self, proposer: Any, target: Target) -> Proposer:
-        """Return the form of a loaded proposer that drafts fastest here."""
 
 
 class Wrapper(Generic[P]):

@@ -10,7 +10,7 @@ prefixes, so they are already a tree. `build_tree` selects the nodes that the ta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -142,27 +142,6 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
         found.append((tokens, scores, parents))
 
     return Expansion(*(mx.concatenate(list(parts), axis=1) for parts in zip(*found, strict=True)))
-
-
-@dataclass(frozen=True)
-class FactorisedLevels:
-    """A network whose probabilities depend on the depth alone; a `LevelScorer`.
-
-    ``log_probs`` returns those of the tokens after nodes of a depth, 0 for the roots, float32,
-    shape (R, V), and ``to_token_ids`` the token ids of indices into V, int32.
-    """
-
-    log_probs: Callable[[int], mx.array]
-    to_token_ids: Callable[[mx.array], mx.array]
-
-    def first(self) -> mx.array:
-        return self.log_probs(0)
-
-    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        rows = self.log_probs(depth)
-        if rows.shape[0] == 1:
-            return mx.broadcast_to(rows, (tokens.shape[0], rows.shape[1]))
-        return mx.repeat(rows, tokens.shape[0] // rows.shape[0], axis=0)
 
 
 def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTree:

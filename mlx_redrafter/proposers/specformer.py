@@ -111,8 +111,8 @@ class SpecFormer(KvNetwork):
     num_layers = 1
 
     def __init__(self, config: SpecFormerConfig):
-        super().__init__()
-        self.config, self.max_length = config, min(1 + config.num_slots, MAX_BEAM_LENGTH)
+        super().__init__(config)
+        self.max_length = min(1 + config.num_slots, MAX_BEAM_LENGTH)
         hidden, count = config.hidden_size, len(config.captured_layers)
         values = {**layer_arguments(config), "model_type": "llama", "num_hidden_layers": 1}
         args = llama.ModelArgs.from_dict(values)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar, Self
 
@@ -21,6 +22,15 @@ INVERSE_TEMPERATURE = 1.0
 COUPLING_WEIGHT = 0.5
 # Keys of the file that have other names here.
 KEYS = {"inverse_temperature": "score_scale", "coupling_weight": "noise_share"}
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise `CheckpointError` if values of a file, such as "the heads are", are out of range."""
+    try:
+        yield
+    except ConfigError as error:
+        raise CheckpointError(f"{what} out of range: {error}") from error
 
 
 class StoredConfig:
@@ -63,11 +73,9 @@ class StoredConfig:
             raise CheckpointError(
                 f"the drafter's config.json lacks {', '.join(missing)}; download or make it again"
             )
-        try:
-            known = {key: value for key, value in values.items() if key in stored}
+        known = {key: value for key, value in values.items() if key in stored}
+        with reading("the drafter's config.json is"):
             return cls(**{stored[key].name: _frozen(value) for key, value in known.items()})
-        except ConfigError as error:
-            raise CheckpointError(f"the drafter's config.json is out of range: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         values = {KEYS.get(name, name): value for name, value in asdict(self).items()}  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 # Name in configs of layers that attend to all tokens.
@@ -49,7 +49,7 @@ class AssistantConfig:
                 "none; download it again"
             )
         is_clustered = values.get("use_ordered_embeddings", False)
-        try:
+        with reading("the assistant's config.json is"):
             _check_text(text)
             return cls(
                 hidden_size=values.get("backbone_hidden_size", 0),
@@ -60,10 +60,6 @@ class AssistantConfig:
                 top_centroids=values.get("centroid_intermediate_top_k", 32),
                 values=values,
             )
-        except ConfigError as error:
-            raise CheckpointError(
-                f"the assistant's config.json is out of range: {error}"
-            ) from error
 
     def __post_init__(self) -> None:
         check_int("backbone_hidden_size", self.hidden_size, 1, MAX_DIMENSION)

@@ -69,8 +69,7 @@ class Assistant(AutoregressiveNetwork):
     num_layers = 2  # of the target, whose entries it keeps
 
     def __init__(self, config: AssistantConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         layers = {"num_kv_shared_layers": config.text["num_hidden_layers"]}
         flags = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
         args = gemma4_text.ModelArgs.from_dict({**config.text, **layers, **flags})

@@ -55,8 +55,7 @@ class BlockNetwork(KvNetwork):
     has_own_attention = True
 
     def __init__(self, config: BlockConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.num_layers, self.max_length = config.num_hidden_layers, 1 + config.num_drafts
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if config.has_embedding:
@@ -72,8 +71,6 @@ class BlockNetwork(KvNetwork):
         if config.has_confidence:
             reads = config.rank if config.confidence_reads_token else 0
             self.confidence_head = ConfidenceHead(hidden + reads)
-        if config.draft_vocab_size is not None:
-            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
 
     @property
     def num_rows(self) -> int:

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from mlx_redrafter.checks import is_number
 from mlx_redrafter.device_read import to_floats
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import MODEL_TYPE, BlockConfig
 from mlx_redrafter.proposers.block.values import (
     ASSISTANT,
@@ -35,7 +35,7 @@ from mlx_redrafter.proposers.block.values import (
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.speculators import OFFSETS, resolve_offsets
-from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 
 # Tensors that are not read: the target's own, and what only training needs.
 LEFT_OUT = re.compile(r"t2d$|verifier_|.*rotary_emb\.inv_freq$")
@@ -85,7 +85,7 @@ def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
     sizes = _Sizes(shapes, config)
     fields = {**sizes.layers(), **sizes.link(config)}
     _check_stated(config, fields)
-    try:
+    with reading("the block drafter's config.json is"):
         return BlockConfig(
             **fields,
             **_taps(config, sizes),
@@ -94,10 +94,6 @@ def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
             **_rope(config, sizes),
             **_block(config, sizes),
         )
-    except ConfigError as error:
-        raise CheckpointError(
-            f"the block drafter's config.json is out of range: {error}"
-        ) from error
 
 
 def packaging_of(values: Mapping[str, Any]) -> str:

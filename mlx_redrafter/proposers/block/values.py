@@ -11,10 +11,10 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from mlx_redrafter.checks import as_mapping, check_int, is_number
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.layer_sizes import ATTENTION_TYPES
 from mlx_redrafter.proposers.speculators import speculative_tokens
-from mlx_redrafter.proposers.stored_config import MAX_COUNT
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, reading
 
 # End of the model type of Meta's drafters.
 ASSISTANT = "_assistant"
@@ -51,12 +51,8 @@ class PublishedValues(NamedTuple):
         value = self.layer.get(key, default) if in_layer else self.find(key, default)
         if value is None:
             raise _wrong(key, "a number", None)
-        try:
+        with reading("the block drafter's config.json is"):
             check_int(key, value, 0 if key.endswith("token_id") else 1, high)
-        except ConfigError as error:
-            raise CheckpointError(
-                f"the block drafter's config.json is out of range: {error}"
-            ) from error
         return value
 
     def number(self, key: str, default: float) -> float:

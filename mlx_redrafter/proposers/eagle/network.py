@@ -75,8 +75,7 @@ class Eagle(AutoregressiveNetwork):
     """
 
     def __init__(self, config: EagleConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.num_layers, self.max_length = config.num_hidden_layers, config.max_length
         self.is_joint = config.mask_token_id is None
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -96,8 +95,6 @@ class Eagle(AutoregressiveNetwork):
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         if config.mask_token_id is not None:
             self.mask_hidden = mx.zeros((1, 1, joined * hidden))
-        if config.draft_vocab_size is not None:
-            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -18,12 +18,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.proposers.stored_config import reading
 
 NameSet = Literal["fasterdecoding", "vllm"]
 
@@ -182,7 +183,7 @@ def _infer_config(
         )
     found = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads}
     _check_stated(values, found, notes)
-    try:
+    with reading("the heads are"):
         return MedusaConfig(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -191,8 +192,6 @@ def _infer_config(
             bias=any(own.endswith(".bias") for own in sources),
             draft_vocab_size=rows if has_map else None,
         )
-    except ConfigError as error:
-        raise CheckpointError(f"the heads are out of range: {error}") from error
 
 
 def _check_stated(values: Mapping[str, Any], found: Mapping[str, int], notes: list[str]) -> None:

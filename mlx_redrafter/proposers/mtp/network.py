@@ -82,15 +82,14 @@ class Mtp(AutoregressiveNetwork):
     """
 
     def __init__(self, values: Mapping[str, Any]):
-        super().__init__()
         layers = model_of_layers(values).layers
         has_blocks = hasattr(layers[0], "block_type")
-        self.block = Blocks(layers) if has_blocks else layers[0]
-        self.num_layers = sum(one.block_type == "*" for one in layers) if has_blocks else 1
         norm = layers[0].norm if has_blocks else layers[0].input_layernorm
         hidden = norm.weight.shape[0]
         model_type, vocab_size = model_type_of(values), text_values(values)["vocab_size"]
-        self.config = MtpConfig(model_type, hidden, vocab_size, values)
+        super().__init__(MtpConfig(model_type, hidden, vocab_size, values))
+        self.block = Blocks(layers) if has_blocks else layers[0]
+        self.num_layers = sum(one.block_type == "*" for one in layers) if has_blocks else 1
         self.family = FAMILIES[model_type]
         self.names = names_of(self.family, len(layers))
         self.embedding_norm = nn.RMSNorm(hidden, eps=norm.eps)

@@ -55,9 +55,8 @@ class Drafter(DraftNetwork):
     config: DrafterConfig
 
     def __init__(self, config: DrafterConfig):
-        super().__init__()
         check_instance("config", config, DrafterConfig, "a DrafterConfig")
-        self.config = config
+        super().__init__(config)
         self.input_table: InputTable | None = None
         hidden, width = config.hidden_size, config.exit_dim
         if config.has_input_proj:
@@ -67,8 +66,6 @@ class Drafter(DraftNetwork):
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
         blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
         self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
-        if config.draft_vocab_size is not None:
-            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
         # A weight, and the two layers made of it. MLX counts no name with an underscore as a
         # parameter.
         self._split_weights: tuple[mx.array, Columns, Columns] | None = None

@@ -49,8 +49,7 @@ class Toy(DraftNetwork):
     """Logits of the token after each token, whatever came before."""
 
     def __init__(self, config: ToyConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.table = mx.zeros((config.vocab_size, config.vocab_size))
 
     def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
