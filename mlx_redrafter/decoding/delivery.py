@@ -18,15 +18,10 @@ MAX_ABSENCE = 0.1
 
 
 class ShapeStats(NamedTuple):
-    """The steps of one kind, and their outcomes.
+    """The steps of one kind: their number, tokens and mean cost in seconds, measured and expected.
 
-    Attributes:
-        plan: Plan of the drafts, with the number of nodes verified; None for plain decoding.
-        seconds: Mean measured cost of such a step; the expected one if there was none.
-        steps: Number of steps of this kind.
-        tokens: Tokens emitted by those steps.
-        expected_seconds: Mean cost that the policy expected.
-        expected_tokens: Tokens that the policy expected of those steps.
+    The plan of their drafts has the number of nodes verified; None for plain decoding. Without a
+    step the measured cost is the expected one.
     """
 
     plan: DraftPlan | None
@@ -56,7 +51,7 @@ class DecodingStats:
 
     Attributes:
         num_tokens: Tokens yielded, stop token included.
-        accepted_counts: Number of steps by accepted drafts: at index a, those that accepted a.
+        accepted_counts: At index a, the number of steps that accepted a drafts.
         num_verified: Nodes verified in all steps, roots included.
         num_unmerged: Nodes as they would have been without merging of shared prefixes.
         shapes: Steps by kind, plain decoding first, once the sequence has ended; empty with a
@@ -103,13 +98,10 @@ class DecodingStats:
 class Outbox:
     """Tokens of committed passes until they are taken, and then the reason that no others come.
 
-    Args:
-        request: The request, which says at which token to end.
-        end_of_prompt: Number of tokens before its first one.
-
     Attributes:
+        end_of_prompt: Number of tokens before its first one.
         num_tokens: Number of all its tokens so far.
-        num_cut: Number of tokens of the newest pass that are not the sequence's, as it ends before.
+        num_cut: Number of tokens of the newest pass behind the end of the sequence.
         error: Reason why it cannot go on behind the tokens that are there; None if it can.
     """
 

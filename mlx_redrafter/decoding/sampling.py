@@ -230,8 +230,7 @@ def noise_for_all(
 ) -> mx.array:
     """Draw the noise of G sequences, the same numbers as each one's `KeyedSampler.noise`.
 
-    The arguments are those of that method for each of them, ``further`` of shape (G,). The result
-    has the L rows of each one in a row, float32, shape (G L, V).
+    ``further`` has shape (G,). The result has the L rows of each one in a row, shape (G L, V).
     """
     seeds = mx.array([one.params.seed for one in samplers], dtype=mx.uint32)
     first = mx.array(list(positions), dtype=mx.int32)

@@ -3,10 +3,7 @@
 A sequence is decoded alone until another one has begun, too. Then both finish their passes in
 flight and move into a batch, each into a slot of its own; the last one that is left moves out
 again. A sequence moves with its K/V entries, and its tokens are the same wherever it is decoded.
-
-Sequences come and go between any two steps. Prompts are processed in chunks between the steps of
-the sequences that have begun. As weights are read once for all sequences, several of them together
-cost less time than one after the other.
+Prompts are processed in chunks between the steps of the sequences that have begun.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class SequenceDecoder:
 
     Args:
         target: The model that decodes it.
-        cache: Its own K/V cache.
+        cache: Its own K/V cache, which is empty while the sequence is in a batch.
         sampler: Sampler of the target's tokens.
         request: The prompt, and where to end.
         drafting: Proposes tokens; None for plain decoding.
@@ -56,14 +56,10 @@ class SequenceDecoder:
         on_close: Function called with the counts when the sequence ends, for whatever reason.
 
     Attributes:
-        own_cache: Its own cache, which is empty while it is in a batch.
         cache: Its cache now: its own, or a slot of a batch.
         policy: Its policy, alone or in the batch.
         last: The newest pass.
         committed: The newest pass that is read and committed: `last` or the one before.
-        outbox: Tokens that nobody has taken.
-        delivery: The tokens taken, and their counts.
-        status: Place between the prompt and the end.
         is_cancelled: Whether it ends before its next step; any thread may set this.
     """
 

@@ -217,9 +217,8 @@ def _branched(
 def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> TokenTree:
     """Merge shared prefixes of the W beams: the paper's dynamic tree attention.
 
-    The tree equals, node for node, the deduplicated and packed beams of ml-recurrent-drafter
-    (``dedup_prefix`` and ``pack_beam``). With several beams the host reads the number of nodes, so
-    it waits for the device.
+    The tree equals, node for node, the deduplicated and packed beams of ml-recurrent-drafter. With
+    several beams the host reads the number of nodes, so it waits for the device.
     """
     if shape.width == 1:
         tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[: shape.levels]])

@@ -22,14 +22,7 @@ _ZERO = mx.array([0], dtype=mx.int32)
 
 
 class Drafts(NamedTuple):
-    """The drafts of a tree on the host: all nodes except the root, in order.
-
-    Attributes:
-        scores: Scores as in `TokenTree`.
-        depths: Edges from the root.
-        parents: Node index of each draft's parent.
-        tokens: Token ids.
-    """
+    """The drafts of a tree on the host: all nodes except the root, with values as in `TokenTree`."""
 
     scores: list[float]
     depths: list[int]
@@ -56,13 +49,12 @@ class TokenTree:
         num_nodes: Number of nodes without padding, root included.
         num_unmerged: Number of tokens before shared prefixes were merged, root included.
         max_depth: Maximum depth of a node.
-        scores: Natural logarithm of the proposer's probability of a draft and its ancestors, for
-            nodes 1 to N - 1 in descending order, float32, shape (N - 1,); None if the nodes are in
-            another order.
+        scores: Natural logarithm of the proposer's probability of a draft and its ancestors, in
+            descending order, float32, shape (N - 1,); None if the nodes are in another order.
         packed: Arrays that `read` needs, in one, int32, shape (4 (N - 1),), or for a chain, which
             needs only tokens and scores, (2 (N - 1),); None without scores.
         known: Drafts that are on the host already, without padding, or None.
-        is_chain: Whether every draft is a child of the previous node. A chain needs far fewer
+        is_chain: Whether every draft is a child of the previous node, which needs far fewer
             operations.
     """
 
@@ -237,11 +229,6 @@ class TreeBatch:
     Args:
         drafts: For each slot a tree, or tokens that follow each other, int32, shape (n,).
         size: Number of nodes of each tree, N; that of the largest tree by default.
-
-    Attributes:
-        drafts: The trees and tokens, as given.
-        size: Number of nodes of each tree, N.
-        max_depths: Maximum depth of each tree.
     """
 
     def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):

@@ -70,11 +70,7 @@ def score_levels(
 class TextSurroundings:
     """The tokens of a text, and a block after some of them; a `Surroundings`.
 
-    Args:
-        network: The network.
-        features: Result of `BlockNetwork.fuse` at all tokens, shape (n, H).
-        sequences: Number of the sequence of each token, integer, shape (n,).
-        anchors: Indices of the tokens with a block after them, int32, shape (M,).
+    ``features`` are those of all tokens, shape (n, H); the rest is as for `read_blocks`.
     """
 
     def __init__(

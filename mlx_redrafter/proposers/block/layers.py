@@ -2,8 +2,8 @@
 
 Axes: M blocks, B entries of a block, n verified tokens, H hidden size, D head size.
 
-Layers keep keys and values of verified tokens only. These depend on the target's states alone, so a
-layer makes them without the layers below it. Entries of a block attend to them and to each other.
+Layers keep keys and values of verified tokens only, which depend on the target's states alone.
+Entries of a block attend to them and to each other.
 """
 
 from __future__ import annotations
@@ -30,13 +30,8 @@ class Surroundings(Protocol):
     def attend(self, attention: BlockAttention, queries: mx.array, x: mx.array) -> mx.array:
         """Compute one layer's attention of blocks to verified tokens and to themselves.
 
-        Args:
-            attention: The layer's attention.
-            queries: Rotated queries, shape (M, query heads, B, D).
-            x: Inputs of the blocks, shape (M, B, H).
-
-        Returns:
-            Shape (M, query heads, B, D).
+        Queries are rotated, shape (M, query heads, B, D), as is the result; ``x`` are the inputs of
+        the blocks, shape (M, B, H).
         """
 
 

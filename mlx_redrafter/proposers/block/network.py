@@ -179,9 +179,8 @@ class BlockNetwork(KvNetwork):
     def trusts_confidence(self) -> bool:
         """Whether the confidence head scores drafts, as it does until they are calibrated.
 
-        With one factor per depth, trees of 8 and 16 had 2.42 and 2.67 tokens/step without it and
-        2.38 and 2.64 with it; of a drafter with logits that are too flat, 1.83 and 2.00, and 2.25
-        and 2.54.
+        With one factor per depth, trees of 16 had 2.67 tokens/step without it and 2.64 with it; of
+        a drafter with logits that are too flat, 2.00 and 2.54.
         """
         return self.config.has_confidence and self.config.depth_scales is None
 

@@ -68,11 +68,7 @@ class FirstLayer(nn.Module):
 
 
 class Eagle(AutoregressiveNetwork):
-    """An EAGLE head.
-
-    ``token_ids``, int32 of shape (V,), maps rows of the head to token ids of the target when the
-    head covers only part of the vocabulary; otherwise it is absent. EAGLE-1 uses the target's head.
-    """
+    """An EAGLE head. EAGLE-1 uses the target's head."""
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)

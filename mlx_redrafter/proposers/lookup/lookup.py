@@ -43,12 +43,8 @@ LEAST_PAYING = 0.02
 class Lookup:
     """Lookup in what the model has read and computed, as `Proposer`.
 
-    Args:
-        history: Token ids of earlier requests to look in as well; a sequence indexes them when it
-            begins.
-
-    Attributes:
-        contexts: Contexts of earlier texts, which its sequence adds to; None to begin without.
+    Its sequence indexes the token ids of earlier requests, ``history``, when it begins, or adds to
+    the ``contexts`` of earlier texts.
     """
 
     num_layers = 0

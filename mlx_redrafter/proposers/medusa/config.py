@@ -26,8 +26,6 @@ class MedusaConfig(StoredConfig):
     """The shape of Medusa heads, as stored in their ``config.json``.
 
     Attributes:
-        vocab_size: Size of the target's vocabulary.
-        hidden_size: Size of the target's last hidden state, H.
         num_heads: Number of heads, K; head k proposes the drafts k + 1 after the root.
         num_layers: Number of residual SiLU blocks of a head before its final linear layer.
         bias: Whether the blocks have biases.
@@ -37,8 +35,6 @@ class MedusaConfig(StoredConfig):
             ranks at every step, as in the paper.
         rank_accuracies: Chances that the target's token is the r-th most probable one of head k, a
             tuple for each head; None if nobody has measured them.
-        inverse_temperature: See `DrafterConfig.inverse_temperature`.
-        coupling_weight: See `DrafterConfig.coupling_weight`.
     """
 
     model_type: ClassVar[str] = MODEL_TYPE

@@ -46,10 +46,10 @@ class Family:
             number of the model's layers.
         names: Beginnings of the names after that, with the names of `Mtp` that replace them, and
             ``{last}`` for the module's last layer; other tensors belong to the decoder layer.
+        left_out: Beginnings of the names of tensors that are the target's own.
         sidecar: Beginnings of names in folders with a module alone, if they are others there, with
             those of a model's files.
         base: Beginning of the names of these layers in a model of mlx-lm.
-        left_out: Beginnings of the names of tensors that are the target's own.
         layers: Function from a model's config to the keys that give a model of mlx-lm the
             module's layers alone.
         hidden_first: Whether the joined row begins with the state, and not with the embedding.

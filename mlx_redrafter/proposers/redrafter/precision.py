@@ -80,9 +80,8 @@ def choose_precision(drafter: Drafter, target: Target) -> Drafter:
     """Return the drafter, or a copy with quantised or unpacked weights if that drafts faster here.
 
     The first run on a machine times both. If the copy may be faster, the next run times them again,
-    and the pairs of both runs decide for good. A drafter stays as it is if it is small, or has no
-    layer whose width is a multiple of a group. A quantised one is unpacked in place on a CPU, where
-    MLX multiplies float32 weights faster.
+    and the pairs of both runs decide for good. A quantised drafter is unpacked in place on a CPU,
+    where MLX multiplies float32 weights faster.
     """
     if quantization_of(drafter) is not None:
         if mx.default_device() == mx.Device(mx.cpu):
