@@ -80,20 +80,15 @@ class ProcessorChain:
         mx.async_eval(logits)
         values = to_ints(nodes)
         tokens, parents = values[:size], values[size:]
-        return self._mask(self._run_tree(logits, tokens, parents), tokens, parents)
-
-    def _run_tree(
-        self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]
-    ) -> mx.array:
-        if not self.processors:
-            return logits
-        drafts: list[list[int]] = [[]]
-        rows = [self._run(logits[:1])]
-        for node in range(1, len(tokens)):
-            drafts.append([*drafts[parents[node]], tokens[node]])
-            row = logits[node : node + 1]
-            rows.append(row if tokens[node] == NO_TOKEN else self._run(row, drafts[node]))
-        return mx.concatenate(rows)
+        if self.processors:
+            drafts: list[list[int]] = [[]]
+            rows = [self._run(logits[:1])]
+            for node in range(1, size):
+                drafts.append([*drafts[parents[node]], tokens[node]])
+                row = logits[node : node + 1]
+                rows.append(row if tokens[node] == NO_TOKEN else self._run(row, drafts[node]))
+            logits = mx.concatenate(rows)
+        return self._mask(logits, tokens, parents)
 
     def _mask(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
         if self._masks is None:

@@ -162,13 +162,14 @@ class SequenceDecoder:
         """
         first, length = self.last is None, self.cache.length
         if isinstance(drafts, TokenTree):
-            sizes, known = (drafts.num_nodes, drafts.num_unmerged), drafts.known
+            nodes, unmerged, known = drafts.num_nodes, drafts.num_unmerged, drafts.known
         else:  # the root is committed already
-            sizes, known, length = ((0, 0) if first else (1, 1)), None, length - 1
+            nodes = unmerged = 0 if first else 1
+            known, length = None, length - 1
         if self.last is None or self.last.is_finite:
-            num_nodes, num_unmerged = sizes
-            counts = {"num_nodes": num_nodes, "num_unmerged": num_unmerged, "length": length}
-            self.last = replace(found, known=known, plan=plan, **counts)
+            self.last = replace(
+                found, num_nodes=nodes, num_unmerged=unmerged, known=known, length=length, plan=plan
+            )
         if self.status is Status.VERIFYING:
             self.status = Status.RUNNING
         if first:

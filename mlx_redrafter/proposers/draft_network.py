@@ -9,7 +9,7 @@ Axes: V tokens that the network proposes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -114,6 +114,22 @@ class ResBlock(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         return x + nn.silu(self.linear(x))
+
+
+class GatedMlp(nn.Module):
+    """``down_proj(activate(gate_proj(x), up_proj(x)))``, shape (..., H) to (..., H)."""
+
+    def __init__(
+        self, hidden_size: int, width: int, activate: Callable[[mx.array, mx.array], mx.array]
+    ):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+        self.activate = activate
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
 
 
 def dtype_of(layer: Any) -> mx.Dtype:

@@ -22,6 +22,7 @@ from mlx_redrafter.checks import check_int
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.checkpoint import Checkpoint
+from mlx_redrafter.proposers.draft_network import GatedMlp
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.kv_drafting import KvNetwork, read_flights
 from mlx_redrafter.proposers.layer_sizes import (
@@ -79,23 +80,6 @@ class SpecFormerConfig(LayerSizes):
         )
 
 
-class SlotMlp(nn.Module):
-    """An MLP as in Llama with the SiLU on the other matrix.
-
-    y = down_proj(gate_proj(x) * silu(up_proj(x)))
-    """
-
-    def __init__(self, hidden_size: int, width: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
-        self.up_proj = nn.Linear(hidden_size, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden_size, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Apply the MLP to rows, shape (..., H)."""
-        return self.down_proj(self.gate_proj(x) * nn.silu(self.up_proj(x)))
-
-
 class SpecFormer(KvNetwork):
     """A network that drafts S tokens in one pass, from the states before the root alone.
 
@@ -105,7 +89,8 @@ class SpecFormer(KvNetwork):
         x = positional(norm(h)) as S rows;   x = x + E(norm(x));   x = x + mlp(norm(x))
         logits = the target's head of the target's final norm of x
 
-    Slot i proposes the token i + 1 after the root, whatever tokens stand between them.
+    Slot i proposes the token i + 1 after the root, whatever tokens stand between them. The SiLU of
+    the MLP is on the other matrix than in Llama.
     """
 
     num_layers = 1
@@ -129,7 +114,9 @@ class SpecFormer(KvNetwork):
         self.encoder_input_norm = norm()
         self.encoder_att = llama.Attention(args)
         self.encoder_ffn_input_norm = norm()
-        self.encoder_ffn = SlotMlp(hidden, config.intermediate_size)
+        self.encoder_ffn = GatedMlp(
+            hidden, config.intermediate_size, lambda gate, up: gate * nn.silu(up)
+        )
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         super().check_fit(target, tokenizer)

@@ -22,7 +22,7 @@ _ZERO = mx.array([0], dtype=mx.int32)
 
 
 class Drafts(NamedTuple):
-    """The drafts of a tree on the host: all nodes except the root, with values as in `TokenTree`."""
+    """The drafts of a tree on the host: all nodes except the root, as in `TokenTree`."""
 
     scores: list[float]
     depths: list[int]

@@ -17,6 +17,7 @@ from mlx_lm.models.gemma4_text import geglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.draft_network import GatedMlp
 from mlx_redrafter.proposers.yarn import complete_yarn
 
 
@@ -132,22 +133,6 @@ class DynamicConvolution(nn.Module):
         return mx.sum(kernel * earlier.reshape(*kernel.shape), axis=2).reshape(z.shape)
 
 
-class BlockMlp(nn.Module):
-    """The gated MLP of Qwen 3, or of Gemma 4."""
-
-    def __init__(self, config: BlockConfig):
-        super().__init__()
-        hidden, width = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, width, bias=False)
-        self.up_proj = nn.Linear(hidden, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden, bias=False)
-        self.activate = geglu if config.layer_type == "gemma4" else swiglu
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Apply the MLP to rows, shape (..., H)."""
-        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
-
-
 class BlockLayer(nn.Module):
     """A decoder layer over blocks."""
 
@@ -158,7 +143,8 @@ class BlockLayer(nn.Module):
             return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
         self.self_attn = BlockAttention(config, index)
-        self.mlp = BlockMlp(config)
+        activate = geglu if config.layer_type == "gemma4" else swiglu
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, activate)
         self.input_layernorm = norm()
         self.post_attention_layernorm = norm()
         self.is_sandwich = config.layer_type == "gemma4"

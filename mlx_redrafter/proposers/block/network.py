@@ -32,20 +32,12 @@ from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings, new_rope
-from mlx_redrafter.proposers.block.links import new_link
+from mlx_redrafter.proposers.block.links import MarkovHead, Selector
 from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding, write
 from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork
 from mlx_redrafter.proposers.linked_levels import Link, LinkedLevels
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, search_all
 from mlx_redrafter.target.target import Target
-
-
-class ConfidenceHead(nn.Module):
-    """DSpark's estimate of the probability that the target accepts a draft after accepted ones."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
 
 
 class BlockNetwork(KvNetwork):
@@ -66,11 +58,13 @@ class BlockNetwork(KvNetwork):
         self.norm = nn.RMSNorm(hidden, eps=eps)
         if config.has_head:
             self.lm_head = nn.Linear(hidden, config.head_rows, bias=False)
-        if (found := new_link(config)) is not None:
-            self[found[0]] = found[1]
+        if config.link == "selector":
+            self.candidate_selector = Selector(config)
+        elif config.link != "none":
+            self.markov_head = MarkovHead(config)
         if config.has_confidence:
             reads = config.rank if config.confidence_reads_token else 0
-            self.confidence_head = ConfidenceHead(hidden + reads)
+            self.confidence_head = {"proj": nn.Linear(hidden + reads, 1)}
 
     @property
     def num_rows(self) -> int:
@@ -193,7 +187,7 @@ class BlockNetwork(KvNetwork):
         x = mx.broadcast_to(outputs, (*previous.shape, outputs.shape[-1]))
         if self.config.confidence_reads_token:
             x = mx.concatenate([x, self.markov_head.markov_w1(previous)], axis=-1)
-        return nn.log_sigmoid(self.confidence_head.proj(x).astype(mx.float32))
+        return nn.log_sigmoid(self.confidence_head["proj"](x).astype(mx.float32))
 
     def scales(self, levels: int, rank: NoiseRank | None) -> mx.array | None:
         """Return the factor on the logits of each depth, float32, shape (levels,), or None for 1.

@@ -28,14 +28,10 @@ from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.layer_sizes import LayerSizes
 from mlx_redrafter.proposers.speculators import OFFSETS, speculative_tokens
 
-# The embedding, which is the target's unless the config says that the head has one of its own.
-EMBEDDING = "embed_tokens.weight"
 # Tensors that are not read: the target's own, and a mask that only training needs.
 LEFT_OUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 # Projections of which the first layer of a head has one: full attention, and latent attention.
 FIRST = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
-# Tensors of which an MLP of experts has one: gpt-oss's and Qwen's.
-EXPERTS = ("router.weight", "gate.weight")
 # Keys that the config here has under the same name.
 SAME_KEYS = (
     *(field.name for field in fields(LayerSizes)),
@@ -45,8 +41,6 @@ SAME_KEYS = (
 )
 # Keys of variants of the network, likewise.
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# Types of speculators' configs.
-SPECULATORS = ("eagle3", "peagle")
 # Depths of a P-EAGLE head whose config does not say: those it is trained on by default.
 DEPTHS = 8
 # Key of the object of NVIDIA's and SpecForge's configs that describes the head.
@@ -56,10 +50,8 @@ CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
 
 def is_eagle(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    if (
-        config.get("model_type") == MODEL_TYPE
-        or config.get("speculators_model_type") in SPECULATORS
-    ):
+    speculators = config.get("speculators_model_type")
+    if config.get("model_type") == MODEL_TYPE or speculators in ("eagle3", "peagle"):
         return True
     if shapes:
         own = set(map(_own_name, shapes))
@@ -76,7 +68,7 @@ def own_names(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]
     """Map names of `Eagle` to published ``names``, without those that are not read."""
     sources = collect_sources(names, _own_name)[0]
     if not _has_embedding(values):
-        sources.pop(EMBEDDING, None)
+        sources.pop("embed_tokens.weight", None)  # the target's
     return sources
 
 
@@ -182,7 +174,7 @@ def _check_variant(
         found = "the tensor mask_hidden of P-EAGLE, but a config that is not speculators' 'peagle'"
     elif "layers.0.self_attn.kv_a_proj_with_mqa.weight" in names:
         found = "layers with latent attention (kv_a_proj_with_mqa)"
-    elif any(f"layers.0.mlp.{name}" in names for name in EXPERTS):
+    elif "layers.0.mlp.router.weight" in names or "layers.0.mlp.gate.weight" in names:
         found = "a mixture of experts in its layer"
     elif layer.get("hidden_act", "silu") != "silu":
         found = f"hidden_act {layer['hidden_act']!r}, not 'silu'"

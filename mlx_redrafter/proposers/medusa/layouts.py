@@ -96,13 +96,11 @@ def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
             "does not load it"
         )
     bare = {name: _PREFIX.sub("", name, count=1) for name in shapes}
-    is_vllm = any(
-        pattern.fullmatch(name)
-        for name in bare.values()
-        for pattern in (_BLOCK["vllm"], _FINAL["vllm"])
-    )
+    vllm = _BLOCK["vllm"], _FINAL["vllm"]
+    is_vllm = any(pattern.fullmatch(name) for name in bare.values() for pattern in vllm)
     name_set: NameSet = "vllm" if is_vllm else "fasterdecoding"
-    num_layers = _count_layers(bare.values(), name_set)
+    blocks = filter(None, map(_BLOCK[name_set].fullmatch, bare.values()))
+    num_layers = 1 + max((int(match[2]) for match in blocks), default=-1)
     sources, unknown = collect_sources(
         sorted(shapes), lambda name: _own_name(bare[name], name_set, num_layers)
     )
@@ -124,11 +122,6 @@ def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
             f"{problems}"
         )
     return NamedHeads(config, name_set, sources, tuple(notes))
-
-
-def _count_layers(bare: Iterable[str], name_set: NameSet) -> int:
-    matches = (_BLOCK[name_set].fullmatch(name) for name in bare)
-    return 1 + max((int(match[2]) for match in matches if match), default=-1)
 
 
 def _own_name(bare: str, name_set: NameSet, num_layers: int) -> str | None:
