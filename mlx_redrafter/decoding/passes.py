@@ -1,7 +1,7 @@
-"""Forward passes of the target: how tokens are sampled and accepted after one, and what came of it.
+"""Forward passes of the target: how tokens are sampled and accepted after one, and the outcome.
 
-Axes: G sequences, N nodes of a tree, L its levels, the root's included (`TokenTree.max_depth` + 1),
-H hidden size, V vocabulary, K most probable tokens that a drafting asks for.
+Axes: G sequences, N nodes of a tree, L its levels, the root's included, H hidden size, V
+vocabulary, K most probable tokens that a drafting asks for.
 
 Several sequences are sampled with the operations of one, on more rows. Each row has the noise that
 its sequence has alone, so that the tokens are those of each sequence alone.
@@ -154,11 +154,9 @@ class Pass:
         return self.outcome.bonus >= 0
 
     def check_finite(self) -> None:
-        """Raise an error unless there is a bonus token; waits for the device.
+        """Raise NonFiniteError if the logits are NaN; waits for the device.
 
-        Raises:
-            ConfigError: The user's sampler has returned no token of the vocabulary.
-            NonFiniteError: The logits are NaN.
+        A user's sampler that has returned no token of the vocabulary raises ConfigError.
         """
         if not self.is_finite:
             if self.outcome.bonus == NOT_A_TOKEN:
@@ -176,18 +174,16 @@ def accept(tree: TokenTree, chosen: mx.array) -> Accepted:
     """Walk from the root for as long as the target's choice is one of the drafts.
 
     Every token on the path, and the bonus token, is the target's choice after its true prefix: the
-    text is the target's whatever the tree. This is sample-then-match; for drafts that do not
-    depend on the target's noise no lossless rule accepts more.
+    text is the target's whatever the tree. This is sample-then-match; for drafts that do not depend
+    on the target's noise no lossless rule accepts more.
 
     Args:
         tree: The verified drafts.
         chosen: The target's token after every node, integer, shape (N,).
 
     Returns:
-        Five arrays, all int32. Node indices of the path from the root on, shape (L,), junk after
-        ``num_accepted + 1`` of them. ``num_accepted``, the number of accepted drafts, shape (1,).
-        The target's own token after the path, the next root, shape (1,). Index of the last
-        accepted node, shape (1,). Tokens of the path, shape (L,), with as much junk.
+        `Accepted`, all int32. The path has shape (L,), junk after ``num_accepted + 1`` nodes, as
+        have its tokens; the other arrays have shape (1,).
     """
     chosen = chosen.astype(mx.int32)
     if tree.is_chain and tree.size > 1:

@@ -29,7 +29,6 @@ class CachedDrafting(NetworkDrafting):
     leaves them in order.
 
     Attributes:
-        cache: The entries.
         length: Number of entries whose tokens the host knows.
         num_without_entry: Number of tokens of a sequence without an entry: 1 if an entry belongs to
             a pair of them.

@@ -25,7 +25,7 @@ from mlx_redrafter.checkpoint_files import (
     read_tensors,
     write_checkpoint,
 )
-from mlx_redrafter.checks import check_instance
+from mlx_redrafter.checks import as_mapping, check_instance
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError, explain, first_line
 from mlx_redrafter.escaping import join_shortened, quote
@@ -40,6 +40,11 @@ MASK_FILE = "mask_embedding.pt"
 PATTERNS = [CONFIG_FILE, *WEIGHTS_PATTERNS, "README.md", MASK_FILE]
 # Name of the tensor with the token ids of a reduced head.
 TOKEN_IDS = "token_ids"
+
+# Name of the offsets from rows of the head to token ids, in files of several publishers.
+OFFSETS = "d2t"
+# Largest int32, which is the token id of no model.
+LAST_ID = 2**31 - 1
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -230,8 +235,7 @@ def check_finite(network: nn.Module, name: str | Path, names: Mapping[str, str])
 def check_token_ids(network: Any, name: str | Path) -> None:
     """Raise `CheckpointError` if two rows of the head propose one token, or one an unknown token.
 
-    Acceptance would keep both of two equal siblings in a tree; an id out of range reads memory
-    outside the embedding.
+    A tree would keep both of two equal siblings; an id out of range reads memory elsewhere.
     """
     if TOKEN_IDS not in network:
         return
@@ -247,3 +251,23 @@ def check_token_ids(network: Any, name: str | Path) -> None:
     else:
         return
     raise CheckpointError(f"token_ids in {name} must be {found}; convert or train it again")
+
+
+def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> None:
+    """Replace offsets from rows of the head to token ids by these ids, int32, shape (V,).
+
+    ``names`` are the published names by those of the network.
+    """
+    offsets = weights.get(TOKEN_IDS)
+    if offsets is None or not names[TOKEN_IDS].endswith(OFFSETS):
+        return
+    if mx.issubdtype(offsets.dtype, mx.integer):  # `check_token_ids` refuses others
+        ids = mx.arange(offsets.shape[0], dtype=mx.int64) + offsets.astype(mx.int64)
+        weights[TOKEN_IDS] = mx.clip(ids, -1, LAST_ID).astype(mx.int32)
+
+
+def speculative_tokens(values: Mapping[str, Any]) -> Any:
+    """Return the number of drafts of the first method in a config; None if it has none."""
+    methods = as_mapping(values.get("speculators_config")).get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return as_mapping(first).get("speculative_tokens")

@@ -3,9 +3,8 @@
 A tree has the drafts with the largest products of probabilities, so probabilities that are too
 sharp make it too narrow, and flat ones too broad. Greedy decoding chooses the most probable token
 for certain, while a drafter is trained on the target's distributions, so most score scales are
-above 1. With sampling, a share of the target's noise ranks drafts. A drafter that knows the
-target's distribution well does best with a large share; with all of it, the noise would outweigh
-the knowledge of a poor one.
+above 1. With sampling, a share of the target's noise ranks drafts: a large one if the drafter knows
+the distribution well, while the noise would outweigh the knowledge of a poor one.
 
 Axes: n tokens of a sequence, k most probable tokens, p predictions, V rows of the head, H hidden
 size.

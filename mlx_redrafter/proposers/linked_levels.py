@@ -88,8 +88,7 @@ class LinkedLevels:
     def chain(self) -> Expansion:
         """Follow the best draft of every depth from each root, as a search of one beam does.
 
-        The drafts come from logits, so that their probabilities are computed only if something
-        reads them.
+        MLX computes the probabilities only if something reads them.
         """
         depths = self.unary.shape[1]
         logits, best, tokens, before = [], [], [], [self.roots]

@@ -3,8 +3,8 @@
 Axes: R roots, W beam width, L beam length (root included), K nodes scored per level, M in all, V
 tokens that the network proposes, N nodes of the tree.
 
-A search never duplicates a prefix: the nodes that it scores are distinct continuations of distinct
-prefixes, so they are already a tree. `build_tree` selects the nodes that the target verifies.
+A search never duplicates a prefix: its nodes are distinct continuations of distinct prefixes, so
+they are already a tree. `build_tree` selects those that the target verifies.
 """
 
 from __future__ import annotations
@@ -84,16 +84,13 @@ class LevelScorer(Protocol):
         """Return natural log-probabilities of tokens after the roots, float32, shape (R, V)."""
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """Return natural log-probabilities of the tokens after the beams, one token longer each.
+        """Return log-probabilities of the tokens after the beams, one token longer each, (R W, V).
 
         Args:
-            beams: Index of the beam that each one continues, int32, shape (R W,); those of a root
-                are neighbours. None if each continues that of its own index, or the only root.
+            beams: Index of the beam that each continues, int32, shape (R W,); those of a root are
+                neighbours. None if each continues that of its own index, or the only root.
             tokens: Newest tokens of the beams, int32, shape (R W,).
             depth: Depth of those tokens, 1 for the children of the roots.
-
-        Returns:
-            float32, shape (R W, V).
         """
 
     def to_token_ids(self, rows: mx.array) -> mx.array:

@@ -297,12 +297,10 @@ class TreeBatch:
         return self.ancestors & ~mx.eye(self.size, dtype=mx.bool_)
 
     def window_rows(self, size: int) -> mx.array:
-        """Find the inputs of a convolution over ``size`` tokens, for every node.
+        """Find the inputs of a convolution over ``size`` tokens, for every node, int32, (B N, n).
 
-        Returns:
-            The last ``size`` rows of each node's branch, int32, shape (B N, size). Each sequence
-            has ``size`` - 1 rows of tokens before the root, then those of its nodes; rows count
-            through all sequences.
+        They are the last n = ``size`` rows of its branch. Each sequence has n - 1 rows of tokens
+        before the root, then those of its nodes; rows count through all sequences.
         """
         if size not in self._window_rows:
             count, root = len(self), size - 1

@@ -32,9 +32,8 @@ from mlx_redrafter.proposers.block.values import (
     first_slot_of,
     masks_of,
 )
-from mlx_redrafter.proposers.checkpoint import collect_sources
+from mlx_redrafter.proposers.checkpoint import OFFSETS, collect_sources, resolve_offsets
 from mlx_redrafter.proposers.kind import Shapes
-from mlx_redrafter.proposers.speculators import OFFSETS, resolve_offsets
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 
 # Tensors that are not read: the target's own, and what only training needs.

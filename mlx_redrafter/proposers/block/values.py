@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from mlx_redrafter.checks import as_mapping, check_int, is_number
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.checkpoint import speculative_tokens
 from mlx_redrafter.proposers.layer_sizes import ATTENTION_TYPES
-from mlx_redrafter.proposers.speculators import speculative_tokens
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, reading
 
 # End of the model type of Meta's drafters.

@@ -22,11 +22,10 @@ from typing import Any
 from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.checkpoint import collect_sources
+from mlx_redrafter.proposers.checkpoint import OFFSETS, collect_sources, speculative_tokens
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.layer_sizes import LayerSizes
-from mlx_redrafter.proposers.speculators import OFFSETS, speculative_tokens
 
 # Tensors that are not read: the target's own, and a mask that only training needs.
 LEFT_OUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")

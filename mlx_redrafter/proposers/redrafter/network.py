@@ -89,8 +89,7 @@ class Drafter(DraftNetwork):
     def project_input(self, embedding: mx.array) -> mx.array:
         """Compute the term that a token adds to the state: ``rnn_w e``, or ``e`` without an RNN.
 
-        ``e``, of shape (..., H), has rows of the target's input embedding. The term has the dtype
-        of the drafter.
+        ``e``, of shape (..., H), has rows of the target's input embedding.
         """
         embedding = embedding.astype(self.dtype)
         return self.rnn_w(embedding) if self.config.rnn else embedding
@@ -190,8 +189,7 @@ class Columns:
     """The part of a linear layer that reads the inputs from ``start`` to before ``stop``.
 
     It holds a copy of the weights, computed at once: MLX would copy a matrix whose rows do not
-    follow each other in memory at every use, and threads must not share an array that is not
-    computed yet.
+    follow each other in memory at every use, and threads must not share pending arrays.
     """
 
     def __init__(
@@ -271,8 +269,8 @@ class RecurrentLevels:
         project_input: Result of `input_lookup`.
         hidden_state: The target's last hidden states that predicted the roots, shape (R, H).
         root: The newest tokens, integer, shape (R,).
-        with_noise: Whether noise ranks the drafts. That of a sampling target makes its choices as
-            uncertain as the probabilities say, so the inverse temperature applies only without it.
+        with_noise: Whether noise ranks the drafts, and no inverse temperature: noise makes the
+            target's choices as uncertain as the probabilities say.
     """
 
     def __init__(
