@@ -132,7 +132,7 @@ def load(
             mx.eval(network.parameters())
     if kernels:
         use_kernels(model)
-    if tune and hasattr(kind, "tune"):
+    if tune and kind is not None and hasattr(kind, "tune"):
         proposer = kind.tune(proposer, target)
     return model, tokenizer, proposer
 

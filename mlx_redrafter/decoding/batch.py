@@ -56,7 +56,6 @@ class Batch(Lane):
         return iter(list(self._slots))
 
     def takes(self, sequence: SequenceDecoder) -> bool:
-        """Whether a sequence can move in as it is."""
         return self.cache.takes(sequence.own_cache)
 
     def join(self, sequence: SequenceDecoder) -> None:
@@ -138,7 +137,6 @@ class Batch(Lane):
         return found | self._sample_alone(alone, outputs)
 
     def _sample_alone(self, inputs: Inputs, outputs: TargetOutputs) -> dict[SequenceDecoder, Pass]:
-        """Sample after the trees or roots of sequences with samplers of their users."""
         found = {}
         for sequence, one in inputs.items():
             own = outputs.of(self._slots[sequence].number).between(*_sampled_nodes(one))
@@ -182,7 +180,6 @@ class Batch(Lane):
         outputs: TargetOutputs,
         trees: TreeBatch,
     ) -> list[Pass]:
-        """Sample after the trees or roots of several sequences with one set of operations."""
         slots, samplers = [self._slots[one].number for one in group], _samplers(group)
         is_tree = isinstance(trees.drafts[slots[0]], TokenTree)
         if slots != list(range(self.cache.num_slots)):

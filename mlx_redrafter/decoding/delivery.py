@@ -172,7 +172,6 @@ class StepClock:
         self._away = 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Count seconds that the caller has spent with tokens."""
         self._away += seconds
 
     def skip(self) -> None:

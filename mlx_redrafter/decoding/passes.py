@@ -343,7 +343,7 @@ def _passes(
     def split(array: mx.array | None) -> list[Any]:
         if array is None:
             return [None] * count
-        return mx.split(array.reshape(-1, *array.shape[2:]), count)
+        return list(mx.split(array.reshape(-1, *array.shape[2:]), count))
 
     parts = zip(
         split(outcomes),
@@ -355,7 +355,7 @@ def _passes(
         strict=True,
     )
     return [
-        Pass(root if packed is None else packed, root, *rest, read=partial(_item, read, number))
+        Pass(root if packed is None else packed, root, *rest, partial(_item, read, number))
         for number, (packed, root, *rest) in enumerate(parts)
     ]
 

@@ -201,7 +201,6 @@ class KeyedSampler(TokenSampler):
 
     @property
     def _max_positions(self) -> int:
-        """Maximum number of positions whose noise is drawn at once."""
         return min(MAX_POSITIONS, MAX_NOISE // self.vocab_size)
 
     def _draw(self, first: int) -> None:

@@ -184,7 +184,6 @@ class Scheduler:
             self.batch.join(sequence)
 
     def _move_out(self, sequence: SequenceDecoder) -> None:
-        """Move a sequence out of the batch, once its pass in flight is read."""
         sequence.commit()
         self.batch.leave(sequence)
 

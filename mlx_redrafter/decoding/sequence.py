@@ -108,7 +108,6 @@ class SequenceDecoder:
 
     @property
     def layers(self) -> Sequence[int]:
-        """Layers of the target whose states the drafting reads."""
         reader = None if self.drafting is None else self.drafting.reader
         return () if reader is None else reader.layers
 
@@ -118,7 +117,6 @@ class SequenceDecoder:
         self.policy = self._own_policy if slot is None else policy
 
     def pass_for_drafts(self) -> Pass:
-        """Return the newest pass, after which the drafting is about to propose."""
         assert self.last is not None
         self._seen = self.last
         return self.last

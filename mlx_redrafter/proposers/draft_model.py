@@ -74,7 +74,6 @@ class DraftModel:
         hook_attention(model)
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """Raise `CheckpointError` unless tokens have the same ids."""
         check_ids(self.tokenizer, tokenizer)
 
     def open(

@@ -170,7 +170,6 @@ class KvDrafting(CachedDrafting):
         return network(network.fuse(states), network.embed(tokens, self.target), caches)
 
     def _stock_cache(self, cached: Sequence[Any]) -> list[Any]:
-        """Check the caller's caches, or make new ones."""
         own: list[Any] = self.network.make_cache()
         if not cached:
             return own

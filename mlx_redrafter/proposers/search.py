@@ -195,7 +195,6 @@ def _packed(tokens: mx.array, scores: mx.array, *places: mx.array) -> mx.array:
 
 
 def _tree(plan: DraftPlan, arrays: Sequence[mx.array]) -> TokenTree:
-    """Make a tree of the arrays of `_best`."""
     tokens, scores, packed, *places = arrays
     if places:
         tree = _branched(plan.shape, tokens, *places)

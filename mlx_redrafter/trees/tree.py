@@ -243,7 +243,6 @@ class TreeBatch:
         return len(self.drafts)
 
     def of(self, slots: Sequence[int]) -> TreeBatch:
-        """Select the trees of some slots, at the same size."""
         return TreeBatch([self.drafts[slot] for slot in slots], self.size)
 
     @property
@@ -338,13 +337,11 @@ class TreeBatch:
 
     @property
     def _only(self) -> TokenTree | None:
-        """The only tree, if it needs no padding."""
         one = self.drafts[0]
         is_only = len(self) == 1 and isinstance(one, TokenTree) and one.size == self.size
         return cast(TokenTree, one) if is_only else None
 
     def _stacked(self, name: str, padding: int) -> mx.array:
-        """Pad and stack an array of all trees to shape (B, N)."""
         if self._only is not None:
             return getattr(self._only, name)[None]
         parts: list[mx.array] = []
@@ -356,7 +353,6 @@ class TreeBatch:
 
 
 def _in_a_row(tokens: mx.array, name: str) -> mx.array:
-    """Return an array of the tree of tokens that follow each other."""
     if name == "tokens":
         return tokens
     if tokens.shape[0] == 1:

@@ -165,13 +165,11 @@ class _Sizes:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the queries' projection makes a gate as well."""
         width = self.axis(ATTENTION + "q_proj.weight", 0)
         return width == 2 * self.axis(ATTENTION + "o_proj.weight", 1)
 
     @property
     def is_sandwich(self) -> bool:
-        """Whether layers have norms on both sides, as in Gemma."""
         return self.has("layers.0.pre_feedforward_layernorm.weight")
 
     def layers(self) -> dict[str, Any]:
@@ -250,7 +248,6 @@ def _check_variant(config: PublishedValues, shapes: Shapes) -> None:
 
 
 def _check_stated(config: PublishedValues, fields: Mapping[str, Any]) -> None:
-    """Compare what a config says about the drafter's own parts with the tensors."""
     link, rank = fields["link"], fields.get("rank", 0)
     is_selector = link == "selector"
     is_markov = link != "none" and not is_selector

@@ -163,7 +163,6 @@ def model_type_of(values: Mapping[str, Any]) -> str:
 
 
 def has_family(values: Mapping[str, Any]) -> bool:
-    """Return whether a config is that of a model with an MTP module, or of the module alone."""
     return str(values.get("model_type")).removesuffix(SIDECAR) in FAMILIES
 
 
