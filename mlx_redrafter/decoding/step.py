@@ -18,7 +18,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import num_unread, prefill
-from mlx_redrafter.decoding.protocols import Drafting, JointDrafting, JointPolicy
+from mlx_redrafter.decoding.protocols import Group, JointDrafting, JointPolicy
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
@@ -218,15 +218,14 @@ class _Step:
         if arrays:
             mx.async_eval(arrays)
 
-    def _propose(self, group: Sequence[SequenceDecoder]) -> list[mx.array]:
+    def _propose(self, alike: Sequence[SequenceDecoder]) -> list[mx.array]:
         """Build the trees of sequences with one plan; return the arrays to dispatch."""
-        plan = self._plans[group[0]]
-        noises = self._lane.noises(group, plan.shape.length)
-        draftings = [one.drafting for one in group if one.drafting is not None]
-        flights = [one.pass_for_drafts() for one in group]
-        trees = propose_all(draftings, flights, plan.searched, noises)
+        plan = self._plans[alike[0]]
+        noises = self._lane.noises(alike, plan.shape.length)
+        group = [(one.drafting, one.pass_for_drafts()) for one in alike]
+        trees = propose_all(group, plan.searched, noises)
         arrays: list[mx.array] = []
-        for one, noise, tree in zip(group, noises, trees, strict=True):
+        for one, noise, tree in zip(alike, noises, trees, strict=True):
             if tree is None:
                 continue
             self._trees[one], self._noises[one] = tree, noise
@@ -303,16 +302,13 @@ class _Step:
 
 
 def propose_all(
-    draftings: Sequence[Drafting],
-    flights: Sequence[Pass],
-    plan: DraftPlan,
-    noises: Sequence[GumbelNoise | None],
+    group: Group, plan: DraftPlan, noises: Sequence[GumbelNoise | None]
 ) -> list[TokenTree | None]:
     """Draft for one or several sequences, in the same passes of a network if it can do that."""
-    first, found = draftings[0], None
-    if len(draftings) > 1 and isinstance(first, JointDrafting):
-        found = first.propose_all(list(zip(draftings, flights, strict=True)), plan, noises)
+    first, found = group[0][0], None
+    if len(group) > 1 and isinstance(first, JointDrafting):
+        found = first.propose_all(group, plan, noises)
     if found is not None:
         return found
-    each = zip(draftings, flights, noises, strict=True)
-    return [one.propose(flight, plan, noise) for one, flight, noise in each]
+    pairs = zip(group, noises, strict=True)
+    return [one.propose(flight, plan, noise) for (one, flight), noise in pairs]
