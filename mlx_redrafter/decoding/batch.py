@@ -3,8 +3,6 @@
 One forward pass answers all sequences: trees of different sizes are padded to the largest. A
 network drafts for all of them in the same passes if it can, and sequences with equal samplers are
 sampled with one set of operations. The host reads all outcomes at once.
-
-Axes: B slots, N nodes of each slot's tree, V vocabulary.
 """
 
 from __future__ import annotations

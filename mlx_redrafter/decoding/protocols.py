@@ -81,9 +81,9 @@ class Drafting(Protocol):
     def matches(self, least: float) -> Sequence[float] | None:
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
-        Empty if the lookup finds nothing; None for a network, which always proposes something. It
-        uses the tokens that the host has read, and never waits for the device. Drafts of
-        probabilities below ``least`` need not be found.
+        Empty if it finds nothing; None for a network, which always proposes something. It uses the
+        tokens that the host has read, and never waits. Drafts of less than ``least`` need not be
+        found.
         """
 
     def propose(
@@ -91,14 +91,11 @@ class Drafting(Protocol):
     ) -> TokenTree | None:
         """Draft tokens that may follow a forward pass.
 
-        Args:
-            flight: The pass. Its arrays may not be computed yet, and its ``tokens`` wait for them.
-            plan: Plan of the drafts, its beams no longer than `Proposer.max_length`.
-            noise: Noise of the target's choices after nodes of each depth below L, or None.
-
-        Returns:
-            A tree of at most ``plan.num_nodes`` nodes and depths below ``plan.shape.length``, its
-            siblings distinct, rooted in ``flight.root``; None if there is nothing to propose.
+        Its arrays may not be computed yet, and its ``tokens`` wait for them. The plan's beams are
+        no longer than `Proposer.max_length`. The noise is that of the target's choices after nodes
+        of each depth below L. The tree is rooted in ``flight.root``, has at most ``plan.num_nodes``
+        nodes, depths below ``plan.shape.length`` and distinct siblings; None if there is nothing to
+        propose.
         """
 
     def skip(self, flight: Pass, /) -> None:

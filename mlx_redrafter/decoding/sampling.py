@@ -112,14 +112,10 @@ class GumbelNoise(NamedTuple):
         sample, rather than what is most probable (drafter-invariant coupling, arXiv 2408.07978).
 
         Args:
-            log_probs: The drafter's natural log-probabilities, shape (W, n).
+            log_probs: The drafter's natural log-probabilities, shape (W, n), as is the result.
             depth: Depth of the nodes, or of each of them, int32, shape (W,).
-            token_ids: Token ids of the columns, shape (n,), or of each node, (W, n); None for the
-                first tokens in order.
+            token_ids: Token ids of the columns, (n,) or (W, n); None for the first tokens in order.
             weight: Weight of the noise, 0 to 1.
-
-        Returns:
-            Natural log-probabilities given the noise, float32, shape (W, n).
         """
         rows = self.values[depth]
         if token_ids is None:
@@ -355,14 +351,9 @@ def _set_random_state(key: mx.array) -> None:
 def top_k(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """Find the k largest entries of each row; of equal entries the first ones.
 
-    All k entries lie in the k blocks with the largest maxima, so only these blocks are sorted.
-
-    Args:
-        scores: Shape (R, V), no NaN, and at least k entries above minus infinity in every row.
-        k: Number of entries, 1 to V.
-
-    Returns:
-        Values in descending order, and their indices (uint32), both of shape (R, k).
+    ``scores``, shape (R, V), have no NaN, and at least k entries above minus infinity in every row.
+    Return values in descending order, and their indices (uint32), both of shape (R, k). All k
+    entries lie in the k blocks with the largest maxima, so only these blocks are sorted.
     """
     size = scores.shape[-1]
     if k == 1:

@@ -56,8 +56,7 @@ class SequenceDecoder:
         on_close: Function called with the counts when the sequence ends, for whatever reason.
 
     Attributes:
-        cache: Its cache now: its own, or a slot of a batch.
-        policy: Its policy, alone or in the batch.
+        cache, policy: Those in use: its own, or a slot of a batch and the policy there.
         last: The newest pass.
         committed: The newest pass that is read and committed: `last` or the one before.
         is_cancelled: Whether it ends before its next step; any thread may set this.

@@ -33,9 +33,7 @@ class Kind(Protocol):
     def load(self, path_or_repo: str | Path, target: TargetFacts) -> Proposer:
         """Load a proposer in the dtype it was stored in, after a check against the target's facts.
 
-        Args:
-            path_or_repo: Folder or hub repository, or the word that stands for this kind.
-            target: Facts about the target.
+        The name is that of a folder or hub repository, or the word that stands for this kind.
 
         Raises:
             CheckpointError: Files are missing, damaged or foreign, or belong to another target.

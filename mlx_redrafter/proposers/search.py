@@ -101,12 +101,9 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
     """Score the best continuations of every root, and those of the W best nodes of every level.
 
     Every root has a search of its own, in the same calls of the network. The host reads nothing.
-    The arrays of the result have an axis of R before their own.
-
-    Args:
-        levels: The network, after the roots.
-        shape: W, L and the number of nodes to score per level, at most V.
-        rank: Function for log-probabilities of shape (R W, V); None ranks by the network's own.
+    ``rank`` replaces the network's log-probabilities, shape (R W, V). The shape has W, L and the
+    number of nodes to score per level, at most V. Arrays of the result have an axis of R before
+    their own.
     """
     width, log_probs = shape.width, levels.first()
     roots, rows = log_probs.shape

@@ -197,19 +197,12 @@ class SpeculateAheadDrafting:
 def likeliest_outcomes(
     tree: TokenTree, log_probs: mx.array, token_ids: mx.array, count: int
 ) -> tuple[mx.array, mx.array]:
-    """Choose the outcomes with the largest products of probabilities along path and token.
+    """Choose the R outcomes with the largest products of probabilities along path and token.
 
     An outcome may be below any node: less probable paths get fewer of them, geometrically along a
-    chain.
-
-    Args:
-        tree: The tree in flight.
-        log_probs: Natural log-probabilities after its nodes, shape (N, V).
-        token_ids: Token ids of the V columns, int32, shape (V,).
-        count: R.
-
-    Returns:
-        Last accepted nodes, and columns of the tokens after them, int32, both of shape (R,).
+    chain. ``log_probs`` after the tree's nodes have shape (N, V), ``token_ids`` of their columns
+    are int32, (V,). Return the last accepted nodes, and columns of the tokens after them, int32,
+    (R,).
     """
     log_probs = bounded(log_probs)
     is_draft = mx.arange(tree.size) > 0

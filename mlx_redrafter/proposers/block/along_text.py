@@ -29,14 +29,9 @@ def read_blocks(
 ) -> mx.array:
     """Process a block after each anchor; the outputs of its depths have shape (M, D, H).
 
-    Args:
-        network: The network.
-        target: Its target.
-        roots: Token after each anchor, integer, shape (M,).
-        states: The target's states at the tokens, shape (n, S).
-        sequences: Number of the sequence of each token, integer, shape (n,). They are apart.
-        anchors: Indices of the tokens before the roots, int32, shape (M,).
-        levels: D.
+    The ``states`` of the target have shape (n, S), the numbers of the ``sequences`` that tokens
+    belong to, integer, (n,). ``anchors`` are the indices, int32, of the tokens before ``roots``,
+    (M,).
     """
     blocks = network.embed_blocks(roots, network.block_size(levels), target)
     around = TextSurroundings(network, network.fuse(states), sequences, anchors)

@@ -20,8 +20,7 @@ ROPES = ("default", "linear", "llama3", "yarn", "proportional")
 # Kinds of decoder layers: those of Qwen 3, and those of Gemma 4 with norms on both sides.
 LAYER_TYPES = ("qwen3", "gemma4")
 # Inverse temperature of a block drafter that was not calibrated. Factors fitted to three heads are
-# 1.3 to 2. A factor that is too small makes trees worse than chains; one that is too large does
-# not.
+# 1.3 to 2. A factor that is too small makes trees worse than chains, a large one does not.
 INVERSE_TEMPERATURE = 2.0
 
 

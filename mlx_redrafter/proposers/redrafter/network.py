@@ -66,8 +66,7 @@ class Drafter(DraftNetwork):
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
         blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
         self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
-        # A weight, and the two layers made of it. MLX counts no name with an underscore as a
-        # parameter.
+        # A weight, and the two layers made of it: no parameters, as the name has an underscore.
         self._split_weights: tuple[mx.array, Columns, Columns] | None = None
 
     @property
@@ -264,13 +263,9 @@ class RecurrentDrafting(NetworkDrafting):
 class RecurrentLevels:
     """A recurrent drafter after R roots, mostly one; a `LevelScorer`.
 
-    Args:
-        drafter: The network.
-        project_input: Result of `input_lookup`.
-        hidden_state: The target's last hidden states that predicted the roots, shape (R, H).
-        root: The newest tokens, integer, shape (R,).
-        with_noise: Whether noise ranks the drafts, and no inverse temperature: noise makes the
-            target's choices as uncertain as the probabilities say.
+    ``project_input`` comes from `input_lookup`. The target's last hidden states that predicted the
+    roots have shape (R, H). Noise replaces the inverse temperature: it makes the target's choices
+    as uncertain as the probabilities say.
     """
 
     def __init__(
