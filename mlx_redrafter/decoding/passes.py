@@ -229,7 +229,7 @@ def best_rows(log_probs: mx.array, count: int) -> mx.array:
 
 
 def sample_root(
-    sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None, num_best: int = 0
+    sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None, num_best: int
 ) -> Pass:
     """Sample after a root, N = 1, and dispatch that.
 
@@ -253,7 +253,7 @@ def sample_and_accept(
     outputs: TargetOutputs,
     tree: TokenTree,
     noise: GumbelNoise | None,
-    num_best: int = 0,
+    num_best: int,
 ) -> Pass:
     """Sample after every node of a tree, accept what agrees, and dispatch that."""
     num_levels = tree.max_depth + 1
@@ -271,7 +271,7 @@ def sample_roots(
     samplers: Sequence[KeyedSampler],
     outputs: TargetOutputs,
     positions: Sequence[int],
-    num_best: int = 0,
+    num_best: int,
 ) -> list[Pass]:
     """Sample after the roots of several sequences, and dispatch that.
 
@@ -301,7 +301,7 @@ def sample_and_accept_all(
     outputs: TargetOutputs,
     trees: TreeBatch,
     noises: Sequence[GumbelNoise | None],
-    num_best: int = 0,
+    num_best: int,
 ) -> list[Pass]:
     """Sample after every node of several trees, accept what agrees, and dispatch that.
 
@@ -345,9 +345,10 @@ def _passes(
             return [None] * count
         return list(mx.split(array.reshape(-1, *array.shape[2:]), count))
 
+    own_roots = split(roots)
     parts = zip(
-        split(outcomes),
-        split(roots),
+        own_roots if outcomes is None else split(outcomes),
+        own_roots,
         split(hidden_states.reshape(count, -1)),
         mx.split(log_probs, count),
         split(states),
@@ -355,8 +356,8 @@ def _passes(
         strict=True,
     )
     return [
-        Pass(root if packed is None else packed, root, *rest, partial(_item, read, number))
-        for number, (packed, root, *rest) in enumerate(parts)
+        Pass(packed, root, hidden_state, one, state, path, partial(_item, read, number))
+        for number, (packed, root, hidden_state, one, state, path) in enumerate(parts)
     ]
 
 
@@ -368,15 +369,9 @@ def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:
     """Call `accept` on each tree, given choices of shape (G, N)."""
     size, max_depth = trees.size, max(trees.max_depths)
 
-    def accept_one(
-        tokens: mx.array,
-        parents: mx.array,
-        depths: mx.array,
-        ancestors: mx.array,
-        choices: mx.array,
-    ) -> tuple[mx.array, ...]:
-        tree = TokenTree(tokens, parents, depths, ancestors, size, size, max_depth)
-        return accept(tree, choices)
+    def accept_one(*arrays: mx.array) -> tuple[mx.array, ...]:
+        *places, choices = arrays
+        return accept(TokenTree(*places, size, size, max_depth), choices)
 
     accept_each: Callable[..., tuple[mx.array, ...]] = mx.vmap(accept_one)
     return accept_each(trees.tokens, trees.parents, trees.depths, trees.ancestors, chosen)

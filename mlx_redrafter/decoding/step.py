@@ -2,9 +2,9 @@
 
 A step yields the tokens of the pass before the one that it dispatches. So the host reads them while
 the device drafts what may follow, or computes the next token in plain decoding. If a compiled pass
-can follow a path that nobody has read, the host looks ahead: it dispatches that pass first. If a
-policy reads the probabilities of the drafts before it decides how many to verify, or a lookup waits
-for the outcome, the device is idle while the host builds the next pass.
+can follow a path that nobody has read, the host dispatches that pass first. If a policy reads the
+drafts' probabilities, or a lookup waits for the outcome, the device is idle while the host builds
+the next pass.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def decode(
 def step(lane: Lane, sequences: Iterable[SequenceDecoder]) -> None:
     """Decode one step of sequences that have one proposer or none; cancelled ones take no part.
 
-    Their tokens go to their outboxes, and so does an error that only one sequence has.
-    The first step of a sequence yields one token. The second one yields none: from then on, every
-    step yields the tokens of the pass that the step before has dispatched.
+    Their tokens go to their outboxes, and so does an error that only one sequence has. The first
+    step of a sequence yields one token, the second one none, and every further one the tokens of
+    the pass that the step before has dispatched.
     """
     with mx.stream(generation_stream):
         _Step(lane, [one for one in sequences if not one.is_cancelled]).run()

@@ -1,9 +1,8 @@
 """Drafts of one sequence by a model with K/V entries of its own; how entries are counted.
 
-The state of a sequence is the entries of its committed tokens. After a tree, one pass of L rows
-processes the accepted path, and only the device knows how many of its entries count. Entries beyond
-are junk that no query sees, until later ones overwrite it. So rolling back sets an offset, and the
-host reads nothing.
+After a tree, one pass of L rows processes the accepted path, and only the device knows how many of
+its entries count. Entries beyond are junk that no query sees, until later ones overwrite it. So
+rolling back sets an offset, and the host reads nothing.
 """
 
 from __future__ import annotations

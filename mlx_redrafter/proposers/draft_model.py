@@ -1,6 +1,6 @@
 """Draft models: any supported mlx-lm model with the token ids of the target.
 
-Axes: W beam width, L beam length, V token ids that both models have, n tokens.
+Axes: W beam width, V token ids that both models have.
 
 After a tree, the pass over the accepted path processes its drafts again, together with the new
 root. Drafts of a chain have their entries in the order of the sequence, so accepted ones stay, as

@@ -28,8 +28,8 @@ SCALES = tuple(2.0 ** (eighths / 8) for eighths in range(-16, 25))
 WEIGHTS = tuple(twentieths / 20 for twentieths in range(4, 21))
 # Temperature of the target's samples. The best weight hardly changes with it.
 TEMP = 0.8
-# Number of most probable tokens of the target to sample from. For the bundled model's second drafter
-# the best weight seemed to be 0.85 with 32 of the 4,096 tokens; with 512 it was 0.95, as with all.
+# Number of most probable tokens of the target to sample from. For the bundled second drafter the
+# best weight seemed to be 0.85 with 32 of the 4,096 tokens; with 512 it was 0.95, as with all.
 TOP_TOKENS = 512
 # Predictions to fit the scalars to; further ones hardly change them.
 ENOUGH = 8192

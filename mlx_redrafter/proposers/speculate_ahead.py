@@ -1,13 +1,12 @@
 """Speculative speculative decoding: drafts for the likeliest outcomes of a pass while it runs.
 
-Source: Kumar, Dao, May, arXiv 2603.03251. Axes: N nodes of the tree in flight, R outcomes, L beam
-length, W beam width, H hidden size, V tokens that the network proposes.
+Source: Kumar, Dao, May, arXiv 2603.03251. Axes: N nodes of the tree in flight, R outcomes, W beam
+width, H hidden size, V tokens that the network proposes.
 
-An outcome is the last accepted node and the target's token after it, which is none of that node's
-children. The network scores every outcome by its probabilities along the path and of the token,
-with the noise that a sampling target will use, and drafts below the R likeliest. That runs on the
-CPU next to the pass. Once the host has read the pass, its drafts are there if its outcome was among
-the R; if not, the network drafts as it does alone. The difference costs time and changes no text.
+An outcome is the last accepted node and the target's token after it. The network scores every
+outcome by its probabilities along the path and of the token, with the noise that a sampling target
+will use, and drafts below the R likeliest. That runs on the CPU next to the pass. If the pass has
+one of these outcomes, its drafts are there; if not, the network drafts as it does alone.
 """
 
 from __future__ import annotations

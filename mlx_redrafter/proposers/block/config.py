@@ -45,19 +45,14 @@ class BlockConfig(LayerSizes):
         rank: Width of the link's tables, r; 0 without a link.
         num_candidates: Number of tokens per depth that the link scores; None for all.
         conv_taps: Length of the convolutions along the block, in entries; 0 without them.
-        conv_groups: Number of channel groups with one kernel each.
         draft_vocab_size: Number of tokens in its own head; None if they are the target's.
-        has_confidence: Whether it has DSpark's confidence head.
-        confidence_reads_token: Whether that head also reads the link's embedding of the token.
+        confidence_reads_token: Whether DSpark's confidence head also reads the link's embedding.
         layer_type: One of `LAYER_TYPES`.
-        is_gated: Whether the attention's output has a gate.
         has_values: Whether values have a projection; else values are the keys before their norm.
-        has_sinks: Whether each query head has a sink.
         rope_dims: Rotated numbers of a head; None for all.
         rope_traditional: Whether neighbours are rotated, rather than both halves.
         skips_embedding_norm: Whether it reads the target's embeddings without their norm.
-        output_multiplier: Factor of the logits before the link.
-        softcap: Limit of the logits before the link; None for no limit.
+        output_multiplier, softcap: Factor and limit of the logits before the link.
         depth_scales: For each depth, a factor on the logits with greedy decoding; None for
             ``inverse_temperature`` at all depths.
     """

@@ -40,8 +40,6 @@ SAME_KEYS = (
 )
 # Keys of variants of the network, likewise.
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# Depths of a P-EAGLE head whose config does not say: those it is trained on by default.
-DEPTHS = 8
 # Key of the object of NVIDIA's and SpecForge's configs that describes the head.
 NESTED = "eagle_config"
 # Key of the captured layers.
@@ -83,7 +81,8 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     config = {key: layer[key] for key in SAME_KEYS if layer.get(key) is not None}
     heads = layer.get("num_attention_heads")
     given = layer.get("num_key_value_heads")
-    rows = shapes.get("token_ids")
+    rows, kinds = shapes.get("token_ids"), layer.get("layer_types")
+    slides = "sliding_attention" in str(kinds)
     found = {**as_mapping(values.get(NESTED)), **values}
     return EagleConfig.from_dict(
         {
@@ -98,7 +97,9 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
             "reads_hidden_state": not has_fc,
             "own_embedding": _has_embedding(values),
             **_mask(values),
-            **_windows(layer),
+            # A window that no layer uses is left out.
+            "layer_types": kinds if slides else None,
+            "sliding_window": layer.get("sliding_window") if slides else None,
             **{key: found[key] for key in VARIANTS if key in found},
         }
     )
@@ -147,17 +148,9 @@ def _mask(values: Mapping[str, Any]) -> dict[str, Any]:
             "it again"
         )
     found = speculative_tokens(values)
-    depths = found if type(found) is int and found > 0 else DEPTHS
+    depths = found if type(found) is int and found > 0 else 8  # as in training
     max_length = min(1 + depths, MAX_BEAM_LENGTH)
     return {"mask_token_id": values["mask_token_id"], "max_length": max_length}
-
-
-def _windows(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Read which layers attend to a window; a window that no layer uses is left out."""
-    kinds = layer.get("layer_types")
-    if "sliding_attention" not in str(kinds):
-        return {}
-    return {"layer_types": kinds, "sliding_window": layer.get("sliding_window")}
 
 
 def _check_variant(

@@ -32,11 +32,10 @@ class DraftTree:
         contexts: Contexts,
         chances: Chances,
         plan: DraftPlan,
-        noise: GumbelNoise | None = None,
-        least: float = LEAST_PROBABILITY,
+        noise: GumbelNoise | None,
+        least: float,
     ):
-        self._contexts = contexts
-        self._chances = chances
+        self._contexts, self._chances = contexts, chances
         self._noise = None if noise is None else (noise.params, as_rows(noise.values))
         self._tokens, self._parents, self._scores = [contexts.tokens[-1]], [0], [0.0]
         self._depths, self._ends = [0], [contexts.end]

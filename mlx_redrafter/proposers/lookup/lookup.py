@@ -4,8 +4,8 @@ Two sources make one tree, the most probable drafts first:
 
 - tokens that followed the newest ones earlier, in the prompt, the text or texts before it (prompt
   lookup: arXiv 2304.04487 and apoorvumang/prompt-lookup-decoding);
-- tokens that the target itself found most probable after the same last three, two or one tokens,
-  at any node that it has verified (Token Recycling, arXiv 2408.08696).
+- tokens that the target found most probable after the same last three, two or one tokens, at any
+  node that it has verified (Token Recycling, arXiv 2408.08696).
 
 With a temperature, the target's own noise is added to what it found probable: the result is what it
 draws if its distribution is the same.

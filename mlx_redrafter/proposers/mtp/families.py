@@ -9,10 +9,8 @@ Sources: vLLM's ``deepseek_mtp.py``, ``glm4_moe_mtp.py``, ``qwen3_next_mtp.py``,
 ``nemotron_h_mtp.py``. mlx-vlm's ``qwen3_5_mtp``, ``glm4_moe_lite_mtp`` and ``nemotron_h_mtp`` have
 the splitters that write folders with a module alone.
 
-ERNIE-4.5 is missing, as its sources contradict one another. In PaddlePaddle's training code a
-module reads the state before the model's last norm, and applies that norm to its output. In
-FastDeploy's ``ernie4_5_mtp.py`` it reads the state after that norm. In vLLM's ``ernie_mtp.py`` and
-SGLang's ``ernie4_eagle.py`` it does so, too, and no norm applies to the output.
+ERNIE-4.5 is missing, as PaddlePaddle's training code, FastDeploy and vLLM contradict one another
+in where the model's last norm applies.
 """
 
 from __future__ import annotations

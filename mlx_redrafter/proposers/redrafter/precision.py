@@ -1,8 +1,7 @@
 """A drafter's weights in 8 bits, or unpacked, if it drafts faster with them on this machine.
 
 The text does not depend on them, and the drafts hardly do. Half the bytes cost half the time if
-reading the weights bounds drafting, as on GPUs. They gain nothing if unpacking them does, as on
-CPUs.
+reading the weights bounds drafting, as on GPUs; on CPUs unpacking them costs as much.
 """
 
 from __future__ import annotations
