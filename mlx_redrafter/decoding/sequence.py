@@ -45,17 +45,11 @@ class Status(IntEnum):
 class SequenceDecoder:
     """A sequence being decoded, with drafts or without; its tokens are the same.
 
-    Args:
-        target: The model that decodes it.
-        cache: Its own K/V cache, which is empty while the sequence is in a batch.
-        sampler: Sampler of the target's tokens.
-        request: The prompt, and where to end.
-        drafting: Proposes tokens; None for plain decoding.
-        policy: Chooses how much to draft in every step; None for plain decoding.
-        processors: Logits processors and their history.
-        on_close: Function called with the counts when the sequence ends, for whatever reason.
+    Without a drafting and a policy it is decoded plainly. ``on_close`` gets the counts when it
+    ends, for whatever reason.
 
     Attributes:
+        own_cache: Its own K/V cache, which is empty while it is in a batch.
         cache, policy: Those in use: its own, or a slot of a batch and the policy there.
         last: The newest pass.
         committed: The newest pass that is read and committed: `last` or the one before.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -36,8 +36,6 @@ ENOUGH = 8192
 # Predictions to compute at once, which bounds memory.
 BATCH = 128
 
-C = TypeVar("C")
-
 
 @dataclass(frozen=True)
 class Calibration:
@@ -52,9 +50,9 @@ class Calibration:
     inverse_temperature: float = INVERSE_TEMPERATURE
     coupling_weight: float = COUPLING_WEIGHT
 
-    def applied(self, config: C) -> C:
+    def applied(self, config: Any) -> Any:
         """Return the config of a drafter of any kind with these scalars."""
-        return replace(config, **asdict(self))  # type: ignore[type-var]
+        return replace(config, **asdict(self))
 
 
 class ReadSequence(NamedTuple):

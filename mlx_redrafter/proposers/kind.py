@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.proposers.target_facts import TargetFacts
 
 # Shapes of a checkpoint's tensors by name.
 Shapes = Mapping[str, tuple[int, ...]]
-
-P = TypeVar("P", bound=Proposer)
 
 
 class Kind(Protocol):
@@ -41,10 +39,10 @@ class Kind(Protocol):
         """
 
 
-class Wrapper(Generic[P]):
+class Wrapper:
     """The part of a proposer around another one that it has in common with the one inside."""
 
-    def __init__(self, proposer: P):
+    def __init__(self, proposer: Any):
         self.proposer = proposer
         self.networks, self.num_layers = proposer.networks, proposer.num_layers
         self.num_rows, self.max_length = proposer.num_rows, proposer.max_length

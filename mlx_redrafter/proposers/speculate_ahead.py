@@ -54,7 +54,7 @@ class Hits:
     foreseen: int = 0
 
 
-class SpeculateAhead(Wrapper[Drafter | DraftModel]):
+class SpeculateAhead(Wrapper):
     """A proposer that drafts for likely outcomes of a pass while the pass runs."""
 
     def __init__(self, drafter: Proposer, num_outcomes: int = 8):

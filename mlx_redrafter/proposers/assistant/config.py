@@ -11,9 +11,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-# Name in configs of layers that attend to all tokens.
 FULL = "full_attention"
-# Name in configs of layers that attend to a window.
 SLIDING = "sliding_attention"
 # Sizes in the object text_config.
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "sliding_window")

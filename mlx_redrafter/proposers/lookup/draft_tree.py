@@ -16,7 +16,6 @@ from mlx_redrafter.proposers.lookup.chances import Chances, Child, match_feature
 from mlx_redrafter.proposers.lookup.contexts import Contexts, TextEnd
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 
-# Minimum probability of a draft.
 LEAST_PROBABILITY = 0.002
 
 

@@ -85,7 +85,7 @@ class Lookup:
         return LookupDrafting(contexts, self.chances, num_best, couple_noise)
 
 
-class LookupFirst(Wrapper[Proposer]):
+class LookupFirst(Wrapper):
     """Prompt lookup for plans that are ``from_text``, and a network for all others."""
 
     def __init__(self, lookup: Lookup, network: Proposer):

@@ -25,9 +25,7 @@ from mlx_redrafter.target.target import Target
 
 logger = logging.getLogger(__name__)
 
-# Shape of the searches that are timed.
 SHAPE = DraftShape(2, 8)
-# Bits of the weights.
 BITS = 8
 # Weights per scale.
 GROUP_SIZE = 64
