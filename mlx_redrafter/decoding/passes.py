@@ -369,9 +369,10 @@ def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:
     """Call `accept` on each tree, given choices of shape (G, N)."""
     size, max_depth = trees.size, max(trees.max_depths)
 
-    def accept_one(*arrays: mx.array) -> tuple[mx.array, ...]:
-        *places, choices = arrays
-        return accept(TokenTree(*places, size, size, max_depth), choices)
+    def accept_one(choices: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
+        tokens, parents, depths, ancestors = arrays
+        tree = TokenTree(tokens, parents, depths, ancestors, size, size, max_depth)
+        return accept(tree, choices)
 
     accept_each: Callable[..., tuple[mx.array, ...]] = mx.vmap(accept_one)
-    return accept_each(trees.tokens, trees.parents, trees.depths, trees.ancestors, chosen)
+    return accept_each(chosen, trees.tokens, trees.parents, trees.depths, trees.ancestors)
