@@ -51,7 +51,7 @@ class DecodingStats:
 
     Attributes:
         num_tokens: Tokens yielded, stop token included.
-        accepted_counts: At index a, the number of steps that accepted a drafts.
+        accepted_counts: Number of steps by accepted drafts: at index a, those that accepted a.
         num_verified: Nodes verified in all steps, roots included.
         num_unmerged: Nodes as they would have been without merging of shared prefixes.
         shapes: Steps by kind, plain decoding first, once the sequence has ended; empty with a

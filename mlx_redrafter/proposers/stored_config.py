@@ -16,8 +16,9 @@ MAX_DIMENSION = 2**24
 MAX_COUNT = 64
 # Largest inverse temperature that a config file may claim, far above any fit.
 MAX_SCORE_SCALE = 100
-# Scalars of a drafter that was not calibrated.
+# Inverse temperature of a drafter that was not calibrated.
 INVERSE_TEMPERATURE = 1.0
+# Coupling weight of a drafter that was not calibrated.
 COUPLING_WEIGHT = 0.5
 # Keys of the file that have other names here.
 KEYS = {"inverse_temperature": "score_scale", "coupling_weight": "noise_share"}

@@ -52,6 +52,7 @@ UNSUPPORTED = {
 }
 # Norms whose mean is below this are stored less one: they start at one, or at zero.
 STORED_LESS_ONE = 0.5
+# Prefix of the first layer's attention.
 ATTENTION = "layers.0.self_attn."
 
 

@@ -42,6 +42,7 @@ SAME_KEYS = (
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Key of the object of NVIDIA's and SpecForge's configs that describes the head.
 NESTED = "eagle_config"
+# Key of the captured layers.
 CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
 

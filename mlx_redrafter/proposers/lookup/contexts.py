@@ -17,6 +17,7 @@ from mlx_redrafter.errors import ConfigError
 
 # Number of most probable tokens after a context, K.
 NUM_BEST = 8
+# Length of the longest context.
 LONGEST = 3
 # Number of newest occurrences of a context that are known, and of matches that are followed.
 OCCURRENCES = 4
