@@ -181,12 +181,9 @@ class SpeculateAheadDrafting:
 
     def _tree_of(self, flight: Pass) -> TokenTree | None:
         """Return the tree in flight, from arrays that exist before the pass is over."""
-        known = flight.known
-        if known is not None:
+        if flight.known is not None:
             assert self._root is not None
-            tree = TokenTree.of([0, *known.tokens], [0, *known.parents])
-            drafts = mx.array(known.tokens, dtype=mx.int32)
-            return replace(tree, tokens=mx.concatenate([self._root, drafts]))
+            return TokenTree.below(self._root, flight.known)
         if self._tree is None:
             return None
         tree = self._tree.first(flight.num_nodes)
