@@ -44,7 +44,7 @@ class ProcessorChain:
         if self._has_begun:  # the history has the prompt, whose last token is the first root
             self.extend(drafts)
         self._has_begun = True
-        return self._mask(self._run(logits), [NO_TOKEN], [0])
+        return self.process(logits)
 
     def extend(self, tokens: mx.array) -> None:
         """Append tokens, int32 of shape (n,), that the target has chosen."""
@@ -53,6 +53,10 @@ class ProcessorChain:
         if self._masks is not None:
             mx.async_eval(tokens)  # before the logits, so that a read need not wait for both
             self._unread.append(tokens)
+
+    def process(self, logits: mx.array) -> mx.array:
+        """Return logits of shape (1, V) after all processors, given the history."""
+        return self._mask(self._run(logits), [NO_TOKEN], [0])
 
     def _run(self, logits: mx.array, drafts: Sequence[int] = ()) -> mx.array:
         """Run the processors on logits of shape (1, V), given the history and then ``drafts``."""
