@@ -18,8 +18,8 @@ from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.proposers.block import load
+from mlx_redrafter.proposers.block.along_text import calibrate, predict
 from mlx_redrafter.proposers.block.config import BlockConfig
-from mlx_redrafter.proposers.block.fit_block import calibrate, predict
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.published import block_config, own_names, packaging_of
 from mlx_redrafter.proposers.checkpoint import check_shapes

@@ -20,12 +20,11 @@ from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.errors import join_shortened, quote
-from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes
+from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes, resolve_offsets
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import eagle_config, own_names, rope_of
 from mlx_redrafter.proposers.layer_sizes import build
-from mlx_redrafter.proposers.speculators import resolve_offsets
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 

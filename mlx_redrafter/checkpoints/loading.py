@@ -25,7 +25,6 @@ from mlx_redrafter.machines.following import follow
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.machines.meeting import meet
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
-from mlx_redrafter.proposers.kind import TunedKind
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.model_parts import check_config
@@ -132,7 +131,7 @@ def load(
             mx.eval(network.parameters())
     if kernels:
         use_kernels(model)
-    if tune and isinstance(kind, TunedKind):
+    if tune and kind is not None and hasattr(kind, "tune"):
         proposer = kind.tune(proposer, target)
     return model, tokenizer, proposer
 

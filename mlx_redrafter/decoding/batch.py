@@ -3,8 +3,6 @@
 One forward pass answers all sequences: trees of different sizes are padded to the largest. A
 network drafts for all of them in the same passes if it can, and sequences with equal samplers are
 sampled with one set of operations. The host reads all outcomes at once.
-
-Axes: B slots, N nodes of each slot's tree, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,16 +33,10 @@ _IDLE = mx.array([0], dtype=mx.int32)
 
 
 class Batch(Lane):
-    """A `Lane` of several sequences, each in a slot of its own.
+    """A `Lane` of several sequences of a target, each in a slot of its own.
 
-    Slots come in powers of two, and grow and shrink with the number of sequences.
-
-    Args:
-        target: The model that decodes them.
-
-    Attributes:
-        cache: Their cache.
-        policy: Decides how much they draft.
+    Slots come in powers of two, and grow and shrink with the number of sequences. A policy decides
+    how much they draft.
     """
 
     def __init__(self, target: Target):
@@ -62,7 +54,6 @@ class Batch(Lane):
         return iter(list(self._slots))
 
     def takes(self, sequence: SequenceDecoder) -> bool:
-        """Whether a sequence can move in as it is."""
         return self.cache.takes(sequence.own_cache)
 
     def join(self, sequence: SequenceDecoder) -> None:
@@ -144,14 +135,13 @@ class Batch(Lane):
         return found | self._sample_alone(alone, outputs)
 
     def _sample_alone(self, inputs: Inputs, outputs: TargetOutputs) -> dict[SequenceDecoder, Pass]:
-        """Sample after the trees or roots of sequences with samplers of their users."""
         found = {}
         for sequence, one in inputs.items():
             own = outputs.of(self._slots[sequence].number).between(*_sampled_nodes(one))
             try:
                 found[sequence] = sequence.choose(one, own, None)
             except Exception as error:
-                sequence.outbox.fail(error)
+                sequence.outbox.error = error
         return found
 
     def _commit(self, sequence: SequenceDecoder, tokens: mx.array, outputs: TargetOutputs) -> None:
@@ -174,7 +164,7 @@ class Batch(Lane):
             try:
                 processed = sequence.processors.process_after(one, logits[start:end])
             except Exception as error:  # of the user's processors
-                sequence.outbox.fail(error)
+                sequence.outbox.error = error
                 continue
             rows[slot] = mx.concatenate(
                 [logits[:start], processed.astype(logits.dtype), logits[end:]]
@@ -188,7 +178,6 @@ class Batch(Lane):
         outputs: TargetOutputs,
         trees: TreeBatch,
     ) -> list[Pass]:
-        """Sample after the trees or roots of several sequences with one set of operations."""
         slots, samplers = [self._slots[one].number for one in group], _samplers(group)
         is_tree = isinstance(trees.drafts[slots[0]], TokenTree)
         if slots != list(range(self.cache.num_slots)):
@@ -204,7 +193,6 @@ class Batch(Lane):
 
 
 def _samplers(sequences: Iterable[SequenceDecoder]) -> list[KeyedSampler]:
-    """Return the samplers that may be applied to several sequences at once."""
     return [one.sampler for one in sequences if isinstance(one.sampler, KeyedSampler)]
 
 

@@ -18,15 +18,10 @@ MAX_ABSENCE = 0.1
 
 
 class ShapeStats(NamedTuple):
-    """The steps of one kind, and their outcomes.
+    """The steps of one kind: their number, tokens and mean cost in seconds, measured and expected.
 
-    Attributes:
-        plan: Plan of the drafts, with the number of nodes verified; None for plain decoding.
-        seconds: Mean measured cost of such a step; the expected one if there was none.
-        steps: Number of steps of this kind.
-        tokens: Tokens emitted by those steps.
-        expected_seconds: Mean cost that the policy expected.
-        expected_tokens: Tokens that the policy expected of those steps.
+    The plan of their drafts has the number of nodes verified; None for plain decoding. Without a
+    step the measured cost is the expected one.
     """
 
     plan: DraftPlan | None
@@ -69,12 +64,7 @@ class DecodingStats:
     num_unmerged: int = 0
     shapes: list[ShapeStats] = field(default_factory=list)
 
-    def count_token(self) -> None:
-        """Count one token."""
-        self.num_tokens += 1
-
     def count_step(self, num_accepted: int, num_verified: int, num_unmerged: int) -> None:
-        """Count one step."""
         missing = num_accepted + 1 - len(self.accepted_counts)
         self.accepted_counts.extend([0] * missing)
         self.accepted_counts[num_accepted] += 1
@@ -83,12 +73,10 @@ class DecodingStats:
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
         return sum(self.accepted_counts)
 
     @property
     def num_accepted(self) -> int:
-        """Number of accepted drafts."""
         return sum(depth * count for depth, count in enumerate(self.accepted_counts))
 
     @property
@@ -110,14 +98,11 @@ class DecodingStats:
 class Outbox:
     """Tokens of committed passes until they are taken, and then the reason that no others come.
 
-    Args:
-        request: The request, which says at which token to end.
-        end_of_prompt: Number of tokens before its first one.
-
     Attributes:
+        end_of_prompt: Number of tokens before its first one.
         num_tokens: Number of all its tokens so far.
-        num_cut: Number of tokens of the newest pass that are not the sequence's, as it ends before.
-        error: Reason why it cannot go on; None if it can.
+        num_cut: Number of tokens of the newest pass behind the end of the sequence.
+        error: Reason why it cannot go on behind the tokens that are there; None if it can.
     """
 
     def __init__(self, request: Request, end_of_prompt: int):
@@ -139,7 +124,6 @@ class Outbox:
 
     @property
     def is_last_next(self) -> bool:
-        """Whether the next token is the last one that the request allows."""
         return self.num_tokens + 1 == self._request.max_tokens
 
     def put(self, newest: Pass) -> bool:
@@ -156,16 +140,8 @@ class Outbox:
                 self._tokens.append(Token(token, i < len(rows) - 1, newest.log_probs[row], end))
         return reason is not None
 
-    def fail(self, error: Exception) -> None:
-        """Note why the sequence cannot go on behind the tokens that are there."""
-        self.error = error
-
     def take(self) -> list[Token]:
-        """Return the tokens, and leave none.
-
-        Raises:
-            Exception: The error, if there are no tokens before it.
-        """
+        """Return the tokens, and leave none; raise the error, if there are no tokens before it."""
         tokens, self._tokens = self._tokens, []
         if not tokens and self.error is not None:
             raise self.error
@@ -196,11 +172,9 @@ class StepClock:
         self._away = 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Count seconds that the caller has spent with tokens."""
         self._away += seconds
 
     def skip(self) -> None:
-        """Leave out the step that goes on."""
         self._last = None
 
     def lap(self) -> float | None:
@@ -217,15 +191,10 @@ class StepClock:
 
 
 class Delivery:
-    """The tokens that the caller of a sequence has taken.
+    """The tokens that the caller of a sequence has taken, the times of its steps, and all counts.
 
-    Args:
-        on_close: Function called with the counts when the sequence ends, for whatever reason.
-
-    Attributes:
-        stats: Counts of steps and tokens.
-        clock: Times of its steps.
-        num_ready: Tokens that are yielded next without another step.
+    ``on_close`` gets the counts when the sequence ends, for whatever reason. ``num_ready`` tokens
+    are yielded next without another step.
     """
 
     def __init__(self, on_close: Callable[[DecodingStats], None]):
@@ -238,7 +207,7 @@ class Delivery:
         """Yield tokens, and count them and the time that the caller spends with each."""
         for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
             self.num_ready = left
-            self.stats.count_token()
+            self.stats.num_tokens += 1
             start = time.perf_counter()
             try:
                 yield token
@@ -257,5 +226,4 @@ class Delivery:
             policy.observe(Step(newest.plan, newest.num_nodes, newest.tokens, seconds))
 
     def close(self) -> None:
-        """End the counts."""
         self._on_close(self.stats)

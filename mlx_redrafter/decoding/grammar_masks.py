@@ -22,29 +22,17 @@ class Masks(Protocol):
         """Append tokens to the text."""
 
     def apply(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
-        """Set the logits of tokens that may not follow a node to minus infinity.
+        """Set the logits, shape (N, V), of tokens that may not follow a node to minus infinity.
 
-        Args:
-            logits: Shape (N, V).
-            tokens: Tokens of the nodes; the root's is the last of the text.
-            parents: Node index of each node's parent; the root's is 0.
-
-        Returns:
-            Shape (N, V). Rows of nodes that cannot be accepted are as they were.
+        The root's token is the last of the text, its parent 0. Rows of nodes that cannot be
+        accepted stay as they were.
         """
 
 
 class NodeRows:
     """Packed masks of the nodes of a tree, bits of 32-bit words; None allows all tokens.
 
-    Args:
-        tokens: Tokens of the nodes.
-        parents: Node index of each node's parent; the root's is 0.
-
-    Attributes:
-        tokens: Tokens of the nodes.
-        children: Node indices of the children of each node.
-        rows: Masks by node.
+    ``children`` has the node indices of the children of each node.
     """
 
     def __init__(self, tokens: Sequence[int], parents: Sequence[int]):
@@ -71,11 +59,8 @@ class NodeRows:
 class GrammarMasks:
     """The masks of one grammar: one matcher, which walks down every branch of a tree and back.
 
-    Nothing may follow if the matcher gives up, as the text is too complex for its limits, or if a
-    sampler has chosen a token of probability 0.
-
-    Args:
-        new_matcher: Function that makes a matcher at the beginning of the text.
+    ``new_matcher`` makes one at the beginning of the text. Nothing may follow if it gives up, as
+    the text is too complex for its limits, or if a sampler has chosen a token of probability 0.
     """
 
     def __init__(self, new_matcher: Callable[[], LLMatcher]):
@@ -110,11 +95,8 @@ class GrammarMasks:
     ) -> None:
         """Fill in the rows of a node, at which the text ends, and of all nodes below it.
 
-        Args:
-            nodes: The nodes.
-            root: Index of the node.
-            on_complete: Function that fills in a node which completes the grammar, and all below
-                it. By default the text ends there.
+        ``on_complete`` fills in a node which completes the grammar, and all below it. By default
+        the text ends there.
         """
         if self._has_failed:
             nodes.rows[root] = self._nothing
@@ -122,13 +104,8 @@ class GrammarMasks:
             self._walk(nodes, root, [], on_complete)
 
     def _walk(
-        self,
-        nodes: NodeRows,
-        node: int,
-        path: list[int],
-        on_complete: Callable[[int], None] | None,
+        self, nodes: NodeRows, node: int, path: list[int], on_complete: Callable[[int], None] | None
     ) -> None:
-        """Fill in the rows of a node, at the end of ``path``, and of all below it."""
         nodes.rows[node] = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             nodes.rows[node] = self._nothing

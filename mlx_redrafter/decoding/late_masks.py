@@ -26,11 +26,7 @@ FREE = ""
 
 
 class TokenBytes:
-    """The bytes of the tokens of a vocabulary, as texts of Latin-1, in which a byte is a character.
-
-    Args:
-        vocabulary: llguidance's vocabulary.
-    """
+    """The bytes of llguidance's tokens, as texts of Latin-1, in which a byte is a character."""
 
     def __init__(self, vocabulary: LLTokenizer):
         tokens = range(vocabulary.vocab_size)
@@ -108,7 +104,6 @@ class LateMasks:
         return nodes.apply(logits)
 
     def _walk(self, nodes: NodeRows, node: int, search: Search) -> None:
-        """Fill in the rows of a free node and of all below it."""
         nodes.rows[node] = self._free_row(search)
         for child in nodes.children[node]:
             if nodes.tokens[child] >= 0:

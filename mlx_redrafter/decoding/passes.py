@@ -1,7 +1,7 @@
-"""Forward passes of the target: how tokens are sampled and accepted after one, and what came of it.
+"""Forward passes of the target: how tokens are sampled and accepted after one, and the outcome.
 
-Axes: G sequences, N nodes of a tree, L its levels, the root's included (`TokenTree.max_depth` + 1),
-H hidden size, V vocabulary, K most probable tokens that a drafting asks for.
+Axes: G sequences, N nodes of a tree, L its levels, the root's included, H hidden size, V
+vocabulary, K most probable tokens that a drafting asks for.
 
 Several sequences are sampled with the operations of one, on more rows. Each row has the noise that
 its sequence has alone, so that the tokens are those of each sequence alone.
@@ -94,26 +94,19 @@ class Pass:
 
     @property
     def max_accepted(self) -> int:
-        """Maximum number of drafts that can be accepted."""
         return 0 if self.path is None else self.path.shape[0] - 1
 
     @property
-    def path_tokens(self) -> mx.array:
-        """Tokens of the accepted path, its root first, int32, shape (L,); junk after them.
+    def following_tokens(self) -> mx.array:
+        """Tokens after each of the accepted path, the bonus token last, int32, shape (L,).
 
-        For a pass over one token, which accepts nothing, shape (1,) of junk.
+        Behind the bonus token they are junk, but token ids in any case.
         """
         if self.path is None:
-            return self.packed
-        length = self.path.shape[0]
-        return self.packed[2 + length : 2 + 2 * length]
-
-    @property
-    def following_tokens(self) -> mx.array:
-        """Tokens after each of the accepted path, the bonus token last, int32, shape (L,); junk
-        after them, which are tokens in any case.
-        """
-        path = self.path_tokens
+            path = self.packed
+        else:
+            length = self.path.shape[0]
+            path = self.packed[2 + length : 2 + 2 * length]
         is_last = mx.arange(path.shape[0]) == self.num_accepted
         following = mx.concatenate([path[1:], path[:1]])
         return mx.maximum(mx.where(is_last, self.root, following), 0)
@@ -126,7 +119,6 @@ class Pass:
 
     @property
     def is_read(self) -> bool:
-        """Whether the host knows the outcome."""
         return "outcome" in self.__dict__
 
     @cached_property
@@ -143,7 +135,6 @@ class Pass:
 
     @property
     def rows(self) -> Sequence[int]:
-        """Node indices of the accepted path; waits for the device."""
         return self.outcome.rows
 
     @property
@@ -163,11 +154,9 @@ class Pass:
         return self.outcome.bonus >= 0
 
     def check_finite(self) -> None:
-        """Raise an error unless there is a bonus token; waits for the device.
+        """Raise NonFiniteError if the logits are NaN; waits for the device.
 
-        Raises:
-            ConfigError: The user's sampler has returned no token of the vocabulary.
-            NonFiniteError: The logits are NaN.
+        A user's sampler that has returned no token of the vocabulary raises ConfigError.
         """
         if not self.is_finite:
             if self.outcome.bonus == NOT_A_TOKEN:
@@ -185,19 +174,16 @@ def accept(tree: TokenTree, chosen: mx.array) -> Accepted:
     """Walk from the root for as long as the target's choice is one of the drafts.
 
     Every token on the path, and the bonus token, is the target's choice after its true prefix: the
-    text is the target's whatever the tree. This is sample-then-match; for drafts that do not
-    depend on the target's noise no lossless rule accepts more.
+    text is the target's whatever the tree. This is sample-then-match; for drafts that do not depend
+    on the target's noise no lossless rule accepts more.
 
     Args:
         tree: The verified drafts.
         chosen: The target's token after every node, integer, shape (N,).
 
     Returns:
-        Five arrays, all int32. Node indices of the path from the root on, shape (L,), of which the
-        first ``num_accepted + 1`` are valid and the rest is junk. ``num_accepted``, the number of
-        accepted drafts, 0 to L - 1, shape (1,). The target's own token after the path, which is
-        the next root, shape (1,). Node index of the last accepted node, shape (1,). Tokens of the
-        path, shape (L,), junk after the accepted ones.
+        `Accepted`, all int32. The path has shape (L,), junk after ``num_accepted + 1`` nodes, as
+        have its tokens; the other arrays have shape (1,).
     """
     chosen = chosen.astype(mx.int32)
     if tree.is_chain and tree.size > 1:
@@ -233,14 +219,9 @@ def num_best_of(drafting: object) -> int:
 
 
 def best_rows(log_probs: mx.array, count: int) -> mx.array:
-    """Find the K most probable tokens after each node, for `Outcome.best`.
+    """Find the K < V most probable tokens after each node, given log-probabilities (N, V).
 
-    Args:
-        log_probs: Natural log-probabilities, shape (N, V).
-        count: K, less than V.
-
-    Returns:
-        Their ids and the bits of their log-probabilities, int32, shape (N, 2 K).
+    Return their ids and the bits of their log-probabilities, int32, shape (N, 2 K).
     """
     values, indices = top_k(log_probs, count)
     bits = values.astype(mx.float32).view(mx.int32)
@@ -248,7 +229,7 @@ def best_rows(log_probs: mx.array, count: int) -> mx.array:
 
 
 def sample_root(
-    sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None, num_best: int = 0
+    sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None, num_best: int
 ) -> Pass:
     """Sample after a root, N = 1, and dispatch that.
 
@@ -272,7 +253,7 @@ def sample_and_accept(
     outputs: TargetOutputs,
     tree: TokenTree,
     noise: GumbelNoise | None,
-    num_best: int = 0,
+    num_best: int,
 ) -> Pass:
     """Sample after every node of a tree, accept what agrees, and dispatch that."""
     num_levels = tree.max_depth + 1
@@ -290,15 +271,12 @@ def sample_roots(
     samplers: Sequence[KeyedSampler],
     outputs: TargetOutputs,
     positions: Sequence[int],
-    num_best: int = 0,
+    num_best: int,
 ) -> list[Pass]:
     """Sample after the roots of several sequences, and dispatch that.
 
-    Args:
-        samplers: One per sequence; they differ in their seeds only.
-        outputs: Outputs for all sequences, N = 1, each array with an axis of G before its others.
-        positions: Position of each root.
-        num_best: K; 0 for none.
+    The samplers differ in their seeds only. The outputs have an axis of G before their others, and
+    N = 1. ``positions`` are those of the roots.
     """
     first, noise = samplers[0], None
     if first.params.temp:
@@ -315,17 +293,7 @@ def sample_roots(
         found = zip(to_rows(outcomes), to_floats(normalisers), strict=True)
         return [row if math.isfinite(one) else [NOT_A_NUMBER] for row, one in found]
 
-    parts = zip(
-        mx.split(tokens, count),
-        mx.split(outputs.hidden_states.reshape(-1), count),
-        mx.split(log_probs, count),
-        _split_states(outputs.states, count),
-        strict=True,
-    )
-    return [
-        Pass(root, root, hidden_state, one, state, read=partial(_item, read, number))
-        for number, (root, hidden_state, one, state) in enumerate(parts)
-    ]
+    return _passes(read, tokens, outputs.hidden_states, log_probs, outputs.states)
 
 
 def sample_and_accept_all(
@@ -333,17 +301,12 @@ def sample_and_accept_all(
     outputs: TargetOutputs,
     trees: TreeBatch,
     noises: Sequence[GumbelNoise | None],
-    num_best: int = 0,
+    num_best: int,
 ) -> list[Pass]:
     """Sample after every node of several trees, accept what agrees, and dispatch that.
 
-    Args:
-        samplers: As in `sample_roots`.
-        outputs: Outputs for all sequences, each array with an axis of G before its others.
-        trees: The trees.
-        noises: Noise of the choices after nodes of each depth, of the same number of depths for
-            all sequences, L or more; None without noise.
-        num_best: K; 0 for none.
+    Samplers and outputs are as in `sample_roots`. All sequences have noise of the same number of
+    depths, L or more, or none has any.
     """
     count, size, rows = len(trees), trees.size, trees.depths
     values, noise = [one.values for one in noises if one is not None], None
@@ -361,29 +324,44 @@ def sample_and_accept_all(
     mx.async_eval(outcomes, hidden_states, log_probs, outputs.states)
     # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
     read = cache(lambda: to_rows(outcomes))
+    roots = mx.maximum(bonus, 0)
+    return _passes(read, roots, hidden_states, log_probs, outputs.states, outcomes, paths)
+
+
+def _passes(
+    read: Callable[[], list[list[int]]],
+    roots: mx.array,
+    hidden_states: mx.array,
+    log_probs: mx.array,
+    states: mx.array | None,
+    outcomes: mx.array | None = None,
+    paths: mx.array | None = None,
+) -> list[Pass]:
+    """Make the passes of G sequences, over one token each without outcomes and paths of trees."""
+    count = roots.size
+
+    def split(array: mx.array | None) -> list[Any]:
+        if array is None:
+            return [None] * count
+        return list(mx.split(array.reshape(-1, *array.shape[2:]), count))
+
+    own_roots = split(roots)
     parts = zip(
-        *(mx.split(one.reshape(-1), count) for one in (outcomes, mx.maximum(bonus, 0))),
-        mx.split(hidden_states.reshape(-1), count),
+        own_roots if outcomes is None else split(outcomes),
+        own_roots,
+        split(hidden_states.reshape(count, -1)),
         mx.split(log_probs, count),
-        _split_states(outputs.states, count),
-        mx.split(paths.reshape(-1), count),
+        split(states),
+        split(paths),
         strict=True,
     )
     return [
-        Pass(outcome, root, hidden_state, one, state, path, partial(_item, read, number))
-        for number, (outcome, root, hidden_state, one, state, path) in enumerate(parts)
+        Pass(packed, root, hidden_state, one, state, path, partial(_item, read, number))
+        for number, (packed, root, hidden_state, one, state, path) in enumerate(parts)
     ]
 
 
-def _split_states(states: mx.array | None, count: int) -> list[Any]:
-    """Split states, shape (G, N, S), into those of each sequence, (N, S)."""
-    if states is None:
-        return [None] * count
-    return list(mx.split(states.reshape(-1, states.shape[-1]), count))
-
-
 def _item(read: Callable[[], list[list[int]]], number: int) -> list[int]:
-    """Return the outcome of one of several sequences, which the host reads together."""
     return read()[number]
 
 
@@ -391,15 +369,10 @@ def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:
     """Call `accept` on each tree, given choices of shape (G, N)."""
     size, max_depth = trees.size, max(trees.max_depths)
 
-    def accept_one(
-        tokens: mx.array,
-        parents: mx.array,
-        depths: mx.array,
-        ancestors: mx.array,
-        choices: mx.array,
-    ) -> tuple[mx.array, ...]:
+    def accept_one(choices: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
+        tokens, parents, depths, ancestors = arrays
         tree = TokenTree(tokens, parents, depths, ancestors, size, size, max_depth)
         return accept(tree, choices)
 
     accept_each: Callable[..., tuple[mx.array, ...]] = mx.vmap(accept_one)
-    return accept_each(trees.tokens, trees.parents, trees.depths, trees.ancestors, chosen)
+    return accept_each(chosen, trees.tokens, trees.parents, trees.depths, trees.ancestors)

@@ -49,12 +49,8 @@ def process_chunk(sequence: SequenceDecoder, most: int | None = None) -> None:
     """Process a chunk of the prompt without its last token; after the last chunk the text begins.
 
     Tokens that the cache holds, such as those of a shared prefill, are left out. A sequence that is
-    cancelled meanwhile is finished.
-
-    Args:
-        sequence: The sequence, in its own cache.
-        most: Maximum number of tokens, if less than the request allows. A cache that is yet to
-            quantise its entries has the chunks of a sequence alone.
+    cancelled meanwhile is finished. ``most`` is the maximum number of tokens, if less than the
+    request allows. A cache that is yet to quantise its entries has the chunks of a sequence alone.
     """
     request, cache, total = sequence.request, sequence.own_cache, len(sequence.request.prompt)
     done = total - num_unread(sequence)
@@ -77,7 +73,7 @@ def process_chunk(sequence: SequenceDecoder, most: int | None = None) -> None:
         left -= size
     if left <= 0 or sequence.is_cancelled:
         is_over = sequence.is_cancelled
-        sequence.enter(Status.FINISHED if is_over else Status.RUNNING)
+        sequence.status = Status.FINISHED if is_over else Status.RUNNING
 
 
 def prefill(
@@ -85,16 +81,11 @@ def prefill(
 ) -> Iterator[list[SequenceDecoder]]:
     """Process the prompts of sequences that begin together, one chunk at a time.
 
-    Those that share passes may keep up to `MAX_END` tokens for the first step of a batch; they wait
-    still. An error of one goes to its outbox. Blocks until MLX has computed each chunk.
-
-    Args:
-        sequences: One sequence, or several that `may_share` and have one proposer or none.
-        limit: Function that returns the maximum number of tokens of the next chunk, all sequences
-            together.
-
-    Yields:
-        After each chunk, the sequences that need no other one.
+    They are one, or several that `may_share` and have one proposer or none. Those that share passes
+    may keep up to `MAX_END` tokens for the first step of a batch; they wait still. ``limit``
+    returns the maximum number of tokens of the next chunk, all sequences together. An error of one
+    goes to its outbox. Blocks until MLX has computed each chunk, and yields the sequences that need
+    no other one.
     """
     waiting = list(sequences)
     for done in _prefill_together(sequences, limit):
@@ -120,7 +111,7 @@ def _prefill_together(
             try:
                 one.request.on_progress(done, len(one.request.prompt))
             except Exception as error:
-                one.outbox.fail(error)
+                one.outbox.error = error
         most = limit() or group[0].request.prefill_step_size
         end = min(len(group[-1].request.prompt) - 1, done + max(1, most // len(group)))
         tokens = mx.array([one.request.prompt[done:end] for one in group])
@@ -142,8 +133,7 @@ def _without_finished(
 ) -> list[SequenceDecoder]:
     """Give the sequences that have ended or are near the end of their prompts their rows.
 
-    Returns:
-        The other sequences, whose rows the caches keep.
+    Return the other sequences, whose rows the caches keep.
     """
     staying = []
     for row, one in enumerate(group):

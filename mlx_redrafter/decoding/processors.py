@@ -21,12 +21,7 @@ class ProcessorChain:
     """Processors in mlx-lm's form, functions of (tokens so far, logits), and the text so far.
 
     As in mlx-lm the tokens are the prompt and everything generated, the newest token included.
-    Masks come last. The host makes them while the device computes the logits.
-
-    Args:
-        processors: The processors.
-        prompt: Token ids before the text.
-        masks: Masks of a grammar, at the beginning of the text.
+    Masks of a grammar come last. The host makes them while the device computes the logits.
     """
 
     def __init__(
@@ -79,14 +74,9 @@ class ProcessorChain:
         return logits
 
     def process_tree(self, logits: mx.array, tree: TokenTree) -> mx.array:
-        """Process the logits of all nodes but padding. Reads the tree, so it waits for the device.
+        """Process the logits, (N, V), of all nodes but padding; reads the tree, so it waits.
 
-        Args:
-            logits: Shape (N, V).
-            tree: N nodes; the root is the last token of the history.
-
-        Returns:
-            Shape (N, V).
+        The root is the last token of the history.
         """
         size = logits.shape[0]
         nodes = mx.concatenate([tree.tokens, tree.parents])
@@ -94,20 +84,15 @@ class ProcessorChain:
         mx.async_eval(logits)
         values = to_ints(nodes)
         tokens, parents = values[:size], values[size:]
-        return self._mask(self._run_tree(logits, tokens, parents), tokens, parents)
-
-    def _run_tree(
-        self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]
-    ) -> mx.array:
-        if not self.processors:
-            return logits
-        drafts: list[list[int]] = [[]]
-        rows = [self._run(logits[:1])]
-        for node in range(1, len(tokens)):
-            drafts.append([*drafts[parents[node]], tokens[node]])
-            row = logits[node : node + 1]
-            rows.append(row if tokens[node] == NO_TOKEN else self._run(row, drafts[node]))
-        return mx.concatenate(rows)
+        if self.processors:
+            drafts: list[list[int]] = [[]]
+            rows = [self._run(logits[:1])]
+            for node in range(1, size):
+                drafts.append([*drafts[parents[node]], tokens[node]])
+                row = logits[node : node + 1]
+                rows.append(row if tokens[node] == NO_TOKEN else self._run(row, drafts[node]))
+            logits = mx.concatenate(rows)
+        return self._mask(logits, tokens, parents)
 
     def _mask(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
         if self._masks is None:

@@ -25,26 +25,21 @@ class Proposer(Protocol):
     @property
     def networks(self) -> tuple[nn.Module, ...]:
         """Its networks, none for prompt lookup; step times are stored by their tensors."""
-        ...
 
     @property
     def num_layers(self) -> int:
         """Number of its caches in a prompt cache, after those of the target."""
-        ...
 
     @property
     def num_rows(self) -> int | None:
         """Size of the draft vocabulary; None if it is the target's."""
-        ...
 
     @property
     def max_length(self) -> int | None:
         """Maximum length of its beams, root included; None without a limit."""
-        ...
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         """Raise `CheckpointError` unless it can draft for ``target``."""
-        ...
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
@@ -53,11 +48,10 @@ class Proposer(Protocol):
 
         Args:
             target: The model that decodes it.
-            prompt: Token ids of the prompt.
+            prompt: Token ids.
             couple_noise: Whether to rank drafts with the noise that the target will sample with.
             cached: mlx-lm caches of the proposer from a prompt cache; [] without one.
         """
-        ...
 
 
 class StateReader(Protocol):
@@ -66,65 +60,53 @@ class StateReader(Protocol):
     @property
     def layers(self) -> Sequence[int]:
         """Layers of the target whose inputs it reads, and `target.FINAL`; at least one."""
-        ...
 
     def read(self, states: mx.array) -> None:
-        """Read the states of the next tokens of the prompt; its last token is left out.
+        """Read states after the next n tokens of the prompt, as in `Pass.states`, shape (n, S).
 
-        Args:
-            states: States after a chunk of n tokens, as in `Pass.states`, shape (n, S).
+        The last token of the prompt is left out.
         """
-        ...
 
 
 class Drafting(Protocol):
     """One sequence's drafts, with all state that belongs to this sequence.
 
     The decoder calls exactly one of `propose` and `skip` after every forward pass of the target.
-    All drafts that the pass after `propose` accepts are from there.
     """
 
     @property
     def reader(self) -> StateReader | None:
         """Reader of the states of every pass; None if the drafts need none."""
-        ...
 
     def matches(self, least: float) -> Sequence[float] | None:
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
-        Empty if the lookup finds nothing; None for a network, which always proposes something. It
-        uses the tokens that the host has read, and never waits for the device.
-
-        Args:
-            least: Probability below which drafts need not be found, which saves the host time.
+        Empty if it finds nothing; None for a network, which always proposes something. It uses the
+        tokens that the host has read, and never waits. Drafts of less than ``least`` need not be
+        found.
         """
-        ...
 
     def propose(
         self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None, /
     ) -> TokenTree | None:
         """Draft tokens that may follow a forward pass.
 
-        Args:
-            flight: The pass. Its arrays may not be computed yet; its ``tokens`` wait for them, so
-                a network should not read those.
-            plan: Plan of the drafts, its beams no longer than `Proposer.max_length`.
-            noise: Noise of the target's choices after nodes of each depth below L; None without
-                noise.
-
-        Returns:
-            A tree of at most ``plan.num_nodes`` nodes and depths below ``plan.shape.length``, its
-            siblings distinct, rooted in ``flight.root``; None if there is nothing to propose.
+        Its arrays may not be computed yet, and its ``tokens`` wait for them. The plan's beams are
+        no longer than `Proposer.max_length`. The noise is that of the target's choices after nodes
+        of each depth below L. The tree is rooted in ``flight.root``, has at most ``plan.num_nodes``
+        nodes, depths below ``plan.shape.length`` and distinct siblings; None if there is nothing to
+        propose.
         """
-        ...
 
     def skip(self, flight: Pass, /) -> None:
         """Note a pass after which nothing is drafted; the host has read its tokens."""
-        ...
 
     def trim_to(self, length: int) -> None:
         """End the sequence: the caller's caches hold exactly the first ``length`` tokens."""
-        ...
+
+
+# Drafts of sequences, each with the pass that they follow.
+Group = Sequence[tuple[Any, Pass]]
 
 
 @runtime_checkable
@@ -132,24 +114,13 @@ class JointDrafting(Protocol):
     """Drafts of a network that can draft for several sequences in the same passes."""
 
     def propose_all(
-        self,
-        draftings: Sequence[Any],
-        flights: Sequence[Pass],
-        plan: DraftPlan,
-        noises: Sequence[GumbelNoise | None],
-        /,
+        self, group: Group, plan: DraftPlan, noises: Sequence[GumbelNoise | None], /
     ) -> list[TokenTree | None] | None:
         """Do what `Drafting.propose` does for several sequences, this one's the first.
 
-        None, and nothing is done, if each of them must draft by itself.
-
-        Args:
-            draftings: Drafts of this class, one for each sequence.
-            flights: Their passes.
-            plan: Their plan, which is `DraftPlan.searched`.
-            noises: Their noise, of one form, or none.
+        Their drafts are of this class, their plan is `DraftPlan.searched`, and their noise is of
+        one form, or none. None, and nothing is done, if each of them must draft by itself.
         """
-        ...
 
 
 class Step(NamedTuple):
@@ -178,41 +149,29 @@ class DraftPolicy(Protocol):
     @property
     def reads_drafts(self) -> bool:
         """Whether it may read drafts, so that their scores are computed with them."""
-        ...
 
     @property
     def least_chance(self) -> float:
         """Probability below which no draft of a lookup can pay; above 1 if none can."""
-        ...
 
     def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
-        """Choose the plan of the next step; None for plain decoding.
-
-        Args:
-            matches: Probabilities from `Drafting.matches`.
-        """
-        ...
+        """Choose the plan of the next step, given `Drafting.matches`; None for plain decoding."""
 
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        """Return the nodes to verify, as a tree; the root alone to decode plainly.
+        """Return the nodes of a tree to verify, as a tree; the root alone to decode plainly.
 
-        Args:
-            plan: The plan that `choose` returned.
-            tree: The drafts, for which the policy may wait. Shadow drafts may still be computed,
-                so that a wait delays the next step.
+        The policy may wait for the drafts. Shadow drafts may still be computed, so that a wait
+        delays the next step.
         """
-        ...
 
     def select_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:
         """Do what `select` does before the step before is observed; None if that is too early.
 
         Never waits for the drafts. `select` is not called for the same drafts again.
         """
-        ...
 
     def observe(self, step: Step) -> None:
         """Learn from a finished step."""
-        ...
 
 
 class JointPolicy(Protocol):
@@ -220,19 +179,14 @@ class JointPolicy(Protocol):
 
     def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
         """Return the policy of a sequence in the batch for its own one; None to decode plainly."""
-        ...
 
     def choose_all(
         self, all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
     ) -> None:
-        """Prepare `DraftPolicy.choose` of the next step.
+        """Prepare `DraftPolicy.choose` of the next step of ``count`` sequences.
 
-        Args:
-            all_matches: Policies that choose, each with the result of `Drafting.matches`.
-            count: Number of all sequences of the step.
+        ``all_matches`` has the policies that choose, each with the result of `Drafting.matches`.
         """
-        ...
 
     def select_all(self, trees: Sequence[tuple[DraftPolicy, TokenTree]]) -> None:
         """Prepare `DraftPolicy.select` of the sequences that have drafts to verify."""
-        ...

@@ -10,10 +10,11 @@ node's position, never on the tree.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
@@ -40,26 +41,23 @@ MIN_SORTED = 512
 MIN_BLOCKS = 2
 
 
-class TokenSampler(Protocol):
+class TokenSampler(ABC):
     """Samples the target's token after every node of a tree."""
 
     def noise(
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
     ) -> GumbelNoise | None:
-        """Return the noise of the choices after a tree's nodes.
+        """Return the noise of the choices after nodes of each depth, if it is known beforehand.
 
         Args:
             position: Position of the root, the number of tokens before it, or its minimum.
             num_levels: Levels of the tree, the root's included, L.
             further: Distance of the root from there, int32, shape (1,), unless ``furthest`` is 0.
             furthest: Upper bound of ``further``.
-
-        Returns:
-            Noise for the choice after a node of each depth; None if there is none, or none that
-            can be known beforehand.
         """
-        ...
+        return None
 
+    @abstractmethod
     def sample(
         self,
         log_probs: mx.array,
@@ -67,43 +65,35 @@ class TokenSampler(Protocol):
         noise: GumbelNoise | None,
         num_levels: int,
     ) -> mx.array:
-        """Return the target's token after each node.
+        """Return the target's token after each node, integer, shape (N,).
 
         Args:
             log_probs: Natural log-probabilities after logits processors, shape (N, V).
             depths: Depth of each node, int32, shape (N,); None for roots alone.
-            noise: Noise from `noise`.
+            noise: Result of `noise`.
             num_levels: Bound above all depths, L.
-
-        Returns:
-            Token ids, integer, shape (N,).
         """
-        ...
 
-    def commit(self, num_choices: mx.array | int) -> None:
-        """Keep the first choices along the path and forget the others.
+    def commit(self, num_choices: mx.array | int) -> None:  # noqa: B027
+        """Keep the first choices of the last `sample` along the path, and forget the others.
 
-        Args:
-            num_choices: Number of tokens of the last `sample` to keep, from depth 0 on, a number or
-                int32, shape (1,).
+        Their number is an int, or int32 of shape (1,).
         """
-        ...
 
 
-class GumbelNoise:
+class GumbelNoise(NamedTuple):
     """Gumbel noise keyed by (seed, absolute position), for the choices after a tree's nodes.
 
     The token at position t is ``argmax(filtered log_probs / temp + G_t)``: a sample from the
     tempered distribution (Gumbel-max), and a function of the seed and the tokens before it alone.
 
-    Args:
+    Attributes:
         params: Temperature and filters.
         values: Standard Gumbel noise of the choice after a node of each depth, float32, (L, V).
     """
 
-    def __init__(self, params: SamplingParams, values: mx.array):
-        self.params = params
-        self.values = values
+    params: SamplingParams
+    values: mx.array
 
     def sample(self, log_probs: mx.array, depths: mx.array | None) -> mx.array:
         """Return the token after each node: log_probs (N, V), depths (N,), to ids (N,).
@@ -114,27 +104,18 @@ class GumbelNoise:
         return mx.argmax(self._tempered(log_probs) + rows, axis=-1)
 
     def rank(
-        self,
-        log_probs: mx.array,
-        depth: int | mx.array,
-        token_ids: mx.array | None,
-        weight: float,
+        self, log_probs: mx.array, depth: int | mx.array, token_ids: mx.array | None, weight: float
     ) -> mx.array:
         """Estimate what `sample` will choose after nodes of one depth, for a drafter.
 
         A drafter that ranks tokens with the noise of the target proposes what the target would
         sample, rather than what is most probable (drafter-invariant coupling, arXiv 2408.07978).
-        The text does not depend on it.
 
         Args:
-            log_probs: The drafter's natural log-probabilities, shape (W, rows of its head).
+            log_probs: The drafter's natural log-probabilities, shape (W, n), as is the result.
             depth: Depth of the nodes, or of each of them, int32, shape (W,).
-            token_ids: Token ids of the columns, if they are not the first tokens in order: the same
-                for all nodes, shape (n,), or of each node, (W, n).
-            weight: Weight of the noise, 0 to 1; see `calibration`.
-
-        Returns:
-            Natural log-probabilities given the noise, float32, of the same shape.
+            token_ids: Token ids of the columns, (n,) or (W, n); None for the first tokens in order.
+            weight: Weight of the noise, 0 to 1.
         """
         rows = self.values[depth]
         if token_ids is None:
@@ -159,7 +140,7 @@ class GumbelNoise:
         return log_probs if params.temp == 1 else log_probs / max(params.temp, MIN_FACTOR)
 
 
-class KeyedSampler:
+class KeyedSampler(TokenSampler):
     """Greedy choice, or sampling with `GumbelNoise`."""
 
     def __init__(self, params: SamplingParams, vocab_size: int):
@@ -216,11 +197,9 @@ class KeyedSampler:
 
     @property
     def _max_positions(self) -> int:
-        """Maximum number of positions whose noise is drawn at once."""
         return min(MAX_POSITIONS, MAX_NOISE // self.vocab_size)
 
     def _draw(self, first: int) -> None:
-        """Draw the noise of the choices at positions in a row."""
         seed, size, count = self.params.seed, self.vocab_size, max(1, self._max_positions)
         self._first, self._single = first, []
         if count == 1:
@@ -237,9 +216,6 @@ class KeyedSampler:
     ) -> mx.array:
         return mx.argmax(log_probs, axis=-1) if noise is None else noise.sample(log_probs, depths)
 
-    def commit(self, num_choices: mx.array | int) -> None:
-        """Do nothing: the noise belongs to positions, not to choices made."""
-
 
 def noise_for_all(
     samplers: Sequence[KeyedSampler],
@@ -247,16 +223,9 @@ def noise_for_all(
     num_levels: int = 1,
     further: mx.array | None = None,
 ) -> mx.array:
-    """Draw the noise of several sequences, the same numbers as each one's `KeyedSampler.noise`.
+    """Draw the noise of G sequences, the same numbers as each one's `KeyedSampler.noise`.
 
-    Args:
-        samplers: One of each sequence.
-        positions: Position of each root, or its minimum.
-        num_levels: Levels of the trees, L.
-        further: Distance of each root from there, int32, shape (G,); None for 0.
-
-    Returns:
-        float32, shape (G L, V), the rows of each sequence in a row.
+    ``further`` has shape (G,). The result has the L rows of each one in a row, shape (G L, V).
     """
     seeds = mx.array([one.params.seed for one in samplers], dtype=mx.uint32)
     first = mx.array(list(positions), dtype=mx.int32)
@@ -268,8 +237,7 @@ def noise_for_all(
 def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> mx.array:
     """Draw standard Gumbel noise for n positions, integer, with one seed or one for each.
 
-    Returns:
-        float32, shape (n, V). A row depends on (seed, its position) alone.
+    A row of the result, float32, shape (n, V), depends on (seed, its position) alone.
     """
     width = _noise_width(vocab_size)
     positions = positions.astype(mx.uint32)
@@ -280,11 +248,7 @@ def gumbel_noise(seed: int | mx.array, positions: mx.array, vocab_size: int) -> 
 
 
 def gumbel_noise_at(seed: int, position: int, vocab_size: int) -> mx.array:
-    """Draw the noise of `gumbel_noise` for one position, with a third of its operations.
-
-    Returns:
-        float32, shape (1, V).
-    """
+    """Draw the noise of `gumbel_noise` for one position, with a third of its operations."""
     key = mx.array([seed, position], dtype=mx.uint32)
     return mx.random.gumbel((1, _noise_width(vocab_size)), key=key)[:, :vocab_size]
 
@@ -293,7 +257,7 @@ def _noise_width(vocab_size: int) -> int:
     return -(-vocab_size // NOISE_ALIGNMENT) * NOISE_ALIGNMENT
 
 
-class StockSampler:
+class StockSampler(TokenSampler):
     """A sampler in mlx-lm's form, exact with the same ``mx.random.seed``.
 
     All nodes of one depth sample from the same random state, the one that plain decoding would
@@ -304,12 +268,6 @@ class StockSampler:
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
         self._keys = mx.zeros((0, 2), dtype=mx.uint32)
-
-    def noise(
-        self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
-    ) -> GumbelNoise | None:
-        """Return None: the sampler draws its own random numbers."""
-        return None
 
     def sample(
         self,
@@ -357,9 +315,8 @@ def choose(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Choose the target's token after each node; the arguments are those of `TokenSampler.sample`.
 
-    Returns:
-        Natural log-probabilities, shape (N, V); token ids, int32, shape (N,), any token if the
-        logits are NaN; and the normalisers of `normalise`, shape (N,).
+    Return log-probabilities and normalisers of `normalise`, and between them token ids, int32,
+    shape (N,), any token if the logits are NaN.
     """
     log_probs, normalisers = normalise(logits)
     tokens = sampler.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
@@ -383,7 +340,6 @@ def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def random_state() -> mx.array:
-    """Copy MLX's global random state, uint32, shape (2,)."""
     return mx.array(mx.random.state[0])  # type: ignore[index]
 
 
@@ -395,15 +351,9 @@ def _set_random_state(key: mx.array) -> None:
 def top_k(scores: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """Find the k largest entries of each row; of equal entries the first ones.
 
-    All k entries lie in the k blocks with the largest maxima, so only these blocks are sorted.
-
-    Args:
-        scores: Shape (R, V), no NaN, and at least k entries above minus infinity in every row.
-        k: Number of entries, 1 to V.
-
-    Returns:
-        Values of the dtype of ``scores``, in descending order, and their indices (uint32), both of
-        shape (R, k).
+    ``scores``, shape (R, V), have no NaN, and at least k entries above minus infinity in every row.
+    Return values in descending order, and their indices (uint32), both of shape (R, k). All k
+    entries lie in the k blocks with the largest maxima, so only these blocks are sorted.
     """
     size = scores.shape[-1]
     if k == 1:

@@ -3,10 +3,7 @@
 A sequence is decoded alone until another one has begun, too. Then both finish their passes in
 flight and move into a batch, each into a slot of its own; the last one that is left moves out
 again. A sequence moves with its K/V entries, and its tokens are the same wherever it is decoded.
-
-Sequences come and go between any two steps. Prompts are processed in chunks between the steps of
-the sequences that have begun. As weights are read once for all sequences, several of them together
-cost less time than one after the other.
+Prompts are processed in chunks between the steps of the sequences that have begun.
 """
 
 from __future__ import annotations
@@ -30,12 +27,9 @@ SHARED_CHUNK = 256
 
 
 class StepOutput(NamedTuple):
-    """Output of a step for one sequence.
+    """Output of a step: the next tokens of a sequence, or the reason why it cannot go on.
 
-    Attributes:
-        sequence: The sequence, which has left the batch if it is finished, cancelled or in error.
-        tokens: Its next tokens.
-        error: Reason why it cannot go on; None if it can.
+    The sequence has left the batch if it is finished, cancelled or in error.
     """
 
     sequence: SequenceDecoder
@@ -44,14 +38,7 @@ class StepOutput(NamedTuple):
 
 
 class Scheduler:
-    """Decodes the sequences of one thread: one of them at a call, or all.
-
-    Args:
-        target: The model that decodes them.
-
-    Attributes:
-        batch: The batch.
-    """
+    """Decodes the sequences of one thread on a target: one of them at a call, or all."""
 
     def __init__(self, target: Target):
         self.target = target
@@ -69,7 +56,6 @@ class Scheduler:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any sequence has begun."""
         return len(self._begun) > 0
 
     def begin(self, sequences: Sequence[SequenceDecoder]) -> None:
@@ -99,8 +85,7 @@ class Scheduler:
     def advance(self, others_wait: bool = False) -> None:
         """Run the next forward pass of the sequences that are not ready; those that are rest.
 
-        Args:
-            others_wait: Whether sequences of other schedulers wait for their next tokens.
+        If ``others_wait``, sequences of other schedulers wait for their next tokens.
         """
         self._others_wait = others_wait
         ended = self._process_chunk()
@@ -114,7 +99,7 @@ class Scheduler:
                 self._step_begun(active)
             except Exception as error:  # no single sequence has caused it
                 for one in active:
-                    one.outbox.fail(error)
+                    one.outbox.error = error
 
     def leave(self, sequence: SequenceDecoder) -> None:
         """Let a sequence go, for whatever reason; its caches are its own again."""
@@ -126,7 +111,6 @@ class Scheduler:
 
     @property
     def _active(self) -> list[SequenceDecoder]:
-        """Sequences that wait for a step."""
         return [one for one in self._begun if not one.is_ready]
 
     def _process_chunk(self) -> bool:
@@ -159,7 +143,7 @@ class Scheduler:
         except Exception as error:  # no single sequence has caused it
             failed = [one for one in group if one in self._unread]
             for one in failed:
-                one.outbox.fail(error)
+                one.outbox.error = error
             yield failed
 
     def _chunk_limit(self, most: int) -> int:
@@ -167,7 +151,6 @@ class Scheduler:
         return min(most, SHARED_CHUNK) if self._others_wait or self._active else most
 
     def _step_begun(self, active: Sequence[SequenceDecoder]) -> None:
-        """Run the next step of the sequences that have begun and are not ready."""
         batch = self.batch
         if len(self._begun) == 1 == len(active):
             (one,) = active
@@ -201,13 +184,11 @@ class Scheduler:
             self.batch.join(sequence)
 
     def _move_out(self, sequence: SequenceDecoder) -> None:
-        """Move a sequence out of the batch, once its pass in flight is read."""
         sequence.commit()
         self.batch.leave(sequence)
 
 
 def _taken(sequence: SequenceDecoder) -> tuple[list[Token], Exception | None]:
-    """Return the tokens of a sequence, or the error behind them."""
     try:
         return sequence.take(), None
     except Exception as error:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -43,33 +42,17 @@ class Status(IntEnum):
     CLOSED = 4
 
 
-class Place(NamedTuple):
-    """A cache for a sequence, and the policy that goes with it."""
-
-    cache: TreeCache | Slot
-    policy: DraftPolicy | None
-
-
 class SequenceDecoder:
     """A sequence being decoded, with drafts or without; its tokens are the same.
 
-    Args:
-        target: The model that decodes it.
-        cache: The sequence's K/V cache.
-        sampler: Sampler of the target's tokens.
-        request: The prompt, and where to end.
-        drafting: Proposes tokens; None for plain decoding.
-        policy: Chooses how much to draft in every step; None for plain decoding.
-        processors: Logits processors and their history.
-        on_close: Function called with the counts when the sequence ends, for whatever reason.
+    Without a drafting and a policy it is decoded plainly. ``on_close`` gets the counts when it
+    ends, for whatever reason.
 
     Attributes:
-        place: Its cache, which may be a slot of a batch, and its policy there.
+        own_cache: Its own K/V cache, which is empty while it is in a batch.
+        cache, policy: Those in use: its own, or a slot of a batch and the policy there.
         last: The newest pass.
         committed: The newest pass that is read and committed: `last` or the one before.
-        outbox: Tokens that nobody has taken.
-        delivery: The tokens taken, and their counts.
-        status: Place between the prompt and the end.
         is_cancelled: Whether it ends before its next step; any thread may set this.
     """
 
@@ -89,7 +72,9 @@ class SequenceDecoder:
         self.request = request
         self.drafting = drafting
         self.processors = processors
-        self.place = self._own = Place(cache, policy)
+        self.own_cache = cache
+        self.cache: TreeCache | Slot = cache
+        self.policy = self._own_policy = policy
         self.last: Pass | None = None
         self.committed: Pass | None = None
         # The newest pass that the drafting was given.
@@ -98,22 +83,6 @@ class SequenceDecoder:
         self.delivery = Delivery(on_close)
         self.status = Status.WAITING
         self.is_cancelled = False
-
-    @property
-    def cache(self) -> TreeCache | Slot:
-        """Its cache, which may be a slot of a batch."""
-        return self.place.cache
-
-    @property
-    def policy(self) -> DraftPolicy | None:
-        """Its policy, alone or in the batch."""
-        return self.place.policy
-
-    @property
-    def own_cache(self) -> TreeCache:
-        """Its own cache, which is empty while it is in a batch."""
-        assert isinstance(self._own.cache, TreeCache)
-        return self._own.cache
 
     @property
     def is_finished(self) -> bool:
@@ -132,20 +101,15 @@ class SequenceDecoder:
 
     @property
     def layers(self) -> Sequence[int]:
-        """Layers of the target whose states the drafting reads."""
         reader = None if self.drafting is None else self.drafting.reader
         return () if reader is None else reader.layers
 
-    def enter(self, status: Status) -> None:
-        """Note where the sequence stands from now on."""
-        self.status = status
-
-    def move(self, cache: Slot | None, policy: DraftPolicy | None = None) -> None:
+    def move(self, slot: Slot | None, policy: DraftPolicy | None = None) -> None:
         """Continue in a slot of a batch with its policy there, or in the sequence's own cache."""
-        self.place = self._own if cache is None else Place(cache, policy)
+        self.cache = self.own_cache if slot is None else slot
+        self.policy = self._own_policy if slot is None else policy
 
     def pass_for_drafts(self) -> Pass:
-        """Return the newest pass, after which the drafting is about to propose."""
         assert self.last is not None
         self._seen = self.last
         return self.last
@@ -187,21 +151,15 @@ class SequenceDecoder:
         A pass behind a path that turned out to end in NaN is dropped. The first one is committed at
         once: nothing is dispatched behind it, as to dispatch may mean to wait.
         """
-        first = self.last is None
-        length = self.cache.length
+        first, length = self.last is None, self.cache.length
         if isinstance(drafts, TokenTree):
-            sizes, known = (drafts.num_nodes, drafts.num_unmerged), drafts.known
+            nodes, unmerged, known = drafts.num_nodes, drafts.num_unmerged, drafts.known
         else:  # the root is committed already
-            sizes, known, length = ((0, 0) if first else (1, 1)), None, length - 1
+            nodes = unmerged = 0 if first else 1
+            known, length = None, length - 1
         if self.last is None or self.last.is_finite:
-            num_nodes, num_unmerged = sizes
             self.last = replace(
-                found,
-                num_nodes=num_nodes,
-                num_unmerged=num_unmerged,
-                known=known,
-                length=length,
-                plan=plan,
+                found, num_nodes=nodes, num_unmerged=unmerged, known=known, length=length, plan=plan
             )
         if self.status is Status.VERIFYING:
             self.status = Status.RUNNING
@@ -213,8 +171,7 @@ class SequenceDecoder:
     def commit(self) -> None:
         """Read the newest pass, commit what it accepted, and put its tokens into the outbox.
 
-        Raises:
-            NonFiniteError: The logits after the tokens so far are NaN.
+        Logits that are NaN raise NonFiniteError.
         """
         last = self.last
         if last is None or last is self.committed:
@@ -231,20 +188,12 @@ class SequenceDecoder:
             self.status = Status.FINISHED
 
     def take(self) -> list[Token]:
-        """Return the tokens of the outbox, and leave none there.
-
-        Raises:
-            Exception: The error behind them, if there are none.
-        """
+        """Take the tokens, or the error, out of the outbox."""
         return self.outbox.take()
 
     def cancel(self) -> None:
         """End the sequence before its next step or chunk of the prompt; from any thread."""
         self.is_cancelled = True
-
-    def fail(self) -> None:
-        """Give up the drafts after an error: their caches may be half-way."""
-        self.drafting = None
 
     def close(self) -> None:
         """End the sequence; with ``keeps_cache`` the caches hold what the caller has taken."""
@@ -287,4 +236,4 @@ def attempt(do: Callable[[SequenceDecoder], object], sequence: SequenceDecoder) 
     try:
         do(sequence)
     except Exception as error:
-        sequence.outbox.fail(error)
+        sequence.outbox.error = error

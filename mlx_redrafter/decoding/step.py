@@ -2,9 +2,9 @@
 
 A step yields the tokens of the pass before the one that it dispatches. So the host reads them while
 the device drafts what may follow, or computes the next token in plain decoding. If a compiled pass
-can follow a path that nobody has read, the host looks ahead: it dispatches that pass first. If a
-policy reads the probabilities of the drafts before it decides how many to verify, or a lookup waits
-for the outcome, the device is idle while the host builds the next pass.
+can follow a path that nobody has read, the host dispatches that pass first. If a policy reads the
+drafts' probabilities, or a lookup waits for the outcome, the device is idle while the host builds
+the next pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import num_unread, prefill
-from mlx_redrafter.decoding.protocols import Drafting, JointDrafting, JointPolicy
+from mlx_redrafter.decoding.protocols import Group, JointDrafting, JointPolicy
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
@@ -37,10 +37,8 @@ Noises = dict[SequenceDecoder, GumbelNoise | None]
 class Lane:
     """The part of a step that depends on its caches: here one sequence's own.
 
-    It has the cheapest operations for one sequence, and no state, so that all sequences share it.
-
-    Attributes:
-        policy: Decides how much the sequences draft together; None if each decides alone.
+    It has the cheapest operations for one sequence, and no state, so that all sequences share it. A
+    ``policy`` decides how much the sequences draft together; without one, each decides alone.
     """
 
     policy: JointPolicy | None = None
@@ -112,13 +110,8 @@ def decode(
 ) -> Iterator[Token]:
     """Yield the tokens of a sequence, and close it however decoding ends.
 
-    Args:
-        sequence: The sequence.
-        step_on: Function that decodes until the sequence is ready, such as `Scheduler.step`.
-        leave: Function called before the sequence is closed, such as `Scheduler.leave`.
-
-    Raises:
-        NonFiniteError: The logits after the tokens so far are NaN.
+    ``step_on`` decodes until the sequence is ready, such as `Scheduler.step`. ``leave`` is called
+    before the sequence is closed, such as `Scheduler.leave`. NaN raises NonFiniteError.
     """
     try:
         while not sequence.is_cancelled and (
@@ -132,7 +125,7 @@ def decode(
     except GeneratorExit:
         raise
     except BaseException:
-        sequence.fail()
+        sequence.drafting = None  # its caches may be half-way
         raise
     finally:
         leave(sequence)
@@ -142,9 +135,9 @@ def decode(
 def step(lane: Lane, sequences: Iterable[SequenceDecoder]) -> None:
     """Decode one step of sequences that have one proposer or none; cancelled ones take no part.
 
-    Their tokens go to their outboxes, and so does an error that only one sequence has.
-    The first step of a sequence yields one token. The second one yields none: from then on, every
-    step yields the tokens of the pass that the step before has dispatched.
+    Their tokens go to their outboxes, and so does an error that only one sequence has. The first
+    step of a sequence yields one token, the second one none, and every further one the tokens of
+    the pass that the step before has dispatched.
     """
     with mx.stream(generation_stream):
         _Step(lane, [one for one in sequences if not one.is_cancelled]).run()
@@ -174,7 +167,7 @@ class _Step:
         self._select()
         if self._inputs:
             for one in self._inputs:
-                one.enter(Status.VERIFYING)
+                one.status = Status.VERIFYING
             self._found = self._lane.verify(self._inputs, self._noises)
         self._each(self._commit, self._live)
 
@@ -221,19 +214,18 @@ class _Step:
                 arrays += self._propose(group)
             except Exception as error:  # no single sequence has caused it
                 for one in group:
-                    one.outbox.fail(error)
+                    one.outbox.error = error
         if arrays:
             mx.async_eval(arrays)
 
-    def _propose(self, group: Sequence[SequenceDecoder]) -> list[mx.array]:
+    def _propose(self, alike: Sequence[SequenceDecoder]) -> list[mx.array]:
         """Build the trees of sequences with one plan; return the arrays to dispatch."""
-        plan = self._plans[group[0]]
-        noises = self._lane.noises(group, plan.shape.length)
-        draftings = [one.drafting for one in group if one.drafting is not None]
-        flights = [one.pass_for_drafts() for one in group]
-        trees = propose_all(draftings, flights, plan.searched, noises)
+        plan = self._plans[alike[0]]
+        noises = self._lane.noises(alike, plan.shape.length)
+        group = [(one.drafting, one.pass_for_drafts()) for one in alike]
+        trees = propose_all(group, plan.searched, noises)
         arrays: list[mx.array] = []
-        for one, noise, tree in zip(group, noises, trees, strict=True):
+        for one, noise, tree in zip(alike, noises, trees, strict=True):
             if tree is None:
                 continue
             self._trees[one], self._noises[one] = tree, noise
@@ -298,7 +290,6 @@ class _Step:
         return one.policy.select(self._plans[one], self._trees[one])
 
     def _commit(self, one: SequenceDecoder) -> None:
-        """Commit the pass before the newest one."""
         plan = self._plans.get(one)
         one.commit()
         if plan is None:
@@ -311,16 +302,13 @@ class _Step:
 
 
 def propose_all(
-    draftings: Sequence[Drafting],
-    flights: Sequence[Pass],
-    plan: DraftPlan,
-    noises: Sequence[GumbelNoise | None],
+    group: Group, plan: DraftPlan, noises: Sequence[GumbelNoise | None]
 ) -> list[TokenTree | None]:
     """Draft for one or several sequences, in the same passes of a network if it can do that."""
-    first, found = draftings[0], None
-    if len(draftings) > 1 and isinstance(first, JointDrafting):
-        found = first.propose_all(draftings, flights, plan, noises)
+    first, found = group[0][0], None
+    if len(group) > 1 and isinstance(first, JointDrafting):
+        found = first.propose_all(group, plan, noises)
     if found is not None:
         return found
-    each = zip(draftings, flights, noises, strict=True)
-    return [one.propose(flight, plan, noise) for one, flight, noise in each]
+    pairs = zip(group, noises, strict=True)
+    return [one.propose(flight, plan, noise) for (one, flight), noise in pairs]

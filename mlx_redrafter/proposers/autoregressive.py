@@ -6,14 +6,12 @@ Axes: n tokens, W beams of each sequence, H hidden size, V rows of the head.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork, read_flights, read_levels
+from mlx_redrafter.proposers.kv_drafting import KvNetwork, read_flights, read_levels
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs, search_all
 from mlx_redrafter.target.target import Target
 
@@ -29,39 +27,21 @@ class AutoregressiveNetwork(KvNetwork):
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
         """Compute logits of the token after each pair, shape (n, H) to (n, V), or more columns."""
 
-    def open(
-        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> KvDrafting[Any]:
-        return AutoregressiveDrafting(self, target, prompt, couple_noise, cached)
-
-
-class AutoregressiveDrafting(KvDrafting[AutoregressiveNetwork]):
-    """Drafts of one sequence by such a network."""
-
-    def expand(
-        self,
-        draftings: Sequence[AutoregressiveDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        return search_all(_Levels(draftings, flights), shape, rank)
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        return search_all(_Levels(group), shape, rank)
 
 
 class _Levels:
     """The network after one root of each sequence; a `LevelScorer`."""
 
-    def __init__(self, draftings: Sequence[AutoregressiveDrafting], flights: Sequence[Pass]):
-        self.draftings = draftings
-        self.network, self.target = draftings[0].network, draftings[0].target
-        self.flights = flights
-        self.num_rows = self.network.num_rows
+    def __init__(self, group: Group):
+        self.group, self.draftings = group, [one for one, _ in group]
+        self.network, self.target = self.draftings[0].network, self.draftings[0].target
         self.to_token_ids = self.network.to_token_ids
 
     def first(self) -> mx.array:
-        self._outputs = read_flights(self.draftings, self.flights)
-        pairs = zip(self.draftings, self.flights, strict=True)
-        self._lineages = [drafting.lineage_after(flight) for drafting, flight in pairs]
+        self._outputs = read_flights(self.group)
+        self._lineages = [drafting.lineage_after(flight) for drafting, flight in self.group]
         return self._log_probs()
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
@@ -85,4 +65,5 @@ class _Levels:
         return self._log_probs()
 
     def _log_probs(self) -> mx.array:
-        return log_probs(self.network.logits(self._outputs, self.target), self.num_rows)
+        logits = self.network.logits(self._outputs, self.target)
+        return log_probs(logits, self.network.num_rows)

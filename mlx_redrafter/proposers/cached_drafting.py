@@ -1,9 +1,8 @@
 """Drafts of one sequence by a model with K/V entries of its own; how entries are counted.
 
-The state of a sequence is the entries of its committed tokens. After a tree, one pass of L rows
-processes the accepted path, and only the device knows how many of its entries count. Entries beyond
-are junk that no query sees, until later ones overwrite it. So rolling back sets an offset, and the
-host reads nothing.
+After a tree, one pass of L rows processes the accepted path, and only the device knows how many of
+its entries count. Entries beyond are junk that no query sees, until later ones overwrite it. So
+rolling back sets an offset, and the host reads nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +24,10 @@ READ_STEP_SIZE = 512
 class CachedDrafting(NetworkDrafting):
     """Drafts of one sequence, and the entries that they need.
 
-    Args:
-        network: The network.
-        couple_noise: As in `NetworkDrafting`.
-        stock: mlx-lm's caches, one for each layer.
-        is_shared: Whether they are the caller's, which the sequence leaves in order.
+    ``stock`` has mlx-lm's cache of each layer. If they ``is_shared`` with the caller, the sequence
+    leaves them in order.
 
     Attributes:
-        cache: The entries.
         length: Number of entries whose tokens the host knows.
         num_without_entry: Number of tokens of a sequence without an entry: 1 if an entry belongs to
             a pair of them.
@@ -41,7 +36,7 @@ class CachedDrafting(NetworkDrafting):
     num_without_entry: ClassVar[int] = 0
 
     def __init__(self, network: Any, couple_noise: bool, stock: Sequence[Any], is_shared: bool):
-        self.network, self.couple_noise = network, couple_noise
+        super().__init__(network, couple_noise)
         self.cache = DraftCache(stock)
         self.length = self.cache.num_rows
         self._is_shared = is_shared
@@ -64,8 +59,7 @@ class CachedDrafting(NetworkDrafting):
     def process_unread(self, flight: Pass | None = None) -> mx.array:
         """Process what is unread and count its entries; outputs, one row for each.
 
-        Args:
-            flight: A pass whose accepted path follows what is unread, not counted; None for none.
+        The accepted path of a ``flight`` follows what is unread; it is not counted.
         """
 
     def read_flight(self, flight: Pass) -> mx.array:
@@ -104,8 +98,7 @@ class CachedDrafting(NetworkDrafting):
     def count_flight(self, following: Pass | None = None) -> None:
         """Count the entries of the newest pass whose path was read; waits for its outcome.
 
-        Args:
-            following: The pass after it, whose root is the newest token that the host knows.
+        The root of the pass ``following`` it is the newest token that the host knows.
         """
         if self._flight is not None:
             self.length += len(self._flight.tokens)

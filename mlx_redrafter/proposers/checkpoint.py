@@ -25,7 +25,7 @@ from mlx_redrafter.checkpoint_files import (
     read_tensors,
     write_checkpoint,
 )
-from mlx_redrafter.checks import check_instance
+from mlx_redrafter.checks import as_mapping, check_instance
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import (
     CheckpointError,
@@ -48,6 +48,11 @@ PATTERNS = [CONFIG_FILE, *WEIGHTS_PATTERNS, "README.md", MASK_FILE]
 # Name of the tensor with the token ids of a reduced head.
 TOKEN_IDS = "token_ids"
 
+# Name of the offsets from rows of the head to token ids, in files of several publishers.
+OFFSETS = "d2t"
+# Largest int32, which is the token id of no model.
+LAST_ID = 2**31 - 1
+
 N = TypeVar("N", bound=nn.Module)
 
 
@@ -67,7 +72,6 @@ class Checkpoint:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Shapes of the tensors by name, from their headers."""
         return read_shapes(self.folder)
 
     def fill(
@@ -78,11 +82,8 @@ class Checkpoint:
     ) -> N:
         """Give a new network the stored weights, quantised if they are, and return it.
 
-        Args:
-            network: The network.
-            sources: Name of every stored tensor by its name in the network; by default they are
-                the same.
-            resolve: Function that replaces, in place, weights that are stored in another form.
+        ``sources`` has the name of every stored tensor by its name in the network, by default the
+        same. ``resolve`` replaces, in place, weights that are stored in another form.
         """
         if sources is None:
             sources = {name: name for name in self.shapes}
@@ -168,19 +169,18 @@ def collect_sources(
 def check_shapes(
     network: nn.Module, stored: Shapes, folder: str | Path, names: Mapping[str, str]
 ) -> None:
-    """Raise `CheckpointError` unless stored tensors are those of a network.
+    """Raise `CheckpointError` unless stored tensors are those of a network, by the network's names.
 
-    The message names the first dozen that are not. ``stored`` is by the network's names; ``names``
-    are those in the checkpoint by the network's, if they differ.
+    The message names them as `describe_misfits` does.
     """
     if problems := describe_misfits(network, stored, names):
         raise CheckpointError(f"the weights in {folder} do not fit its config.json: {problems}")
 
 
 def describe_misfits(network: nn.Module, stored: Shapes, names: Mapping[str, str]) -> str:
-    """Name the first dozen stored tensors that are missing, unexpected or of other shapes.
+    """Name the first dozen stored tensors that are missing, unexpected or of other shapes, if any.
 
-    The arguments are those of `check_shapes`. The result is empty if all tensors fit.
+    ``names`` are those in the checkpoint by the network's, if they differ.
     """
     expected = {name: tensor.shape for name, tensor in named_parameters(network).items()}
     called = {name: names.get(name, name) for name in expected.keys() | stored.keys()}
@@ -205,8 +205,7 @@ def check_floating(
 ) -> None:
     """Raise `CheckpointError` naming weights that are integers instead of floating-point numbers.
 
-    Weights that other programs have quantised may have the right shapes. ``names`` are those in
-    the checkpoint by the network's.
+    Weights that other programs have quantised may have the right shapes.
     """
     parameters = named_parameters(network)
     problems = [
@@ -224,10 +223,7 @@ def check_floating(
 
 
 def check_finite(network: nn.Module, name: str | Path, names: Mapping[str, str]) -> None:
-    """Raise `NonFiniteError` naming the tensors of a network that hold NaN or infinity.
-
-    ``names`` are those in the checkpoint by the network's, if they differ. Waits for the device.
-    """
+    """Raise `NonFiniteError` naming the tensors that hold NaN or infinity; waits for the device."""
     floating = {
         name: tensor
         for name, tensor in named_parameters(network).items()
@@ -246,8 +242,7 @@ def check_finite(network: nn.Module, name: str | Path, names: Mapping[str, str])
 def check_token_ids(network: Any, name: str | Path) -> None:
     """Raise `CheckpointError` if two rows of the head propose one token, or one an unknown token.
 
-    Acceptance would keep both of two equal siblings in a tree; an id out of range reads memory
-    outside the embedding.
+    A tree would keep both of two equal siblings; an id out of range reads memory elsewhere.
     """
     if TOKEN_IDS not in network:
         return
@@ -263,3 +258,23 @@ def check_token_ids(network: Any, name: str | Path) -> None:
     else:
         return
     raise CheckpointError(f"token_ids in {name} must be {found}; convert or train it again")
+
+
+def resolve_offsets(weights: dict[str, mx.array], names: Mapping[str, str]) -> None:
+    """Replace offsets from rows of the head to token ids by these ids, int32, shape (V,).
+
+    ``names`` are the published names by those of the network.
+    """
+    offsets = weights.get(TOKEN_IDS)
+    if offsets is None or not names[TOKEN_IDS].endswith(OFFSETS):
+        return
+    if mx.issubdtype(offsets.dtype, mx.integer):  # `check_token_ids` refuses others
+        ids = mx.arange(offsets.shape[0], dtype=mx.int64) + offsets.astype(mx.int64)
+        weights[TOKEN_IDS] = mx.clip(ids, -1, LAST_ID).astype(mx.int32)
+
+
+def speculative_tokens(values: Mapping[str, Any]) -> Any:
+    """Return the number of drafts of the first method in a config; None if it has none."""
+    methods = as_mapping(values.get("speculators_config")).get("proposal_methods")
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return as_mapping(first).get("speculative_tokens")

@@ -1,6 +1,6 @@
 """Draft models: any supported mlx-lm model with the token ids of the target.
 
-Axes: W beam width, L beam length, V token ids that both models have, n tokens.
+Axes: W beam width, V token ids that both models have.
 
 After a tree, the pass over the accepted path processes its drafts again, together with the new
 root. Drafts of a chain have their entries in the order of the sequence, so accepted ones stay, as
@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.checks import check_instance
 from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
@@ -26,17 +27,13 @@ from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.search import (
     COUPLING_WEIGHT,
     Expansion,
-    LevelScorer,
     NoiseRank,
     log_probs,
     search_all,
 )
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.caches.cache_kinds import describe
-from mlx_redrafter.target.caches.draft_cache import (
-    DraftMask,
-    hook_attention,
-)
+from mlx_redrafter.target.caches.draft_cache import DraftMask, hook_attention
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.target import Target
@@ -60,6 +57,7 @@ class DraftModel:
     max_length: int | None = None
     row_ids: mx.array | None = None
     coupling_weight = COUPLING_WEIGHT
+    is_joint = False
 
     def __init__(self, model: nn.Module, tokenizer: Any):
         check_instance("model", model, nn.Module, "a model of mlx-lm")
@@ -76,13 +74,18 @@ class DraftModel:
         hook_attention(model)
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
-        """Raise `CheckpointError` unless tokens have the same ids."""
         check_ids(self.tokenizer, tokenizer)
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> ModelDrafting:
         return ModelDrafting(self, target.vocab_size, prompt, couple_noise, cached)
+
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        """Score continuations of a pass of one sequence, as `DraftNetwork.expand` does."""
+        (pair,) = group
+        levels = _ChainLevels(*pair) if shape.width == 1 else _TreeLevels(*pair)
+        return search_all(levels, shape, rank)
 
 
 def check_ids(draft: Any, target: Any) -> None:
@@ -101,14 +104,11 @@ def check_ids(draft: Any, target: Any) -> None:
 
 
 def _other_caches(layers: Sequence[Any]) -> str:
-    """Name the caches that drafts do not fit into."""
     return ", ".join(sorted({describe(layer) for layer in layers if type(layer) is not KVCache}))
 
 
 class ModelDrafting(CachedDrafting):
     """Drafts of one sequence."""
-
-    is_joint = False
 
     def __init__(
         self,
@@ -137,23 +137,6 @@ class ModelDrafting(CachedDrafting):
     def num_unread(self) -> int:
         return len(self._unread)
 
-    def expand(
-        self,
-        draftings: Sequence[ModelDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        (flight,) = flights
-        levels: LevelScorer
-        if shape.width == 1:
-            self._flight = None  # a chain counts its tokens by itself
-            levels = _ChainLevels(self, flight)
-        else:
-            self._ahead = 0
-            levels = _TreeLevels(self, flight)
-        return search_all(levels, shape, rank)
-
     def note(self, flight: Pass) -> None:
         """Count a pass's tokens: the accepted drafts of a chain have their entries already."""
         num_there = min(self._ahead, len(flight.tokens) - 1)
@@ -163,6 +146,7 @@ class ModelDrafting(CachedDrafting):
 
     def process_unread(self, flight: Pass | None = None) -> mx.array:
         self.cache.keep(self.length)
+        self._ahead = 0
         while len(self._unread) > READ_STEP_SIZE:
             self._forward(mx.array(self._unread[:READ_STEP_SIZE], dtype=mx.int32))
             mx.eval([layer.stock.state for layer in self.cache.layers])
@@ -183,6 +167,7 @@ class ModelDrafting(CachedDrafting):
 
     def read_tokens(self, flight: Pass) -> mx.array:
         """Process a pass's tokens, which the host knows; logits after them, shape (1, V)."""
+        self._flight = None  # a chain counts its tokens by itself
         self.note(flight)
         return self.process_unread()[-1:]
 
@@ -216,20 +201,6 @@ class DraftLevels:
         return rows.astype(mx.int32)
 
 
-class _ChainLevels(DraftLevels):
-    """A draft model that drafts a chain; the host waits for the pass."""
-
-    def __init__(self, drafting: ModelDrafting, flight: Pass):
-        super().__init__(drafting)
-        self.flight = flight
-
-    def first(self) -> mx.array:
-        return log_probs(self.drafting.read_tokens(self.flight), self.num_rows)
-
-    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        return log_probs(self.drafting.read_draft(tokens), self.num_rows)
-
-
 class _TreeLevels(DraftLevels):
     """A draft model that drafts a tree, each level in one pass."""
 
@@ -245,3 +216,13 @@ class _TreeLevels(DraftLevels):
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         level = self._lineage.extend(beams, tokens.shape[0], depth)
         return log_probs(self.drafting.read_level(tokens, *level), self.num_rows)
+
+
+class _ChainLevels(_TreeLevels):
+    """A draft model that drafts a chain; the host waits for the pass."""
+
+    def first(self) -> mx.array:
+        return log_probs(self.drafting.read_tokens(self.flight), self.num_rows)
+
+    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        return log_probs(self.drafting.read_draft(tokens), self.num_rows)

@@ -3,13 +3,13 @@
 Each network is a `Proposer`. Several sequences may draft in the same passes, which read its weights
 once.
 
-Axes: R sequences, L beam length, V tokens that the network proposes.
+Axes: V tokens that the network proposes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.protocols import Drafting, StateReader
+from mlx_redrafter.decoding.protocols import Drafting, Group, StateReader
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.search import (
@@ -40,48 +40,56 @@ class DraftNetwork(nn.Module, ABC):
 
     Attributes:
         config: Sizes of the target and of the head, and the calibration of the ranking.
+        num_layers: Number of its layers with K/V entries.
+        is_joint: Whether it can draft for several sequences together.
     """
 
     config: Any
     token_ids: mx.array
+    num_layers: int = 0
+    max_length: int | None = None
+    is_joint: bool = True
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+        if config.draft_vocab_size is not None:
+            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
         return (self,)
 
     @property
-    def num_layers(self) -> int:
-        return 0
-
-    @property
     def num_rows(self) -> int:
-        rows: int = self.config.head_rows
-        return rows
-
-    @property
-    def max_length(self) -> int | None:
-        return None
+        return self.config.head_rows
 
     @property
     def row_ids(self) -> mx.array | None:
         """Token ids of the rows of the head; None if row and id are the same."""
-        ids: mx.array | None = self.get("token_ids")
-        return ids
+        return self.get("token_ids")
 
     @property
     def coupling_weight(self) -> float:
         """Weight of the target's noise when it ranks drafts, 0 to 1."""
-        weight: float = getattr(self.config, "coupling_weight", COUPLING_WEIGHT)
-        return weight
+        return getattr(self.config, "coupling_weight", COUPLING_WEIGHT)
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         sizes = target.hidden_size, target.vocab_size, tokenizer.vocab_size
         TargetFacts(None, *sizes).check(self.config)
 
-    @abstractmethod
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> Drafting: ...
+    ) -> Drafting:
+        return NetworkDrafting(self, couple_noise)
+
+    @abstractmethod
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        """Score continuations of the bonus tokens of passes, as `search_all` does, a root for each.
+
+        ``rank`` ranks the rows of all sequences, in their order and equally many for each; None
+        without noise.
+        """
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
         """Return token ids, int32, of rows of the head; any shape."""
@@ -90,8 +98,7 @@ class DraftNetwork(nn.Module, ABC):
 
     def stored_config(self) -> dict[str, Any]:
         """Return the keys of ``config.json`` that describe the network."""
-        values: dict[str, Any] = self.config.to_dict()
-        return values
+        return self.config.to_dict()
 
     def stored_name(self, own: str) -> str:
         """Return the name that a parameter has in the network's checkpoint."""
@@ -109,49 +116,40 @@ class ResBlock(nn.Module):
         return x + nn.silu(self.linear(x))
 
 
+class GatedMlp(nn.Module):
+    """``down_proj(activate(gate_proj(x), up_proj(x)))``, shape (..., H) to (..., H)."""
+
+    def __init__(
+        self, hidden_size: int, width: int, activate: Callable[[mx.array, mx.array], mx.array]
+    ):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+        self.activate = activate
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
+
+
 def dtype_of(layer: Any) -> mx.Dtype:
     """Return the floating-point dtype that a linear layer computes in, quantised or not."""
-    dtype: mx.Dtype = layer.scales.dtype if "scales" in layer else layer.weight.dtype
-    return dtype
+    return layer.scales.dtype if "scales" in layer else layer.weight.dtype
 
 
-class NetworkDrafting(ABC):
+class NetworkDrafting:
     """Drafts of one sequence by a network that may draft for several, a `JointDrafting`.
 
-    Without entries of its own it keeps nothing between steps.
-
-    Attributes:
-        network: The network: ids of the rows of its head, and the weight of the noise.
-        couple_noise: Whether to rank drafts with the noise that the target will sample with.
+    Without entries of its own it keeps nothing between steps. If it may ``couple_noise``, the noise
+    that the target will sample with ranks the drafts.
     """
 
-    network: Any
-    couple_noise: bool
+    def __init__(self, network: Any, couple_noise: bool):
+        self.network, self.couple_noise = network, couple_noise
 
     @property
     def reader(self) -> StateReader | None:
         return None
-
-    @abstractmethod
-    def expand(
-        self,
-        draftings: Sequence[Any],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        """Score continuations of the bonus tokens of passes.
-
-        Args:
-            draftings: Drafts of one or several sequences, of this class, this one's the first.
-            flights: A pass of each of them.
-            shape: As in `search_all`.
-            rank: Function that ranks the rows of all sequences, in their order and equally many
-                for each; None without noise.
-
-        Returns:
-            The result of `search_all`, one root for each sequence.
-        """
 
     def rank(self, noise: GumbelNoise | None) -> NoiseRank | None:
         """Return the function that ranks drafts with the noise of the target's choices, if any."""
@@ -180,37 +178,33 @@ class NetworkDrafting(ABC):
     @property
     def is_joint(self) -> bool:
         """Whether this sequence can be drafted for together with others."""
-        return True
+        return self.network.is_joint
 
-    def matches(self, least: float) -> None:  # noqa: B027
+    def matches(self, least: float) -> None:
         """Return None, as a network always has something to propose."""
 
-    def begin(self, flight: Pass) -> None:  # noqa: B027
+    def begin(self, flight: Pass) -> None:
         """Note a pass, after which a tree is drafted."""
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
         self.begin(flight)
-        found = self.expand([self], [flight], plan.shape, self.rank(noise))
+        found = self.network.expand([(self, flight)], plan.shape, self.rank(noise))
         return build_tree(found.alone, flight.root, plan)
 
     def propose_all(
-        self,
-        draftings: Sequence[Any],
-        flights: Sequence[Pass],
-        plan: DraftPlan,
-        noises: Sequence[GumbelNoise | None],
+        self, group: Group, plan: DraftPlan, noises: Sequence[GumbelNoise | None]
     ) -> list[TokenTree | None] | None:
-        are_alike = all(one.couple_noise == self.couple_noise for one in draftings)
-        if not (are_alike and all(one.is_joint for one in draftings)):
+        are_alike = all(one.couple_noise == self.couple_noise for one, _ in group)
+        if not (are_alike and all(one.is_joint for one, _ in group)):
             return None
-        for drafting, flight in zip(draftings, flights, strict=True):
+        for drafting, flight in group:
             drafting.begin(flight)
         known = [one for one in noises if one is not None]
-        found = self.expand(draftings, flights, plan.shape, self.rank_all(known) if known else None)
-        return list(build_trees(found, [flight.root for flight in flights], plan))
+        found = self.network.expand(group, plan.shape, self.rank_all(known) if known else None)
+        return list(build_trees(found, [flight.root for _, flight in group], plan))
 
-    def skip(self, flight: Pass) -> None:  # noqa: B027
+    def skip(self, flight: Pass) -> None:
         """Ignore a pass without drafts."""
 
-    def trim_to(self, length: int) -> None:  # noqa: B027
+    def trim_to(self, length: int) -> None:
         """Leave everything, as there are no caches."""

@@ -3,9 +3,8 @@
 A tree has the drafts with the largest products of probabilities, so probabilities that are too
 sharp make it too narrow, and flat ones too broad. Greedy decoding chooses the most probable token
 for certain, while a drafter is trained on the target's distributions, so most score scales are
-above 1. With sampling, a share of the target's noise ranks drafts. A drafter that knows the
-target's distribution well does best with a large share; with all of it, the noise would outweigh
-the knowledge of a poor one.
+above 1. With sampling, a share of the target's noise ranks drafts: a large one if the drafter knows
+the distribution well, while the noise would outweigh the knowledge of a poor one.
 
 Axes: n tokens of a sequence, k most probable tokens, p predictions, V rows of the head, H hidden
 size.
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -27,19 +26,15 @@ from mlx_redrafter.proposers.stored_config import COUPLING_WEIGHT, INVERSE_TEMPE
 SCALES = tuple(2.0 ** (eighths / 8) for eighths in range(-16, 25))
 # Weights of the noise to try, from a fifth to all of it.
 WEIGHTS = tuple(twentieths / 20 for twentieths in range(4, 21))
-# Temperature of the target's samples. Users choose similar ones, and the best weight hardly
-# changes with it.
+# Temperature of the target's samples. The best weight hardly changes with it.
 TEMP = 0.8
-# Number of most probable tokens of the target to sample from. Sampling also draws improbable ones:
-# for the bundled model's second drafter the best weight seemed to be 0.85 with 32 of the 4,096
-# tokens, with 512 it was 0.95, as it was with all.
+# Number of most probable tokens of the target to sample from. For the bundled second drafter the
+# best weight seemed to be 0.85 with 32 of the 4,096 tokens; with 512 it was 0.95, as with all.
 TOP_TOKENS = 512
 # Predictions to fit the scalars to; further ones hardly change them.
 ENOUGH = 8192
 # Predictions to compute at once, which bounds memory.
 BATCH = 128
-
-C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -47,18 +42,17 @@ class Calibration:
     """Scalars of a drafter's config that rank its drafts.
 
     Attributes:
-        inverse_temperature: Factor on the drafter's logits that maximises the likelihood of the
-            target's greedy tokens.
-        coupling_weight: Weight of the noise with which the first rank equals the token that the
-            target samples at `TEMP` in the largest number of places.
+        inverse_temperature: Factor on its logits that makes the target's greedy tokens likeliest.
+        coupling_weight: Weight of the noise with which its first rank equals the target's sample at
+            `TEMP` in the largest number of places.
     """
 
     inverse_temperature: float = INVERSE_TEMPERATURE
     coupling_weight: float = COUPLING_WEIGHT
 
-    def applied(self, config: C) -> C:
+    def applied(self, config: Any) -> Any:
         """Return the config of a drafter of any kind with these scalars."""
-        return replace(config, **asdict(self))  # type: ignore[type-var]
+        return replace(config, **asdict(self))
 
 
 class ReadSequence(NamedTuple):
@@ -83,10 +77,7 @@ class ReadSequence(NamedTuple):
 class Prediction(NamedTuple):
     """Drafts of one depth, each after drafts that were right.
 
-    Attributes:
-        logits: The drafter's, shape (p, V).
-        top_ids: As in `ReadSequence`, shape (p, k).
-        top_log_probs: As in `ReadSequence`, shape (p, k).
+    The drafter's logits have shape (p, V), the rest is as in `ReadSequence`, shape (p, k).
     """
 
     logits: mx.array

@@ -4,52 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.proposers.target_facts import TargetFacts
-from mlx_redrafter.target.target import Target
 
 # Shapes of a checkpoint's tensors by name.
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Kind(Protocol):
-    """A kind of proposer."""
+    """A kind of proposer.
+
+    One whose proposers may draft faster here in another form has ``tune(proposer, target)``, too.
+    """
 
     # Name of the kind, for messages.
     NAME: str
 
     def recognise(self, config: Mapping[str, Any], shapes: Shapes) -> bool:
-        """Return whether a checkpoint is of this kind.
+        """Return whether a checkpoint is of this kind, given its ``config.json``.
 
-        Args:
-            config: The object in its ``config.json``.
-            shapes: Shapes of its tensors; empty while only the config has been fetched.
+        ``shapes`` is empty while only the config has been fetched.
         """
-        ...
 
     def load(self, path_or_repo: str | Path, target: TargetFacts) -> Proposer:
-        """Load a proposer, after a check of its config against the target's facts.
+        """Load a proposer in the dtype it was stored in, after a check against the target's facts.
 
-        Args:
-            path_or_repo: Folder or hub repository, or the word that stands for this kind.
-            target: Facts about the target.
-
-        Returns:
-            The proposer in the dtype it was stored in, its weights in memory.
+        The name is that of a folder or hub repository, or the word that stands for this kind.
 
         Raises:
             CheckpointError: Files are missing, damaged or foreign, or belong to another target.
             NonFiniteError: A weight is NaN or infinite.
         """
-        ...
 
 
-@runtime_checkable
-class TunedKind(Kind, Protocol):
-    """A kind whose proposers may draft faster on this machine in another form."""
+class Wrapper:
+    """The part of a proposer around another one that it has in common with the one inside."""
 
-    def tune(self, proposer: Any, target: Target) -> Proposer:
-        """Return the form of a loaded proposer that drafts fastest here."""
-        ...
+    def __init__(self, proposer: Any):
+        self.proposer = proposer
+        self.networks, self.num_layers = proposer.networks, proposer.num_layers
+        self.num_rows, self.max_length = proposer.num_rows, proposer.max_length
+        self.check_fit = proposer.check_fit

@@ -1,7 +1,6 @@
 """Networks with K/V entries of their own that draft from states of the target, and their drafts.
 
-Axes: R sequences, W beams of each, n tokens, L tokens of an accepted path, S width of the target's
-states, H hidden size.
+Axes: R sequences, W beams of each, n tokens, S width of the target's states, H hidden size.
 
 Entry t belongs to the state after token t and to token t + 1. Entries of committed tokens come
 from the target's states. Those of drafts come from the network's own output and stay aside.
@@ -11,19 +10,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any, ClassVar, Generic, TypeVar
+from itertools import accumulate, chain
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.joint_cache import joint_layers, joint_positions
-from mlx_redrafter.target.caches.draft_cache import DraftMask, hook_attention
+from mlx_redrafter.target.caches.draft_cache import (
+    DraftCache,
+    DraftLayer,
+    DraftMask,
+    hook_attention,
+)
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache
-from mlx_redrafter.target.hooks import TreePositions, tree_positions
+from mlx_redrafter.target.hooks import Call, TreePositions, tree_positions
 from mlx_redrafter.target.model_parts import hook_positions
 from mlx_redrafter.target.target import Target
 
@@ -34,14 +38,17 @@ class KvNetwork(DraftNetwork):
     Its layers attend to all pairs before, with mlx-lm's attention and rotary embeddings.
     """
 
-    @property
-    @abstractmethod
-    def num_layers(self) -> int:
-        """Number of its layers, each with K/V entries."""
+    # Whether its layers have an attention of their own instead.
+    has_own_attention: ClassVar[bool] = False
 
     @abstractmethod
     def captured_layers(self, target: Target) -> Sequence[int]:
         """Return the layers of the target whose inputs it reads, and `target.FINAL`."""
+
+    def open(
+        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
+    ) -> KvDrafting:
+        return KvDrafting(self, target, prompt, couple_noise, cached)
 
     @abstractmethod
     def fuse(self, states: mx.array) -> mx.array:
@@ -53,12 +60,10 @@ class KvNetwork(DraftNetwork):
 
     @abstractmethod
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Process pairs after those in its caches; outputs, shape (n, H).
+        """Process pairs after those in the caches of its layers; outputs, shape (n, H).
 
-        Args:
-            features: Rows of `fuse`, or of `AutoregressiveNetwork.feed_back`, shape (n, H).
-            embeddings: Rows of `embed`, shape (n, H).
-            caches: A cache for every layer; its ``make_mask`` decides what the pairs see.
+        ``features`` are rows of `fuse` or `AutoregressiveNetwork.feed_back`, ``embeddings`` of
+        `embed`, both of shape (n, H). The caches' ``make_mask`` decides what the pairs see.
         """
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
@@ -76,10 +81,7 @@ class KvNetwork(DraftNetwork):
         return [KVCache() for _ in range(self.num_layers)]
 
 
-N = TypeVar("N", bound=KvNetwork)
-
-
-class KvDrafting(CachedDrafting, Generic[N]):
+class KvDrafting(CachedDrafting):
     """Drafts of one sequence, and the `StateReader` that they need.
 
     A prompt cache holds no states, so it lacks the pair of its last token and of the first one
@@ -90,7 +92,7 @@ class KvDrafting(CachedDrafting, Generic[N]):
 
     def __init__(
         self,
-        network: N,
+        network: KvNetwork,
         target: Target,
         prompt: Sequence[int],
         couple_noise: bool,
@@ -106,13 +108,14 @@ class KvDrafting(CachedDrafting, Generic[N]):
         self._unread: list[tuple[mx.array, mx.array]] = []
 
     @property
-    def reader(self) -> KvDrafting[N]:
+    def reader(self) -> KvDrafting:
         return self
 
     @property
     def is_joint(self) -> bool:
-        """Whether the network's attention is mlx-lm's own, which the last pass has shown."""
-        return all(layer.is_plain for layer in self.cache.layers)
+        """Whether the network can, with mlx-lm's own attention, as the last pass has shown."""
+        is_plain = all(layer.is_plain for layer in self.cache.layers)
+        return super().is_joint and (self.network.has_own_attention or is_plain)
 
     @property
     def num_unread(self) -> int:
@@ -152,8 +155,7 @@ class KvDrafting(CachedDrafting, Generic[N]):
     def take_pairs(self, flight: Pass | None) -> tuple[mx.array, mx.array]:
         """Return the pairs without an entry, which the next pass processes: states and tokens.
 
-        Args:
-            flight: A pass whose pairs come after those that the host knows; None for none.
+        The pairs of a ``flight`` come after those that the host knows.
         """
         self.cache.keep(self.length)
         unread, self._unread = self._unread, []
@@ -168,7 +170,6 @@ class KvDrafting(CachedDrafting, Generic[N]):
         return network(network.fuse(states), network.embed(tokens, self.target), caches)
 
     def _stock_cache(self, cached: Sequence[Any]) -> list[Any]:
-        """Check the caller's caches, or make new ones."""
         own: list[Any] = self.network.make_cache()
         if not cached:
             return own
@@ -178,13 +179,14 @@ class KvDrafting(CachedDrafting, Generic[N]):
         return list(cached)
 
 
-def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[Pass]) -> mx.array:
+def read_flights(group: Group) -> mx.array:
     """Do what `KvDrafting.read_flight` does for several sequences in one pass; shape (R, H)."""
-    first = draftings[0]
-    if len(draftings) == 1:
-        return first.read_flight(flights[0])
+    first, flight = group[0]
+    if len(group) == 1:
+        return first.read_flight(flight)
+    draftings = [one for one, _ in group]
     known = [one.num_unread for one in draftings]
-    pairs = [one.take_pairs(flight) for one, flight in zip(draftings, flights, strict=True)]
+    pairs = [one.take_pairs(flight) for one, flight in group]
     states, tokens = (mx.concatenate(list(parts)) for parts in zip(*pairs, strict=True))
     sizes = [rows.shape[0] for _, rows in pairs]
     spans = [
@@ -192,10 +194,10 @@ def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[Pass]) 
     ]
     nodes = mx.array([list(chain(*spans))], dtype=mx.int32)
     with tree_positions(TreePositions(nodes, spans)):
-        layers = joint_layers([one.cache for one in draftings], sizes)
+        layers = _joint_layers([one.cache for one in draftings], sizes)
         outputs = first.process(states, tokens, layers)
     places, start = [], 0
-    for one, flight, count, size in zip(draftings, flights, known, sizes, strict=True):
+    for (one, flight), count, size in zip(group, known, sizes, strict=True):
         places.append(start + count + flight.num_accepted)
         start += size
         one.length += count
@@ -203,7 +205,7 @@ def read_flights(draftings: Sequence[KvDrafting[Any]], flights: Sequence[Pass]) 
 
 
 def read_levels(
-    draftings: Sequence[KvDrafting[Any]],
+    draftings: Sequence[KvDrafting],
     features: mx.array,
     tokens: mx.array,
     levels: Sequence[tuple[DraftMask, TreePositions]],
@@ -215,8 +217,61 @@ def read_levels(
     for one, (mask, _) in zip(draftings, levels, strict=True):
         one.cache.expect_drafts(mask)
     sizes = [tokens.shape[0] // len(draftings)] * len(draftings)
-    with tree_positions(joint_positions([positions for _, positions in levels])):
+    nodes = mx.concatenate([positions.nodes for _, positions in levels], axis=1)
+    spans = [span for _, positions in levels for span in positions.known]
+    with tree_positions(TreePositions(nodes, spans)):
         embeddings = first.network.embed(tokens, first.target)
-        layers = joint_layers([one.cache for one in draftings], sizes)
+        layers = _joint_layers([one.cache for one in draftings], sizes)
         outputs: mx.array = first.network(features, embeddings, layers)
     return outputs
+
+
+class JointLayer(DraftLayer):
+    """One layer's caches of several sequences, for one pass over the rows of all of them.
+
+    The matrices of the network see all rows at once. Each sequence attends to its own entries.
+    """
+
+    def __init__(self, layers: Sequence[DraftLayer], sizes: Sequence[int]):
+        self._layers = layers
+        self._sizes = sizes
+        self._ends = list(accumulate(sizes))[:-1]
+        self._entries: list[tuple[mx.array, mx.array]] = []
+
+    @property
+    def offset(self) -> int:
+        # Rotary embeddings use `TreePositions` instead.
+        return max(layer.offset for layer in self._layers)
+
+    def make_mask(  # type: ignore[override]
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> list[Any]:
+        # The network hands them to `attend` as they are.
+        return [
+            layer.make_mask(size, return_array, window_size)
+            for layer, size in zip(self._layers, self._sizes, strict=True)
+        ]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        # `attend` finds the entries of each sequence, and the network none.
+        parts = (mx.split(rows, self._ends, axis=2) for rows in (keys, values))
+        self._entries = [
+            layer.update_and_fetch(*pair) for layer, *pair in zip(self._layers, *parts, strict=True)
+        ]
+        return keys, values
+
+    def attend(
+        self, call: Call, *arrays: mx.array, scale: float, mask: Any, **options: Any
+    ) -> mx.array:
+        queries = mx.split(arrays[0], self._ends, axis=2)
+        parts = zip(self._layers, queries, self._entries, mask, strict=True)
+        found = [
+            layer.attend(call, own, *entries, scale=scale, mask=one, **options)
+            for layer, own, entries, one in parts
+        ]
+        return mx.concatenate(found, axis=2)
+
+
+def _joint_layers(caches: Sequence[DraftCache], sizes: Sequence[int]) -> list[JointLayer]:
+    layers = zip(*(cache.layers for cache in caches), strict=True)
+    return [JointLayer(layer, sizes) for layer in layers]

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
-from mlx_redrafter.proposers.stored_config import MAX_DIMENSION, StoredConfig
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, StoredConfig
 
-# Largest number of captured layers that a config file may claim, far above any model.
-MAX_CAPTURED = 64
+# Kinds of attention that layers have, by their names in configs.
+ATTENTION_TYPES = ("full_attention", "sliding_attention")
+
 C = TypeVar("C")
 N = TypeVar("N")
 
@@ -75,16 +76,14 @@ class LayerSizes(StoredConfig):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
-def check_captured_layers(layers: object, lowest: int = 0) -> tuple[int, ...]:
-    """Check that these can be layers of a target, numbered from ``lowest``, and return them."""
-    if not isinstance(layers, (list, tuple)) or not 1 <= len(layers) <= MAX_CAPTURED:
+def check_captured_layers(layers: object, lowest: int = 0) -> None:
+    """Check that these can be layers of a target, numbered from ``lowest``."""
+    if not isinstance(layers, tuple) or not 1 <= len(layers) <= MAX_COUNT:
         raise ConfigError(
-            f"captured_layers must be a list of 1 to {MAX_CAPTURED} layers, got "
-            f"{reprlib.repr(layers)}"
+            f"captured_layers must be a list of 1 to {MAX_COUNT} layers, got {reprlib.repr(layers)}"
         )
     for layer in layers:
         check_int("each of captured_layers", layer, lowest, MAX_DIMENSION)
-    return tuple(layers)
 
 
 def layer_arguments(config: LayerSizes) -> dict[str, Any]:

@@ -7,6 +7,7 @@ hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
@@ -25,84 +26,69 @@ class Link(Protocol):
     def feature(
         self, previous: mx.array, hidden: mx.array, state: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
-        """Compute features of beams and their next states.
+        """Compute features of beams and their next states, (W, r), or None for a link without.
 
         Args:
             previous: Newest tokens of the beams, int32, shape (W,).
             hidden: The block's output at the depth, shape (1, H), or one row per beam, (W, H).
             state: States of the beams, shape (W, r); None at the first depth.
-
-        Returns:
-            Features, shape (W, r), and states of that shape, or None for a link without.
         """
-        ...
 
     def scores(self, feature: mx.array, rows: mx.array | None) -> mx.array:
-        """Compute what is added to logits of all rows of the head, or of some.
+        """Compute what is added to logits, shape (W, V) or (W, K).
 
         Args:
             feature: Shape (W, r).
             rows: Rows of the head, integer, for all beams, shape (1, K), or for each, (W, K); None
-                for all rows.
-
-        Returns:
-            Shape (W, V) or (W, K).
+                for all V rows.
         """
-        ...
 
 
+@dataclass(eq=False)
 class LinkedLevels:
     """A `LevelScorer` of logits ``scale_d * (unary_d(t) + link(p, h_d, s)[t])``, or a chain.
 
     If K candidates of a depth are scored, the other tokens keep their unary logits. So a depth
     whose candidates have little probability is scored low.
 
-    Args:
+    Attributes:
         link: The link; None without one.
         outputs: Outputs of each root's block at the depths, shape (R, D, H).
         unary: Logits before the link, float32, shape (R, D, V).
         roots: Token ids of the roots, integer, shape (R,).
         scales: Factors of the logits, float32, shape (D,); None for 1.
-        rank: Function that ranks with the target's noise, or None. It also chooses the candidates,
-            as the noise may favour improbable tokens.
+        rank: Ranks with the target's noise, also the candidates: it may favour improbable tokens.
         num_candidates: K; None for all tokens.
-        to_token_ids: Function from rows of the head to token ids, int32.
-        confidences: Function from outputs, shape (..., H), one row for all beams or one for each,
-            and the tokens before, shape (...), to log-probabilities that the best drafts are
-            accepted, shape (..., 1); None without such estimates.
+        ids_of_rows: Function from rows of the head to token ids, int32.
+        confidences: See `BlockNetwork.confidences`; None without such estimates.
     """
 
-    def __init__(
-        self,
-        link: Link | None,
-        outputs: mx.array,
-        unary: mx.array,
-        roots: mx.array,
-        scales: mx.array | None,
-        rank: NoiseRank | None,
-        num_candidates: int | None,
-        to_token_ids: Callable[[mx.array], mx.array],
-        confidences: Callable[[mx.array, mx.array], mx.array] | None = None,
-    ):
-        self.link, self.outputs, self.roots = link, outputs, roots
-        self.scales, self.rank, self.unary = scales, rank, unary
-        self.confidences = None if rank is not None else confidences
-        self._to_token_ids = to_token_ids
-        self._state: mx.array | None = None
-        self.num_rows = min(num_candidates or unary.shape[-1], unary.shape[-1])
-        # Rows of the head, (R, D, K), of the candidates; None for all.
-        self._candidates: mx.array | None = None
-        # Logarithm of the summed exponentials of the other tokens' logits, (R, D, 1).
-        self._rest: mx.array | None = None
-        self._depth = 0
-        if self.num_rows < unary.shape[-1]:
-            self._choose_candidates()
+    link: Link | None
+    outputs: mx.array
+    unary: mx.array
+    roots: mx.array
+    scales: mx.array | None
+    rank: NoiseRank | None
+    num_candidates: int | None
+    ids_of_rows: Callable[[mx.array], mx.array]
+    confidences: Callable[[mx.array, mx.array], mx.array] | None = None
+    _state: mx.array | None = field(default=None, init=False)
+    # Rows of the head, (R, D, K), of the candidates; None for all.
+    _candidates: mx.array | None = field(default=None, init=False)
+    # Logarithm of the summed exponentials of the other tokens' logits, (R, D, 1).
+    _rest: mx.array | None = field(default=None, init=False)
+    _depth: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            self.confidences = None
+        if self.num_candidates is not None and self.num_candidates < self.unary.shape[-1]:
+            self._choose_candidates(self.num_candidates)
 
     def chain(self) -> Expansion:
         """Follow the best draft of every depth from each root, as a search of one beam does.
 
-        The drafts come from logits, so that their probabilities are computed only if something
-        reads them.
+        MLX computes the probabilities only if something reads them.
         """
         depths = self.unary.shape[1]
         logits, best, tokens, before = [], [], [], [self.roots]
@@ -136,16 +122,16 @@ class LinkedLevels:
         """Return token ids of rows of the head, or of candidates of the newest depth, (R, ...)."""
         if self._candidates is not None:
             rows = mx.take_along_axis(self._candidates[:, self._depth], rows, axis=-1)
-        return self._to_token_ids(rows)
+        return self.ids_of_rows(rows)
 
-    def _choose_candidates(self) -> None:
+    def _choose_candidates(self, count: int) -> None:
         """Choose the K best tokens of each depth by their logits and noise before the link."""
         roots, depths, size = self.unary.shape
         order = self.unary.reshape(-1, size)
         if self.rank is not None:
             places = mx.tile(mx.arange(depths, dtype=mx.int32), roots)
             order = self.rank(log_probs(order), places)
-        chosen = top_k(order, self.num_rows)[1].astype(mx.int32).reshape(roots, depths, -1)
+        chosen = top_k(order, count)[1].astype(mx.int32).reshape(roots, depths, -1)
         total = mx.logsumexp(_scaled(self.unary, self.scales), axis=-1, keepdims=True)
         self.unary = mx.take_along_axis(self.unary, chosen, axis=-1)
         scaled = _scaled(self.unary, self.scales)
@@ -167,7 +153,7 @@ class LinkedLevels:
             return found
         if self._candidates is None:
             return self.rank(found, depth)
-        ids = self._to_token_ids(self._of_depth(self._candidates, depth, previous))
+        ids = self.ids_of_rows(self._of_depth(self._candidates, depth, previous))
         return self.rank(found, depth, token_ids=ids[0] if ids.shape[0] == 1 else ids)
 
     def _of_depth(self, values: mx.array, depth: int, previous: mx.array) -> mx.array:

@@ -9,7 +9,6 @@ import mlx.nn as nn
 
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
-# Bits that MLX quantises weights to.
 QUANTIZED_BITS = (2, 3, 4, 6, 8)
 # Numbers that may share a scale in MLX.
 QUANTIZED_GROUP_SIZES = (32, 64, 128)

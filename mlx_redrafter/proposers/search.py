@@ -3,14 +3,14 @@
 Axes: R roots, W beam width, L beam length (root included), K nodes scored per level, M in all, V
 tokens that the network proposes, N nodes of the tree.
 
-A search never duplicates a prefix: the nodes that it scores are distinct continuations of distinct
-prefixes, so they are already a tree. `build_tree` selects the nodes that the target verifies.
+A search never duplicates a prefix: its nodes are distinct continuations of distinct prefixes, so
+they are already a tree. `build_tree` selects those that the target verifies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -26,8 +26,8 @@ LEAST_LOG_PROB = -1e30
 # is their own, not one that was fitted to greedy choices.
 COUPLING_WEIGHT = 1.0
 
-# Function from log-probabilities of the tokens after nodes of one depth to the scores that rank
-# nodes; or of nodes of several depths, int32, one for each row.
+# Function from log-probabilities of the tokens after nodes, and the nodes' depth or depths, int32,
+# to the scores that rank nodes.
 Rank = Callable[[mx.array, int | mx.array], mx.array]
 
 
@@ -38,7 +38,6 @@ class NoiseRank(Protocol):
         self, log_probs: mx.array, depth: int | mx.array, /, *, token_ids: mx.array | None = ...
     ) -> mx.array:
         """Rank tokens; ``token_ids`` are those of the columns if not of all rows of the head."""
-        ...
 
 
 def log_probs(logits: mx.array, num_rows: int | None = None) -> mx.array:
@@ -83,65 +82,48 @@ class LevelScorer(Protocol):
 
     def first(self) -> mx.array:
         """Return natural log-probabilities of tokens after the roots, float32, shape (R, V)."""
-        ...
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        """Return natural log-probabilities of the tokens after the beams, one token longer each.
+        """Return log-probabilities of the tokens after the beams, one token longer each, (R W, V).
 
         Args:
-            beams: For each beam, the index of the one that it continues, int32, shape (R * W,);
-                the beams of a root are neighbours. None if every beam continues the beam of its own
-                index, or the only root.
-            tokens: Newest tokens of the beams, int32, shape (R * W,).
+            beams: Index of the beam that each continues, int32, shape (R W,); those of a root are
+                neighbours. None if each continues that of its own index, or the only root.
+            tokens: Newest tokens of the beams, int32, shape (R W,).
             depth: Depth of those tokens, 1 for the children of the roots.
-
-        Returns:
-            float32, shape (R * W, V).
         """
-        ...
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
         """Return token ids, int32, of indices into V; any shape."""
-        ...
 
 
 def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None) -> Expansion:
     """Score the best continuations of every root, and those of the W best nodes of every level.
 
     Every root has a search of its own, in the same calls of the network. The host reads nothing.
-
-    Args:
-        levels: The network, after the roots.
-        shape: W, L and the number of nodes to score per level, at most V.
-        rank: Function that replaces log-probabilities, shape (R * W, V), by others of that shape;
-            None ranks by the network's own.
-
-    Returns:
-        Arrays with an axis of R before their own.
+    ``rank`` replaces the network's log-probabilities, shape (R W, V). The shape has W, L and the
+    number of nodes to score per level, at most V. Arrays of the result have an axis of R before
+    their own.
     """
     width, log_probs = shape.width, levels.first()
     roots, rows = log_probs.shape
     count = min(shape.level_nodes, rows)
 
-    def best_of(
-        log_probs: mx.array, before: mx.array | None, depth: int
-    ) -> tuple[mx.array, mx.array]:
-        """Choose the best continuations of nodes with scores (R, W), or of the roots."""
-        if rank is not None:
-            log_probs = rank(log_probs, depth)
-        if before is not None:
-            log_probs = before.reshape(-1, 1) + log_probs
-        return top_k(bounded(log_probs).reshape(roots, -1), count)
+    def ranked(log_probs: mx.array, depth: int) -> mx.array:
+        return log_probs if rank is None else rank(log_probs, depth)
 
-    scores, chosen = best_of(log_probs, None, 0)
+    def best_of(scores: mx.array) -> tuple[mx.array, mx.array]:
+        return top_k(bounded(scores).reshape(roots, -1), count)
+
+    scores, chosen = best_of(ranked(log_probs, 0))
     tokens = levels.to_token_ids(chosen)
     found = [(tokens, scores, mx.full((roots, count), -1, dtype=mx.int32))]
     first_beams = mx.arange(roots, dtype=mx.int32)[:, None]
     beams = None if 1 in (roots, width) else mx.repeat(first_beams, width)
     for depth in range(1, shape.levels):
         newest = tokens[:, :width].reshape(-1)
-        log_probs = levels.following(beams, newest, depth)
-        scores, chosen = best_of(log_probs, scores[:, :width], depth)
+        log_probs = ranked(levels.following(beams, newest, depth), depth)
+        scores, chosen = best_of(scores[:, :width].reshape(-1, 1) + log_probs)
         chosen = chosen.astype(mx.int32)
         if width == 1:
             parents = mx.full((roots, 1), depth - 1, dtype=mx.int32)
@@ -156,44 +138,14 @@ def search_all(levels: LevelScorer, shape: DraftShape, rank: Rank | None = None)
     return Expansion(*(mx.concatenate(list(parts), axis=1) for parts in zip(*found, strict=True)))
 
 
-@dataclass(frozen=True)
-class FactorisedLevels:
-    """A network that scores the tokens of every depth by themselves; a `LevelScorer`.
-
-    Its probabilities depend on the depth alone, and not on the drafts above.
-
-    Attributes:
-        log_probs: Function from a depth, 0 for the children of the root, to natural
-            log-probabilities of the tokens after nodes of it, float32, shape (R, V).
-        to_token_ids: Function from indices into V to token ids, int32.
-    """
-
-    log_probs: Callable[[int], mx.array]
-    to_token_ids: Callable[[mx.array], mx.array]
-
-    def first(self) -> mx.array:
-        return self.log_probs(0)
-
-    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        rows = self.log_probs(depth)
-        if rows.shape[0] == 1:
-            return mx.broadcast_to(rows, (tokens.shape[0], rows.shape[1]))
-        return mx.repeat(rows, tokens.shape[0] // rows.shape[0], axis=0)
-
-
 def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTree:
     """Build the tree of a plan, of merged beams or of the N - 1 most probable nodes.
 
-    Those are ordered by probability after the root. In this order an accepted path often is the
-    first nodes, whose K/V entries stay where they are. A child is never more probable than its
-    parent and comes after it, so the best nodes, the first of equals preferred, always form a tree.
-    It maximises the expected number of accepted drafts if the scores are true (OPT-Tree, arXiv
-    2406.17276).
-
-    Args:
-        expansion: Scored nodes, M.
-        root: The newest token, integer, shape (1,).
-        plan: Shape of the search, the selection of nodes, and N.
+    Those are ordered by probability after the root, an integer of shape (1,). In this order an
+    accepted path often is the first nodes, whose K/V entries stay where they are. A child is never
+    more probable than its parent and comes after it, so the best nodes, the first of equals
+    preferred, always form a tree. It maximises the expected number of accepted drafts if the scores
+    are true (OPT-Tree, arXiv 2406.17276).
     """
     if plan.shape.select == "beam":
         return merge_beams(expansion, root, plan.shape)
@@ -203,12 +155,9 @@ def build_tree(expansion: Expansion, root: mx.array, plan: DraftPlan) -> TokenTr
 def build_trees(
     expansion: Expansion, roots: Sequence[mx.array], plan: DraftPlan
 ) -> list[TokenTree]:
-    """Build the trees of several roots with the operations of one.
+    """Build the trees of several roots, each of shape (1,), with the operations of `build_tree`.
 
-    Args:
-        expansion: Scored nodes, each array with an axis of roots before its own.
-        roots: The newest tokens, integer, shape (1,).
-        plan: As in `build_tree`.
+    The arrays of the expansion have an axis of roots before their own.
     """
     count = len(roots)
     if plan.shape.select == "beam":
@@ -221,9 +170,8 @@ def build_trees(
 def _best(expansion: Expansion, root: mx.array, plan: DraftPlan) -> list[mx.array]:
     """Choose the best nodes, for arrays with any axes before those of the nodes.
 
-    Returns:
-        Arrays of a `TokenTree`: tokens, scores and ``packed``; and, if the nodes are no chain,
-        parents, depths and ancestors.
+    Return arrays of a `TokenTree`: tokens, scores and ``packed``; and, if the nodes are no chain,
+    parents, depths and ancestors.
     """
     shape, count = plan.shape, plan.num_nodes - 1
     if shape.width == 1:
@@ -244,31 +192,26 @@ def _packed(tokens: mx.array, scores: mx.array, *places: mx.array) -> mx.array:
 
 
 def _tree(plan: DraftPlan, arrays: Sequence[mx.array]) -> TokenTree:
-    """Make a tree of the arrays of `_best`."""
     tokens, scores, packed, *places = arrays
-    shape = plan.shape
-    if not places:
-        tree = TokenTree.chain(tokens, num_unmerged=1 + shape.levels)
+    if places:
+        tree = _branched(plan.shape, tokens, *places)
     else:
-        parents, depths, ancestors = places
-        tree = TokenTree(
-            tokens,
-            parents,
-            depths,
-            ancestors,
-            num_nodes=tokens.shape[0],
-            num_unmerged=1 + shape.width * shape.levels,
-            max_depth=shape.levels,
-        )
+        tree = TokenTree.chain(tokens, num_unmerged=1 + plan.shape.levels)
     return replace(tree, scores=scores, packed=packed)
+
+
+def _branched(
+    shape: DraftShape, tokens: mx.array, parents: mx.array, depths: mx.array, ancestors: mx.array
+) -> TokenTree:
+    sizes = tokens.shape[0], 1 + shape.width * shape.levels, shape.levels
+    return TokenTree(tokens, parents, depths, ancestors, *sizes)
 
 
 def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> TokenTree:
     """Merge shared prefixes of the W beams: the paper's dynamic tree attention.
 
-    The tree equals, node for node, the deduplicated and packed beams of ml-recurrent-drafter
-    (``dedup_prefix`` and ``pack_beam``). With several beams the host reads the number of nodes, so
-    it waits for the device.
+    The tree equals, node for node, the deduplicated and packed beams of ml-recurrent-drafter. With
+    several beams the host reads the number of nodes, so it waits for the device.
     """
     if shape.width == 1:
         tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[: shape.levels]])
@@ -283,15 +226,7 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     (count,) = to_ints(mx.sum(on_beam, keepdims=True))
     kept = kept[:count]
     tokens, parents, depths = _number(expansion, root, kept, 1 + kept // level)
-    return TokenTree(
-        tokens,
-        parents,
-        depths,
-        ancestor_mask(parents, shape.levels),
-        num_nodes=1 + count,
-        num_unmerged=1 + shape.width * shape.levels,
-        max_depth=shape.levels,
-    )
+    return _branched(shape, tokens, parents, depths, ancestor_mask(parents, shape.levels))
 
 
 def _level_size(expansion: Expansion, shape: DraftShape) -> int:
@@ -303,8 +238,7 @@ def _number(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Number nodes of an expansion 1 to N - 1 in the order of ``kept``, int32, shape (..., N - 1).
 
-    Returns:
-        Tokens, parents and depths of all nodes, the root's included, int32, shape (..., N).
+    Return tokens, parents and depths of all nodes, the root's included, int32, shape (..., N).
     """
     # Node index by id of the expansion, and of the root, whose id is -1, at the end.
     nodes = mx.zeros((*kept.shape[:-1], expansion.tokens.shape[-1] + 1), dtype=mx.int32)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar, Self
 
@@ -11,6 +12,8 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Largest size that a config file may claim, far above any model.
 MAX_DIMENSION = 2**24
+# Largest number of layers, heads and the like that a config file may claim, far above any network.
+MAX_COUNT = 64
 # Largest inverse temperature that a config file may claim, far above any fit.
 MAX_SCORE_SCALE = 100
 # Inverse temperature of a drafter that was not calibrated.
@@ -21,13 +24,21 @@ COUPLING_WEIGHT = 0.5
 KEYS = {"inverse_temperature": "score_scale", "coupling_weight": "noise_share"}
 
 
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise `CheckpointError` if values of a file, such as "the heads are", are out of range."""
+    try:
+        yield
+    except ConfigError as error:
+        raise CheckpointError(f"{what} out of range: {error}") from error
+
+
 class StoredConfig:
     """A config whose fields are keys of a ``config.json``; subclasses are frozen dataclasses."""
 
     model_type: ClassVar[str]
 
     def __post_init__(self: Any) -> None:
-        """Check the fields that most configs have."""
         for name in ("vocab_size", "hidden_size"):
             check_int(f"drafter {name}", getattr(self, name), 1, MAX_DIMENSION)
         if self.draft_vocab_size is not None:
@@ -36,8 +47,13 @@ class StoredConfig:
             value = getattr(self, field.name)
             if field.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"drafter {field.name} must be true or false, got {value!r}")
-        if hasattr(self, "inverse_temperature"):
-            _check_ranking(self.inverse_temperature, self.coupling_weight)
+        scale, weight = getattr(self, "inverse_temperature", 1), getattr(self, "coupling_weight", 1)
+        if not is_number(scale) or not 0 < scale <= MAX_SCORE_SCALE:
+            raise ConfigError(
+                f"drafter score_scale must be above 0 and at most {MAX_SCORE_SCALE}, got {scale!r}"
+            )
+        if not is_number(weight) or not 0 <= weight <= 1:
+            raise ConfigError(f"drafter noise_share must be from 0 to 1, got {weight!r}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -57,31 +73,19 @@ class StoredConfig:
             raise CheckpointError(
                 f"the drafter's config.json lacks {', '.join(missing)}; download or make it again"
             )
-        try:
-            return cls(
-                **{stored[key].name: value for key, value in values.items() if key in stored}
-            )
-        except ConfigError as error:
-            raise CheckpointError(f"the drafter's config.json is out of range: {error}") from error
+        known = {key: value for key, value in values.items() if key in stored}
+        with reading("the drafter's config.json is"):
+            return cls(**{stored[key].name: _frozen(value) for key, value in known.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the keys of ``config.json`` that describe this network."""
         values = {KEYS.get(name, name): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
         return {"model_type": self.model_type, **values}
 
     @property
     def head_rows(self: Any) -> int:
-        """Number of tokens that the network proposes."""
-        rows: int = self.draft_vocab_size or self.vocab_size
-        return rows
+        return self.draft_vocab_size or self.vocab_size
 
 
-def _check_ranking(inverse_temperature: object, coupling_weight: object) -> None:
-    """Raise `ConfigError` unless drafts can be ranked with these scalars; see `Calibration`."""
-    scale, weight = inverse_temperature, coupling_weight
-    if not is_number(scale) or not 0 < scale <= MAX_SCORE_SCALE:  # type: ignore[operator]
-        raise ConfigError(
-            f"drafter score_scale must be above 0 and at most {MAX_SCORE_SCALE}, got {scale!r}"
-        )
-    if not is_number(weight) or not 0 <= weight <= 1:  # type: ignore[operator]
-        raise ConfigError(f"drafter noise_share must be from 0 to 1, got {weight!r}")
+def _frozen(value: Any) -> Any:
+    """Return a list of a file, and those in it, as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

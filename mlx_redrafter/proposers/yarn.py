@@ -24,10 +24,8 @@ NUMBERS = ("factor", "original_max_position_embeddings")
 def complete_yarn(rope: Any, config: LayerSizes) -> None:
     """Give a rotary embedding of mlx-lm, in place, the frequencies and factor of transformers.
 
-    Embeddings without YaRN stay as they are.
-
-    Raises:
-        ConfigError: A number of the scaling is missing or not above 0.
+    Embeddings without YaRN stay as they are. A number of the scaling that is missing or not above 0
+    raises ConfigError.
     """
     if not isinstance(rope, YarnRoPE):
         return
@@ -42,7 +40,6 @@ def complete_yarn(rope: Any, config: LayerSizes) -> None:
 
 
 def _attention_factor(scaling: Mapping[str, Any]) -> float:
-    """Return the factor of rotated queries and keys."""
     given = scaling.get("attention_factor")
     if given is not None:
         return float(given)

@@ -22,14 +22,7 @@ _ZERO = mx.array([0], dtype=mx.int32)
 
 
 class Drafts(NamedTuple):
-    """The drafts of a tree on the host: all nodes except the root, in order.
-
-    Attributes:
-        scores: Scores as in `TokenTree`.
-        depths: Edges from the root.
-        parents: Node index of each draft's parent.
-        tokens: Token ids.
-    """
+    """The drafts of a tree on the host: all nodes except the root, as in `TokenTree`."""
 
     scores: list[float]
     depths: list[int]
@@ -62,13 +55,12 @@ class TokenTree:
         num_nodes: Number of nodes without padding, root included.
         num_unmerged: Number of tokens before shared prefixes were merged, root included.
         max_depth: Maximum depth of a node.
-        scores: Natural logarithm of the proposer's probability of a draft and its ancestors, for
-            nodes 1 to N - 1 in descending order, float32, shape (N - 1,); None if the nodes are in
-            another order.
+        scores: Natural logarithm of the proposer's probability of a draft and its ancestors, in
+            descending order, float32, shape (N - 1,); None if the nodes are in another order.
         packed: Arrays that `read` needs, in one, int32, shape (4 (N - 1),), or for a chain, which
             needs only tokens and scores, (2 (N - 1),); None without scores.
         known: Drafts that are on the host already, without padding, or None.
-        is_chain: Whether every draft is a child of the previous node. A chain needs far fewer
+        is_chain: Whether every draft is a child of the previous node, which needs far fewer
             operations.
         find_others: Function that finds drafts of another source for the same step, once the newest
             pass is read; None without one.
@@ -89,35 +81,17 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: mx.array, num_unmerged: int) -> TokenTree:
-        """Make the tree in which each token is the only child of the previous one.
-
-        Args:
-            tokens: Token ids, the root's first, int32, shape (N,).
-            num_unmerged: Number of tokens before shared prefixes were merged.
-        """
-        num_nodes = tokens.shape[0]
-        return cls(
-            tokens,
-            *_chain(num_nodes),
-            num_nodes=num_nodes,
-            num_unmerged=num_unmerged,
-            max_depth=num_nodes - 1,
-            is_chain=True,
-        )
+        """Make the tree in which each of the tokens, int32, is the only child of the one before."""
+        size = tokens.shape[0]
+        return cls(tokens, *_chain(size), size, num_unmerged, size - 1, is_chain=True)
 
     @classmethod
     def of(
-        cls,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        scores: Sequence[float] | None = None,
+        cls, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float] | None = None
     ) -> TokenTree:
-        """Make a tree from lists on the host.
+        """Make a tree from lists on the host: tokens and each node's parent, the root's being 0.
 
-        Args:
-            tokens: Token ids, the root's first.
-            parents: Node index of each node's parent; the root's is 0.
-            scores: Scores of the drafts in descending order; None if the order is another.
+        The scores are those of the drafts in descending order; None if the order is another.
         """
         depths = [0] * len(tokens)
         for node in range(1, len(tokens)):
@@ -127,16 +101,9 @@ class TokenTree:
         if depths == list(range(max_depth + 1)):
             tree = cls.chain(nodes, num_unmerged=len(tokens))
         else:
-            parent_nodes = mx.array(list(parents), dtype=mx.int32)
-            tree = cls(
-                tokens=nodes,
-                parents=parent_nodes,
-                depths=mx.array(depths, dtype=mx.int32),
-                ancestors=ancestor_mask(parent_nodes, max_depth),
-                num_nodes=len(tokens),
-                num_unmerged=len(tokens),
-                max_depth=max_depth,
-            )
+            size, above = len(tokens), mx.array(list(parents), dtype=mx.int32)
+            places = above, mx.array(depths, dtype=mx.int32), ancestor_mask(above, max_depth)
+            tree = cls(nodes, *places, size, size, max_depth)
         if scores is None:
             return tree
         known = Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:]))
@@ -252,14 +219,10 @@ def _chain(num_nodes: int) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def ancestor_mask(parents: mx.array, depth: int) -> mx.array:
-    """Mark every node's ancestors and itself.
+    """Mark every node's ancestors and itself, up to a depth, bool, shape (..., N, N).
 
-    Args:
-        parents: Node index of each node's parent, shape (..., N); the root's is 0.
-        depth: Maximum depth of a node.
-
-    Returns:
-        Bool, shape (..., N, N), true at [..., n, m] if m is n or an ancestor of n.
+    ``parents``, shape (..., N), are node indices, the root's 0. The result is true at [..., n, m]
+    if m is n or an ancestor of n.
     """
     nodes = mx.arange(parents.shape[-1], dtype=mx.int32)
     chain = [mx.broadcast_to(nodes, parents.shape)]
@@ -274,11 +237,6 @@ class TreeBatch:
     Args:
         drafts: For each slot a tree, or tokens that follow each other, int32, shape (n,).
         size: Number of nodes of each tree, N; that of the largest tree by default.
-
-    Attributes:
-        drafts: The trees and tokens, as given.
-        size: Number of nodes of each tree, N.
-        max_depths: Maximum depth of each tree.
     """
 
     def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):
@@ -293,7 +251,6 @@ class TreeBatch:
         return len(self.drafts)
 
     def of(self, slots: Sequence[int]) -> TreeBatch:
-        """Select the trees of some slots, at the same size."""
         return TreeBatch([self.drafts[slot] for slot in slots], self.size)
 
     @property
@@ -347,12 +304,10 @@ class TreeBatch:
         return self.ancestors & ~mx.eye(self.size, dtype=mx.bool_)
 
     def window_rows(self, size: int) -> mx.array:
-        """Find the inputs of a convolution over ``size`` tokens, for every node.
+        """Find the inputs of a convolution over ``size`` tokens, for every node, int32, (B N, n).
 
-        Returns:
-            The last ``size`` rows of each node's branch, int32, shape (B N, size). Each sequence
-            has ``size`` - 1 rows of tokens before the root, then those of its nodes; rows count
-            through all sequences.
+        They are the last n = ``size`` rows of its branch. Each sequence has n - 1 rows of tokens
+        before the root, then those of its nodes; rows count through all sequences.
         """
         if size not in self._window_rows:
             count, root = len(self), size - 1
@@ -390,15 +345,13 @@ class TreeBatch:
 
     @property
     def _only(self) -> TokenTree | None:
-        """The only tree, if it needs no padding."""
         one = self.drafts[0]
         is_only = len(self) == 1 and isinstance(one, TokenTree) and one.size == self.size
         return cast(TokenTree, one) if is_only else None
 
     def _stacked(self, name: str, padding: int) -> mx.array:
-        """Pad and stack an array of all trees to shape (B, N)."""
         if self._only is not None:
-            return cast(mx.array, getattr(self._only, name)[None])
+            return getattr(self._only, name)[None]
         parts: list[mx.array] = []
         for one in self.drafts:
             parts.append(getattr(one, name) if isinstance(one, TokenTree) else _in_a_row(one, name))
@@ -408,7 +361,6 @@ class TreeBatch:
 
 
 def _in_a_row(tokens: mx.array, name: str) -> mx.array:
-    """Return an array of the tree of tokens that follow each other."""
     if name == "tokens":
         return tokens
     if tokens.shape[0] == 1:

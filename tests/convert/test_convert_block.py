@@ -17,7 +17,7 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.block import load as load_block
-from mlx_redrafter.proposers.block.fit_block import predict
+from mlx_redrafter.proposers.block.along_text import predict
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.target.target import Target

@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_redrafter import Engine, Grammar, device_read, load, proposers
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import find_kind
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import Lane, propose_all
 from mlx_redrafter.errors import CheckpointError
@@ -26,8 +27,7 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.draft_network import NetworkDrafting
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
-from mlx_redrafter.proposers.specformer.network import SpecFormer
+from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers import mtp, toy
 from tests.helpers.block import LINKS, block_config, random_block
@@ -206,18 +206,16 @@ def test_a_network_drafts_for_several_texts_as_for_each(
     def trees(are_joint: bool, options: dict[str, Any]) -> list[Any]:
         found: list[Any] = []
 
-        def record(
-            draftings: Sequence[Any], flights: Sequence[Any], plan: Any, noises: Sequence[Any]
-        ) -> list[TokenTree | None]:
+        def record(group: Group, plan: Any, noises: Sequence[Any]) -> list[TokenTree | None]:
             nonlocal num_joint
-            first = draftings[0]
+            first = group[0][0]
             is_joint = isinstance(first, NetworkDrafting) and first.is_joint
-            num_joint += are_joint and is_joint and len(draftings) > 1
+            num_joint += are_joint and is_joint and len(group) > 1
             if are_joint:
-                chosen = propose_all(draftings, flights, plan, noises)
+                chosen = propose_all(group, plan, noises)
             else:
-                each = zip(draftings, flights, noises, strict=True)
-                chosen = [one.propose(flight, plan, noise) for one, flight, noise in each]
+                pairs = zip(group, noises, strict=True)
+                chosen = [one.propose(flight, plan, noise) for (one, flight), noise in pairs]
             found.extend(chosen)
             return chosen
 
@@ -234,7 +232,7 @@ def test_a_network_drafts_for_several_texts_as_for_each(
             if one is not None:
                 assert one.read()[1:] == other.read()[1:]
                 assert one.read().scores == pytest.approx(other.read().scores, abs=1e-3)
-    drafts_alone = isinstance(drafted.proposer, DraftModel | toy.Toy)
+    drafts_alone = isinstance(drafted.proposer, DraftModel)
     assert (num_joint > 0) == (not drafts_alone)
 
 

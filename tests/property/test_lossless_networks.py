@@ -23,7 +23,7 @@ from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.assistant import load as load_assistant
 from mlx_redrafter.proposers.autoregressive import _Levels
-from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork
+from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.medusa.network import Medusa
@@ -156,7 +156,7 @@ def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]], vocab_size: i
             bonus[one, other] = BONUS
     table, coming = mx.array(bonus), [*PROMPT, *texts[0][1:]]
     first, following = _Levels.first, _Levels.following
-    surround, logits = BlockDrafting.surround, BlockNetwork.logits
+    surround, logits = BlockNetwork.surround, BlockNetwork.logits
     ahead: list[int] = []
 
     def to_rows(levels: Any, found: mx.array, before: mx.array) -> mx.array:
@@ -165,15 +165,15 @@ def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]], vocab_size: i
         return tipped - mx.logsumexp(tipped, axis=-1, keepdims=True)
 
     def first_tipped(levels: Any) -> mx.array:
-        roots = mx.concatenate([one.root for one in levels.flights])
+        roots = mx.concatenate([flight.root for _, flight in levels.group])
         return to_rows(levels, first(levels), roots)
 
     def following_tipped(levels: Any, beams: Any, tokens: mx.array, depth: int) -> mx.array:
         return to_rows(levels, following(levels, beams, tokens, depth), tokens)
 
-    def reading(drafting: BlockDrafting, flight: Pass) -> Any:
+    def reading(network: BlockNetwork, drafting: Any, flight: Pass) -> Any:
         ahead[:] = coming[flight.length + len(flight.rows) + 1 :]
-        return surround(drafting, flight)
+        return surround(network, drafting, flight)
 
     def scoring(network: BlockNetwork, outputs: mx.array, target: Target) -> mx.array:
         found = logits(network, outputs, target)
@@ -183,7 +183,7 @@ def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]], vocab_size: i
 
     patch.setattr(_Levels, "first", first_tipped)
     patch.setattr(_Levels, "following", following_tipped)
-    patch.setattr(BlockDrafting, "surround", reading)
+    patch.setattr(BlockNetwork, "surround", reading)
     patch.setattr(BlockNetwork, "logits", scoring)
 
 

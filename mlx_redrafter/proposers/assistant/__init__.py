@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,7 @@ NAME = "Gemma 4 assistant"
 # Name of the token ids of the clusters.
 ORDERING = "masked_embedding.token_ordering"
 # Parts of names of tensors that are not read: entries are the target's, ranges are for training.
-LEFT_OUT = (
-    "self_attn.k_proj.",
-    "self_attn.v_proj.",
-    "self_attn.k_norm.",
-    "input_max",
-    "input_min",
-    "output_max",
-    "output_min",
-)
+LEFT_OUT = re.compile(r"self_attn\.(k_proj|v_proj|k_norm)\.|(input|output)_(max|min)")
 
 
 def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
@@ -41,8 +34,9 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Assistant:
     stored = Checkpoint(path_or_repo)
     config = AssistantConfig.from_dict(stored.config)
     target.check(config)
-    left_out = (*LEFT_OUT, "lm_head.") if config.ties_head else LEFT_OUT
-    names = {name: name for name in stored.shapes if not any(part in name for part in left_out)}
+    names = {name: name for name in stored.shapes if not LEFT_OUT.search(name)}
+    if config.ties_head:
+        names = {name: name for name in names if "lm_head." not in name}
     return stored.fill(build(Assistant, config), names, lambda weights: _check(weights, config))
 
 

@@ -8,30 +8,20 @@ from typing import Any, ClassVar, Self
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-# Name in configs of layers that attend to all tokens.
 FULL = "full_attention"
-# Name in configs of layers that attend to a window.
 SLIDING = "sliding_attention"
-# Largest number of layers that a config file may claim, far above the four of Google's.
-MAX_LAYERS = 64
 # Sizes in the object text_config.
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "sliding_window")
-# Number of clusters of tokens unless a config has another.
-NUM_CENTROIDS = 2048
-# Number of clusters whose tokens are scored, likewise.
-TOP_CENTROIDS = 32
 
 
 @dataclass(frozen=True)
 class AssistantConfig:
-    """The shape of an assistant.
+    """The shape of an assistant, of the sizes of its target.
 
     Attributes:
-        hidden_size: The target's hidden size.
-        vocab_size: Size of the vocabulary, which is the target's.
         text: Arguments of mlx-lm's layers.
         ties_head: Whether its head is its embedding.
         num_centroids: Number of clusters of tokens; None if every token is scored.
@@ -50,7 +40,6 @@ class AssistantConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read a published ``config.json``."""
         text = values.get("text_config")
         if not isinstance(text, Mapping):
             raise CheckpointError(
@@ -58,21 +47,17 @@ class AssistantConfig:
                 "none; download it again"
             )
         is_clustered = values.get("use_ordered_embeddings", False)
-        try:
+        with reading("the assistant's config.json is"):
             _check_text(text)
             return cls(
                 hidden_size=values.get("backbone_hidden_size", 0),
                 vocab_size=text["vocab_size"],
                 text=dict(text),
                 ties_head=values.get("tie_word_embeddings", True) is not False,
-                num_centroids=values.get("num_centroids", NUM_CENTROIDS) if is_clustered else None,
-                top_centroids=values.get("centroid_intermediate_top_k", TOP_CENTROIDS),
+                num_centroids=values.get("num_centroids", 2048) if is_clustered else None,
+                top_centroids=values.get("centroid_intermediate_top_k", 32),
                 values=values,
             )
-        except ConfigError as error:
-            raise CheckpointError(
-                f"the assistant's config.json is out of range: {error}"
-            ) from error
 
     def __post_init__(self) -> None:
         check_int("backbone_hidden_size", self.hidden_size, 1, MAX_DIMENSION)
@@ -104,7 +89,7 @@ class AssistantConfig:
 def _check_text(text: Mapping[str, Any]) -> None:
     for name in (*SIZES, "vocab_size"):
         check_int(name, text.get(name), 1, MAX_DIMENSION)
-    check_int("num_hidden_layers", text.get("num_hidden_layers"), 1, MAX_LAYERS)
+    check_int("num_hidden_layers", text.get("num_hidden_layers"), 1, MAX_COUNT)
     kinds = text.get("layer_types")
     is_list = isinstance(kinds, list) and len(kinds) == text["num_hidden_layers"]
     if not is_list or not set(map(str, kinds or ())) <= {FULL, SLIDING}:

@@ -18,7 +18,8 @@ from mlx_lm.models import gemma4_text
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.assistant.config import FULL, SLIDING, AssistantConfig
-from mlx_redrafter.proposers.autoregressive import AutoregressiveDrafting, AutoregressiveNetwork
+from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
+from mlx_redrafter.proposers.kv_drafting import KvDrafting
 from mlx_redrafter.target.caches.draft_cache import DraftMask
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.modules import FINAL
@@ -64,9 +65,11 @@ class Assistant(AutoregressiveNetwork):
     alone: they attend to the entries of the target's last layer of their kind.
     """
 
+    is_joint = False
+    num_layers = 2  # of the target, whose entries it keeps
+
     def __init__(self, config: AssistantConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         layers = {"num_kv_shared_layers": config.text["num_hidden_layers"]}
         flags = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
         args = gemma4_text.ModelArgs.from_dict({**config.text, **layers, **flags})
@@ -78,11 +81,6 @@ class Assistant(AutoregressiveNetwork):
             self.masked_embedding = Clusters(width, config.num_centroids, config.vocab_size)
         if not config.ties_head:
             self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
-
-    @property
-    def num_layers(self) -> int:
-        """Number of the target's layers whose entries it keeps."""
-        return 2
 
     def captured_layers(self, target: Target) -> Sequence[int]:
         """Return the last layers of each kind that have entries of their own, and `FINAL`."""
@@ -127,10 +125,9 @@ class Assistant(AutoregressiveNetwork):
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         """Process one token of every beam; outputs, shape (W, width).
 
-        Args:
-            features: States before the tokens, shape (W, H).
-            embeddings: Embeddings of the tokens as the target's first layer gets them, (W, H).
-            caches: The `Context` of full and of sliding attention.
+        ``features`` are the states before the tokens, shape (W, H), ``embeddings`` what the
+        target's first layer gets, (W, H), and ``caches`` the `Context` of full and of sliding
+        attention.
         """
         contexts: dict[str, Context] = dict(zip((FULL, SLIDING), caches, strict=True))
         joined = mx.concatenate([embeddings, features], axis=-1)
@@ -139,8 +136,7 @@ class Assistant(AutoregressiveNetwork):
             keys, values, seen = contexts[layer.layer_type]
             mask = mx.broadcast_to(seen, (x.shape[1], seen.shape[0]))
             x, _, _ = layer(x, mask, shared_kv=(keys, values), offset=0)
-        y: mx.array = self.model.norm(x)[0]
-        return y
+        return self.model.norm(x)[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
         return self.post_projection(outputs)
@@ -157,14 +153,11 @@ class Assistant(AutoregressiveNetwork):
         return mx.put_along_axis(others, ids, scores, axis=-1)
 
 
-class AssistantDrafting(AutoregressiveDrafting):
+class AssistantDrafting(KvDrafting):
     """Drafts of one sequence by an assistant, on a copy of the entries that it attends to.
 
     The copy holds them in the order of tokens, whatever the target's caches do with theirs.
     """
-
-    network: Assistant
-    is_joint = False
 
     def process(self, states: mx.array, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Copy the entries of the tokens that the states belong to; their last hidden states."""

@@ -6,12 +6,15 @@ hidden size, V rows of the head, S width of the target's states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import mlx.core as mx
 
+from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.layers import BlockAttention
 from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.proposers.fit import Prediction, ReadSequence, fit_depths
 from mlx_redrafter.target.target import Target
 
 
@@ -26,15 +29,9 @@ def read_blocks(
 ) -> mx.array:
     """Process a block after each anchor; the outputs of its depths have shape (M, D, H).
 
-    Args:
-        network: The network.
-        target: Its target.
-        roots: Token after each anchor, integer, shape (M,).
-        states: The target's states at the tokens, shape (n, S).
-        sequences: Number of the sequence of each token, integer, shape (n,). Sequences do not see
-            each other.
-        anchors: Indices of the tokens before the roots, int32, shape (M,).
-        levels: D.
+    The ``states`` of the target have shape (n, S), the numbers of the ``sequences`` that tokens
+    belong to, integer, (n,). ``anchors`` are the indices, int32, of the tokens before ``roots``,
+    (M,).
     """
     blocks = network.embed_blocks(roots, network.block_size(levels), target)
     around = TextSurroundings(network, network.fuse(states), sequences, anchors)
@@ -47,13 +44,9 @@ def score_levels(
 ) -> Iterator[mx.array]:
     """Compute the logits of each depth after given drafts, float32, shape (M, V).
 
-    If the link scores some candidates of a depth, the other tokens have logits without it.
-
-    Args:
-        network: The network.
-        target: Its target.
-        outputs: Result of `read_blocks`.
-        tokens: Root, and the drafts before the last depth, integer, shape (M, D).
+    ``outputs`` are those of `read_blocks`, and ``tokens`` the root and the drafts before the last
+    depth, integer, shape (M, D). If the link scores some candidates of a depth, the other tokens
+    have logits without it.
     """
     state, count = None, network.config.num_candidates
     for depth in range(outputs.shape[1]):
@@ -72,11 +65,7 @@ def score_levels(
 class TextSurroundings:
     """The tokens of a text, and a block after some of them; a `Surroundings`.
 
-    Args:
-        network: The network.
-        features: Result of `BlockNetwork.fuse` at all tokens, shape (n, H).
-        sequences: Number of the sequence of each token, integer, shape (n,).
-        anchors: Indices of the tokens with a block after them, int32, shape (M,).
+    ``features`` are those of all tokens, shape (n, H); the rest is as for `read_blocks`.
     """
 
     def __init__(
@@ -124,3 +113,30 @@ class TextSurroundings:
         seen = mx.broadcast_to(seen, (blocks, size, count))
         own = entries[None] <= (entries[:, None] if (config.causal or ())[layer] else size)
         return mx.concatenate([seen, mx.broadcast_to(own, (blocks, size, size))], axis=-1)
+
+
+def predict(network: BlockNetwork, target: Target, text: ReadSequence) -> list[Prediction]:
+    """Predict the depths of a block after each generated token, after drafts that were right."""
+    tokens, first, last = text.tokens, text.num_prompt, text.tokens.shape[0] - 1
+    depths = min(network.config.num_drafts, last - first)
+    states = text.states.astype(network.dtype)
+    same = mx.zeros((last,), dtype=mx.int32)
+    anchors = mx.arange(first - 1, last, dtype=mx.int32)
+    outputs = read_blocks(network, target, tokens[first:], states, same, anchors, depths)
+    ahead = anchors[:, None] + 1 + mx.arange(depths)
+    given = tokens[mx.minimum(ahead, last)]
+    return [
+        Prediction(logits[: last - first - depth], *(one[1 + depth :] for one in text[3:]))
+        for depth, logits in enumerate(score_levels(network, target, outputs, given))
+    ]
+
+
+def calibrate(network: BlockNetwork, target: Target, texts: Iterable[ReadSequence]) -> BlockConfig:
+    """Return the config, with fitted scalars if a text is long enough; waits for the device."""
+    usable = (text for text in texts if text.tokens.shape[0] > text.num_prompt + 1)
+    found, scales = fit_depths(network, (predict(network, target, text) for text in usable))
+    if not scales:
+        return network.config
+    config: BlockConfig = found.applied(network.config)
+    missing = [found.inverse_temperature] * (config.num_drafts - len(scales))
+    return replace(config, depth_scales=(*scales, *missing))

@@ -10,13 +10,9 @@ from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
 from mlx_redrafter.proposers.search import COUPLING_WEIGHT
-from mlx_redrafter.proposers.stored_config import MAX_DIMENSION, MAX_SCORE_SCALE
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, MAX_SCORE_SCALE
 
 MODEL_TYPE = "redrafter_block"
-# Largest number of layers that a config file may claim, far above any drafter.
-MAX_LAYERS = 64
-# Largest number of entries in a block that a config file may claim, far above any drafter.
-MAX_BLOCK = 64
 # Links between a draft and the draft before it.
 LINKS = ("none", "selector", "vanilla", "gated", "recurrent")
 # Rotary embeddings that can be computed at positions which only the device knows.
@@ -24,8 +20,7 @@ ROPES = ("default", "linear", "llama3", "yarn", "proportional")
 # Kinds of decoder layers: those of Qwen 3, and those of Gemma 4 with norms on both sides.
 LAYER_TYPES = ("qwen3", "gemma4")
 # Inverse temperature of a block drafter that was not calibrated. Factors fitted to three heads are
-# 1.3 to 2. A factor that is too small makes trees worse than chains; one that is too large does
-# not.
+# 1.3 to 2. A factor that is too small makes trees worse than chains, a large one does not.
 INVERSE_TEMPERATURE = 2.0
 
 
@@ -34,7 +29,6 @@ class BlockConfig(LayerSizes):
     """The shape of a DFlash, DFlash 2 or DSpark drafter.
 
     Attributes:
-        num_hidden_layers: Number of decoder layers.
         captured_layers: Layers of the target whose inputs it reads. The number of the target's
             layers stands for the output of the last one, before the final norm.
         num_target_layers: Number of the target's layers; None if the checkpoint does not say.
@@ -51,28 +45,16 @@ class BlockConfig(LayerSizes):
         rank: Width of the link's tables, r; 0 without a link.
         num_candidates: Number of tokens per depth that the link scores; None for all.
         conv_taps: Length of the convolutions along the block, in entries; 0 without them.
-        conv_groups: Number of channel groups with one kernel each.
         draft_vocab_size: Number of tokens in its own head; None if they are the target's.
-        has_embedding: Whether it has an input embedding of its own.
-        has_head: Whether it has a head of its own.
-        has_confidence: Whether it has DSpark's confidence head.
-        confidence_reads_token: Whether that head also reads the link's embedding of the token.
+        confidence_reads_token: Whether DSpark's confidence head also reads the link's embedding.
         layer_type: One of `LAYER_TYPES`.
-        attention_bias: Whether the projections of the attention have biases.
-        is_gated: Whether the attention's output has a gate.
         has_values: Whether values have a projection; else values are the keys before their norm.
-        has_sinks: Whether each query head has a sink.
-        value_scale: Factor of the values.
         rope_dims: Rotated numbers of a head; None for all.
         rope_traditional: Whether neighbours are rotated, rather than both halves.
-        embed_scale: Factor of the embeddings.
         skips_embedding_norm: Whether it reads the target's embeddings without their norm.
-        output_multiplier: Factor of the logits before the link.
-        softcap: Limit of the logits before the link; None for no limit.
+        output_multiplier, softcap: Factor and limit of the logits before the link.
         depth_scales: For each depth, a factor on the logits with greedy decoding; None for
             ``inverse_temperature`` at all depths.
-        inverse_temperature: See `Calibration`.
-        coupling_weight: See `Calibration`.
     """
 
     model_type: ClassVar[str] = MODEL_TYPE
@@ -113,9 +95,8 @@ class BlockConfig(LayerSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
-        layers = check_captured_layers(self.captured_layers)
-        object.__setattr__(self, "captured_layers", layers)
+        check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_COUNT)
+        check_captured_layers(self.captured_layers)
         self._check_block()
         self._check_layers()
         self._check_link()
@@ -123,7 +104,7 @@ class BlockConfig(LayerSizes):
 
     def _check_block(self) -> None:
         check_int("first_slot", self.first_slot, 0, 1)
-        check_int("block_size", self.block_size, 1 + self.first_slot, MAX_BLOCK)
+        check_int("block_size", self.block_size, 1 + self.first_slot, MAX_COUNT)
         check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
         if self.num_target_layers is not None:
             check_int("num_target_layers", self.num_target_layers, 1, MAX_DIMENSION)
@@ -134,10 +115,10 @@ class BlockConfig(LayerSizes):
         count = self.num_hidden_layers
         for name, default in (("windows", None), ("causal", False)):
             given = getattr(self, name)
-            values = [default] * count if given == () else given
-            if not isinstance(values, (list, tuple)) or len(values) != count:
+            values = (default,) * count if given == () else given
+            if not isinstance(values, tuple) or len(values) != count:
                 raise ConfigError(f"{name} must be a list of {count} values, got {given!r}")
-            object.__setattr__(self, name, tuple(values))
+            object.__setattr__(self, name, values)
         for window in self.windows:
             if window is not None:
                 check_int("each of windows", window, self.block_size, MAX_DIMENSION)
@@ -154,7 +135,7 @@ class BlockConfig(LayerSizes):
             if self.rope_dims % 2:
                 raise ConfigError(f"rope_dims must be even, got {self.rope_dims}")
         if self.conv_taps or self.conv_groups:
-            check_int("conv_taps", self.conv_taps, 1, MAX_BLOCK)
+            check_int("conv_taps", self.conv_taps, 1, MAX_COUNT)
             check_int("conv_groups", self.conv_groups, 1, self.hidden_size)
             if self.hidden_size % self.conv_groups:
                 raise ConfigError(
@@ -186,13 +167,12 @@ class BlockConfig(LayerSizes):
                 raise ConfigError(f"{name} must be above 0, got {value!r}")
         scales = self.depth_scales
         if scales is not None:
-            is_list = isinstance(scales, (list, tuple)) and len(scales) == self.num_drafts
+            is_list = isinstance(scales, tuple) and len(scales) == self.num_drafts
             if not is_list or not all(is_number(x) and 0 < x <= MAX_SCORE_SCALE for x in scales):
                 raise ConfigError(
                     f"depth_scales must be {self.num_drafts} numbers above 0 and at most "
                     f"{MAX_SCORE_SCALE}, got {scales!r}"
                 )
-            object.__setattr__(self, "depth_scales", tuple(scales))
 
     @property
     def num_drafts(self) -> int:
@@ -201,7 +181,6 @@ class BlockConfig(LayerSizes):
 
     @property
     def name(self) -> str:
-        """The method's name."""
         names = {"none": "DFlash", "selector": "DFlash 2"}
         return names.get(self.link, f"DSpark ({self.link})")
 

@@ -2,8 +2,8 @@
 
 Axes: M blocks, B entries of a block, n verified tokens, H hidden size, D head size.
 
-Layers keep keys and values of verified tokens only. These depend on the target's states alone, so a
-layer makes them without the layers below it. Entries of a block attend to them and to each other.
+Layers keep keys and values of verified tokens only, which depend on the target's states alone.
+Entries of a block attend to them and to each other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mlx_lm.models.gemma4_text import geglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_redrafter.proposers.block.config import BlockConfig
+from mlx_redrafter.proposers.draft_network import GatedMlp
 from mlx_redrafter.proposers.yarn import complete_yarn
 
 
@@ -26,24 +27,16 @@ class Surroundings(Protocol):
     @property
     def offset(self) -> int | mx.array:
         """Position of each block's first entry: an int, or int32 of shape (M,)."""
-        ...
 
     def attend(self, attention: BlockAttention, queries: mx.array, x: mx.array) -> mx.array:
         """Compute one layer's attention of blocks to verified tokens and to themselves.
 
-        Args:
-            attention: The layer's attention.
-            queries: Rotated queries, shape (M, query heads, B, D).
-            x: Inputs of the blocks, shape (M, B, H).
-
-        Returns:
-            Shape (M, query heads, B, D).
+        Queries are rotated, shape (M, query heads, B, D), as is the result; ``x`` are the inputs of
+        the blocks, shape (M, B, H).
         """
-        ...
 
 
 def new_rope(config: BlockConfig) -> nn.Module:
-    """Make the rotary embedding of a layer."""
     rope: nn.Module = initialize_rope(
         config.rope_dims or config.head_size,
         config.rope_theta,
@@ -78,8 +71,7 @@ class BlockAttention(nn.Module):
     @property
     def sinks(self) -> mx.array | None:
         """Logits of the sinks, shape (query heads,); None without them."""
-        sinks: mx.array | None = self.get("attention_sink_bias")
-        return sinks
+        return self.get("attention_sink_bias")
 
     def keys_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
         """Compute rotated keys, and values, of rows from a position on, shape (M, n, H)."""
@@ -105,8 +97,7 @@ class BlockAttention(nn.Module):
         out = out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
         if gate is not None:
             out = out * mx.sigmoid(gate.reshape(out.shape))
-        y: mx.array = self.o_proj(out)
-        return y
+        return self.o_proj(out)
 
 
 class DynamicConvolution(nn.Module):
@@ -142,23 +133,6 @@ class DynamicConvolution(nn.Module):
         return mx.sum(kernel * earlier.reshape(*kernel.shape), axis=2).reshape(z.shape)
 
 
-class BlockMlp(nn.Module):
-    """The gated MLP of Qwen 3, or of Gemma 4."""
-
-    def __init__(self, config: BlockConfig):
-        super().__init__()
-        hidden, width = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, width, bias=False)
-        self.up_proj = nn.Linear(hidden, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden, bias=False)
-        self.activate = geglu if config.layer_type == "gemma4" else swiglu
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Apply the MLP to rows, shape (..., H)."""
-        y: mx.array = self.down_proj(self.activate(self.gate_proj(x), self.up_proj(x)))
-        return y
-
-
 class BlockLayer(nn.Module):
     """A decoder layer over blocks."""
 
@@ -169,7 +143,8 @@ class BlockLayer(nn.Module):
             return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
         self.self_attn = BlockAttention(config, index)
-        self.mlp = BlockMlp(config)
+        activate = geglu if config.layer_type == "gemma4" else swiglu
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, activate)
         self.input_layernorm = norm()
         self.post_attention_layernorm = norm()
         self.is_sandwich = config.layer_type == "gemma4"

@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.proposers.block.config import BlockConfig
-from mlx_redrafter.proposers.linked_levels import Link
 
 
 class Selector(nn.Module):
@@ -82,12 +81,3 @@ class MarkovHead(nn.Module):
 def _scores(feature: mx.array, weight: mx.array) -> mx.array:
     """Multiply features, (W, r), with rows of a table, (1, K, r) or (W, K, r), to (W, K)."""
     return (weight @ feature[..., None]).squeeze(-1)
-
-
-def new_link(config: BlockConfig) -> tuple[str, Link] | None:
-    """Make the link of a config and return it with its published name; None without one."""
-    if config.link == "none":
-        return None
-    if config.link == "selector":
-        return "candidate_selector", Selector(config)
-    return "markov_head", MarkovHead(config)

@@ -27,38 +27,28 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
 from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings, new_rope
-from mlx_redrafter.proposers.block.links import new_link
-from mlx_redrafter.proposers.block.surroundings import (
-    DecodingSurroundings,
-    Surrounding,
-    write,
-)
+from mlx_redrafter.proposers.block.links import MarkovHead, Selector
+from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding, write
 from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork
 from mlx_redrafter.proposers.linked_levels import Link, LinkedLevels
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, search_all
 from mlx_redrafter.target.target import Target
 
 
-class ConfidenceHead(nn.Module):
-    """DSpark's estimate of the probability that the target accepts a draft after accepted ones."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-
 class BlockNetwork(KvNetwork):
     """A network that drafts a block of tokens in one pass."""
 
     config: BlockConfig
+    has_own_attention = True
 
     def __init__(self, config: BlockConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
+        self.num_layers, self.max_length = config.num_hidden_layers, 1 + config.num_drafts
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if config.has_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
@@ -68,26 +58,17 @@ class BlockNetwork(KvNetwork):
         self.norm = nn.RMSNorm(hidden, eps=eps)
         if config.has_head:
             self.lm_head = nn.Linear(hidden, config.head_rows, bias=False)
-        if (found := new_link(config)) is not None:
-            self[found[0]] = found[1]
+        if config.link == "selector":
+            self.candidate_selector = Selector(config)
+        elif config.link != "none":
+            self.markov_head = MarkovHead(config)
         if config.has_confidence:
             reads = config.rank if config.confidence_reads_token else 0
-            self.confidence_head = ConfidenceHead(hidden + reads)
-        if config.draft_vocab_size is not None:
-            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
+            self.confidence_head = {"proj": nn.Linear(hidden + reads, 1)}
 
     @property
     def num_rows(self) -> int:
-        """Number of tokens per depth that it scores."""
         return self.config.num_candidates or self.config.head_rows
-
-    @property
-    def max_length(self) -> int:
-        return 1 + self.config.num_drafts
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -95,9 +76,7 @@ class BlockNetwork(KvNetwork):
 
     @property
     def link(self) -> Link | None:
-        """The link between a draft and the draft before it; None without one."""
-        link: Link | None = self.get("candidate_selector", self.get("markov_head"))
-        return link
+        return self.get("candidate_selector", self.get("markov_head"))
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         needed, count = self.config.num_target_layers, len(target.modules.layers)
@@ -115,7 +94,7 @@ class BlockNetwork(KvNetwork):
 
     def become(self, config: BlockConfig) -> None:
         """Read the same weights by another config of the same sizes; copies stay as they are."""
-        self.config, layers = config, []
+        self.config, self.max_length, layers = config, 1 + config.num_drafts, []
         for layer in self.layers:
             layer, attention = copy.copy(layer), copy.copy(layer.self_attn)
             attention.config, attention.rope = config, new_rope(config)
@@ -134,17 +113,11 @@ class BlockNetwork(KvNetwork):
             for window in self.config.windows
         ]
 
-    def open(
-        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> BlockDrafting:
-        return BlockDrafting(self, target, prompt, couple_noise, cached)
-
     def captured_layers(self, target: Target) -> Sequence[int]:
         return self.config.captured_layers
 
     def fuse(self, states: mx.array) -> mx.array:
-        fused: mx.array = self.hidden_norm(self.fc(states.astype(self.dtype)))
-        return fused
+        return self.hidden_norm(self.fc(states.astype(self.dtype)))
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         """Keep keys and values of verified tokens; the network does not read the embeddings."""
@@ -182,8 +155,7 @@ class BlockNetwork(KvNetwork):
         x = embeddings
         for layer in self.layers:
             x = layer(x, around)
-        y: mx.array = self.norm(x)
-        return y
+        return self.norm(x)
 
     def logits(self, outputs: mx.array, target: Target) -> mx.array:
         """Compute logits before any link, float32, shape (n, H) to (n, V)."""
@@ -201,26 +173,21 @@ class BlockNetwork(KvNetwork):
     def trusts_confidence(self) -> bool:
         """Whether the confidence head scores drafts, as it does until they are calibrated.
 
-        With one factor per depth, trees of 8 and 16 had 2.42 and 2.67 tokens/step without it and
-        2.38 and 2.64 with it; of a drafter with logits that are too flat, 1.83 and 2.00, and 2.25
-        and 2.54.
+        With one factor per depth, trees of 16 had 2.67 tokens/step without it and 2.64 with it; of
+        a drafter with logits that are too flat, 2.00 and 2.54.
         """
         return self.config.has_confidence and self.config.depth_scales is None
 
     def confidences(self, outputs: mx.array, previous: mx.array) -> mx.array:
         """Estimate natural log-probabilities that the target accepts the best drafts.
 
-        Args:
-            outputs: Outputs of a depth, one row for all tokens or one for each, shape (..., H).
-            previous: Tokens before the drafts, int32, shape (...).
-
-        Returns:
-            float32, shape (..., 1).
+        ``outputs`` are those of a depth, one row for all tokens or one for each, shape (..., H),
+        and ``previous`` the tokens before the drafts, int32, shape (...). float32, shape (..., 1).
         """
         x = mx.broadcast_to(outputs, (*previous.shape, outputs.shape[-1]))
         if self.config.confidence_reads_token:
             x = mx.concatenate([x, self.markov_head.markov_w1(previous)], axis=-1)
-        return nn.log_sigmoid(self.confidence_head.proj(x).astype(mx.float32))
+        return nn.log_sigmoid(self.confidence_head["proj"](x).astype(mx.float32))
 
     def scales(self, levels: int, rank: NoiseRank | None) -> mx.array | None:
         """Return the factor on the logits of each depth, float32, shape (levels,), or None for 1.
@@ -233,62 +200,38 @@ class BlockNetwork(KvNetwork):
             return None
         return mx.array((config.depth_scales or [config.inverse_temperature] * levels)[:levels])
 
-
-class BlockDrafting(KvDrafting[BlockNetwork]):
-    """Drafts of one sequence by such a network."""
-
-    # The layers attend by themselves.
-    is_joint = True
-
-    def expand(
-        self,
-        draftings: Sequence[BlockDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        network, target, levels = self.network, self.target, shape.levels
-        outputs = read_blocks(draftings, flights, levels)
-        unary = network.logits(outputs.reshape(-1, outputs.shape[-1]), target)
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        levels, outputs = shape.levels, self.read_blocks(group, shape.levels)
+        unary = self.logits(outputs.reshape(-1, outputs.shape[-1]), group[0][0].target)
         is_chain = shape.width == 1 and rank is None
-        count = network.config.num_candidates
-        if network.link is None and not is_chain:
+        count = self.config.num_candidates
+        if self.link is None and not is_chain:
             count = shape.level_nodes  # a depth has the same best tokens after every draft
         linked = LinkedLevels(
-            network.link,
+            self.link,
             outputs,
             unary.reshape(len(outputs), levels, -1),
-            mx.concatenate([flight.root for flight in flights]),
-            network.scales(levels, rank),
+            mx.concatenate([flight.root for _, flight in group]),
+            self.scales(levels, rank),
             rank,
             count,
-            network.to_token_ids,
-            network.confidences if network.trusts_confidence else None,
+            self.to_token_ids,
+            self.confidences if self.trusts_confidence else None,
         )
         return linked.chain() if is_chain else search_all(linked, shape)
 
-    def surround(self, flight: Pass) -> Surrounding:
+    def read_blocks(self, group: Group, levels: int) -> mx.array:
+        """Process a block after a pass of each sequence, all in one pass; shape (R, levels, H)."""
+        size, slot = self.block_size(levels), self.config.first_slot
+        parts = [self.surround(drafting, flight) for drafting, flight in group]
+        roots = mx.concatenate([flight.root for _, flight in group])
+        blocks = self.embed_blocks(roots, size, group[0][0].target)
+        return self.outputs(blocks, DecodingSurroundings(parts, size))[:, slot : slot + levels]
+
+    def surround(self, drafting: KvDrafting, flight: Pass) -> Surrounding:
         """Return what a block after a pass attends to; its states enter with the block."""
-        first, num_known = self.length, self.num_unread
-        states, _ = self.take_pairs(flight)
-        self.length += num_known
-        return Surrounding(
-            [layer.stock for layer in self.cache.layers],
-            self.network.fuse(states),
-            first,
-            self.length,
-            self.length + flight.num_accepted,
-        )
-
-
-def read_blocks(
-    draftings: Sequence[BlockDrafting], flights: Sequence[Pass], levels: int
-) -> mx.array:
-    """Process a block after a pass of each sequence, all in one pass; shape (R, levels, H)."""
-    network, target = draftings[0].network, draftings[0].target
-    size = network.block_size(levels)
-    parts = [one.surround(flight) for one, flight in zip(draftings, flights, strict=True)]
-    roots = mx.concatenate([flight.root for flight in flights])
-    blocks = network.embed_blocks(roots, size, target)
-    slot = network.config.first_slot
-    return network.outputs(blocks, DecodingSurroundings(parts, size))[:, slot : slot + levels]
+        first, num_known = drafting.length, drafting.num_unread
+        states, _ = drafting.take_pairs(flight)
+        drafting.length += num_known
+        length, caches = drafting.length, [layer.stock for layer in drafting.cache.layers]
+        return Surrounding(caches, self.fuse(states), first, length, length + flight.num_accepted)

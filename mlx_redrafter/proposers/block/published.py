@@ -23,14 +23,18 @@ import mlx.core as mx
 
 from mlx_redrafter.checks import is_number
 from mlx_redrafter.device_read import to_floats
-from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.proposers.block.config import MAX_LAYERS, MODEL_TYPE, BlockConfig
-from mlx_redrafter.proposers.block.masks import first_slot_of, masks_of
-from mlx_redrafter.proposers.block.values import ASSISTANT, LIKE_ZLAB, PublishedValues
-from mlx_redrafter.proposers.checkpoint import collect_sources
+from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.proposers.block.config import MODEL_TYPE, BlockConfig
+from mlx_redrafter.proposers.block.values import (
+    ASSISTANT,
+    LIKE_ZLAB,
+    PublishedValues,
+    first_slot_of,
+    masks_of,
+)
+from mlx_redrafter.proposers.checkpoint import OFFSETS, collect_sources, resolve_offsets
 from mlx_redrafter.proposers.kind import Shapes
-from mlx_redrafter.proposers.speculators import OFFSETS, resolve_offsets
-from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 
 # Tensors that are not read: the target's own, and what only training needs.
 LEFT_OUT = re.compile(r"t2d$|verifier_|.*rotary_emb\.inv_freq$")
@@ -58,7 +62,6 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def is_block_drafter(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    """Return whether a config and tensors are those of a block drafter."""
     if config.get("model_type") == MODEL_TYPE:
         return True
     names = {_own_name(name) for name in shapes}
@@ -81,7 +84,7 @@ def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
     sizes = _Sizes(shapes, config)
     fields = {**sizes.layers(), **sizes.link(config)}
     _check_stated(config, fields)
-    try:
+    with reading("the block drafter's config.json is"):
         return BlockConfig(
             **fields,
             **_taps(config, sizes),
@@ -90,14 +93,9 @@ def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
             **_rope(config, sizes),
             **_block(config, sizes),
         )
-    except ConfigError as error:
-        raise CheckpointError(
-            f"the block drafter's config.json is out of range: {error}"
-        ) from error
 
 
 def packaging_of(values: Mapping[str, Any]) -> str:
-    """Describe who wrote a config."""
     if values.get("model_type") == MODEL_TYPE:
         return "written by this package"
     return f"as {PublishedValues.of(values).packaging} writes it"
@@ -142,7 +140,7 @@ class _Sizes:
         self.hidden = self.axis("hidden_norm.weight", 0)
         self.head = self.axis(ATTENTION + "k_norm.weight", 0)
         self.vocab = config.integer("vocab_size", MAX_DIMENSION, in_layer=True)
-        self.num_layers = config.integer("num_hidden_layers", MAX_LAYERS, in_layer=True)
+        self.num_layers = config.integer("num_hidden_layers", MAX_COUNT, in_layer=True)
 
     def axis(self, name: str, axis: int) -> int:
         """Return a dimension of a tensor, of the numbers that it stands for."""
@@ -167,17 +165,14 @@ class _Sizes:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the queries' projection makes a gate as well."""
         width = self.axis(ATTENTION + "q_proj.weight", 0)
         return width == 2 * self.axis(ATTENTION + "o_proj.weight", 1)
 
     @property
     def is_sandwich(self) -> bool:
-        """Whether layers have norms on both sides, as in Gemma."""
         return self.has("layers.0.pre_feedforward_layernorm.weight")
 
     def layers(self) -> dict[str, Any]:
-        """Return the fields of the decoder layers, the embedding and the head."""
         num_heads = self.axis(ATTENTION + "o_proj.weight", 1) // self.head
         names = ("token_ids", "lm_head.weight")
         rows = next((self.axis(name, 0) for name in names if self.has(name)), self.vocab)
@@ -201,7 +196,6 @@ class _Sizes:
         }
 
     def link(self, config: PublishedValues) -> dict[str, Any]:
-        """Return the fields of the link, the convolutions and the confidence head."""
         fields: dict[str, Any] = {"link": "none"}
         if self.has("markov_head.markov_w1.weight"):
             rank = self.axis("markov_head.markov_w1.weight", 1)
@@ -254,7 +248,6 @@ def _check_variant(config: PublishedValues, shapes: Shapes) -> None:
 
 
 def _check_stated(config: PublishedValues, fields: Mapping[str, Any]) -> None:
-    """Compare what a config says about the drafter's own parts with the tensors."""
     link, rank = fields["link"], fields.get("rank", 0)
     is_selector = link == "selector"
     is_markov = link != "none" and not is_selector
@@ -299,7 +292,7 @@ def _taps(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
             f"{len(ids)}; use a head whose files agree"
         )
     return {
-        "captured_layers": [i + (not is_input) for i in ids],
+        "captured_layers": tuple(i + (not is_input) for i in ids),
         # In a config of speculators it would be a copy of some other number.
         "num_target_layers": None if is_input else config.find("num_target_layers"),
     }

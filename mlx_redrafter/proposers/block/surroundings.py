@@ -4,8 +4,8 @@ Axes: R sequences, C new rows of context of a sequence, B entries of a block, S 
 head size.
 
 A pass writes the keys and values of new context and of the block to a buffer at once, and attends
-to all rows with a mask. The mask hides the rows of rejected drafts: the device knows the number of
-accepted ones, and the host does not wait for it. The next pass overwrites the block's rows.
+to all rows with a mask. It hides the rows of rejected drafts, whose number the host need not know.
+The next pass overwrites the block's rows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ class Surrounding(NamedTuple):
 
     Attributes:
         caches: Buffers of the network's layers, which hold the first ``first`` tokens.
-        features: Rows of `BlockNetwork.fuse` of the tokens after those, shape (C, H). Rows beyond
-            the root are junk.
-        first: Number of tokens in the buffers.
+        features: Rows of `BlockNetwork.fuse` of the tokens after those, shape (C, H), and junk.
         least: Lowest position that ``last`` can be.
         last: Position of the last row of context that counts, int32, shape (1,).
     """
@@ -59,12 +57,7 @@ class Surrounding(NamedTuple):
 
 
 class DecodingSurroundings:
-    """Verified tokens of R sequences, and one block after those of each; a `Surroundings`.
-
-    Args:
-        parts: The sequences.
-        num_entries: Number of entries of a block, B.
-    """
+    """Verified tokens of R sequences, and a block of B entries after each; a `Surroundings`."""
 
     def __init__(self, parts: Sequence[Surrounding], num_entries: int):
         self.parts, self.num_entries = parts, num_entries
@@ -121,5 +114,4 @@ def write(
         num_rows = cache.offset - cache.start_position + keys.shape[2]
         if num_rows > cache.keys.shape[2]:
             cache.maybe_trim_front()
-    found: tuple[mx.array, mx.array] = cache.update_and_fetch(keys, values)
-    return found
+    return cache.update_and_fetch(keys, values)

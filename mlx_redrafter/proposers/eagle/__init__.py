@@ -5,15 +5,10 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from mlx_redrafter.proposers.checkpoint import Checkpoint
+from mlx_redrafter.proposers.checkpoint import Checkpoint, resolve_offsets
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.eagle.published import (
-    eagle_config,
-    is_eagle,
-    own_names,
-)
+from mlx_redrafter.proposers.eagle.published import eagle_config, is_eagle, own_names
 from mlx_redrafter.proposers.layer_sizes import build
-from mlx_redrafter.proposers.speculators import resolve_offsets
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "EAGLE head"

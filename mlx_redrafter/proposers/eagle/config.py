@@ -9,32 +9,23 @@ from typing import ClassVar
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
-from mlx_redrafter.proposers.stored_config import MAX_DIMENSION
+from mlx_redrafter.proposers.layer_sizes import ATTENTION_TYPES, LayerSizes, check_captured_layers
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION
 
 MODEL_TYPE = "redrafter_eagle"
-# Largest number of decoder layers that a config file may claim, far above any head.
-MAX_LAYERS = 16
 # Decoder layers of mlx-lm that heads have.
 LAYER_TYPES = ("llama", "qwen3")
-# Kinds of attention that layers have, by their names in configs.
-ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
 class EagleConfig(LayerSizes):
-    """The shape of an EAGLE head.
-
-    EAGLE-2 has the weights of EAGLE-1, and a tree that depends on the drafts, as all trees here.
+    """The shape of an EAGLE head; that of EAGLE-2 is EAGLE-1's.
 
     Attributes:
         version: 1 reads the target's hidden state after its final norm, 3 the inputs of several of
             its layers.
         draft_vocab_size: Rows of the head if it proposes only part of the vocabulary, else None.
-        num_hidden_layers: Decoder layers.
         layer_type: "llama", or "qwen3", which normalises queries and keys.
-        attention_bias: Whether the projections of the attention have biases.
-        mlp_bias: Whether the projections of the MLP have biases.
         fc_bias: Whether the layer ``fc``, which joins the inputs, has a bias.
         captured_layers: EAGLE-3: layers of the target whose inputs it reads, L for the last output
             before the final norm; None for layers 2, L // 2 and L - 3 of its L.
@@ -45,7 +36,7 @@ class EagleConfig(LayerSizes):
             drafted without; None for a head that drafts one token after another.
         max_length: P-EAGLE: maximum length of its beams, root included.
         sliding_window: Number of tokens that sliding layers attend to; None if there are none.
-        layer_types: "full_attention" or "sliding_attention" for each layer; None for all full.
+        layer_types: One of `ATTENTION_TYPES` for each layer; None for all full.
         norm_before_residual: EAGLE-3: whether the residual is the normalised feature.
         norm_before_fc: EAGLE-3: whether the head normalises the states as one row before ``fc``.
         fc_norm: EAGLE-3: whether it normalises the states of every layer.
@@ -78,12 +69,11 @@ class EagleConfig(LayerSizes):
         if self.layer_type not in LAYER_TYPES:
             raise ConfigError(f"layer_type must be one of {LAYER_TYPES}, got {self.layer_type!r}")
         super().__post_init__()
-        check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
+        check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_COUNT)
         if self.norm_before_fc and self.fc_norm:
             raise ConfigError("norm_before_fc and fc_norm exclude each other, got both")
         if self.captured_layers is not None:
-            layers = check_captured_layers(self.captured_layers)
-            object.__setattr__(self, "captured_layers", layers)
+            check_captured_layers(self.captured_layers)
         if self.reads_hidden_state and self.captured_layers is not None:
             raise ConfigError("reads_hidden_state and captured_layers exclude each other, got both")
         if self.layer_types is not None:
@@ -95,7 +85,7 @@ class EagleConfig(LayerSizes):
     def _check_layer_types(self) -> None:
         kinds = self.layer_types
         if (
-            not isinstance(kinds, (list, tuple))
+            not isinstance(kinds, tuple)
             or len(kinds) != self.num_hidden_layers
             or not all(kind in ATTENTION_TYPES for kind in kinds)
         ):
@@ -103,7 +93,6 @@ class EagleConfig(LayerSizes):
                 f"layer_types must be one of {ATTENTION_TYPES} for each of "
                 f"{self.num_hidden_layers} layers, got {reprlib.repr(kinds)}"
             )
-        object.__setattr__(self, "layer_types", tuple(kinds))
         if "sliding_attention" in kinds:
             check_int("sliding_window", self.sliding_window, 1, MAX_DIMENSION)
 
@@ -128,7 +117,6 @@ class EagleConfig(LayerSizes):
 
     @property
     def num_captured(self) -> int:
-        """Number of the target's states that it reads."""
         if self.version == 1 or self.reads_hidden_state:
             return 1
         return 3 if self.captured_layers is None else len(self.captured_layers)

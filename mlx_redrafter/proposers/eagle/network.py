@@ -17,6 +17,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 
 from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
@@ -67,15 +68,12 @@ class FirstLayer(nn.Module):
 
 
 class Eagle(AutoregressiveNetwork):
-    """An EAGLE head.
-
-    ``token_ids``, int32 of shape (V,), maps rows of the head to token ids of the target when the
-    head covers only part of the vocabulary; otherwise it is absent. EAGLE-1 uses the target's head.
-    """
+    """An EAGLE head. EAGLE-1 uses the target's head."""
 
     def __init__(self, config: EagleConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
+        self.num_layers, self.max_length = config.num_hidden_layers, config.max_length
+        self.is_joint = config.mask_token_id is None
         hidden, eps = config.hidden_size, config.rms_norm_eps
         joined = config.num_captured if config.version == 3 else 2
         if not config.reads_hidden_state:
@@ -93,27 +91,10 @@ class Eagle(AutoregressiveNetwork):
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         if config.mask_token_id is not None:
             self.mask_hidden = mx.zeros((1, 1, joined * hidden))
-        if config.draft_vocab_size is not None:
-            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def max_length(self) -> int | None:
-        return self.config.max_length
 
     @property
     def dtype(self) -> mx.Dtype:
         return self.layers[0].post_attention_layernorm.weight.dtype
-
-    def open(
-        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> KvDrafting[Any]:
-        if self.config.mask_token_id is not None:
-            return ParallelDrafting(self, target, prompt, couple_noise, cached)
-        return super().open(target, prompt, couple_noise, cached)
 
     def embed(self, tokens: mx.array, target: Target) -> mx.array:
         embed = self.embed_tokens if self.config.own_embedding else target.modules.embed
@@ -161,40 +142,30 @@ class Eagle(AutoregressiveNetwork):
             return target.modules.logits(outputs)
         return self.lm_head(self.norm(outputs))
 
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        if self.is_joint:
+            return super().expand(group, shape, rank)
+        scores = self.parallel_scores(*group[0], shape.levels)
+        return search_slots(scores[None], shape, rank, self.to_token_ids)
 
-class ParallelDrafting(KvDrafting[Eagle]):
-    """Drafts of one sequence by a P-EAGLE head, all depths in one pass.
+    def parallel_scores(self, drafting: KvDrafting, flight: Pass, count: int) -> mx.array:
+        """Compute log-probabilities of a P-EAGLE head's first depths, shape (``count``, V).
 
-    Source: speculators' ``models/peagle/core.py``. The entry of a depth after the first is that of
-    the mask token and of ``mask_hidden``, in place of a draft and of its feature. So the drafts of
-    a depth do not depend on those above. Its window ends with it.
-    """
-
-    is_joint = False
-
-    def expand(
-        self,
-        draftings: Sequence[ParallelDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        scores = self.scores(flights[0], shape.levels)
-        return search_slots(scores[None], shape, rank, self.network.to_token_ids)
-
-    def scores(self, flight: Pass, count: int) -> mx.array:
-        """Compute log-probabilities of the tokens of the first depths, shape (``count``, V)."""
-        network, outputs = self.network, [self.read_flight(flight)]
+        Source: speculators' ``models/peagle/core.py``. The entry of a depth after the first is that
+        of the mask token and of ``mask_hidden``, in place of a draft and of its feature. So the
+        drafts of a depth do not depend on those above. Its window ends with it.
+        """
+        outputs = [drafting.read_flight(flight)]
         if (masked := count - 1) > 0:
-            tokens = mx.full((masked,), network.config.mask_token_id, dtype=mx.int32)
-            hidden = network.mask_hidden[0]
-            features = network.fuse(mx.broadcast_to(hidden, (masked, hidden.shape[-1])))
+            tokens = mx.full((masked,), self.config.mask_token_id, dtype=mx.int32)
+            hidden = self.mask_hidden[0]
+            features = self.fuse(mx.broadcast_to(hidden, (masked, hidden.shape[-1])))
             chain = TokenTree.chain(tokens, masked)
-            mask, positions = self.lineage_after(flight).start_at_nodes(chain)
+            mask, positions = drafting.lineage_after(flight).start_at_nodes(chain)
             mask = mask._replace(moved=1 + chain.depths[:, None])
-            outputs.append(self.read_level(features, tokens, mask, positions))
-        logits = network.logits(mx.concatenate(outputs), self.target)
-        return log_probs(logits, network.num_rows)
+            outputs.append(drafting.read_level(features, tokens, mask, positions))
+        logits = self.logits(mx.concatenate(outputs), drafting.target)
+        return log_probs(logits, self.num_rows)
 
 
 def _decoder_layer(config: EagleConfig) -> nn.Module:

@@ -22,24 +22,15 @@ from typing import Any
 from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.checkpoint import collect_sources
+from mlx_redrafter.proposers.checkpoint import OFFSETS, collect_sources, speculative_tokens
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.layer_sizes import LayerSizes
-from mlx_redrafter.proposers.speculators import OFFSETS, speculative_tokens
 
-# The embedding, which is the target's unless the config says that the head has one of its own.
-EMBEDDING = "embed_tokens.weight"
 # Tensors that are not read: the target's own, and a mask that only training needs.
-LEFT_OUT = (
-    "t2d",
-    "verifier_norm.weight",
-    "verifier_lm_head.weight",
-)
+LEFT_OUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 # Projections of which the first layer of a head has one: full attention, and latent attention.
 FIRST = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
-# Tensors of which an MLP of experts has one: gpt-oss's and Qwen's.
-EXPERTS = ("router.weight", "gate.weight")
 # Keys that the config here has under the same name.
 SAME_KEYS = (
     *(field.name for field in fields(LayerSizes)),
@@ -49,10 +40,6 @@ SAME_KEYS = (
 )
 # Keys of variants of the network, likewise.
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# Types of speculators' configs.
-SPECULATORS = ("eagle3", "peagle")
-# Depths of a P-EAGLE head whose config does not say: those it is trained on by default.
-DEPTHS = 8
 # Key of the object of NVIDIA's and SpecForge's configs that describes the head.
 NESTED = "eagle_config"
 # Key of the captured layers.
@@ -60,11 +47,8 @@ CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
 
 def is_eagle(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    """Return whether a config and tensors are those of an EAGLE head."""
-    if (
-        config.get("model_type") == MODEL_TYPE
-        or config.get("speculators_model_type") in SPECULATORS
-    ):
+    speculators = config.get("speculators_model_type")
+    if config.get("model_type") == MODEL_TYPE or speculators in ("eagle3", "peagle"):
         return True
     if shapes:
         own = set(map(_own_name, shapes))
@@ -78,15 +62,10 @@ def is_eagle(config: Mapping[str, Any], shapes: Shapes) -> bool:
 
 
 def own_names(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Map names of `Eagle` to the published ones, without those that are not read.
-
-    Args:
-        values: The config.
-        names: Published names.
-    """
+    """Map names of `Eagle` to published ``names``, without those that are not read."""
     sources = collect_sources(names, _own_name)[0]
     if not _has_embedding(values):
-        sources.pop(EMBEDDING, None)
+        sources.pop("embed_tokens.weight", None)  # the target's
     return sources
 
 
@@ -102,7 +81,8 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     config = {key: layer[key] for key in SAME_KEYS if layer.get(key) is not None}
     heads = layer.get("num_attention_heads")
     given = layer.get("num_key_value_heads")
-    rows = shapes.get("token_ids")
+    rows, kinds = shapes.get("token_ids"), layer.get("layer_types")
+    slides = "sliding_attention" in str(kinds)
     found = {**as_mapping(values.get(NESTED)), **values}
     return EagleConfig.from_dict(
         {
@@ -117,7 +97,9 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
             "reads_hidden_state": not has_fc,
             "own_embedding": _has_embedding(values),
             **_mask(values),
-            **_windows(layer),
+            # A window that no layer uses is left out.
+            "layer_types": kinds if slides else None,
+            "sliding_window": layer.get("sliding_window") if slides else None,
             **{key: found[key] for key in VARIANTS if key in found},
         }
     )
@@ -166,17 +148,9 @@ def _mask(values: Mapping[str, Any]) -> dict[str, Any]:
             "it again"
         )
     found = speculative_tokens(values)
-    depths = found if type(found) is int and found > 0 else DEPTHS
+    depths = found if type(found) is int and found > 0 else 8  # as in training
     max_length = min(1 + depths, MAX_BEAM_LENGTH)
     return {"mask_token_id": values["mask_token_id"], "max_length": max_length}
-
-
-def _windows(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Read which layers attend to a window; a window that no layer uses is left out."""
-    kinds = layer.get("layer_types")
-    if "sliding_attention" not in str(kinds):
-        return {}
-    return {"layer_types": kinds, "sliding_window": layer.get("sliding_window")}
 
 
 def _check_variant(
@@ -192,7 +166,7 @@ def _check_variant(
         found = "the tensor mask_hidden of P-EAGLE, but a config that is not speculators' 'peagle'"
     elif "layers.0.self_attn.kv_a_proj_with_mqa.weight" in names:
         found = "layers with latent attention (kv_a_proj_with_mqa)"
-    elif any(f"layers.0.mlp.{name}" in names for name in EXPERTS):
+    elif "layers.0.mlp.router.weight" in names or "layers.0.mlp.gate.weight" in names:
         found = "a mixture of experts in its layer"
     elif layer.get("hidden_act", "silu") != "silu":
         found = f"hidden_act {layer['hidden_act']!r}, not 'silu'"

@@ -37,11 +37,8 @@ def share_feature(log_share: float) -> int:
 class Chances:
     """Rates at which drafts were right, by feature.
 
-    It holds no text. Texts may share it, and threads: a lost update is one draft.
-
-    Attributes:
-        rates: Chance of a draft whose parent is right, by feature.
-        surprised: Mean probabilities of the drafts after a token that was no draft, by rank.
+    It holds no text. Texts may share it, and threads: a lost update is one draft. ``surprised`` has
+    mean probabilities of the drafts after a token that was no draft, by rank.
     """
 
     def __init__(self) -> None:

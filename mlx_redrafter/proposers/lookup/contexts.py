@@ -48,14 +48,8 @@ class TextEnd(NamedTuple):
 class Contexts:
     """Table of contexts in the texts that it is given, token by token.
 
-    It knows the newest `MAX_CONTEXTS` to 2 `MAX_CONTEXTS` contexts, and all tokens of the texts.
-
-    Args:
-        text: Token ids of an earlier text.
-
-    Attributes:
-        tokens: Tokens of all texts so far, with `NO_TOKEN` between texts.
-        end: The end of the last text.
+    It knows the newest `MAX_CONTEXTS` to 2 `MAX_CONTEXTS` contexts, and all tokens of the texts,
+    with `NO_TOKEN` between texts.
     """
 
     def __init__(self, text: Sequence[int] = ()) -> None:

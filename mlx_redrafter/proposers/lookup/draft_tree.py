@@ -16,19 +16,14 @@ from mlx_redrafter.proposers.lookup.chances import Chances, Child, match_feature
 from mlx_redrafter.proposers.lookup.contexts import Contexts, TextEnd
 from mlx_redrafter.trees.tree import NO_TOKEN, Drafts, TokenTree
 
-# Minimum probability of a draft.
 LEAST_PROBABILITY = 0.002
 
 
 class DraftTree:
     """Drafts after the end of a text; each node is a token, the first one the text's last.
 
-    Args:
-        contexts: Contexts of the text.
-        chances: Chances of drafts.
-        plan: Bounds of the tree.
-        noise: Noise of the target's choices after nodes of each depth; None without noise.
-        least: Minimum probability of a draft.
+    They are within the bounds of a plan, and have at least the probability ``least``. ``noise`` is
+    that of the target's choices after nodes of each depth, if it is to count.
     """
 
     def __init__(
@@ -36,11 +31,10 @@ class DraftTree:
         contexts: Contexts,
         chances: Chances,
         plan: DraftPlan,
-        noise: GumbelNoise | None = None,
-        least: float = LEAST_PROBABILITY,
+        noise: GumbelNoise | None,
+        least: float,
     ):
-        self._contexts = contexts
-        self._chances = chances
+        self._contexts, self._chances = contexts, chances
         self._noise = None if noise is None else (noise.params, as_rows(noise.values))
         self._tokens, self._parents, self._scores = [contexts.tokens[-1]], [0], [0.0]
         self._depths, self._ends = [0], [contexts.end]
@@ -67,8 +61,7 @@ class DraftTree:
     def foresee(self, others: Sequence[float]) -> list[float]:
         """Return probabilities of drafts after the next token, the most probable first.
 
-        Args:
-            others: Probabilities of drafts after a next token that is no draft of the tree.
+        If that token is no draft of the tree, they are ``others``.
         """
         found = list(zip(self._depths[1:], self.probabilities, strict=True))
         rest = max(1 - sum(chance for depth, chance in found if depth == 1), 0.0)

@@ -4,8 +4,8 @@ Two sources make one tree, the most probable drafts first:
 
 - tokens that followed the newest ones earlier, in the prompt, the text or texts before it (prompt
   lookup: arXiv 2304.04487 and apoorvumang/prompt-lookup-decoding);
-- tokens that the target itself found most probable after the same last three, two or one tokens,
-  at any node that it has verified (Token Recycling, arXiv 2408.08696).
+- tokens that the target found most probable after the same last three, two or one tokens, at any
+  node that it has verified (Token Recycling, arXiv 2408.08696).
 
 With a temperature, the target's own noise is added to what it found probable: the result is what it
 draws if its distribution is the same.
@@ -25,13 +25,13 @@ import mlx.nn as nn
 
 from mlx_redrafter.checks import check_instance, check_vocabulary, token_ids
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.protocols import Drafting, JointDrafting, Proposer, StateReader
+from mlx_redrafter.decoding.protocols import Drafting, Group, JointDrafting, Proposer, StateReader
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.proposers.kind import Wrapper
 from mlx_redrafter.proposers.lookup.chances import Chances
 from mlx_redrafter.proposers.lookup.contexts import NUM_BEST, Contexts, following
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY, DraftTree
-from mlx_redrafter.proposers.wrapper import Wrapper
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import NO_TOKEN, Drafts, TokenTree
 
@@ -44,12 +44,8 @@ LEAST_PAYING = 0.02
 class Lookup:
     """Lookup in what the model has read and computed, as `Proposer`.
 
-    Args:
-        history: Token ids of earlier requests to look in as well; a sequence indexes them when it
-            begins.
-
-    Attributes:
-        contexts: Contexts of earlier texts, which its sequence adds to; None to begin without.
+    Its sequence indexes the token ids of earlier requests, ``history``, when it begins, or adds to
+    the ``contexts`` of earlier texts.
     """
 
     num_layers = 0
@@ -90,7 +86,7 @@ class Lookup:
         return LookupDrafting(contexts, self.chances, num_best, couple_noise)
 
 
-class LookupFirst(Wrapper[Proposer]):
+class LookupFirst(Wrapper):
     """Prompt lookup for plans that are ``from_text``, and a network for all others."""
 
     def __init__(self, lookup: Lookup, network: Proposer):
@@ -117,7 +113,6 @@ class LookupDrafting:
 
     Attributes:
         contexts: Contexts of the texts that the host has read.
-        chances: Chances of drafts.
         most_best: K, the number of candidates after each node; 0 for none.
         couple: Whether the target's noise is added to what it found probable.
         network: Drafts for plans that are not ``from_text``; None to look up for all plans.
@@ -175,19 +170,15 @@ class LookupDrafting:
         return tree
 
     def propose_all(
-        self,
-        draftings: Sequence[Any],
-        flights: Sequence[Pass],
-        plan: DraftPlan,
-        noises: Sequence[GumbelNoise | None],
+        self, group: Group, plan: DraftPlan, noises: Sequence[GumbelNoise | None]
     ) -> list[TokenTree | None] | None:
-        is_mixed = len({type(one.network) for one in draftings}) > 1
+        is_mixed = len({type(one.network) for one, _ in group}) > 1
         if is_mixed or plan.from_text or not isinstance(self.network, JointDrafting):
             return None
-        networks = [one.network for one in draftings]
-        trees = self.network.propose_all(networks, flights, plan, noises)
+        networks = [(one.network, flight) for one, flight in group]
+        trees = self.network.propose_all(networks, plan, noises)
         if trees is not None:
-            for one, flight in zip(draftings, flights, strict=True):
+            for one, flight in group:
                 one._read(flight)
         return trees
 

@@ -10,14 +10,11 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.stored_config import (
     COUPLING_WEIGHT,
     INVERSE_TEMPERATURE,
+    MAX_COUNT,
     StoredConfig,
 )
 
 MODEL_TYPE = "redrafter_medusa"
-# Largest number of heads that a config file may claim, far above any checkpoint.
-MAX_HEADS = 64
-# Largest number of blocks of a head that a config file may claim, likewise.
-MAX_LAYERS = 64
 # Number of ranks of a head whose accuracies are stored.
 MAX_RANKS = 32
 
@@ -29,8 +26,6 @@ class MedusaConfig(StoredConfig):
     """The shape of Medusa heads, as stored in their ``config.json``.
 
     Attributes:
-        vocab_size: Size of the target's vocabulary.
-        hidden_size: Size of the target's last hidden state, H.
         num_heads: Number of heads, K; head k proposes the drafts k + 1 after the root.
         num_layers: Number of residual SiLU blocks of a head before its final linear layer.
         bias: Whether the blocks have biases.
@@ -40,8 +35,6 @@ class MedusaConfig(StoredConfig):
             ranks at every step, as in the paper.
         rank_accuracies: Chances that the target's token is the r-th most probable one of head k, a
             tuple for each head; None if nobody has measured them.
-        inverse_temperature: See `DrafterConfig.inverse_temperature`.
-        coupling_weight: See `DrafterConfig.coupling_weight`.
     """
 
     model_type: ClassVar[str] = MODEL_TYPE
@@ -58,15 +51,26 @@ class MedusaConfig(StoredConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("drafter num_heads", self.num_heads, 1, MAX_HEADS)
-        check_int("drafter num_layers", self.num_layers, 0, MAX_LAYERS)
+        check_int("drafter num_heads", self.num_heads, 1, MAX_COUNT)
+        check_int("drafter num_layers", self.num_layers, 0, MAX_COUNT)
         if self.tree not in ("dynamic", "static"):
             raise ConfigError(f"drafter tree must be 'dynamic' or 'static', got {self.tree!r}")
         if self.rank_accuracies is not None:
-            table = _as_table(self.rank_accuracies, self.num_heads, self.head_rows)
-            object.__setattr__(self, "rank_accuracies", table)
+            self._check_accuracies(self.rank_accuracies)
         elif self.tree == "static":
             raise ConfigError("drafter tree 'static' needs rank_accuracies")
+
+    def _check_accuracies(self, table: Any) -> None:
+        num_ranks = min(MAX_RANKS, self.head_rows)
+        is_table = isinstance(table, tuple) and len(table) == self.num_heads
+        if not is_table or not all(
+            isinstance(row, tuple) and len(row) == num_ranks and all(map(_is_chance, row))
+            for row in table
+        ):
+            raise ConfigError(
+                f"drafter rank_accuracies must be {self.num_heads} lists of {num_ranks} numbers "
+                "above 0 and at most 1"
+            )
 
     @property
     def static_accuracies(self) -> tuple[tuple[float, ...], ...] | None:
@@ -90,19 +94,6 @@ class MedusaConfig(StoredConfig):
         table = self.rank_accuracies
         kept = None if table is None else tuple(row[:num_rows] for row in table)
         return replace(self, draft_vocab_size=num_rows, rank_accuracies=kept)
-
-
-def _as_table(values: Any, num_heads: int, num_rows: int) -> tuple[tuple[float, ...], ...]:
-    num_ranks = min(MAX_RANKS, num_rows)
-    is_table = isinstance(values, (list, tuple)) and len(values) == num_heads
-    if is_table and all(isinstance(row, (list, tuple)) for row in values):
-        are_right = (len(row) == num_ranks and all(map(_is_chance, row)) for row in values)
-        if all(are_right):
-            return tuple(tuple(map(float, row)) for row in values)
-    raise ConfigError(
-        f"drafter rank_accuracies must be {num_heads} lists of {num_ranks} numbers above 0 and at "
-        "most 1"
-    )
 
 
 def _is_chance(value: object) -> bool:

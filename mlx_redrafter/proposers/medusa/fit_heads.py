@@ -41,8 +41,7 @@ def rank_accuracies(
     """Estimate the chances that the target's token is the r-th most probable one of each head.
 
     The count of every rank begins with half a token, as even a rank that few texts never show has
-    some chance. There are `MAX_RANKS` ranks, or as many as the head has tokens. Waits for the
-    device.
+    some chance. Waits for the device.
     """
     config = network.config
     num_ranks = min(MAX_RANKS, config.head_rows)

@@ -23,6 +23,7 @@ from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.proposers.stored_config import reading
 
 NameSet = Literal["fasterdecoding", "vllm"]
 
@@ -50,13 +51,9 @@ _STATED_BY_VLLM = {"num_hidden_layers": "num_layers"}
 
 
 class NamedHeads(NamedTuple):
-    """The heads of a checkpoint.
+    """The heads of a checkpoint: their shape, its naming convention, and notes for the user.
 
-    Attributes:
-        config: Their shape.
-        name_set: Naming convention of the checkpoint.
-        sources: Name in the checkpoint by this package's name.
-        notes: Notes for the user.
+    ``sources`` are the names in the checkpoint by this package's.
     """
 
     config: MedusaConfig
@@ -83,7 +80,6 @@ def is_medusa(config: Mapping[str, Any], shapes: Shapes) -> bool:
 
 
 def heads_of(names: Iterable[str]) -> set[int]:
-    """Return the numbers of the stacks with FasterDecoding's names of heads."""
     patterns = _BLOCK["fasterdecoding"], _FINAL["fasterdecoding"]
     matches = (pattern.fullmatch(name) for name in names for pattern in patterns)
     return {int(match[1]) for match in matches if match}
@@ -99,13 +95,11 @@ def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
             "does not load it"
         )
     bare = {name: _PREFIX.sub("", name, count=1) for name in shapes}
-    is_vllm = any(
-        pattern.fullmatch(name)
-        for name in bare.values()
-        for pattern in (_BLOCK["vllm"], _FINAL["vllm"])
-    )
+    vllm = _BLOCK["vllm"], _FINAL["vllm"]
+    is_vllm = any(pattern.fullmatch(name) for name in bare.values() for pattern in vllm)
     name_set: NameSet = "vllm" if is_vllm else "fasterdecoding"
-    num_layers = _count_layers(bare.values(), name_set)
+    blocks = filter(None, map(_BLOCK[name_set].fullmatch, bare.values()))
+    num_layers = 1 + max((int(match[2]) for match in blocks), default=-1)
     sources, unknown = collect_sources(
         sorted(shapes), lambda name: _own_name(bare[name], name_set, num_layers)
     )
@@ -127,11 +121,6 @@ def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
             f"{problems}"
         )
     return NamedHeads(config, name_set, sources, tuple(notes))
-
-
-def _count_layers(bare: Iterable[str], name_set: NameSet) -> int:
-    matches = (_BLOCK[name_set].fullmatch(name) for name in bare)
-    return 1 + max((int(match[2]) for match in matches if match), default=-1)
 
 
 def _own_name(bare: str, name_set: NameSet, num_layers: int) -> str | None:
@@ -186,7 +175,7 @@ def _infer_config(
         )
     found = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads}
     _check_stated(values, found, notes)
-    try:
+    with reading("the heads are"):
         return MedusaConfig(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
@@ -195,8 +184,6 @@ def _infer_config(
             bias=any(own.endswith(".bias") for own in sources),
             draft_vocab_size=rows if has_map else None,
         )
-    except ConfigError as error:
-        raise CheckpointError(f"the heads are out of range: {error}") from error
 
 
 def _check_stated(values: Mapping[str, Any], found: Mapping[str, int], notes: list[str]) -> None:

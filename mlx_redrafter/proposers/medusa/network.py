@@ -8,26 +8,15 @@ behind ``heads.``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.decoding.sampling import top_k
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
-from mlx_redrafter.proposers.draft_network import DraftNetwork, NetworkDrafting, ResBlock, dtype_of
+from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.search import (
-    Expansion,
-    FactorisedLevels,
-    NoiseRank,
-    bounded,
-    log_probs,
-    search_all,
-)
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.proposers.search import Expansion, NoiseRank, bounded, log_probs, search_all
 
 
 class Medusa(DraftNetwork):
@@ -41,15 +30,13 @@ class Medusa(DraftNetwork):
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
+        self.max_length = min(1 + config.num_heads, MAX_BEAM_LENGTH)
         self.heads: list[list[nn.Module]] = []
         for _ in range(config.num_heads):
             blocks = [ResBlock(config.hidden_size, config.bias) for _ in range(config.num_layers)]
             output = nn.Linear(config.hidden_size, config.head_rows, bias=False)
             self.heads.append([*blocks, output])
-        if config.draft_vocab_size is not None:
-            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -61,24 +48,10 @@ class Medusa(DraftNetwork):
         accuracies = self.config.static_accuracies
         return self.config.head_rows if accuracies is None else len(accuracies[0])
 
-    @property
-    def max_length(self) -> int:
-        return min(1 + self.config.num_heads, MAX_BEAM_LENGTH)
-
-    def open(
-        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> MedusaDrafting:
-        return MedusaDrafting(self, couple_noise)
-
     def logits(self, hidden: mx.array, head: int) -> mx.array:
-        """Compute the logits of one head.
+        """Compute the logits of head k, shape (n, V), in the network's dtype.
 
-        Args:
-            hidden: The target's last hidden states after its final norm, shape (n, H).
-            head: Index k of the head.
-
-        Returns:
-            Logits in the network's dtype, shape (n, V); not log-probabilities.
+        ``hidden`` are the target's last hidden states after its final norm, shape (n, H).
         """
         x = hidden.astype(self.dtype)
         for layer in self.heads[head]:
@@ -89,62 +62,48 @@ class Medusa(DraftNetwork):
         """Compute natural log-probabilities of `logits` times ``scale``, float32, shape (n, V)."""
         return log_probs(self.logits(hidden, head).astype(mx.float32) * scale)
 
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        hidden = mx.stack([flight.hidden_state for _, flight in group])
+        return search_all(MedusaLevels(self, hidden, rank), shape)
 
-def ranked_levels(
-    log_probs: Callable[[int], mx.array],
-    accuracies: Sequence[Sequence[float]],
-    to_token_ids: Callable[[mx.array], mx.array],
-) -> FactorisedLevels:
-    """Make levels of the paper's static tree, which propose ranks instead of rows of a head.
 
-    The score of a path of ranks is the product of their measured accuracies, whatever the
-    probabilities are at this step. The best paths are those that the paper finds one by one on
-    calibration data, adding the best neighbour each time.
+class MedusaLevels:
+    """The heads after R roots; a `LevelScorer`. A depth has the same tokens after all drafts.
 
-    Args:
-        log_probs: Function from a depth to log-probabilities that rank its tokens; see
-            `FactorisedLevels`.
-        accuracies: Chance of every rank at each depth, K times the ranks, of which there are at
-            most V.
-        to_token_ids: Function from rows of the head to token ids.
+    The paper's static tree has ranks instead of rows of a head. The score of a path of ranks is the
+    product of their measured accuracies, whatever the probabilities are at this step. The best
+    paths are those that the paper finds one by one on calibration data, adding the best neighbour
+    each time.
     """
-    num_ranks = len(accuracies[0])
-    logs = mx.log(mx.array([list(row) for row in accuracies], dtype=mx.float32))
-    # Token ids by rank after each root, at the depth scored last.
-    newest = mx.zeros((1, num_ranks), dtype=mx.int32)
 
-    def score(depth: int) -> mx.array:
-        nonlocal newest
-        newest = to_token_ids(top_k(bounded(log_probs(depth)), num_ranks)[1])
-        return mx.broadcast_to(logs[depth], newest.shape)
-
-    return FactorisedLevels(score, lambda ranks: mx.take_along_axis(newest, ranks, axis=-1))
-
-
-class MedusaDrafting(NetworkDrafting):
-    """Drafts of one sequence."""
-
-    def __init__(self, network: Medusa, couple_noise: bool):
-        self.network, self.couple_noise = network, couple_noise
-
-    def expand(
-        self,
-        draftings: Sequence[MedusaDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        network, config = self.network, self.network.config
-        hidden = mx.stack([flight.hidden_state for flight in flights])
+    def __init__(self, network: Medusa, hidden: mx.array, rank: NoiseRank | None):
+        self.network, self.hidden, self.rank = network, hidden, rank
         # The target's noise makes its choices as uncertain as the probabilities say.
-        scale = config.inverse_temperature if rank is None else 1.0
+        self.scale = network.config.inverse_temperature if rank is None else 1.0
+        self.accuracies = network.config.static_accuracies
 
-        def score(depth: int) -> mx.array:
-            found = network.log_probs(hidden, depth, scale)
-            return found if rank is None else rank(found, depth)
+    def first(self) -> mx.array:
+        return self._score(0)
 
-        if config.static_accuracies is None:
-            levels = FactorisedLevels(score, network.to_token_ids)
-        else:
-            levels = ranked_levels(score, config.static_accuracies, network.to_token_ids)
-        return search_all(levels, shape)
+    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        rows = self._score(depth)
+        if rows.shape[0] == 1:
+            return mx.broadcast_to(rows, (tokens.shape[0], rows.shape[1]))
+        return mx.repeat(rows, tokens.shape[0] // rows.shape[0], axis=0)
+
+    def to_token_ids(self, rows: mx.array) -> mx.array:
+        if self.accuracies is None:
+            return self.network.to_token_ids(rows)
+        return mx.take_along_axis(self._newest, rows, axis=-1)
+
+    def _score(self, depth: int) -> mx.array:
+        """Compute log-probabilities of the tokens, or ranks, of a depth, float32, shape (R, V)."""
+        found = self.network.log_probs(self.hidden, depth, self.scale)
+        if self.rank is not None:
+            found = self.rank(found, depth)
+        if self.accuracies is None:
+            return found
+        logs = mx.log(mx.array(self.accuracies[depth]))
+        # Token ids by rank after each root.
+        self._newest = self.network.to_token_ids(top_k(bounded(found), logs.size)[1])
+        return mx.broadcast_to(logs, self._newest.shape)

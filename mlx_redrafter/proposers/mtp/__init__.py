@@ -23,11 +23,9 @@ recognise = is_mtp
 def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Mtp:
     """Load a model's MTP module, the first one if it has several.
 
-    Args:
-        path_or_repo: The model's folder or repository, of which only the files are fetched that its
-            index names for the module; or a folder with its ``config.json`` and its MTP tensors
-            alone; or `WORD` for the target's own files.
-        target: Facts about the target.
+    Of the model's folder or repository only the files are fetched that its index names for the
+    module. A folder may also have its ``config.json`` and its MTP tensors alone. `WORD` stands for
+    the target's own files.
     """
     if path_or_repo == WORD and target.name is not None:
         path_or_repo = target.name

@@ -9,10 +9,8 @@ Sources: vLLM's ``deepseek_mtp.py``, ``glm4_moe_mtp.py``, ``qwen3_next_mtp.py``,
 ``nemotron_h_mtp.py``. mlx-vlm's ``qwen3_5_mtp``, ``glm4_moe_lite_mtp`` and ``nemotron_h_mtp`` have
 the splitters that write folders with a module alone.
 
-ERNIE-4.5 is missing, as its sources contradict one another. In PaddlePaddle's training code a
-module reads the state before the model's last norm, and applies that norm to its output. In
-FastDeploy's ``ernie4_5_mtp.py`` it reads the state after that norm. In vLLM's ``ernie_mtp.py`` and
-SGLang's ``ernie4_eagle.py`` it does so, too, and no norm applies to the output.
+ERNIE-4.5 is missing, as PaddlePaddle's training code, FastDeploy and vLLM contradict one another
+in where the model's last norm applies.
 """
 
 from __future__ import annotations
@@ -46,10 +44,10 @@ class Family:
             number of the model's layers.
         names: Beginnings of the names after that, with the names of `Mtp` that replace them, and
             ``{last}`` for the module's last layer; other tensors belong to the decoder layer.
+        left_out: Beginnings of the names of tensors that are the target's own.
         sidecar: Beginnings of names in folders with a module alone, if they are others there, with
             those of a model's files.
         base: Beginning of the names of these layers in a model of mlx-lm.
-        left_out: Beginnings of the names of tensors that are the target's own.
         layers: Function from a model's config to the keys that give a model of mlx-lm the
             module's layers alone.
         hidden_first: Whether the joined row begins with the state, and not with the embedding.
@@ -163,7 +161,6 @@ def model_type_of(values: Mapping[str, Any]) -> str:
 
 
 def has_family(values: Mapping[str, Any]) -> bool:
-    """Return whether a config is that of a model with an MTP module, or of the module alone."""
     return str(values.get("model_type")).removesuffix(SIDECAR) in FAMILIES
 
 
@@ -197,8 +194,7 @@ def model_of_layers(values: Mapping[str, Any]) -> nn.Module:
     changed = {"model_type": model_type, "num_hidden_layers": 1}
     changed |= FAMILIES[model_type].layers(text)
     arguments = {**copy.deepcopy(dict(text)), **changed}
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
-    return model
+    return module.Model(module.ModelArgs.from_dict(arguments))
 
 
 def names_of(family: Family, num_layers: int) -> dict[str, str]:

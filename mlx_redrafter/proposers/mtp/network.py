@@ -82,26 +82,20 @@ class Mtp(AutoregressiveNetwork):
     """
 
     def __init__(self, values: Mapping[str, Any]):
-        super().__init__()
         layers = model_of_layers(values).layers
         has_blocks = hasattr(layers[0], "block_type")
-        self.block = Blocks(layers) if has_blocks else layers[0]
         norm = layers[0].norm if has_blocks else layers[0].input_layernorm
         hidden = norm.weight.shape[0]
         model_type, vocab_size = model_type_of(values), text_values(values)["vocab_size"]
-        self.config = MtpConfig(model_type, hidden, vocab_size, values)
+        super().__init__(MtpConfig(model_type, hidden, vocab_size, values))
+        self.block = Blocks(layers) if has_blocks else layers[0]
+        self.num_layers = sum(one.block_type == "*" for one in layers) if has_blocks else 1
         self.family = FAMILIES[model_type]
         self.names = names_of(self.family, len(layers))
         self.embedding_norm = nn.RMSNorm(hidden, eps=norm.eps)
         self.hidden_norm = nn.RMSNorm(hidden, eps=norm.eps)
         self.join = nn.Linear(2 * hidden, hidden, bias=False)
         self.norm = nn.RMSNorm(hidden, eps=norm.eps)
-
-    @property
-    def num_layers(self) -> int:
-        if isinstance(self.block, Blocks):
-            return sum(layer.block_type == "*" for layer in self.block.layers)
-        return 1
 
     def captured_layers(self, target: Target) -> Sequence[int]:
         """Return the output of the last layer alone."""

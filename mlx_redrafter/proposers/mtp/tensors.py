@@ -27,7 +27,6 @@ from mlx_redrafter.proposers.mtp.families import (
     is_sidecar,
     model_of_layers,
     model_type_of,
-    names_of,
     prefix_of,
     published_name,
 )
@@ -70,7 +69,7 @@ def open_module(
     values = read_config(folder)
     tensors = _read_module(folder, paths, values)
     module = _new_module(folder, values)
-    weights = _rename(tensors, values, folder)
+    weights = _rename(tensors, module, folder)
     shapes = {own: tensor.shape for own, tensor in weights.items()}
     if "quantization" in values:
         quantize_as_stored(module, values["quantization"], shapes)
@@ -149,15 +148,13 @@ def _new_module(folder: Path, values: Mapping[str, Any]) -> Mtp:
         ) from error
 
 
-def _rename(
-    tensors: Mapping[str, mx.array], values: Mapping[str, Any], folder: Path
-) -> dict[str, mx.array]:
+def _rename(tensors: Mapping[str, mx.array], module: Mtp, folder: Path) -> dict[str, mx.array]:
     """Map tensors to the names of `Mtp`.
 
     mlx-lm's own preparation of a layer stacks experts, and unpacks FP8 and latent attention.
     """
-    family, model = FAMILIES[model_type_of(values)], model_of_layers(values)
-    names = names_of(family, len(model.layers))
+    family, names, values = module.family, module.names, module.config.values
+    model = model_of_layers(values)
     laid = {family.base + name: tensor for name, tensor in tensors.items()}
     try:
         laid = stack_experts(laid) if family.norm_offset else model.sanitize(laid)
@@ -181,12 +178,8 @@ def misfit(folder: Path, reason: str) -> CheckpointError:
 def stack_experts(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """Stack the weights of experts as mlx-lm's layers have them, in one tensor per projection.
 
-    Args:
-        tensors: Tensors by name. Experts may stand one by one (``experts.{e}.up_proj.weight``), or
-            stacked with two projections in one tensor (``experts.gate_up_proj``).
-
-    Raises:
-        KeyError: One of several experts is missing.
+    Experts may stand one by one (``experts.{e}.up_proj.weight``), or stacked with two projections
+    in one tensor (``experts.gate_up_proj``). A missing one raises KeyError.
     """
     laid: dict[str, mx.array] = {}
     counts: Counter[tuple[str, str]] = Counter()

@@ -10,13 +10,12 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.stored_config import (
     COUPLING_WEIGHT,
     INVERSE_TEMPERATURE,
+    MAX_COUNT,
     MAX_DIMENSION,
     StoredConfig,
 )
 
 MODEL_TYPE = "recurrent_drafting_drafter"
-# Largest number of blocks that a config file may claim, far above any model.
-MAX_DRAFT_LAYERS = 64
 # Tensors that Apple's checkpoints may carry; their forward pass never applies them.
 UNUSED_TENSORS = ("emb_norm.weight",)
 
@@ -28,8 +27,6 @@ class DrafterConfig(StoredConfig):
     """The shape of a recurrent drafter, as stored in its ``config.json``.
 
     Attributes:
-        vocab_size: Size of the target's vocabulary.
-        hidden_size: Size of the target's last hidden state, H.
         exit_dim: Width of the head's residual blocks; ``2 * hidden_size`` needs no projection.
         num_draft_layers: Number of residual SiLU blocks before the final linear layer.
         rnn: True for the recurrent state update, False for the plain sum of embeddings.
@@ -38,11 +35,9 @@ class DrafterConfig(StoredConfig):
         draft_top_k: Keep only this many logits per distribution before normalising (Apple: 50),
             or None to keep them all.
         draft_vocab_size: Rows of the head when it proposes only part of the vocabulary, else None.
-        inverse_temperature: Calibration: factor on the logits of drafts for a greedy target. It
-            makes probabilities the chances of acceptance (temperature scaling, Guo et al. 2017);
+        inverse_temperature: See `Calibration` (temperature scaling, Guo et al. 2017);
             ``score_scale`` in the file.
-        coupling_weight: Calibration: weight of the target's noise in the ranking of drafts for a
-            target that samples, 0 to 1; ``noise_share`` in the file.
+        coupling_weight: See `Calibration`; ``noise_share`` in the file.
     """
 
     model_type: ClassVar[str] = MODEL_TYPE
@@ -61,7 +56,7 @@ class DrafterConfig(StoredConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("drafter exit_dim", self.exit_dim, 1, MAX_DIMENSION)
-        check_int("drafter num_draft_layers", self.num_draft_layers, 0, MAX_DRAFT_LAYERS)
+        check_int("drafter num_draft_layers", self.num_draft_layers, 0, MAX_COUNT)
         if self.rnn_activation not in ("silu", "identity"):
             raise ConfigError(
                 f"drafter rnn_activation must be 'silu' or 'identity', got {self.rnn_activation!r}"

@@ -18,7 +18,7 @@ import numpy as np
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checks import check_instance
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.draft_network import DraftNetwork, NetworkDrafting, ResBlock, dtype_of
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
@@ -38,10 +38,8 @@ MAX_BYTES = 64 * 2**20
 class InputTable:
     """Terms that tokens add to the state, computed before decoding.
 
-    Attributes:
-        sources: Views of the weights that it was computed from.
-        rows: `Drafter.project_input` of every row of the target's input embedding, shape
-            (V, H).
+    ``rows`` has `Drafter.project_input` of every row of the target's input embedding, shape (V, H).
+    ``sources`` are views of the weights behind it.
     """
 
     sources: list[mx.array]
@@ -51,17 +49,14 @@ class InputTable:
 class Drafter(DraftNetwork):
     """A small RNN that proposes the target's next tokens from its last hidden state.
 
-    Attributes:
-        config: Sizes, and the calibration of the ranking.
-        input_table: Table of `input_lookup`; None until that makes one.
+    `input_lookup` makes the ``input_table``.
     """
 
     config: DrafterConfig
 
     def __init__(self, config: DrafterConfig):
-        super().__init__()
         check_instance("config", config, DrafterConfig, "a DrafterConfig")
-        self.config = config
+        super().__init__(config)
         self.input_table: InputTable | None = None
         hidden, width = config.hidden_size, config.exit_dim
         if config.has_input_proj:
@@ -71,10 +66,7 @@ class Drafter(DraftNetwork):
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
         blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
         self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
-        if config.draft_vocab_size is not None:
-            self.token_ids = mx.arange(config.draft_vocab_size, dtype=mx.int32)
-        # A weight, and the two layers made of it. MLX counts no name with an underscore as a
-        # parameter.
+        # A weight, and the two layers made of it: no parameters, as the name has an underscore.
         self._split_weights: tuple[mx.array, Columns, Columns] | None = None
 
     @property
@@ -86,11 +78,17 @@ class Drafter(DraftNetwork):
     ) -> RecurrentDrafting:
         return RecurrentDrafting(self, input_lookup(self, target), couple_noise)
 
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        hidden = mx.stack([flight.hidden_state for _, flight in group])
+        roots = mx.concatenate([flight.root for _, flight in group])
+        lookup = group[0][0].project_input
+        levels = RecurrentLevels(self, lookup, hidden, roots, rank is not None)
+        return search_all(levels, shape, rank)
+
     def project_input(self, embedding: mx.array) -> mx.array:
         """Compute the term that a token adds to the state: ``rnn_w e``, or ``e`` without an RNN.
 
-        ``e``, of shape (..., H), has rows of the target's input embedding. The term has the dtype
-        of the drafter.
+        ``e``, of shape (..., H), has rows of the target's input embedding.
         """
         embedding = embedding.astype(self.dtype)
         return self.rnn_w(embedding) if self.config.rnn else embedding
@@ -104,31 +102,23 @@ class Drafter(DraftNetwork):
     def advance(self, state: mx.array, projected: mx.array) -> mx.array:
         """Advance the recurrent state of every beam by one token.
 
-        With ``s`` the state and ``e`` the embedding of the newest token:
+        With ``s`` the state, shape (W, H), or (1, H) for all beams, and ``e`` the embedding of the
+        newest token, whose term is ``projected``:
 
             s_t = f(rnn_w e_t + rnn_u s_{t-1} + b)    if ``config.rnn``, f = silu or the identity
             s_t = e_t + s_{t-1}                       otherwise
-
-        Args:
-            state: ``s_{t-1}``, shape (W, H), or (1, H) if it is the same for all beams.
-            projected: Input terms from `project_input` of the newest tokens, shape (W, H).
         """
         return self._activate(projected + (self.rnn_u(state) if self.config.rnn else state))
 
     def logits(
         self, hidden: mx.array, state: mx.array, hidden_term: mx.array | None = None
     ) -> mx.array:
-        """Compute logits of the token that follows each beam.
+        """Compute logits of the token that follows each beam, in the drafter's dtype, shape (W, V).
 
             x = [h, s_t];  x = input_proj(x) if D != 2H;  x = x + silu(linear_i(x));  y = lm_head(x)
 
-        Args:
-            hidden: The target's last hidden state after its final norm, shape (H,) or (W, H).
-            state: The beams' states, shape (W, H).
-            hidden_term: `hidden_term` of ``hidden``, computed before; the result is the same.
-
-        Returns:
-            Logits in the drafter's dtype, shape (W, V); not log-probabilities.
+        ``hidden`` is the target's last hidden state after its final norm, shape (H,) or (W, H), and
+        ``state`` that of the beams, (W, H). `hidden_term` may have been computed before.
         """
         x = mx.concatenate([mx.broadcast_to(hidden, state.shape), state], axis=-1)
         y = self._first(x) if hidden_term is None else hidden_term + self._split()[1](state)
@@ -174,11 +164,10 @@ class Drafter(DraftNetwork):
         hidden_term: mx.array | None = None,
         scale: float = 1.0,
     ) -> mx.array:
-        """Compute natural log-probabilities of each beam's next token: of `logits` times ``scale``.
+        """Compute natural log-probabilities of `logits` times ``scale``, float32, shape (W, V).
 
-        Returns:
-            float32, shape (W, V). With ``config.draft_top_k`` only the largest k logits count,
-            as Apple's ``warp_logits`` does; the others get the logit -50000.
+        With ``config.draft_top_k`` only the largest k logits count, as Apple's ``warp_logits``
+        does; the others get the logit -50000.
         """
         logits = self.logits(hidden, state, hidden_term).astype(mx.float32)
         if scale != 1:
@@ -199,16 +188,11 @@ class Columns:
     """The part of a linear layer that reads the inputs from ``start`` to before ``stop``.
 
     It holds a copy of the weights, computed at once: MLX would copy a matrix whose rows do not
-    follow each other in memory at every use, and threads must not share an array that is not
-    computed yet.
+    follow each other in memory at every use, and threads must not share pending arrays.
     """
 
     def __init__(
-        self,
-        linear: nn.Linear | nn.QuantizedLinear,
-        start: int,
-        stop: int,
-        bias: mx.array | None,
+        self, linear: nn.Linear | nn.QuantizedLinear, start: int, stop: int, bias: mx.array | None
     ):
         self.bias = bias
         self.quantized: tuple[mx.array, mx.array, mx.array] | None = None
@@ -269,37 +253,19 @@ def _places(arrays: list[mx.array]) -> list[int]:
 
 
 class RecurrentDrafting(NetworkDrafting):
-    """Drafts of one sequence."""
+    """Drafts of one sequence, with the `input_lookup` of its target."""
 
     def __init__(self, network: Drafter, project_input: Embed, couple_noise: bool):
-        self.network, self.couple_noise = network, couple_noise
+        super().__init__(network, couple_noise)
         self.project_input = project_input
-
-    def expand(
-        self,
-        draftings: Sequence[RecurrentDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        hidden = mx.stack([flight.hidden_state for flight in flights])
-        roots = mx.concatenate([flight.root for flight in flights])
-        levels = RecurrentLevels(self.network, self.project_input, hidden, roots, rank is not None)
-        return search_all(levels, shape, rank)
 
 
 class RecurrentLevels:
     """A recurrent drafter after R roots, mostly one; a `LevelScorer`.
 
-    Args:
-        drafter: The network.
-        project_input: `Drafter.project_input` of tokens: ids of shape (n,) to rows of
-            shape (n, H).
-        hidden_state: The target's last hidden states that predicted the roots, shape (R, H).
-        root: The newest tokens, integer, shape (R,).
-        with_noise: Whether noise ranks the drafts. The noise of a sampling target makes its choices
-            as uncertain as the drafter's probabilities say, so the inverse temperature applies only
-            without it.
+    ``project_input`` comes from `input_lookup`. The target's last hidden states that predicted the
+    roots have shape (R, H). Noise replaces the inverse temperature: it makes the target's choices
+    as uncertain as the probabilities say.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """A drafter's weights in 8 bits, or unpacked, if it drafts faster with them on this machine.
 
 The text does not depend on them, and the drafts hardly do. Half the bytes cost half the time if
-reading the weights bounds drafting, as on GPUs. They gain nothing if unpacking them does, as on
-CPUs.
+reading the weights bounds drafting, as on GPUs; on CPUs unpacking them costs as much.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from mlx_redrafter.target.target import Target
 
 logger = logging.getLogger(__name__)
 
-# Shape of the searches that are timed.
 SHAPE = DraftShape(2, 8)
-# Bits of the weights.
 BITS = 8
 # Weights per scale.
 GROUP_SIZE = 64
@@ -80,9 +77,8 @@ def choose_precision(drafter: Drafter, target: Target) -> Drafter:
     """Return the drafter, or a copy with quantised or unpacked weights if that drafts faster here.
 
     The first run on a machine times both. If the copy may be faster, the next run times them again,
-    and the pairs of both runs decide for good. A drafter stays as it is if it is small, or has no
-    layer whose width is a multiple of a group. A quantised one is unpacked in place on a CPU, where
-    MLX multiplies float32 weights faster.
+    and the pairs of both runs decide for good. A quantised drafter is unpacked in place on a CPU,
+    where MLX multiplies float32 weights faster.
     """
     if quantization_of(drafter) is not None:
         if mx.default_device() == mx.Device(mx.cpu):

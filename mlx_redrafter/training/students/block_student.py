@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 
-from mlx_redrafter.proposers.block.along_text import read_blocks, score_levels
-from mlx_redrafter.proposers.block.fit_block import calibrate
+from mlx_redrafter.proposers.block.along_text import calibrate, read_blocks, score_levels
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.generated_texts import iterate_texts

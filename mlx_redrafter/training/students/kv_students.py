@@ -20,7 +20,7 @@ from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_drafting import KvNetwork
 from mlx_redrafter.proposers.mtp.network import Mtp
-from mlx_redrafter.proposers.specformer.network import SpecFormer
+from mlx_redrafter.proposers.specformer import SpecFormer
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.loss import TrainingBatch

@@ -5,25 +5,21 @@ Together with an entry in `proposers.KINDS` this folder is all that a new kind n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.sampling import GumbelNoise
-from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.decoding.protocols import Group
+from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.kind import Shapes
-from mlx_redrafter.proposers.search import build_tree, log_probs, search_all
+from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs, search_all
 from mlx_redrafter.proposers.stored_config import StoredConfig
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
-from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.tree import TokenTree
 
 NAME = "table of pairs"
 
@@ -51,51 +47,24 @@ class Toy(DraftNetwork):
     """Logits of the token after each token, whatever came before."""
 
     def __init__(self, config: ToyConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.table = mx.zeros((config.vocab_size, config.vocab_size))
 
-    def open(
-        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> ToyDrafting:
-        return ToyDrafting(self, couple_noise)
-
-
-class ToyDrafting:
-    reader = None
-
-    def __init__(self, network: Toy, couple_noise: bool):
-        self.network = network
-        self.couple_noise = couple_noise
-
-    def matches(self, least: float) -> None:
-        """Return None, as a network always has something to propose."""
-
-    def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        rank = None
-        if noise is not None and self.couple_noise:
-            rank = partial(noise.rank, token_ids=None, weight=1.0)
-        levels = ToyLevels(self.network, flight.root)
-        return build_tree(search_all(levels, plan.shape, rank).alone, flight.root, plan)
-
-    def skip(self, flight: Pass) -> None:
-        """Ignore a pass without drafts."""
-
-    def trim_to(self, length: int) -> None:
-        """Leave everything, as there are no caches."""
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        roots = mx.concatenate([flight.root for _, flight in group])
+        return search_all(ToyLevels(self, roots), shape, rank)
 
 
 class ToyLevels:
-    """The table after one root."""
+    """The table after some roots."""
 
-    def __init__(self, network: Toy, root: mx.array):
+    def __init__(self, network: Toy, roots: mx.array):
         self.network = network
-        self.root = root
-        self.num_rows = network.num_rows
+        self.roots = roots
         self.to_token_ids = network.to_token_ids
 
     def first(self) -> mx.array:
-        return log_probs(self.network.table[self.root])
+        return log_probs(self.network.table[self.roots])
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         return log_probs(self.network.table[tokens])

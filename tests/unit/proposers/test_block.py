@@ -22,7 +22,7 @@ from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers import block
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.config import BlockConfig
-from mlx_redrafter.proposers.block.network import BlockDrafting, BlockNetwork, read_blocks
+from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.linked_levels import LinkedLevels
 from mlx_redrafter.proposers.search import build_trees, search_all
 from mlx_redrafter.target.target import Target
@@ -298,7 +298,7 @@ def stored() -> dict[str, mx.array]:
         return {key: mx.array(found[key]) for key in found}
 
 
-def history(drafting: BlockDrafting, length: int, rng: random.Random) -> Iterator[Pass]:
+def history(drafting: Any, length: int, rng: random.Random) -> Iterator[Pass]:
     """Bring a sequence to so many verified tokens in different steps; yield the last pass.
 
     Passes without drafts, accepted paths, and rejected drafts with states that no block may see.
@@ -340,7 +340,7 @@ def test_logits_are_those_of_the_references(
         drafting.propose(flight, DraftPlan.of(1, 2, 2), None)
         drafting._flight = None
         # The block is read once more, over the entries of the block before.
-        outputs = read_blocks([drafting], [flight], network.config.num_drafts)[0]
+        outputs = network.read_blocks([(drafting, flight)], network.config.num_drafts)[0]
         found = network.logits(outputs, target)
         assert_equal(found, expected["unary"], name)
         assert_linked(network, outputs, found, expected, name)

@@ -258,7 +258,7 @@ def test_drafts_with_and_without_a_network_do_not_share_its_passes() -> None:
     one, other = _open([1, 2, 3, 4, 5, 1]), _open([1, 2, 3, 4, 5, 1])
     one.network = network
     for drafts in ([one, other], [other, one]):
-        found: list[Any] = propose_all(drafts, [_flight(2)] * 2, PLAN, [None] * 2)
+        found: list[Any] = propose_all([(one, _flight(2)) for one in drafts], PLAN, [None] * 2)
         assert [tree is None for tree in found] == [drafting is one for drafting in drafts]
     assert seen == [("propose", [2])] * 2
 

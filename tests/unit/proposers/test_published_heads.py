@@ -30,14 +30,13 @@ from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Sur
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
-from mlx_redrafter.proposers.eagle.network import Eagle, ParallelDrafting
+from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_drafting import KvNetwork
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.quantization import FLOAT_MODES, quantization_of, quantize_drafter
+from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
 from mlx_redrafter.proposers.specformer import load as load_specformer
-from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
-from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
@@ -181,10 +180,10 @@ def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None
         drafting.reader.read(mx.array(states[: end - 1]))
         last = slice(end - 1, end)
         flight = flight_of(text[last], 0, text[end], end - 1, mx.array(states[last]))
-        if isinstance(drafting, ParallelDrafting):
-            found = drafting.scores(flight, 1 + NUM_DRAFTS)
+        if not head.is_joint:
+            found = head.parallel_scores(drafting, flight, 1 + NUM_DRAFTS)
         else:
-            levels = _Levels([drafting], [flight])
+            levels = _Levels([(drafting, flight)])
             rows = [levels.first()]
             for depth in range(1, 1 + NUM_DRAFTS):
                 draft = mx.array(text[end + depth : end + depth + 1])

@@ -29,9 +29,8 @@ from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.published import CAPTURED
 from mlx_redrafter.proposers.quantization import quantize_drafter
+from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
 from mlx_redrafter.proposers.specformer import load as load_specformer
-from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
-from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 from tests.helpers.flights import drafts_after_any_steps, flight_of

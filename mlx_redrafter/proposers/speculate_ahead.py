@@ -1,13 +1,12 @@
 """Speculative speculative decoding: drafts for the likeliest outcomes of a pass while it runs.
 
-Source: Kumar, Dao, May, arXiv 2603.03251. Axes: N nodes of the tree in flight, R outcomes, L beam
-length, H hidden size, V tokens that the network proposes.
+Source: Kumar, Dao, May, arXiv 2603.03251. Axes: N nodes of the tree in flight, R outcomes, W beam
+width, H hidden size, V tokens that the network proposes.
 
-An outcome is the last accepted node and the target's token after it, which is none of that node's
-children. The network scores every outcome by its probabilities along the path and of the token,
-with the noise that a sampling target will use, and drafts below the R likeliest. That runs on the
-CPU next to the pass. Once the host has read the pass, its drafts are there if its outcome was among
-the R; if not, the network drafts as it does alone. The difference costs time and changes no text.
+An outcome is the last accepted node and the target's token after it. The network scores every
+outcome by its probabilities along the path and of the token, with the noise that a sampling target
+will use, and drafts below the R likeliest. That runs on the CPU next to the pass. If the pass has
+one of these outcomes, its drafts are there; if not, the network drafts as it does alone.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ from mlx_redrafter.decoding.sampling import GumbelNoise, gumbel_noise, top_k
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_OUTCOMES, DraftPlan
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.draft_model import DraftModel
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.draft_model import DraftLevels, DraftModel, ModelDrafting
+from mlx_redrafter.proposers.kind import Wrapper
+from mlx_redrafter.proposers.redrafter.network import Drafter, RecurrentDrafting, RecurrentLevels
 from mlx_redrafter.proposers.search import (
     LEAST_LOG_PROB,
     Expansion,
     bounded,
     build_tree,
+    log_probs,
     search_all,
 )
-from mlx_redrafter.proposers.speculate_ahead.branches import Branching, branches_of
-from mlx_redrafter.proposers.wrapper import Wrapper
+from mlx_redrafter.target.caches.draft_cache import DraftLineage
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
@@ -45,18 +45,16 @@ _ahead = mx.new_thread_local_stream(mx.cpu)
 
 @dataclass
 class Hits:
-    """Counts of outcomes that the network had drafted for.
+    """Counts of passes over trees during which the network drafted ahead.
 
-    Attributes:
-        passes: Passes over trees during which it drafted.
-        foreseen: Those of them whose outcome was among the R that it drafted for.
+    It had drafted for the outcomes of those that are ``foreseen``.
     """
 
     passes: int = 0
     foreseen: int = 0
 
 
-class SpeculateAhead(Wrapper[Drafter | DraftModel]):
+class SpeculateAhead(Wrapper):
     """A proposer that drafts for likely outcomes of a pass while the pass runs."""
 
     def __init__(self, drafter: Proposer, num_outcomes: int = 8):
@@ -78,11 +76,9 @@ class SpeculateAhead(Wrapper[Drafter | DraftModel]):
 
 
 class _Speculation(NamedTuple):
-    """Dispatched drafts for R outcomes.
+    """Dispatched drafts for R outcomes, each array with an axis of R before its own.
 
-    Attributes:
-        keys: Last accepted nodes, and the tokens after them, int32, shape (2 R,).
-        drafts: Scored nodes below each outcome, each array with an axis of R before its own.
+    The keys are last accepted nodes, and the tokens after them, int32, shape (2 R,).
     """
 
     keys: mx.array
@@ -104,16 +100,13 @@ class SpeculateAheadDrafting:
 
     reader = None
 
-    def __init__(self, drafting: Branching, num_outcomes: int, hits: Hits):
-        self.drafting = drafting
-        self.num_outcomes = num_outcomes
-        self.hits = hits
-        # State that predicted the root of the tree after the newest pass.
-        self._origin: mx.array | None = None
-        # The root of that tree.
-        self._root: mx.array | None = None
-        # That tree; None if another proposer drafted it.
+    def __init__(self, drafting: RecurrentDrafting | ModelDrafting, num_outcomes: int, hits: Hits):
+        self.drafting, self.num_outcomes, self.hits = drafting, num_outcomes, hits
+        # The tree after the newest pass, unless another proposer drafted it, its root, and the
+        # state that predicted that.
         self._tree: TokenTree | None = None
+        self._root: mx.array | None = None
+        self._origin: mx.array | None = None
 
     def matches(self, least: float) -> Sequence[float] | None:
         return self.drafting.matches(least)
@@ -161,8 +154,12 @@ class SpeculateAheadDrafting:
             positions = flight.length + 1 + mx.arange(tree.max_depth + 1 + plan.shape.length)
             seed, vocab_size = noise.params.seed, noise.values.shape[-1]
             noise = GumbelNoise(noise.params, gumbel_noise(seed, positions, vocab_size))
-        branches = branches_of(self.drafting, tree, origin, noise)
-        rank = self.drafting.rank(noise)
+        drafting, rank = self.drafting, self.drafting.rank(noise)
+        branches: RecurrentBranches | ModelBranches
+        if isinstance(drafting, ModelDrafting):
+            branches = ModelBranches(drafting, tree)
+        else:
+            branches = RecurrentBranches(drafting, tree, origin, rank is not None)
         log_probs = branches.after_nodes()
         if rank is not None:
             log_probs = rank(log_probs, tree.depths)
@@ -196,19 +193,12 @@ class SpeculateAheadDrafting:
 def likeliest_outcomes(
     tree: TokenTree, log_probs: mx.array, token_ids: mx.array, count: int
 ) -> tuple[mx.array, mx.array]:
-    """Choose the outcomes with the largest products of probabilities along path and token.
+    """Choose the R outcomes with the largest products of probabilities along path and token.
 
     An outcome may be below any node: less probable paths get fewer of them, geometrically along a
-    chain.
-
-    Args:
-        tree: The tree in flight.
-        log_probs: Natural log-probabilities after its nodes, shape (N, V).
-        token_ids: Token ids of the V columns, int32, shape (V,).
-        count: Outcomes to return, R.
-
-    Returns:
-        Last accepted nodes, and columns of the tokens after them, int32, both of shape (R,).
+    chain. ``log_probs`` after the tree's nodes have shape (N, V), ``token_ids`` of their columns
+    are int32, (V,). Return the last accepted nodes, and columns of the tokens after them, int32,
+    (R,).
     """
     log_probs = bounded(log_probs)
     is_draft = mx.arange(tree.size) > 0
@@ -222,3 +212,69 @@ def likeliest_outcomes(
     best = top_k(flat, min(count, flat.shape[-1]))[1][0].astype(mx.int32)
     width = token_ids.shape[0]
     return best // width, best % width
+
+
+class RecurrentBranches(RecurrentLevels):
+    """A recurrent drafter along a tree: it scores tokens after all nodes, then below some of them.
+
+    ``origin``, shape (H,), is the state that predicted the root of the tree.
+    """
+
+    def __init__(
+        self, drafting: RecurrentDrafting, tree: TokenTree, origin: mx.array, with_noise: bool
+    ):
+        network, root = drafting.network, tree.tokens[:1]
+        super().__init__(network, drafting.project_input, origin[None], root, with_noise)
+        self.tree = tree
+
+    def after_nodes(self) -> mx.array:
+        """Return natural log-probabilities of tokens after every node, float32, shape (N, V)."""
+        inputs = self.project_input(mx.maximum(self.tree.tokens, 0))  # padding has no token
+        first = self.state = self.drafter.start(inputs)
+        for _ in range(self.tree.max_depth):  # right for nodes of depth d from round d on
+            advanced = self.drafter.advance(self.state[self.tree.parents], inputs)
+            self.state = mx.where(self.tree.depths[:, None] > 0, advanced, first)
+        return self.log_probs()
+
+    def begin(self, nodes: mx.array, tokens: mx.array) -> None:
+        """Make roots of the `LevelScorer` of tokens after some nodes, both int32, shape (R,)."""
+        self.state = self.drafter.advance(self.state[nodes], self.project_input(tokens))
+
+    def first(self) -> mx.array:
+        return self.log_probs()
+
+
+class ModelBranches(DraftLevels):
+    """A draft model along a tree; the entries of all nodes stay aside, the root's too."""
+
+    def __init__(self, drafting: ModelDrafting, tree: TokenTree):
+        super().__init__(drafting)
+        self.tree = tree
+
+    def after_nodes(self) -> mx.array:
+        drafting, tree = self.drafting, self.tree
+        drafting.read_known()
+        # The tree's root has an entry already, which no query sees: its logits are computed again.
+        length = drafting.length - 1
+        before = mx.array([length - 1], dtype=mx.int32)
+        self._lineage = DraftLineage(length, before, drafting.cache.num_rows)
+        tokens = mx.maximum(tree.tokens, 0)  # padding has no token
+        return log_probs(
+            drafting.read_level(tokens, *self._lineage.start_at_nodes(tree)), self.num_rows
+        )
+
+    def begin(self, nodes: mx.array, tokens: mx.array) -> None:
+        self._nodes, self._tokens = nodes, tokens
+
+    def first(self) -> mx.array:
+        return self._extend(self._nodes, self._tokens, 0)
+
+    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        return self._extend(beams, tokens, depth)
+
+    def _extend(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        width, roots = tokens.shape[0], self._nodes.shape[0]
+        # A child of a node of depth d stands at d + 2, as the tree's root is at 1.
+        depths = mx.repeat(self.tree.depths[self._nodes], width // roots) + (2 + depth)
+        level = self._lineage.extend(beams, width, depths, self.tree.max_depth + 2 + depth)
+        return log_probs(self.drafting.read_level(tokens, *level), self.num_rows)

@@ -1,6 +1,6 @@
-"""The network of SpecFormer, which proposes all levels after one pass of its own.
+"""SpecFormer, which proposes several tokens after one pass of its own.
 
-Axes: n tokens, H hidden size, C states of the target, S slots, V vocabulary.
+Axes: n tokens, H hidden size, S slots, V vocabulary.
 
 Source: ``SDDE/predicter.py`` of ShiLuohe/SpecFormer, whose parameter names are kept. The rotary
 embeddings there are the target's.
@@ -8,40 +8,76 @@ embeddings there are the target's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.checks import check_int
+from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
-from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork, read_flights
-from mlx_redrafter.proposers.layer_sizes import layer_arguments
+from mlx_redrafter.proposers.checkpoint import Checkpoint
+from mlx_redrafter.proposers.draft_network import GatedMlp
+from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.kv_drafting import KvNetwork, read_flights
+from mlx_redrafter.proposers.layer_sizes import (
+    LayerSizes,
+    build,
+    check_captured_layers,
+    layer_arguments,
+)
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank
-from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
+from mlx_redrafter.proposers.stored_config import MAX_COUNT
+from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
+from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 
+NAME = "SpecFormer"
 
-class SlotMlp(nn.Module):
-    """An MLP as in Llama with the SiLU on the other matrix.
 
-    y = down_proj(gate_proj(x) * silu(up_proj(x)))
+def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
+    return config.get("model_type") == SpecFormerConfig.model_type
+
+
+def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> SpecFormer:
+    stored = Checkpoint(path_or_repo)
+    config = SpecFormerConfig.from_dict(stored.config)
+    target.check(config)
+    return stored.fill(build(SpecFormer, config))
+
+
+@dataclass(frozen=True)
+class SpecFormerConfig(LayerSizes):
+    """The shape of a SpecFormer, as stored in the ``config.json`` next to its weights.
+
+    Attributes:
+        captured_layers: Layers of the target whose inputs it reads, -1 for its last hidden states.
+        num_slots: Number of tokens that it drafts, S.
     """
 
-    def __init__(self, hidden_size: int, width: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
-        self.up_proj = nn.Linear(hidden_size, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+    model_type: ClassVar[str] = "redrafter_specformer"
+    captured_layers: tuple[int, ...]
+    num_slots: int
+    # The network uses the target's whole head.
+    draft_vocab_size: ClassVar[None] = None
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Apply the MLP to rows, shape (..., H)."""
-        y: mx.array = self.down_proj(self.gate_proj(x) * nn.silu(self.up_proj(x)))
-        return y
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_captured_layers(self.captured_layers, FINAL)
+        check_int("num_slots", self.num_slots, 1, MAX_COUNT)
+
+    @property
+    def summary(self) -> str:
+        return (
+            f"SpecFormer of {self.num_slots} slots, hidden_size {self.hidden_size}, "
+            f"intermediate_size {self.intermediate_size}, reads {len(self.captured_layers)} layers"
+        )
 
 
 class SpecFormer(KvNetwork):
@@ -53,12 +89,15 @@ class SpecFormer(KvNetwork):
         x = positional(norm(h)) as S rows;   x = x + E(norm(x));   x = x + mlp(norm(x))
         logits = the target's head of the target's final norm of x
 
-    Slot i proposes the token i + 1 after the root, whatever tokens stand between them.
+    Slot i proposes the token i + 1 after the root, whatever tokens stand between them. The SiLU of
+    the MLP is on the other matrix than in Llama.
     """
 
+    num_layers = 1
+
     def __init__(self, config: SpecFormerConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
+        self.max_length = min(1 + config.num_slots, MAX_BEAM_LENGTH)
         hidden, count = config.hidden_size, len(config.captured_layers)
         values = {**layer_arguments(config), "model_type": "llama", "num_hidden_layers": 1}
         args = llama.ModelArgs.from_dict(values)
@@ -75,25 +114,14 @@ class SpecFormer(KvNetwork):
         self.encoder_input_norm = norm()
         self.encoder_att = llama.Attention(args)
         self.encoder_ffn_input_norm = norm()
-        self.encoder_ffn = SlotMlp(hidden, config.intermediate_size)
-
-    @property
-    def num_layers(self) -> int:
-        return 1
-
-    @property
-    def max_length(self) -> int:
-        return min(1 + self.config.num_slots, MAX_BEAM_LENGTH)
+        self.encoder_ffn = GatedMlp(
+            hidden, config.intermediate_size, lambda gate, up: gate * nn.silu(up)
+        )
 
     def check_fit(self, target: Target, tokenizer: Any) -> None:
         super().check_fit(target, tokenizer)
         # Refuses one without such a norm.
         target.modules.normalise(mx.zeros((1, target.hidden_size)))
-
-    def open(
-        self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> SpecFormerDrafting:
-        return SpecFormerDrafting(self, target, prompt, couple_noise, cached)
 
     def captured_layers(self, target: Target) -> Sequence[int]:
         return self.config.captured_layers
@@ -124,19 +152,9 @@ class SpecFormer(KvNetwork):
         """Compute logits of the tokens of slots, shape (n, H) to (n, V), or more columns."""
         return target.modules.logits(target.modules.normalise(slots))
 
-
-class SpecFormerDrafting(KvDrafting[SpecFormer]):
-    """Drafts of one sequence by such a network."""
-
-    def expand(
-        self,
-        draftings: Sequence[SpecFormerDrafting],
-        flights: Sequence[Pass],
-        shape: DraftShape,
-        rank: NoiseRank | None,
-    ) -> Expansion:
-        network, levels = self.network, shape.levels
-        slots = network.slots(read_flights(draftings, flights), levels)
-        logits = network.logits(slots.reshape(-1, slots.shape[-1]), self.target)
-        unary = logits[:, : network.num_rows].astype(mx.float32).reshape(len(draftings), levels, -1)
-        return search_slots(unary, shape, rank, network.to_token_ids)
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        slots = self.slots(read_flights(group), shape.levels)
+        logits = self.logits(slots.reshape(-1, slots.shape[-1]), group[0][0].target)
+        unary = logits[:, : self.num_rows].astype(mx.float32)
+        unary = unary.reshape(len(group), shape.levels, -1)
+        return search_slots(unary, shape, rank, self.to_token_ids)
