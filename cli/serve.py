@@ -24,7 +24,7 @@ from mlx_redrafter.cli.text_options import (
     DraftSizeOptions,
     MaxTokens,
     TextOptions,
-    library_option,
+    with_library_options,
 )
 from mlx_redrafter.errors import ConfigError, how_to_install
 from mlx_redrafter.generation_options import GenerationOptions
@@ -94,14 +94,12 @@ class ServedModels:
 
 
 @dataclass(frozen=True)
+@with_library_options("prefill_step_size")
 class ServedOptions(TextOptions):
     """Options of a text for requests that leave them out, and the chunk size of prompts."""
 
     # Many agents send no limit, and a call that is cut is none.
     max_tokens: MaxTokens = -1
-    prefill_step_size: Annotated[int, library_option("prefill_step_size")] = (
-        GenerationOptions.prefill_step_size
-    )
 
 
 @dataclass(frozen=True)
