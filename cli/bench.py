@@ -11,7 +11,6 @@ import typer
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import (
-    Out,
     Output,
     PromptFile,
     Prompts,
@@ -19,7 +18,6 @@ from mlx_redrafter.cli.bench_options import (
     Rounds,
     ShortRounds,
     TextTokens,
-    begin,
 )
 from mlx_redrafter.cli.bench_output import (
     draw,
@@ -72,9 +70,7 @@ def speed(
         "such as mlx-lm=http://127.0.0.1:8080/v1; may be repeated.",
     ] = None,
     api_key: Annotated[str | None, "Key for the servers, if they need one."] = None,
-    out: Out = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
+    output: Output,
 ) -> None:
     """Compare drafted decoding with plain decoding and with other servers, on published prompts.
 
@@ -91,16 +87,14 @@ def speed(
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
     from mlx_redrafter.checkpoint_files import write_text
 
-    output = Output(out, resume, overwrite)
-    beside = [] if out is None else [out.with_suffix(end) for end in (".md", ".png")]
-    output.check("speed", [pair.model, pair.drafter, prompts.prompts], beside)
+    output.check("speed", [pair.model, pair.drafter, prompts.prompts], output.beside(".md", ".png"))
     servers = [find_server(one, api_key) for one in server or ()]
     if len({one.name for one in servers}) < len(servers):
         raise ConfigError("expected a different name for every --server; rename one")
     target, tokenizer, drafter = pair.load()
     encoded = {length: prompts.encode(target, tokenizer, length) for length in lengths}
-    recording = begin(
-        "speed", output, pair, drafter, prompts.prompts, encoded[lengths[0]],
+    recording = output.begin(
+        "speed", pair, drafter, prompts.prompts, encoded[lengths[0]],
         temps=list(chosen),
         contexts=lengths,
         batch_sizes=list(sizes),
@@ -116,8 +110,8 @@ def speed(
     settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
     compared = Comparison(settings, servers, cool_down=rounds.cool_down)
     rows = _measure(work, compared, recording)
-    if out is not None:
-        write_text(out.with_suffix(".md"), "\n".join(recording.result["tables"]) + "\n")
+    for page in output.beside(".md"):
+        write_text(page, "\n".join(recording.result["tables"]) + "\n")
     refuse_texts(num_different(row for row in rows if row.arm == AUTO))
 
 
@@ -148,6 +142,7 @@ def compare(
     prompts: Prompts,
     pair: Pair,
     rounds: Rounds,
+    *,
     stock_draft_model: Annotated[
         str | None, "Also measure mlx-lm's own speculative decoding with this draft model."
     ] = None,
@@ -157,9 +152,7 @@ def compare(
         "tree, or beam:WIDTHxLENGTH for merged beams.",
     ] = "beam:4x5,4x5x9",
     temp: Temp = 0.0,
-    out: Out = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
+    output: Output,
 ) -> None:
     """Compare stock mlx-lm, plain decoding, fixed draft shapes and the default.
 
@@ -170,9 +163,8 @@ def compare(
     plans = parse_shapes(shapes)
     if stock_draft_model is not None and launched_group() is not None:
         raise ConfigError("stock_draft_model is not supported on several machines; leave it out")
-    output = Output(out, resume, overwrite)
-    beside = [] if out is None else [out.with_suffix(".png")]
-    output.check("compare", [pair.model, pair.drafter, stock_draft_model, prompts.prompts], beside)
+    inputs = [pair.model, pair.drafter, stock_draft_model, prompts.prompts]
+    output.check("compare", inputs, output.beside(".png"))
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.result_file import checkpoint_name
@@ -183,8 +175,8 @@ def compare(
 
     plans = [plan.within(drafter.max_length) for plan in plans]
     encoded = prompts.encode(target, tokenizer)
-    recording = begin(
-        "compare", output, pair, drafter, prompts.prompts, encoded,
+    recording = output.begin(
+        "compare", pair, drafter, prompts.prompts, encoded,
         stock_draft_model=stock_draft_model and checkpoint_name(stock_draft_model),
         shapes={arm_name(plan): plan.options for plan in plans},
         temp=temp,
@@ -252,8 +244,8 @@ def sweep(
 
     target, tokenizer, drafter = pair.load()
     encoded = prompts.encode(target, tokenizer)
-    recording = begin(
-        "sweep", output, pair, drafter, prompts.prompts, encoded,
+    recording = output.begin(
+        "sweep", pair, drafter, prompts.prompts, encoded,
         grid={name: list(values) for name, values in asdict(grid).items()},
         **asdict(rounds),
     )  # fmt: skip
@@ -284,9 +276,7 @@ def throughput(
     max_tokens: TextTokens = 64,
     rounds: Annotated[int, "Number of batches of each size and method."] = 5,
     temp: Temp = 0.0,
-    out: Out = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
+    output: Output,
 ) -> None:
     """Compare batch generation by mlx-lm, plain decoding, the default and fixed draft shapes.
 
@@ -296,17 +286,15 @@ def throughput(
     sizes, plans = parse_ints(batch_sizes), parse_shapes(shapes)
     for name, value in (("max_tokens", max_tokens), ("rounds", rounds)):
         check_int(name, value, 1)
-    output = Output(out, resume, overwrite)
-    beside = [] if out is None else [out.with_suffix(".png")]
-    output.check("throughput", [pair.model, pair.drafter, prompts], beside)
+    output.check("throughput", [pair.model, pair.drafter, prompts], output.beside(".png"))
     target, tokenizer, drafter = pair.load()
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.runs import CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, next_prompts
 
     encoded = Prompts(prompts).encode(target, tokenizer)
-    recording = begin(
-        "throughput", output, pair, drafter, prompts, encoded,
+    recording = output.begin(
+        "throughput", pair, drafter, prompts, encoded,
         max_tokens=max_tokens,
         repeats=rounds,
         temp=temp,

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.recording import Recording
     from mlx_redrafter.bench.runs import EncodedPrompt
 
-Out = Annotated[Path | None, "JSON file for the result.", "-o"]
 Resume = Annotated[bool, "Continue the interrupted benchmark in --out."]
 TextTokens = Annotated[int, "Maximum number of tokens per text.", "--max-tokens", "-m"]
 Repeats = Annotated[int, "Number of rounds per prompt."]
@@ -99,9 +99,14 @@ class ShortRounds(Rounds):
 class Output:
     """The result file of a benchmark: a new one, or the one to continue."""
 
-    path: Path | None
-    resume: bool = False
-    overwrite: bool = False
+    panel: ClassVar = None
+    out: Annotated[Path | None, "JSON file for the result.", "-o"] = None
+    resume: Resume = False
+    overwrite: Overwrite = False
+
+    def beside(self, *suffixes: str) -> list[Path]:
+        """Return the files that a benchmark writes next to its result, by their suffixes."""
+        return [] if self.out is None else [self.out.with_suffix(one) for one in suffixes]
 
     def check(
         self, kind: str, inputs: Sequence[str | Path | None], beside: Sequence[Path] = ()
@@ -116,36 +121,35 @@ class Output:
         from mlx_redrafter.bench.result_file import read_result
         from mlx_redrafter.destinations import check_destination
 
-        if self.path is None:
+        if self.out is None:
             return
-        if self.path in beside:
-            raise ConfigError(f"expected a JSON file, found {self.path}; give a name in .json")
-        continues = self.resume and self.path.exists()
+        if self.out in beside:
+            raise ConfigError(f"expected a JSON file, found {self.out}; give a name in .json")
+        continues = self.resume and self.out.exists()
         if continues:
-            read_result(self.path, kind)
-        elif self.path.is_file() and not self.overwrite:
+            read_result(self.out, kind)
+        elif self.out.is_file() and not self.overwrite:
             raise ConfigError(
-                f"{self.path} exists; resume it with --resume, choose another file, or add "
+                f"{self.out} exists; resume it with --resume, choose another file, or add "
                 "--overwrite"
             )
-        for one in (self.path, *beside):
+        for one in (self.out, *beside):
             check_destination(one, inputs, continues, self.overwrite, is_folder=False)
 
+    def begin(
+        self,
+        kind: str,
+        pair: Pair,
+        loaded: Any,
+        prompts: Path,
+        encoded: Sequence[EncodedPrompt],
+        **settings: Any,
+    ) -> Recording:
+        """Begin or resume the recording, described by the pair, the prompts and the settings."""
+        from mlx_redrafter.bench.prompts import describe_prompts
+        from mlx_redrafter.bench.recording import Recording
+        from mlx_redrafter.bench.result_file import pair_names
 
-def begin(
-    kind: str,
-    output: Output,
-    pair: Pair,
-    loaded: Any,
-    prompts: Path,
-    encoded: Sequence[EncodedPrompt],
-    **settings: Any,
-) -> Recording:
-    """Begin or resume the recording of a benchmark, described by its pair, prompts and settings."""
-    from mlx_redrafter.bench.prompts import describe_prompts
-    from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.result_file import pair_names
-
-    names = pair_names(pair.model, pair.drafter_name, loaded)
-    described = {**names, **describe_prompts(prompts, encoded), **settings}
-    return Recording(output.path, kind, described, output.resume, output.overwrite)
+        names = pair_names(pair.model, pair.drafter_name, loaded)
+        described = {**names, **describe_prompts(prompts, encoded), **settings}
+        return Recording(self.out, kind, described, self.resume, self.overwrite)
