@@ -15,6 +15,7 @@ from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, WritingPair
 from mlx_redrafter.cli.notes import is_talkative
+from mlx_redrafter.cli.progress import prefill_progress
 from mlx_redrafter.cli.prompt_options import PromptOptions
 from mlx_redrafter.cli.text_options import (
     DraftOptions,
@@ -153,7 +154,6 @@ def _generate(
     shown: AbstractContextManager[Callable[[GenerationResponse], None] | None],
 ) -> tuple[str, list[int], GenerationResponse, Hits | None]:
     """Return the text, its token ids, the last response, and the counts of drafting ahead."""
-    from mlx_redrafter.cli.progress import prefill_progress
     from mlx_redrafter.engine.generation import stream_generate
 
     context = CONTEXT + max(0, options.max_tokens)

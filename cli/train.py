@@ -14,6 +14,7 @@ import typer
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
 from mlx_redrafter.cli.names import find_model
 from mlx_redrafter.cli.notes import note
+from mlx_redrafter.cli.progress import progress_bar
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
@@ -162,8 +163,6 @@ class ConsoleReporter:
     """A reporter on stderr."""
 
     def __init__(self) -> None:
-        from mlx_redrafter.cli.progress import progress_bar
-
         self.bar = progress_bar("{task.description}")
         self.tasks: dict[str, Any] = {}
         self.logged_at = time.monotonic()
