@@ -55,7 +55,6 @@ SIGNATURE = "unsigned"
 
 
 async def count(service: Service, client: Request) -> Response:
-    """Answer ``POST /v1/messages/count_tokens``."""
     request, _ = await service.read(client, partial(read, counts=True))
     return respond({"input_tokens": await service.count(client, request)})
 
@@ -218,16 +217,13 @@ def _read_messages(fields: Fields, conversation: Conversation) -> None:
             if role == "assistant":
                 _read_answer_block(block, path, conversation)
             elif role == "user" and isinstance(block, dict) and block.get("type") == "tool_result":
-                _read_result(Fields(block, path), conversation)
+                result = Fields(block, path)
+                text, call_id = "\n".join(result.texts("content")), result.typed("tool_use_id", str)
+                conversation.add_result(call_id or "", text, f"{path}.tool_use_id")
             else:
                 conversation.add_text(role, read_text(block, path))
     if not fields.values.get("messages"):
         raise Refusal("messages must be a list of at least one message", "messages")
-
-
-def _read_result(fields: Fields, conversation: Conversation) -> None:
-    text, call_id = "\n".join(fields.texts("content")), fields.typed("tool_use_id", str)
-    conversation.add_result(call_id or "", text, f"{fields.path}.tool_use_id")
 
 
 def _read_answer_block(block: object, path: str, conversation: Conversation) -> None:

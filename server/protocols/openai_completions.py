@@ -10,9 +10,9 @@ from typing import Any
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
-from mlx_redrafter.server.protocols.choice_writer import ChoiceWriter
-from mlx_redrafter.server.protocols.openai_fields import StreamOptions, read_common
+from mlx_redrafter.server.protocols.openai_fields import read_common
 from mlx_redrafter.server.protocols.service import MakeWriter, Routes, texts
+from mlx_redrafter.server.protocols.writer import ChoiceWriter, StreamOptions
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS, CompletionRequest
 
@@ -21,7 +21,6 @@ MAX_LOGPROBS = 5
 
 
 def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, MakeWriter]:
-    """Read a body."""
     fields = Fields(body)
     top = fields.integer("logprobs", 0, MAX_LOGPROBS)
     echoes = fields.typed("echo", bool) or False

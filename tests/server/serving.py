@@ -143,7 +143,7 @@ def serving(
     served = [Model("tiny", lambda: engine), *others]
     models = Models(served, defaults, limits, worker.is_busy, is_strict, folder)
     callers = Callers(hosts=["named.example"], origins=["http://page.example"], key=KEY)
-    application = make_application(Service(models, worker, defaults, limits, callers))
+    application = make_application(Service(models, worker, callers))
     server = make_server(application, limits.client_timeout, grace, worker)
     listener = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],))
