@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.cli.text_options import Overwrite
+from mlx_redrafter.destinations import check_destination
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.runs import EncodedPrompt
+    from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
 
 Resume = Annotated[bool, "Continue the interrupted benchmark in --out."]
 TextTokens = Annotated[int, "Maximum number of tokens per text.", "--max-tokens", "-m"]
@@ -42,7 +43,7 @@ class Prompts:
         if self.num_prompts is not None:
             check_int("num_prompts", self.num_prompts, 1)
 
-    def encode(self, model: Any, tokenizer: Any, length: int | None = None) -> list[EncodedPrompt]:
+    def encode(self, settings: CommonSettings, length: int | None = None) -> list[EncodedPrompt]:
         """Encode the prompts as token ids, each with ``length`` tokens if that is given.
 
         Raises:
@@ -62,8 +63,9 @@ class Prompts:
         found = read_prompts(self.prompts)
         chosen = select_prompts(found, self.num_prompts)
         if length is not None:
-            chosen = fit_prompts(tokenizer, chosen, found, length)
-        encoded, target = encode_prompts(tokenizer, chosen), target_of(model)
+            chosen = fit_prompts(settings.tokenizer, chosen, found, length)
+        encoded = encode_prompts(settings.tokenizer, chosen)
+        target = target_of(settings.model)
         for one in encoded:
             try:
                 check_prompt(one.ids, 0, target)
@@ -119,7 +121,6 @@ class Output:
             OSError: One of them cannot be written.
         """
         from mlx_redrafter.bench.result_file import read_result
-        from mlx_redrafter.destinations import check_destination
 
         if self.out is None:
             return
@@ -140,16 +141,23 @@ class Output:
         self,
         kind: str,
         pair: Pair,
-        loaded: Any,
+        settings: CommonSettings,
         prompts: Path,
         encoded: Sequence[EncodedPrompt],
-        **settings: Any,
+        **others: Any,
     ) -> Recording:
-        """Begin or resume the recording, described by the pair, the prompts and the settings."""
+        """Begin or resume the recording, described by the pair, the prompts and other settings."""
         from mlx_redrafter.bench.prompts import describe_prompts
         from mlx_redrafter.bench.recording import Recording
         from mlx_redrafter.bench.result_file import pair_names
 
-        names = pair_names(pair.model, pair.drafter_name, loaded)
-        described = {**names, **describe_prompts(prompts, encoded), **settings}
+        names = pair_names(pair.model, pair.drafter_name, settings.drafter)
+        described = {**names, **describe_prompts(prompts, encoded), **others}
         return Recording(self.out, kind, described, self.resume, self.overwrite)
+
+
+def load_settings(pair: Pair, max_tokens: int) -> CommonSettings:
+    """Load a pair, and make the settings of texts of at most ``max_tokens`` tokens by it."""
+    from mlx_redrafter.bench.runs import CommonSettings
+
+    return CommonSettings(*pair.load(), max_tokens)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_redrafter.checkpoint_files import write_text
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import CONTEXT, NamedModel, WritingPair
@@ -22,6 +23,7 @@ from mlx_redrafter.cli.prompt_options import (
     parse_template_options,
 )
 from mlx_redrafter.cli.text_options import AnswerOptions, generation_options
+from mlx_redrafter.destinations import check_destination
 from mlx_redrafter.errors import ConfigError, explain
 from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions, SamplingParams
 from mlx_redrafter.interrupts import handling
@@ -163,8 +165,6 @@ class Talk:
             self.options = replace(self.options, **{name: number})
 
     def _save(self, name: str) -> None:
-        from mlx_redrafter.checkpoint_files import write_text
-        from mlx_redrafter.destinations import check_destination
 
         if not name:
             raise ConfigError("expected a file, found none; say /save FILE")

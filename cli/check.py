@@ -10,6 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any
 
+import mlx.core as mx
 import typer
 
 from mlx_redrafter.checks import check_int
@@ -141,7 +142,6 @@ def _check_kernels(pair: AdaptedPair, as_json: bool) -> None:
         ConfigError: MLX does not compute on an Apple GPU.
         typer.Exit: A kernel differs from MLX's, or cannot be compiled or run; the exit code is 1.
     """
-    import mlx.core as mx
 
     from mlx_redrafter.kernels.layers import is_available
     from mlx_redrafter.kernels.selection import try_kernels

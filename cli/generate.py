@@ -14,8 +14,7 @@ import typer
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, WritingPair
-from mlx_redrafter.cli.notes import is_talkative
-from mlx_redrafter.cli.progress import prefill_progress
+from mlx_redrafter.cli.progress import is_talkative, prefill_progress
 from mlx_redrafter.cli.prompt_options import PromptOptions
 from mlx_redrafter.cli.text_options import (
     DraftOptions,

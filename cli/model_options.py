@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from mlx_redrafter.checkpoint_files import find_checkpoint, named_parameters
 from mlx_redrafter.cli.choose_drafter import AUTO, LOOKUP, choose_drafter
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.names import find_model
-from mlx_redrafter.cli.notes import note
+from mlx_redrafter.cli.progress import note
 from mlx_redrafter.cli.text_options import MODEL
 from mlx_redrafter.errors import (
     CheckpointError,
@@ -175,7 +176,6 @@ def _check_memory(
     model: str, drafter: str | None, context: Context, machines: int, adapter: str | None
 ) -> None:
     """Refuse a model that is too large, and warn about one that is nearly so."""
-    from mlx_redrafter.checkpoint_files import find_checkpoint
     from mlx_redrafter.checkpoints.memory_check import check_memory
     from mlx_redrafter.checkpoints.recognition import recognise
     from mlx_redrafter.proposers import WORDS
@@ -195,7 +195,6 @@ def _check_memory(
 
 
 def _say_bundled(model: nn.Module) -> None:
-    from mlx_redrafter.checkpoint_files import named_parameters
 
     size = sum(tensor.size for tensor in named_parameters(model).values())
     note(

@@ -104,12 +104,7 @@ class ServedOptions(TextOptions):
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Address of the server, and who may use it.
-
-    Attributes:
-        allow_host: Names of the server besides its address.
-        allow_origin: Origins of web pages that may use the server.
-    """
+    """Address of the server, and who may use it."""
 
     panel: ClassVar = SERVER
     host: Annotated[str, "Address to listen at."] = "127.0.0.1"
@@ -223,7 +218,7 @@ def _run(
     known = Models(served, defaults, limits, worker.is_busy, address.strict_names, prompts)
     if len(served) == 1:
         known.load(served[0])
-    application = make_application(Service(known, worker, defaults, limits, callers))
+    application = make_application(Service(known, worker, callers))
     # Other machines end with this process, in order.
     ends_process = not is_split
     server = make_server(application, limits.client_timeout, GRACE_SECONDS, worker, ends_process)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from mlx_redrafter.checkpoint_files import read_json
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
 from mlx_redrafter.cli.names import find_model
-from mlx_redrafter.cli.notes import note
-from mlx_redrafter.cli.progress import progress_bar
+from mlx_redrafter.cli.progress import note, progress_bar
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
@@ -104,7 +104,6 @@ def _to_record(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _restore(context: typer.Context, values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Replace options by those that a run began with; options given again must be the same."""
-    from mlx_redrafter.checkpoint_files import read_json
 
     stored, given = read_json(path), _to_record(values)
     if unknown := stored.keys() - given.keys():
