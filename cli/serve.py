@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 # Environment variable with the key.
 KEY_VARIABLE = "REDRAFTER_API_KEY"
-# Hosts that only this machine reaches.
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-
 # Panel of the address and the names in the help.
 SERVER = "Server"
 # Seconds that running requests have to end after SIGTERM.
@@ -146,11 +143,6 @@ class AddressOptions:
                 f"{KEY_VARIABLE} to serve without a key"
             )
 
-    @property
-    def is_open(self) -> bool:
-        """Whether other machines may use the server without a key."""
-        return self.api_key is None and self.host not in LOCAL_HOSTS
-
 
 def serve(
     models: ServedModels,
@@ -199,8 +191,8 @@ def _run(
 
     from mlx_redrafter.measured import cache_folder
     from mlx_redrafter.server.application import make_application
-    from mlx_redrafter.server.callers import Callers
-    from mlx_redrafter.server.listening import make_server
+    from mlx_redrafter.server.callers import LOCAL_HOSTS, Callers
+    from mlx_redrafter.server.listening import Server
     from mlx_redrafter.server.models import Models
     from mlx_redrafter.server.protocols.service import Service
     from mlx_redrafter.server.worker import Worker
@@ -221,8 +213,8 @@ def _run(
     application = make_application(Service(known, worker, callers))
     # Other machines end with this process, in order.
     ends_process = not is_split
-    server = make_server(application, limits.client_timeout, GRACE_SECONDS, worker, ends_process)
-    if address.is_open:
+    server = Server(application, limits.client_timeout, GRACE_SECONDS, worker, ends_process)
+    if address.api_key is None and address.host not in LOCAL_HOSTS:
         typer.echo(
             f"anyone who reaches {address.host} may use this server; give it a key with --api-key",
             err=True,

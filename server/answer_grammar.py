@@ -108,10 +108,7 @@ def _demand(tools: Tools, asked: AnswerFormat | None) -> str | None:
 
 
 def _after_thinking(
-    tokenizer: TokenizerWrapper,
-    prompt: Sequence[int],
-    grammar: Grammar,
-    others: dict[str, Grammar],
+    tokenizer: TokenizerWrapper, prompt: Sequence[int], grammar: Grammar, others: dict[str, Grammar]
 ) -> Grammar | LateGrammar:
     """Let a text that begins with thinking end it first."""
     if first_state(tokenizer, prompt) != "reasoning":

@@ -29,7 +29,7 @@ _KEY = re.compile(r"[^\s<>\"'=&:,(){}\[\]]{1,128}")
 
 
 class CallGrammar:
-    """The grammar of the calls of some tools.
+    """The grammar of the calls of some tools; its methods raise `ConfigError` for a bad schema.
 
     Attributes:
         is_last: Whether nothing can follow a call, as no marker ends it.
@@ -49,20 +49,12 @@ class CallGrammar:
         self._begin, self._end = map(str, (tokenizer.tool_call_start, tokenizer.tool_call_end))
 
     def after_marker(self, is_whole: bool) -> Grammar:
-        """Return the grammar of the text after the marker of a call, later calls if it is whole.
-
-        Raises:
-            ConfigError: A schema is malformed.
-        """
+        """Return the grammar of the text after the marker of a call, later calls if it is whole."""
         rest = " (BLANK? block)*" if is_whole and self._has_blocks else ""
         return self._compile(f"body{rest}")
 
     def whole(self, other: str | None) -> Grammar:
-        """Return the grammar of a text of calls, or of another text, a term in Lark's format.
-
-        Raises:
-            ConfigError: A schema is malformed.
-        """
+        """Return the grammar of a text of calls, or of another text, a term in Lark's format."""
         calls = "block (BLANK? block)*" if self._has_blocks else "block"
         alternative = "" if other is None else f" | other\nother: {other}"
         return self._compile(f"{calls}{alternative}")

@@ -27,13 +27,9 @@ from mlx_redrafter.server.wire import event, respond
 
 # Fields that do not change the text: Anthropic caches, bills, attributes or trims requests by them.
 _IGNORED = (
-    "cache_control",
-    "container",
-    "context_management",
-    "inference_geo",
-    "metadata",
+    "cache_control", "container", "context_management", "inference_geo", "metadata",
     "service_tier",
-)
+)  # fmt: skip
 # Tools that run at Anthropic, by the beginning of their type. The model is not shown them.
 _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_")
 # Beginning of a line about billing in the system prompt of Claude Code. It differs from session to

@@ -41,26 +41,10 @@ from mlx_redrafter.server.wire import respond, to_text
 OLLAMA_VERSION = "0.13.5"
 # Options that do not change the text, and samplers that Ollama's own engine has no more.
 _IGNORED_OPTIONS = (
-    "draft_num_predict",
-    "f16_kv",
-    "low_vram",
-    "main_gpu",
-    "mirostat",
-    "mirostat_eta",
-    "mirostat_tau",
-    "num_batch",
-    "num_ctx",
-    "num_gpu",
-    "num_keep",
-    "num_thread",
-    "numa",
-    "penalize_newline",
-    "tfs_z",
-    "typical_p",
-    "use_mlock",
-    "use_mmap",
-    "vocab_only",
-)
+    "draft_num_predict", "f16_kv", "low_vram", "main_gpu", "mirostat", "mirostat_eta",
+    "mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa",
+    "penalize_newline", "tfs_z", "typical_p", "use_mlock", "use_mmap", "vocab_only",
+)  # fmt: skip
 # Names of Ollama's options in OpenAI's API and mlx-lm's.
 _RENAMED = {
     "num_predict": "max_tokens",

@@ -31,8 +31,8 @@ def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, 
     if not all(map(_is_prompt, prompts)) or len(prompts) > MAX_TEXTS:
         expected = f"a text, a list of token ids, or a list of at most {MAX_TEXTS} of them"
         raise fields.refusal("prompt", expected, prompt)
-    ends_there = echoes and type(fields.values.get("max_tokens")) is int
-    ends_there = ends_there and fields.values["max_tokens"] == 0
+    limit = fields.values.get("max_tokens")
+    ends_there = echoes and type(limit) is int and limit == 0
     if ends_there:
         fields.take("max_tokens")
     common, options = read_common(fields, defaults, top)

@@ -30,14 +30,9 @@ MAX_PENALTY_CONTEXT = 2**20
 OPTIONS = {**{name: name for name in SAMPLING_NAMES}, "temp": "temperature"}
 # Fields that do not change the text: OpenAI bills, caches and attributes requests by them.
 IGNORED = (
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+)  # fmt: skip
 
 
 def read_common(

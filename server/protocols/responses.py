@@ -37,17 +37,9 @@ from mlx_redrafter.server.wire import event, respond
 _OTHERS = ("client_metadata", "include", "max_tool_calls", "stream_options", "truncation")
 # Types of tools that run at OpenAI or that have no JSON schema. The model is not shown them.
 _LEFT_OUT = (
-    "apply_patch",
-    "code_interpreter",
-    "custom",
-    "file_search",
-    "image_generation",
-    "local_shell",
-    "namespace",
-    "shell",
-    "tool_search",
-    "web_search",
-)
+    "apply_patch", "code_interpreter", "custom", "file_search", "image_generation",
+    "local_shell", "namespace", "shell", "tool_search", "web_search",
+)  # fmt: skip
 # Fields of a request that its response repeats, with their defaults.
 _REPEATED: dict[str, Any] = {
     "instructions": None,
