@@ -16,11 +16,7 @@ from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, WritingPair
 from mlx_redrafter.cli.progress import is_talkative, prefill_progress
 from mlx_redrafter.cli.prompt_options import PromptOptions
-from mlx_redrafter.cli.text_options import (
-    DraftOptions,
-    WholeTextOptions,
-    generation_options,
-)
+from mlx_redrafter.cli.text_options import DraftOptions, WholeTextOptions, generation_options
 from mlx_redrafter.draft_plan import MAX_OUTCOMES
 from mlx_redrafter.errors import ConfigError, explain
 

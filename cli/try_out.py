@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.choose_drafter import AUTO
+from mlx_redrafter.cli.live_text import print_text
 from mlx_redrafter.cli.model_options import CONTEXT, Pair, Yes
 from mlx_redrafter.cli.text_options import MaxTokens
 
@@ -82,8 +82,7 @@ def _printing(arm: Arm) -> Arm:
 
     def decode(ids: list[int]) -> Iterator[Any]:
         for response in arm(ids):
-            sys.stdout.write(response.text)
-            sys.stdout.flush()
+            print_text(response)
             yield response
         typer.echo()
 
