@@ -61,6 +61,7 @@ IgnoreChatTemplate = Annotated[bool, "Use the prompt without the chat template."
 def with_library_options(*names: str) -> Callable[[type[Record]], type[Record]]:
     """Add options of `GenerationOptions` to a record, with the defaults of `SamplingParams`."""
     hints = {**get_type_hints(GenerationOptions), **get_type_hints(SamplingParams)}
+    hints |= {**dict.fromkeys(DRAFT_SIZES, Any), "select": str}  # the library checks their words
 
     def add(record: type[Record]) -> type[Record]:
         for name in names:
@@ -68,7 +69,7 @@ def with_library_options(*names: str) -> Callable[[type[Record]], type[Record]]:
             default = getattr(SamplingParams, name, getattr(GenerationOptions, name))
             if name == "seed":
                 kind, default, option.show_default = kind | None, None, "fresh"
-            record.__annotations__[name] = Annotated[Any if name in DRAFT_SIZES else kind, option]
+            record.__annotations__[name] = Annotated[kind, option]
             setattr(record, name, default)
         return record
 
