@@ -111,7 +111,7 @@ class Talk:
 
     def run(self) -> None:
         """Answer messages until the input or the user ends."""
-        while (message := _read_message()) is not None:
+        while (message := _ask()) is not None:
             if message in ("/bye", "/exit"):
                 return
             try:
@@ -163,6 +163,7 @@ class Talk:
             except ValueError:
                 raise ConfigError(f"{name} must be a number, got {value!r}") from None
             self.options = replace(self.options, **{name: number})
+            typer.echo(f"{name}={number}", err=True)
 
     def _save(self, name: str) -> None:
 
@@ -205,6 +206,17 @@ class Talk:
             rate = last.tokens_per_step
             steps = "" if rate is None else f"{rate:.2f} tokens/step, "
             typer.echo(f"{steps}{last.generation_tps:.1f} tokens/s", err=True)
+
+
+def _ask() -> str | None:
+    """Read the next message; at a terminal, one Ctrl-C in its place does not lose the chat."""
+    if sys.stdin.isatty():
+        try:
+            with handling():
+                return _read_message()
+        except KeyboardInterrupt:
+            typer.echo("\n/bye, Ctrl-D or Ctrl-C once more ends the chat", err=True)
+    return _read_message()
 
 
 def _read_message() -> str | None:

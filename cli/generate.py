@@ -103,7 +103,7 @@ def generate(
     text: WholeTextOptions,
     grammar: GrammarOptions,
     drafting: DraftOptions,
-    as_json: Annotated[bool, "Print one JSON object and nothing else.", "--json"] = False,
+    as_json: Annotated[bool, "Print one JSON object instead of the text.", "--json"] = False,
     stats: Annotated[
         bool | None,
         typer.Option(

@@ -47,20 +47,24 @@ NamedModel = Annotated[
 ]
 
 
-def _drafter_option(more: str = "") -> Any:
+def _drafter_option(
+    more: str = "", default: str = ". By default one on this machine, or lookup"
+) -> Any:
     return typer.Option(
         "--drafter",
         "--draft-model",
         help="Drafter made for the target (recurrent, EAGLE, Medusa, MTP, block, SpecFormer) or a "
         "smaller model with the same tokens: a folder or a hub repository. Or a word: auto for one "
         "that is made for the target, on this machine or published; lookup for prompt lookup; mtp "
-        f"for the module in the target's own files{more}. By default one on this machine, or "
-        "lookup.",
+        f"for the module in the target's own files{more}{default}.",
         rich_help_panel=MODEL,
     )
 
 
+_NONE = "; none for plain decoding, one token per forward pass"
+
 AnyDrafter = Annotated[str | None, _drafter_option()]
+AutoDrafter = Annotated[str, _drafter_option(_NONE, "")]
 Yes = Annotated[bool, "Download the model and its drafter without a question."]
 AdapterPath = Annotated[str | None, "Folder of a LoRA adapter for the target."]
 TrustRemoteCode = Annotated[bool, "Allow the target's checkpoint to run its own Python code."]
@@ -154,9 +158,7 @@ class AdaptedPair(Pair):
 class WritingPair(AdaptedPair):
     """A pair that writes a text, with drafts or by plain decoding."""
 
-    drafter: Annotated[
-        str | None, _drafter_option("; none for plain decoding, one token per forward pass")
-    ] = None
+    drafter: Annotated[str | None, _drafter_option(_NONE)] = None
 
     @property
     def drafts(self) -> bool:

@@ -130,7 +130,7 @@ def _make_request(values: Mapping[str, Any]) -> TrainingRequest:
     if values["model"] is None:
         begun = f"no run was begun in {values['out']}; " if values["resume"] else ""
         raise ConfigError(
-            f"{begun}expected a target, found none; give --model FOLDER or --model ORG/NAME"
+            f"{begun}expected a model, found none; give --model FOLDER or --model ORG/NAME"
         )
     run = {field.name: values[field.name] for field in fields(RunOptions)}
     del run["yes"]

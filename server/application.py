@@ -46,6 +46,10 @@ HEADERS = {
 }
 
 
+# Beginnings of the paths that the answer to a wrong one names.
+SHOWN = ("/v1", "/api", "/health", "/metrics")
+
+
 def make_application(service: Service) -> Starlette:
     """Create the ASGI application, which starts and stops the worker."""
     routes = [
@@ -58,7 +62,7 @@ def make_application(service: Service) -> Starlette:
     for protocol in PROTOCOLS:
         for (method, path), endpoint in protocol.ROUTES.items():
             routes += _both(service, path, endpoint, method)
-    shown = [route.path_format for route in routes if route.path.startswith(("/v1", "/api"))]
+    shown = [route.path_format for route in routes if route.path.startswith(SHOWN)]
     origins = service.callers.origins
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]

@@ -47,7 +47,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        # Python repeats the address in brackets.
+        reason, *_ = str(getattr(error, "strerror", None) or error).split(" (while ")
         raise ConfigError(
             f"cannot listen at {host}, port {port}: {reason}; choose another --host or --port"
         ) from error

@@ -70,10 +70,8 @@ def to_error(refusal: Refusal) -> dict[str, Any]:
 def read(
     body: object, defaults: GenerationOptions, counts: bool = False
 ) -> tuple[ChatRequest, MakeWriter]:
-    """Read a body; one that only ``counts`` tokens needs no ``max_tokens``."""
+    """Read a body; one that only ``counts`` tokens may end with an answer's beginning."""
     fields = Fields(body)
-    if not counts and fields.values.get("max_tokens") is None:
-        raise fields.refusal("max_tokens", "a number of tokens", None)
     fields.take(*_IGNORED)
     conversation = Conversation()
     kept = [text for text in fields.texts("system") if not text.startswith(_BILLING)]
