@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -46,7 +46,7 @@ def advise(
     count = parse_count(tokens)
     from mlx_redrafter.bench import advice
     from mlx_redrafter.bench.chips import find_chip
-    from mlx_redrafter.bench.machine import this_chip
+    from mlx_redrafter.bench.machine import processor_name, this_chip
     from mlx_redrafter.bench.several_machines import SplitModel, describe
     from mlx_redrafter.bench.training_cost import TrainingCost
 
@@ -68,7 +68,12 @@ def advise(
     else:
         from mlx_redrafter.bench.forecast import predict_forecast
 
-        known = known or _refuse_machine()
+        if known is None:
+            raise ConfigError(
+                "no chip given, and no figures are known for this machine "
+                f"({processor_name()}); say --chip 'M2 Pro', or give a model's folder, to measure "
+                "it here"
+            )
         machine, trial = known.name, None
         forecast = predict_forecast(subject.shape, known, cost)
     recommended = advice.recommend(subject, forecast, trial)
@@ -112,12 +117,3 @@ def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, float]:
     with progress("rehearsal") as on_stage:
         forecast = measure_forecast(model, subject.shape, cost, on_stage)
     return forecast, trial
-
-
-def _refuse_machine() -> NoReturn:
-    from mlx_redrafter.bench.machine import processor_name
-
-    raise ConfigError(
-        f"no chip given, and no figures are known for this machine ({processor_name()}); say "
-        "--chip 'M2 Pro', or give a model's folder, to measure it here"
-    )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_redrafter.checkpoint_files import write_text
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.bench_options import (
-    Out,
     Output,
     PromptFile,
     Prompts,
@@ -19,7 +19,7 @@ from mlx_redrafter.cli.bench_options import (
     Rounds,
     ShortRounds,
     TextTokens,
-    begin,
+    load_settings,
 )
 from mlx_redrafter.cli.bench_output import (
     draw,
@@ -38,13 +38,13 @@ from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.cli.text_options import Overwrite, Temp
 from mlx_redrafter.cli.typer_app import Application
+from mlx_redrafter.destinations import check_destination
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.interrupts import keeping
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.report import Row
     from mlx_redrafter.bench.speed import Comparison, Work
     from mlx_redrafter.bench.sweep import Grid
 
@@ -72,9 +72,7 @@ def speed(
         "such as mlx-lm=http://127.0.0.1:8080/v1; may be repeated.",
     ] = None,
     api_key: Annotated[str | None, "Key for the servers, if they need one."] = None,
-    out: Out = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
+    output: Output,
 ) -> None:
     """Compare drafted decoding with plain decoding and with other servers, on published prompts.
 
@@ -86,21 +84,16 @@ def speed(
     chosen, sizes = parse_temps(temps), parse_ints(batch_sizes)
     lengths = [None] if contexts is None else [parse_count(one) for one in contexts.split(",")]
     from mlx_redrafter.bench.openai_server import find_server
-    from mlx_redrafter.bench.report import num_different
-    from mlx_redrafter.bench.runs import AUTO, CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
-    from mlx_redrafter.checkpoint_files import write_text
 
-    output = Output(out, resume, overwrite)
-    beside = [] if out is None else [out.with_suffix(end) for end in (".md", ".png")]
-    output.check("speed", [pair.model, pair.drafter, prompts.prompts], beside)
+    output.check("speed", [pair.model, pair.drafter, prompts.prompts], output.beside(".md", ".png"))
     servers = [find_server(one, api_key) for one in server or ()]
     if len({one.name for one in servers}) < len(servers):
         raise ConfigError("expected a different name for every --server; rename one")
-    target, tokenizer, drafter = pair.load()
-    encoded = {length: prompts.encode(target, tokenizer, length) for length in lengths}
-    recording = begin(
-        "speed", output, pair, drafter, prompts.prompts, encoded[lengths[0]],
+    settings = load_settings(pair, rounds.max_tokens)
+    encoded = {length: prompts.encode(settings, length) for length in lengths}
+    recording = output.begin(
+        "speed", pair, settings, prompts.prompts, encoded[lengths[0]],
         temps=list(chosen),
         contexts=lengths,
         batch_sizes=list(sizes),
@@ -113,12 +106,8 @@ def speed(
         for size in sizes
         for temp in chosen
     }
-    settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
     compared = Comparison(settings, servers, cool_down=rounds.cool_down)
-    rows = _measure(work, compared, recording)
-    if out is not None:
-        write_text(out.with_suffix(".md"), "\n".join(recording.result["tables"]) + "\n")
-    refuse_texts(num_different(row for row in rows if row.arm == AUTO))
+    _measure(work, compared, recording, *output.beside(".md"))
 
 
 @app.command()
@@ -133,8 +122,6 @@ def share(
     """
     from mlx_redrafter.bench.result_file import read_result
     from mlx_redrafter.bench.speed_page import is_page, page
-    from mlx_redrafter.checkpoint_files import write_text
-    from mlx_redrafter.destinations import check_destination
 
     check_destination(out, [result], is_page(out), overwrite, is_folder=False)
     text = page(read_result(result, "speed"))
@@ -148,6 +135,7 @@ def compare(
     prompts: Prompts,
     pair: Pair,
     rounds: Rounds,
+    *,
     stock_draft_model: Annotated[
         str | None, "Also measure mlx-lm's own speculative decoding with this draft model."
     ] = None,
@@ -157,9 +145,7 @@ def compare(
         "tree, or beam:WIDTHxLENGTH for merged beams.",
     ] = "beam:4x5,4x5x9",
     temp: Temp = 0.0,
-    out: Out = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
+    output: Output,
 ) -> None:
     """Compare stock mlx-lm, plain decoding, fixed draft shapes and the default.
 
@@ -170,21 +156,18 @@ def compare(
     plans = parse_shapes(shapes)
     if stock_draft_model is not None and launched_group() is not None:
         raise ConfigError("stock_draft_model is not supported on several machines; leave it out")
-    output = Output(out, resume, overwrite)
-    beside = [] if out is None else [out.with_suffix(".png")]
-    output.check("compare", [pair.model, pair.drafter, stock_draft_model, prompts.prompts], beside)
-    target, tokenizer, drafter = pair.load()
-    from mlx_redrafter.bench.report import num_different
+    inputs = [pair.model, pair.drafter, stock_draft_model, prompts.prompts]
+    output.check("compare", inputs, output.beside(".png"))
+    settings = load_settings(pair, rounds.max_tokens)
     from mlx_redrafter.bench.result_file import checkpoint_name
-    from mlx_redrafter.bench.runs import CommonSettings
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts
     from mlx_redrafter.bench.turns import arm_name
     from mlx_redrafter.checkpoints.loading import load
 
-    plans = [plan.within(drafter.max_length) for plan in plans]
-    encoded = prompts.encode(target, tokenizer)
-    recording = begin(
-        "compare", output, pair, drafter, prompts.prompts, encoded,
+    plans = [plan.within(settings.drafter.max_length) for plan in plans]
+    encoded = prompts.encode(settings)
+    recording = output.begin(
+        "compare", pair, settings, prompts.prompts, encoded,
         stock_draft_model=stock_draft_model and checkpoint_name(stock_draft_model),
         shapes={arm_name(plan): plan.options for plan in plans},
         temp=temp,
@@ -192,10 +175,9 @@ def compare(
     )  # fmt: skip
     setting = Setting(temp, None, 1)
     work = {setting: all_prompts(setting, encoded, rounds.repeats)}
-    settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
     draft_model = None if stock_draft_model is None else load(stock_draft_model)[0]
     compared = Comparison(settings, (), plans, "one by one", draft_model, rounds.cool_down)
-    refuse_texts(num_different(_measure(work, compared, recording)))
+    _measure(work, compared, recording)
 
 
 @dataclass(frozen=True)
@@ -247,17 +229,15 @@ def sweep(
     output.check("sweep", [pair.model, pair.drafter, prompts.prompts], maps)
     from mlx_redrafter.bench.plots import count_texts, plot_sweep, title
     from mlx_redrafter.bench.report import num_different
-    from mlx_redrafter.bench.runs import CommonSettings
     from mlx_redrafter.bench.sweep import sweep as measure
 
-    target, tokenizer, drafter = pair.load()
-    encoded = prompts.encode(target, tokenizer)
-    recording = begin(
-        "sweep", output, pair, drafter, prompts.prompts, encoded,
+    settings = load_settings(pair, rounds.max_tokens)
+    encoded = prompts.encode(settings)
+    recording = output.begin(
+        "sweep", pair, settings, prompts.prompts, encoded,
         grid={name: list(values) for name, values in asdict(grid).items()},
         **asdict(rounds),
     )  # fmt: skip
-    settings = CommonSettings(target, tokenizer, drafter, rounds.max_tokens)
     with keeping(partial(_what_is_kept, recording)), progress("Turns") as on_progress:
         points = measure(
             settings, grid, encoded, rounds.repeats, recording, rounds.cool_down,
@@ -266,7 +246,9 @@ def sweep(
     for temp in grid.temps:
         rows = [point.row for point in points if point.temp == temp]
         show_speeds(rows, f"temperature {temp:g}")
-    heading = title(recording.result, target, count_texts(recording.result["configuration"]))
+    heading = title(
+        recording.result, settings.model, count_texts(recording.result["configuration"])
+    )
     draw(lambda: plot_sweep(out, points, heading))
     warn(recording.result["disturbances"])
     refuse_texts(num_different([point.row for point in points]))
@@ -284,9 +266,7 @@ def throughput(
     max_tokens: TextTokens = 64,
     rounds: Annotated[int, "Number of batches of each size and method."] = 5,
     temp: Temp = 0.0,
-    out: Out = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
+    output: Output,
 ) -> None:
     """Compare batch generation by mlx-lm, plain decoding, the default and fixed draft shapes.
 
@@ -296,17 +276,13 @@ def throughput(
     sizes, plans = parse_ints(batch_sizes), parse_shapes(shapes)
     for name, value in (("max_tokens", max_tokens), ("rounds", rounds)):
         check_int(name, value, 1)
-    output = Output(out, resume, overwrite)
-    beside = [] if out is None else [out.with_suffix(".png")]
-    output.check("throughput", [pair.model, pair.drafter, prompts], beside)
-    target, tokenizer, drafter = pair.load()
-    from mlx_redrafter.bench.report import num_different
-    from mlx_redrafter.bench.runs import CommonSettings
+    output.check("throughput", [pair.model, pair.drafter, prompts], output.beside(".png"))
+    settings = load_settings(pair, max_tokens)
     from mlx_redrafter.bench.speed import Comparison, Setting, next_prompts
 
-    encoded = Prompts(prompts).encode(target, tokenizer)
-    recording = begin(
-        "throughput", output, pair, drafter, prompts, encoded,
+    encoded = Prompts(prompts).encode(settings)
+    recording = output.begin(
+        "throughput", pair, settings, prompts, encoded,
         max_tokens=max_tokens,
         repeats=rounds,
         temp=temp,
@@ -316,10 +292,7 @@ def throughput(
     work = {
         (one := Setting(temp, None, size)): next_prompts(one, encoded, rounds) for size in sizes
     }
-    settings = CommonSettings(target, tokenizer, drafter, max_tokens)
-    compared = Comparison(settings, plans=plans, stock="batch")
-    rows = _measure(work, compared, recording)
-    refuse_texts(num_different(rows))
+    _measure(work, Comparison(settings, plans=plans, stock="batch"), recording)
 
 
 def _what_is_kept(recording: Recording) -> str:
@@ -328,9 +301,10 @@ def _what_is_kept(recording: Recording) -> str:
     return f"stopped; {recording.path} has the runs so far, add --resume to go on"
 
 
-def _measure(work: Work, compared: Comparison, recording: Recording) -> list[Row]:
-    """Measure, print the table, draw the plot, and return the rows over all categories."""
+def _measure(work: Work, compared: Comparison, recording: Recording, *pages: Path) -> None:
+    """Measure, print the tables, also to pages, draw the plot, and refuse different texts."""
     from mlx_redrafter.bench.plots import count_texts, plot_speed, title
+    from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.speed import measure_speed
     from mlx_redrafter.bench.speed_page import speed_tables
 
@@ -350,4 +324,6 @@ def _measure(work: Work, compared: Comparison, recording: Recording) -> list[Row
         heading = title(result, compared.settings.model, count_texts(result["configuration"]))
         path = recording.path.with_suffix(".png")
         draw(lambda: [plot_speed(path, found, heading, compared.baseline)])
-    return found
+    for page in pages:
+        write_text(page, "\n".join(tables) + "\n")
+    refuse_texts(num_different(row for row in found if not row.arm.endswith("(server)")))

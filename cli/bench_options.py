@@ -6,17 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.cli.text_options import Overwrite
+from mlx_redrafter.destinations import check_destination
 from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.runs import EncodedPrompt
+    from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt
 
-Out = Annotated[Path | None, "JSON file for the result.", "-o"]
 Resume = Annotated[bool, "Continue the interrupted benchmark in --out."]
 TextTokens = Annotated[int, "Maximum number of tokens per text.", "--max-tokens", "-m"]
 Repeats = Annotated[int, "Number of rounds per prompt."]
@@ -42,7 +43,7 @@ class Prompts:
         if self.num_prompts is not None:
             check_int("num_prompts", self.num_prompts, 1)
 
-    def encode(self, model: Any, tokenizer: Any, length: int | None = None) -> list[EncodedPrompt]:
+    def encode(self, settings: CommonSettings, length: int | None = None) -> list[EncodedPrompt]:
         """Encode the prompts as token ids, each with ``length`` tokens if that is given.
 
         Raises:
@@ -62,8 +63,9 @@ class Prompts:
         found = read_prompts(self.prompts)
         chosen = select_prompts(found, self.num_prompts)
         if length is not None:
-            chosen = fit_prompts(tokenizer, chosen, found, length)
-        encoded, target = encode_prompts(tokenizer, chosen), target_of(model)
+            chosen = fit_prompts(settings.tokenizer, chosen, found, length)
+        encoded = encode_prompts(settings.tokenizer, chosen)
+        target = target_of(settings.model)
         for one in encoded:
             try:
                 check_prompt(one.ids, 0, target)
@@ -99,9 +101,14 @@ class ShortRounds(Rounds):
 class Output:
     """The result file of a benchmark: a new one, or the one to continue."""
 
-    path: Path | None
-    resume: bool = False
-    overwrite: bool = False
+    panel: ClassVar = None
+    out: Annotated[Path | None, "JSON file for the result.", "-o"] = None
+    resume: Resume = False
+    overwrite: Overwrite = False
+
+    def beside(self, *suffixes: str) -> list[Path]:
+        """Return the files that a benchmark writes next to its result, by their suffixes."""
+        return [] if self.out is None else [self.out.with_suffix(one) for one in suffixes]
 
     def check(
         self, kind: str, inputs: Sequence[str | Path | None], beside: Sequence[Path] = ()
@@ -114,38 +121,43 @@ class Output:
             OSError: One of them cannot be written.
         """
         from mlx_redrafter.bench.result_file import read_result
-        from mlx_redrafter.destinations import check_destination
 
-        if self.path is None:
+        if self.out is None:
             return
-        if self.path in beside:
-            raise ConfigError(f"expected a JSON file, found {self.path}; give a name in .json")
-        continues = self.resume and self.path.exists()
+        if self.out in beside:
+            raise ConfigError(f"expected a JSON file, found {self.out}; give a name in .json")
+        continues = self.resume and self.out.exists()
         if continues:
-            read_result(self.path, kind)
-        elif self.path.is_file() and not self.overwrite:
+            read_result(self.out, kind)
+        elif self.out.is_file() and not self.overwrite:
             raise ConfigError(
-                f"{self.path} exists; resume it with --resume, choose another file, or add "
+                f"{self.out} exists; resume it with --resume, choose another file, or add "
                 "--overwrite"
             )
-        for one in (self.path, *beside):
+        for one in (self.out, *beside):
             check_destination(one, inputs, continues, self.overwrite, is_folder=False)
 
+    def begin(
+        self,
+        kind: str,
+        pair: Pair,
+        settings: CommonSettings,
+        prompts: Path,
+        encoded: Sequence[EncodedPrompt],
+        **others: Any,
+    ) -> Recording:
+        """Begin or resume the recording, described by the pair, the prompts and other settings."""
+        from mlx_redrafter.bench.prompts import describe_prompts
+        from mlx_redrafter.bench.recording import Recording
+        from mlx_redrafter.bench.result_file import pair_names
 
-def begin(
-    kind: str,
-    output: Output,
-    pair: Pair,
-    loaded: Any,
-    prompts: Path,
-    encoded: Sequence[EncodedPrompt],
-    **settings: Any,
-) -> Recording:
-    """Begin or resume the recording of a benchmark, described by its pair, prompts and settings."""
-    from mlx_redrafter.bench.prompts import describe_prompts
-    from mlx_redrafter.bench.recording import Recording
-    from mlx_redrafter.bench.result_file import pair_names
+        names = pair_names(pair.model, pair.drafter_name, settings.drafter)
+        described = {**names, **describe_prompts(prompts, encoded), **others}
+        return Recording(self.out, kind, described, self.resume, self.overwrite)
 
-    names = pair_names(pair.model, pair.drafter_name, loaded)
-    described = {**names, **describe_prompts(prompts, encoded), **settings}
-    return Recording(output.path, kind, described, output.resume, output.overwrite)
+
+def load_settings(pair: Pair, max_tokens: int) -> CommonSettings:
+    """Load a pair, and make the settings of texts of at most ``max_tokens`` tokens by it."""
+    from mlx_redrafter.bench.runs import CommonSettings
+
+    return CommonSettings(*pair.load(), max_tokens)

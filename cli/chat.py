@@ -1,28 +1,51 @@
-"""``redrafter-mlx chat``: a conversation in the terminal."""
+"""``redrafter-mlx chat``: a conversation in the terminal, and commands that begin with a slash."""
 
 from __future__ import annotations
 
+import json
 import sys
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_redrafter.cli.live_text import ShowDrafts
+from mlx_redrafter.checkpoint_files import write_text
+from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import CONTEXT, NamedModel, WritingPair
+from mlx_redrafter.cli.progress import prefill_progress
 from mlx_redrafter.cli.prompt_options import (
     ChatTemplateConfig,
     SystemPrompt,
     parse_template_options,
 )
 from mlx_redrafter.cli.text_options import AnswerOptions, generation_options
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.destinations import check_destination
+from mlx_redrafter.errors import ConfigError, explain
+from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions, SamplingParams
+from mlx_redrafter.interrupts import handling
+
+if TYPE_CHECKING:
+    from mlx_redrafter.engine.engine import Engine
 
 COMMANDS = "/help lists the commands, /bye or Ctrl-D ends the chat, Ctrl-C stops an answer"
 # ``mlx.launch`` passes lines on to rank 0 until Ctrl-C, and never the end of the input.
 LAUNCHED = "type a message and Enter; /reset starts a new conversation, /exit or Ctrl-C ends it"
+# Beginning and end of a message of several lines.
+QUOTES = '"""'
+# Options that /set changes.
+SETTINGS = (*SAMPLING_NAMES, "max_tokens")
+# Output of /help.
+HELP = f"""\
+/set              show the settings; /set temp 0.7 changes one: {", ".join(SETTINGS)}
+/set system TEXT  begin a new conversation with this system prompt, or without TEXT with none
+/save FILE        write the conversation as a line of JSON, which train --data reads
+/reset            begin a new conversation
+/bye or /exit     end, as Ctrl-D does; Ctrl-C stops an answer
+{QUOTES}               begins and ends a message of several lines"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +80,6 @@ def chat(
         CONTEXT + max(0, options.max_tokens), options.kv_bits
     )
 
-    from mlx_redrafter.cli.talk import Talk
     from mlx_redrafter.engine.engine import Engine
 
     engine = Engine(model, tokenizer, drafter)
@@ -69,3 +91,151 @@ def chat(
     elif launched_group() is not None:
         typer.echo(LAUNCHED, err=True)
     talk.run()
+
+
+@dataclass
+class Talk:
+    """A conversation, and the options of its answers; the model has a chat template."""
+
+    engine: Engine
+    options: GenerationOptions
+    system_prompt: str | None
+    template_options: Mapping[str, Any]
+    shows_drafts: bool
+    verbose: bool
+
+    def __post_init__(self) -> None:
+        # Files that /save wrote, which it may replace.
+        self._saved: set[Path] = set()
+        self._begin()
+
+    def run(self) -> None:
+        """Answer messages until the input or the user ends."""
+        while (message := _ask()) is not None:
+            if message in ("/bye", "/exit"):
+                return
+            try:
+                if message.startswith("/") and "/" not in message.split()[0][1:]:
+                    self._command(message)
+                elif message:
+                    self._answer(message)
+            except ConfigError as error:
+                typer.echo(f"error: {error}", err=True)
+            except OSError as error:
+                if error.filename is None:  # of stdout, not of a file to save
+                    raise
+                typer.echo(f"error: {error.filename}: {explain(error)}", err=True)
+
+    def _begin(self) -> None:
+        from mlx_redrafter.engine.conversation import Conversation
+
+        self._conversation = Conversation(self.engine, self.system_prompt, self.template_options)
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name in ("/help", "/?"):
+            typer.echo(HELP, err=True)
+        elif name == "/reset":
+            self._begin()
+        elif name == "/save":
+            self._save(rest)
+        elif name == "/set":
+            setting, _, value = rest.partition(" ")
+            self._set(setting.replace("-", "_"), value.strip())
+        else:
+            raise ConfigError(f"unknown command {name}; /help lists them")
+
+    def _set(self, name: str, value: str) -> None:
+        if not name:
+            shown = {one: getattr(self.options, one) for one in SETTINGS}
+            shown["system"] = self.system_prompt
+            typer.echo(", ".join(f"{one}={it}" for one, it in shown.items()), err=True)
+        elif name == "system":
+            self.system_prompt = value or None
+            self._begin()
+        elif name not in SETTINGS:
+            raise ConfigError(f"expected one of {', '.join(SETTINGS)} or system, got {name!r}")
+        else:
+            kind: Any = type(getattr(SamplingParams, name, 0))
+            try:
+                number: Any = kind(value)
+            except ValueError:
+                raise ConfigError(f"{name} must be a number, got {value!r}") from None
+            self.options = replace(self.options, **{name: number})
+            typer.echo(f"{name}={number}", err=True)
+
+    def _save(self, name: str) -> None:
+
+        if not name:
+            raise ConfigError("expected a file, found none; say /save FILE")
+        path, messages = Path(name).expanduser(), self._conversation.messages
+        if path.exists() and path.resolve() not in self._saved:
+            raise ConfigError(f"{path} exists; give /save another file")
+        check_destination(path, (), is_own=True, is_folder=False)
+        write_text(path, json.dumps({"messages": messages}) + "\n")
+        self._saved.add(path.resolve())
+        typer.echo(f"saved {len(messages)} messages in {path}", err=True)
+
+    def _answer(self, message: str) -> None:
+        """Print the answer to a message token by token."""
+        conversation, last = self._conversation, None
+        num_before = conversation.num_left_out
+        with (
+            live_text(self.shows_drafts) as write,
+            prefill_progress() as on_progress,
+            nullcontext() if launched_group() is not None else _stopping(),
+        ):
+            for last in conversation.ask(
+                message, prompt_progress_callback=on_progress, **vars(self.options)
+            ):
+                write(last)
+        typer.echo()
+        if conversation.num_left_out > num_before:
+            typer.echo(
+                f"the model's context of {self.engine.target.context_length:,} tokens is full: it "
+                f"no longer reads the oldest {conversation.num_left_out} messages",
+                err=True,
+            )
+        if last is None:
+            return
+        wanted = self.options.max_tokens
+        if last.finish_reason == "length" and last.generation_tokens != wanted:
+            typer.echo("the answer ends where the model's context does", err=True)
+        if self.verbose:
+            rate = last.tokens_per_step
+            steps = "" if rate is None else f"{rate:.2f} tokens/step, "
+            typer.echo(f"{steps}{last.generation_tps:.1f} tokens/s", err=True)
+
+
+def _ask() -> str | None:
+    """Read the next message; at a terminal, one Ctrl-C in its place does not lose the chat."""
+    if sys.stdin.isatty():
+        try:
+            with handling():
+                return _read_message()
+        except KeyboardInterrupt:
+            typer.echo("\n/bye, Ctrl-D or Ctrl-C once more ends the chat", err=True)
+    return _read_message()
+
+
+def _read_message() -> str | None:
+    """Read the next message, one line or more between quotes; None at the end of the input."""
+    prompt = ">> " if sys.stdin.isatty() else ""
+    try:
+        text = input(prompt).strip()
+        if not text.startswith(QUOTES):
+            return text
+        lines = [text.removeprefix(QUOTES)]
+        while QUOTES not in lines[-1]:
+            lines.append(input("... " if prompt else ""))
+        return "\n".join(lines).replace(QUOTES, "", 1).strip()
+    except EOFError:
+        return None
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Let Ctrl-C stop the answer, not the program."""
+    with handling(), suppress(KeyboardInterrupt):
+        yield

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import platform
 import textwrap
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Any
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any
 
+import mlx.core as mx
 import typer
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.check_kernels import check_available, check_kernels
 from mlx_redrafter.cli.model_options import AdaptedPair
+from mlx_redrafter.cli.progress import progress_bar
 from mlx_redrafter.cli.prompt_options import PromptOptions
 from mlx_redrafter.cli.text_options import (
-    CACHE,
     DraftOptions,
     IgnoreChatTemplate,
     MaxTokens,
@@ -24,12 +26,19 @@ from mlx_redrafter.cli.text_options import (
     generation_options,
     library_option,
 )
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.version import __version__
+
+if TYPE_CHECKING:
+    from mlx_redrafter.kernels.trial import KernelTrial
 
 PROMPTS = (
     "Once upon a time, there was a little girl who",
     "Explain in a few sentences why the sky is blue.",
     "def fibonacci(n):\n    ",
 )
+# Numbers of rows in the table of kernels (nodes for attention); `--json` prints all.
+SHOWN = (2, 3, 4, 5, 6, 8, 9, 12, 16)
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,7 @@ class CheckedTextOptions(WholeTextOptions):
 
     max_tokens: MaxTokens = 128
     seed: Seed = 0
-    quantized_kv_start: Annotated[
-        int, library_option("quantized_kv_start", rich_help_panel=CACHE)
-    ] = 0
+    quantized_kv_start: Annotated[int, library_option("quantized_kv_start")] = 0
 
 
 def check(
@@ -69,14 +76,12 @@ def check(
     value, so that gaps may be larger, in any dtype.
     """
     if kernels:
-        check_available()
-        check_kernels(pair.load(kernels=False)[0], as_json)
+        _check_kernels(pair, as_json)
         return
     check_int("max_tokens", text.max_tokens, 1)
     options = generation_options(text, drafting)  # checked before anything is loaded
     target, tokenizer, drafter = pair.load()
 
-    from mlx_redrafter.cli.progress import progress_bar
     from mlx_redrafter.engine.text_comparison import compare_decoding
 
     reading = _try_readings(target, tokenizer, drafter)
@@ -128,3 +133,64 @@ def _describe(result: dict[str, Any], tokenizer: Any) -> str:
         f"different: token {difference['position']} of {result['num_tokens']} after {prompt!r} "
         f"is {found} instead of {expected}; the two best differ by {difference['gap']:.2g} nats"
     )
+
+
+def _check_kernels(pair: AdaptedPair, as_json: bool) -> None:
+    """Try this package's kernels on a model's weights, and print their equality and times.
+
+    Raises:
+        ConfigError: MLX does not compute on an Apple GPU.
+        typer.Exit: A kernel differs from MLX's, or cannot be compiled or run; the exit code is 1.
+    """
+
+    from mlx_redrafter.kernels.layers import is_available
+    from mlx_redrafter.kernels.selection import try_kernels
+
+    if not is_available():
+        raise ConfigError(
+            f"--kernels needs an Apple GPU, found {mx.default_device()}; run it on a Mac"
+        )
+    trials = try_kernels(pair.load(kernels=False)[0])
+    device = mx.device_info()
+    machine = {
+        "chip": f"{device.get('device_name')} ({device.get('architecture')})",
+        "system": platform.version(),
+        "mlx": version("mlx"),
+        "mlx-redrafter": __version__,
+    }
+    if as_json:
+        typer.echo(json.dumps({"machine": machine, "shapes": list(map(_to_json, trials))}))
+    else:
+        typer.echo(", ".join(f"{name} {value}" for name, value in machine.items()))
+        typer.echo(
+            "\n".join(map(_describe_trial, trials))
+            or "this model has no matrix or attention of a shape that the kernels support"
+        )
+    if any(trial.failure for trial in trials):
+        raise typer.Exit(1)
+
+
+def _to_json(trial: KernelTrial[Any]) -> dict[str, Any]:
+    return {
+        "shape": vars(trial.shape),
+        "num_layers": trial.num_layers,
+        "outcome": trial.failure or trial.outcome,
+        "times": {rows: vars(times) for rows, times in trial.times.items()},
+        "rows": trial.rows,
+        "failure": trial.failure,
+    }
+
+
+def _describe_trial(trial: KernelTrial[Any]) -> str:
+    """Describe a shape in one line, and its times in a line per number of rows."""
+    lines = [f"{trial.shape}; layers: {trial.num_layers}"]
+    if trial.failure:
+        return "\n".join([*lines, f"  failed: {trial.failure}"])
+    lines.append(f"  {trial.outcome}")
+    for rows in SHOWN:
+        times = trial.times[rows]
+        used = ", used" if rows in trial.rows else ""
+        lines.append(
+            f"  {rows:2} rows: {1e3 * times.kernel:.3f} ms, MLX's {1e3 * times.stock:.3f} ms{used}"
+        )
+    return "\n".join(lines)

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from mlx_redrafter.cli.names import confirm
-from mlx_redrafter.cli.notes import note
+from mlx_redrafter.cli.progress import note
 from mlx_redrafter.errors import RedrafterError
 
 if TYPE_CHECKING:

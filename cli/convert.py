@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mlx_redrafter.cli.text_options import Overwrite
-from mlx_redrafter.convert.conversion_options import ConversionOptions, Dtype
+from mlx_redrafter.convert.conversion_options import ConversionOptions
 
 if TYPE_CHECKING:
     from mlx_redrafter.convert.conversion import Conversion
@@ -47,7 +47,12 @@ def convert(
     if to == "mlx":
         _report(convert_drafter(source, destination, options, overwrite), destination, options)
     elif options == ConversionOptions(options.dtype):
-        _export(source, destination, options.dtype, overwrite)
+        from mlx_redrafter.convert.export import export_drafter
+
+        notes = export_drafter(source, destination, options.dtype, overwrite)
+        typer.echo(f"wrote {destination} in the layout of Apple's PyTorch code")
+        for note in notes:
+            typer.echo(f"note: {note}", err=True)
     else:
         raise typer.BadParameter(
             "--to pytorch takes no option but --dtype, --overwrite and --upload-repo"
@@ -56,15 +61,6 @@ def convert(
         from mlx_redrafter.convert.publication import upload_folder
 
         typer.echo(f"uploaded to {upload_folder(destination, upload_repo)}")
-
-
-def _export(source: str, destination: Path, dtype: Dtype | None, overwrite: bool) -> None:
-    from mlx_redrafter.convert.export import export_drafter
-
-    notes = export_drafter(source, destination, dtype, overwrite)
-    typer.echo(f"wrote {destination} in the layout of Apple's PyTorch code")
-    for note in notes:
-        typer.echo(f"note: {note}", err=True)
 
 
 def _report(conversion: Conversion, destination: Path, options: ConversionOptions) -> None:

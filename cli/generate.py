@@ -14,13 +14,9 @@ import typer
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, WritingPair
-from mlx_redrafter.cli.notes import is_talkative
+from mlx_redrafter.cli.progress import is_talkative, prefill_progress
 from mlx_redrafter.cli.prompt_options import PromptOptions
-from mlx_redrafter.cli.text_options import (
-    DraftOptions,
-    WholeTextOptions,
-    generation_options,
-)
+from mlx_redrafter.cli.text_options import DraftOptions, WholeTextOptions, generation_options
 from mlx_redrafter.draft_plan import MAX_OUTCOMES
 from mlx_redrafter.errors import ConfigError, explain
 
@@ -107,7 +103,7 @@ def generate(
     text: WholeTextOptions,
     grammar: GrammarOptions,
     drafting: DraftOptions,
-    as_json: Annotated[bool, "Print one JSON object and nothing else.", "--json"] = False,
+    as_json: Annotated[bool, "Print one JSON object instead of the text.", "--json"] = False,
     stats: Annotated[
         bool | None,
         typer.Option(
@@ -153,7 +149,6 @@ def _generate(
     shown: AbstractContextManager[Callable[[GenerationResponse], None] | None],
 ) -> tuple[str, list[int], GenerationResponse, Hits | None]:
     """Return the text, its token ids, the last response, and the counts of drafting ahead."""
-    from mlx_redrafter.cli.progress import prefill_progress
     from mlx_redrafter.engine.generation import stream_generate
 
     context = CONTEXT + max(0, options.max_tokens)

@@ -94,7 +94,9 @@ def launch(
         raise ConfigError(
             f"{agent} is not installed; install it with: npm install -g {AGENTS[agent].package}"
         )
-    with _ending_by_signals(), _running(server) as model:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end in order, so that the server ends, too
+        signal.signal(number, lambda one, _: sys.exit(128 + one))
+    with _running(server) as model:
         settings = AGENTS[agent].configure(_address(server, model))
         typer.echo(f"{agent} uses the model {model['id']} at {server.url}:", err=True)
         shown = _as_command(agent, settings, arguments or [])
@@ -103,18 +105,6 @@ def launch(
         command = [program, *settings.arguments, *(arguments or [])]
         code = subprocess.call(command, env={**os.environ, **settings.variables})
     raise typer.Exit(code)
-
-
-@contextmanager
-def _ending_by_signals() -> Iterator[None]:
-    """Make signals end this process in order, so that its server ends, too."""
-    numbers = signal.SIGTERM, signal.SIGHUP
-    before = [signal.signal(number, lambda one, _: sys.exit(128 + one)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def live_text(shows_drafts: bool) -> Iterator[Callable[[GenerationResponse], Non
     """Yield a function that prints the text of responses; on a terminal it may colour drafts."""
     console = Console(highlight=False)
     if not sys.stdout.isatty() or console.is_dumb_terminal:
-        yield _print
+        yield print_text
         return
     text = LiveText(console, shows_drafts)
     try:
@@ -39,7 +39,8 @@ def live_text(shows_drafts: bool) -> Iterator[Callable[[GenerationResponse], Non
         text.finish()
 
 
-def _print(response: GenerationResponse) -> None:
+def print_text(response: GenerationResponse) -> None:
+    """Print the text of the next token at once."""
     sys.stdout.write(response.text)
     sys.stdout.flush()
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import mlx.core as mx
 import typer
 
 from mlx_redrafter.errors import ConfigError, first_line
@@ -67,8 +68,6 @@ def launched_group() -> Any:
     """
     if RANK not in os.environ:
         return None
-    import mlx.core as mx
-
     try:
         group = mx.distributed.init()
     except (RuntimeError, ValueError) as error:

@@ -25,7 +25,7 @@ from mlx_redrafter.cli.generate import generate
 from mlx_redrafter.cli.launch import launch
 from mlx_redrafter.cli.machines import RANK, join_machines, leave_machines
 from mlx_redrafter.cli.models import list_models, pull, remove, show_model
-from mlx_redrafter.cli.notes import set_quiet
+from mlx_redrafter.cli.progress import set_quiet
 from mlx_redrafter.cli.run import run_model
 from mlx_redrafter.cli.serve import serve
 from mlx_redrafter.cli.train import train
@@ -62,7 +62,6 @@ class _StderrHandler(logging.Handler):
     """A handler that writes the package's log to the current stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line."""
         typer.echo(self.format(record), err=True)
 
 
@@ -130,18 +129,14 @@ def _report(error: Exception) -> int:
         if message.startswith("No such command") and "Did you mean" not in message:
             message += " redrafter-mlx --help lists all."
     elif isinstance(error, OSError):
-        message, code = _describe(error), 1
+        message, code = explain(error), 1
+        if error.strerror is not None:
+            message = f"{error.filename2 or error.filename or 'output'}: {message}"
     else:
         message, code = str(error), 2 if isinstance(error, ConfigError) else 1
     if message:  # empty after the help that a call without arguments prints
         typer.echo(f"error: {one_line(message)}", err=True)
     return code
-
-
-def _describe(error: OSError) -> str:
-    """Format an error of a file as one line: the file, the cause and the remedy."""
-    path = error.filename2 or error.filename or "output"
-    return explain(error) if error.strerror is None else f"{path}: {explain(error)}"
 
 
 @app.callback(invoke_without_command=True)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from mlx_redrafter.checkpoint_files import find_checkpoint, named_parameters
 from mlx_redrafter.cli.choose_drafter import AUTO, LOOKUP, choose_drafter
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.names import find_model
-from mlx_redrafter.cli.notes import note
+from mlx_redrafter.cli.progress import note
 from mlx_redrafter.cli.text_options import MODEL
 from mlx_redrafter.errors import (
     CheckpointError,
@@ -46,20 +47,24 @@ NamedModel = Annotated[
 ]
 
 
-def _drafter_option(more: str = "") -> Any:
+def _drafter_option(
+    more: str = "", default: str = ". By default one on this machine, or lookup"
+) -> Any:
     return typer.Option(
         "--drafter",
         "--draft-model",
         help="Drafter made for the target (recurrent, EAGLE, Medusa, MTP, block, SpecFormer) or a "
         "smaller model with the same tokens: a folder or a hub repository. Or a word: auto for one "
         "that is made for the target, on this machine or published; lookup for prompt lookup; mtp "
-        f"for the module in the target's own files{more}. By default one on this machine, or "
-        "lookup.",
+        f"for the module in the target's own files{more}{default}.",
         rich_help_panel=MODEL,
     )
 
 
+_NONE = "; none for plain decoding, one token per forward pass"
+
 AnyDrafter = Annotated[str | None, _drafter_option()]
+AutoDrafter = Annotated[str, _drafter_option(_NONE, "")]
 Yes = Annotated[bool, "Download the model and its drafter without a question."]
 AdapterPath = Annotated[str | None, "Folder of a LoRA adapter for the target."]
 TrustRemoteCode = Annotated[bool, "Allow the target's checkpoint to run its own Python code."]
@@ -153,9 +158,7 @@ class AdaptedPair(Pair):
 class WritingPair(AdaptedPair):
     """A pair that writes a text, with drafts or by plain decoding."""
 
-    drafter: Annotated[
-        str | None, _drafter_option("; none for plain decoding, one token per forward pass")
-    ] = None
+    drafter: Annotated[str | None, _drafter_option(_NONE)] = None
 
     @property
     def drafts(self) -> bool:
@@ -175,7 +178,6 @@ def _check_memory(
     model: str, drafter: str | None, context: Context, machines: int, adapter: str | None
 ) -> None:
     """Refuse a model that is too large, and warn about one that is nearly so."""
-    from mlx_redrafter.checkpoint_files import find_checkpoint
     from mlx_redrafter.checkpoints.memory_check import check_memory
     from mlx_redrafter.checkpoints.recognition import recognise
     from mlx_redrafter.proposers import WORDS
@@ -195,7 +197,6 @@ def _check_memory(
 
 
 def _say_bundled(model: nn.Module) -> None:
-    from mlx_redrafter.checkpoint_files import named_parameters
 
     size = sum(tensor.size for tensor in named_parameters(model).values())
     note(

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from mlx_redrafter.checkpoint_files import read_json
+from mlx_redrafter.checkpoint_files import find_checkpoint, read_json
 from mlx_redrafter.cli.bench_output import show_lines
 from mlx_redrafter.cli.names import agrees, complete_name
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, quote
-
-if TYPE_CHECKING:
-    from mlx_redrafter.model_store import StoredModel
+from mlx_redrafter.memory_sizes import format_bytes
+from mlx_redrafter.model_store import (
+    StoredModel,
+    cached_repository,
+    find_stored,
+    repository_of,
+    stored_models,
+)
 
 Name = Annotated[
     str | None,
@@ -35,9 +40,6 @@ def list_models(
 
     Searches the Hugging Face cache, which mlx-lm uses, and LM Studio's folders.
     """
-    from mlx_redrafter.memory_sizes import format_bytes
-    from mlx_redrafter.model_store import stored_models
-
     rows = [_describe(model) for model in stored_models()]
     if as_json:
         typer.echo(json.dumps({"models": rows}))
@@ -67,7 +69,6 @@ def show_model(
     Of a repository that is not on this machine only config.json is read.
     """
     from mlx_redrafter.bench.model_shape import shape_of_config
-    from mlx_redrafter.checkpoint_files import find_checkpoint
     from mlx_redrafter.checkpoints.recognition import recognise
     from mlx_redrafter.proposers import draft_model
     from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
@@ -120,8 +121,6 @@ def pull(model: Name = None) -> None:
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     from mlx_redrafter.hub import download, find_repository
-    from mlx_redrafter.memory_sizes import format_bytes
-    from mlx_redrafter.model_store import find_stored
 
     patterns = [*DEFAULT_ALLOW_PATTERNS, "*.safetensors", "README.md"]
     repository = find_repository(full, patterns)
@@ -147,14 +146,6 @@ def remove(
     yes: Yes = False,
 ) -> None:
     """Delete a model or a drafter from the Hugging Face cache, in all its versions."""
-    from mlx_redrafter.memory_sizes import format_bytes
-    from mlx_redrafter.model_store import (
-        cached_repository,
-        find_stored,
-        repository_of,
-        stored_models,
-    )
-
     full = _given(model)
     if "/" not in full:
         if (found := find_stored(full, None)) is None:

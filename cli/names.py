@@ -12,7 +12,10 @@ from pathlib import Path
 
 import typer
 
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, read_config
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, ResourceError
+from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
+from mlx_redrafter.model_store import find_stored, repository_of, stored_names
 
 # Owner of the repositories that a name without an owner stands for, if it is not on this machine.
 DEFAULT_OWNER = "mlx-community"
@@ -22,8 +25,6 @@ HUB = re.compile(r"(?:https?://)?(?:www[.])?(?:huggingface[.]co|hf[.]co)/([^/]+/
 
 def complete_name(name: str) -> str:
     """Complete a repository's name by models on this machine, or else by the default owner."""
-    from mlx_redrafter.model_store import find_stored, repository_of
-
     if match := HUB.fullmatch(name):
         raise ConfigError(f"expected a repository like org/name, got an address: say {match[1]}")
     if ":" in name and "://" not in name:
@@ -42,8 +43,6 @@ def complete_name(name: str) -> str:
 
 def names_beginning(incomplete: str) -> list[str]:
     """List repositories on this machine for the shell, by their names or else their last parts."""
-    from mlx_redrafter.model_store import stored_names
-
     names = stored_names()
     last_parts = [name.rpartition("/")[2] for name in names]
     found = [name for name in names if name.startswith(incomplete)]
@@ -60,8 +59,6 @@ def find_model(name: str, yes: bool) -> str:
         UnsupportedTargetError: The model cannot be decoded exactly.
     """
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
-
-    from mlx_redrafter.model_store import find_stored
 
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if name and Path(name).expanduser().exists():
@@ -100,9 +97,7 @@ def _download(full: str, yes: bool) -> None:
     """Download a model that this machine can use, if the user agrees."""
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-    from mlx_redrafter.checkpoint_files import CONFIG_FILE, read_config
     from mlx_redrafter.hub import download, find_repository
-    from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
     from mlx_redrafter.target.model_parts import check_config
 
     repository = find_repository(full, [CONFIG_FILE, *DEFAULT_ALLOW_PATTERNS])

@@ -1,13 +1,39 @@
-"""Progress of long work, on stderr if that is a terminal."""
+"""Notes about the work on stderr, and its progress if that is a terminal.
+
+``redrafter-mlx --quiet COMMAND`` leaves the notes out.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_is_quiet = False
+
+
+def set_quiet(is_quiet: bool) -> None:
+    """Leave out notes, and the package's log but its errors."""
+    global _is_quiet
+    _is_quiet = is_quiet
+    if is_quiet:
+        logging.getLogger("mlx_redrafter").setLevel(logging.ERROR)
+
+
+def note(line: str) -> None:
+    """Print a line to stderr."""
+    if not _is_quiet:
+        typer.echo(line, err=True)
+
+
+def is_talkative() -> bool:
+    """Return whether a user looks at stderr and wants notes there."""
+    return sys.stderr.isatty() and not _is_quiet
 
 
 class _Bar(Progress):

@@ -9,7 +9,7 @@ import typer
 from mlx_redrafter.cli.chat import ChatPair, chat
 from mlx_redrafter.cli.choose_drafter import AUTO
 from mlx_redrafter.cli.generate import GeneratingPair, GrammarOptions, generate
-from mlx_redrafter.cli.model_options import AnyDrafter, Yes
+from mlx_redrafter.cli.model_options import AutoDrafter, Yes
 from mlx_redrafter.cli.prompt_options import PromptFile, PromptOptions, SystemPrompt
 from mlx_redrafter.cli.text_options import AnswerOptions, DraftOptions, WholeTextOptions
 from mlx_redrafter.errors import ConfigError
@@ -31,7 +31,7 @@ def run_model(
     *,
     model: Annotated[str | None, "The same as the first argument."] = None,
     prompt_file: PromptFile = None,
-    drafter: AnyDrafter = AUTO,
+    drafter: AutoDrafter = AUTO,
     system_prompt: SystemPrompt = None,
     text: AnswerOptions,
     yes: Yes = False,
@@ -48,7 +48,8 @@ def run_model(
         raise typer.BadParameter("the model is given twice; leave one out")
     if model is None:
         raise ConfigError(
-            "expected a model, found none; redrafter-mlx list shows those that are here"
+            "expected a model, found none; redrafter-mlx list shows those that are here, and "
+            "redrafter-mlx try needs none"
         )
     if prompt is None and prompt_file is None:
         chat(ChatPair(model, drafter, yes), system_prompt=system_prompt, text=text)

@@ -24,7 +24,7 @@ from mlx_redrafter.cli.text_options import (
     DraftSizeOptions,
     MaxTokens,
     TextOptions,
-    library_option,
+    with_library_options,
 )
 from mlx_redrafter.errors import ConfigError, how_to_install
 from mlx_redrafter.generation_options import GenerationOptions
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 # Environment variable with the key.
 KEY_VARIABLE = "REDRAFTER_API_KEY"
-# Hosts that only this machine reaches.
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-
 # Panel of the address and the names in the help.
 SERVER = "Server"
 # Seconds that running requests have to end after SIGTERM.
@@ -94,24 +91,17 @@ class ServedModels:
 
 
 @dataclass(frozen=True)
+@with_library_options("prefill_step_size")
 class ServedOptions(TextOptions):
     """Options of a text for requests that leave them out, and the chunk size of prompts."""
 
     # Many agents send no limit, and a call that is cut is none.
     max_tokens: MaxTokens = -1
-    prefill_step_size: Annotated[int, library_option("prefill_step_size")] = (
-        GenerationOptions.prefill_step_size
-    )
 
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Address of the server, and who may use it.
-
-    Attributes:
-        allow_host: Names of the server besides its address.
-        allow_origin: Origins of web pages that may use the server.
-    """
+    """Address of the server, and who may use it."""
 
     panel: ClassVar = SERVER
     host: Annotated[str, "Address to listen at."] = "127.0.0.1"
@@ -152,11 +142,6 @@ class AddressOptions:
                 f"api_key must be at least one character long, got {key!r}; leave it out and unset "
                 f"{KEY_VARIABLE} to serve without a key"
             )
-
-    @property
-    def is_open(self) -> bool:
-        """Whether other machines may use the server without a key."""
-        return self.api_key is None and self.host not in LOCAL_HOSTS
 
 
 def serve(
@@ -206,8 +191,8 @@ def _run(
 
     from mlx_redrafter.measured import cache_folder
     from mlx_redrafter.server.application import make_application
-    from mlx_redrafter.server.callers import Callers
-    from mlx_redrafter.server.listening import make_server
+    from mlx_redrafter.server.callers import LOCAL_HOSTS, Callers
+    from mlx_redrafter.server.listening import Server
     from mlx_redrafter.server.models import Models
     from mlx_redrafter.server.protocols.service import Service
     from mlx_redrafter.server.worker import Worker
@@ -225,11 +210,11 @@ def _run(
     known = Models(served, defaults, limits, worker.is_busy, address.strict_names, prompts)
     if len(served) == 1:
         known.load(served[0])
-    application = make_application(Service(known, worker, defaults, limits, callers))
+    application = make_application(Service(known, worker, callers))
     # Other machines end with this process, in order.
     ends_process = not is_split
-    server = make_server(application, limits.client_timeout, GRACE_SECONDS, worker, ends_process)
-    if address.is_open:
+    server = Server(application, limits.client_timeout, GRACE_SECONDS, worker, ends_process)
+    if address.api_key is None and address.host not in LOCAL_HOSTS:
         typer.echo(
             f"anyone who reaches {address.host} may use this server; give it a key with --api-key",
             err=True,

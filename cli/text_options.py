@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from mlx_redrafter.generation_options import (
-    SAMPLING_NAMES,
-    GenerationOptions,
-    SamplingParams,
-)
+from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions, SamplingParams
 
 MODEL, DRAFT, SAMPLE, PROMPT, CACHE = "Model", "Drafting", "Sampling", "Prompt", "K/V cache"
-
-DESCRIPTIONS: dict[str, str] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(GenerationOptions, include_extras=True).items()
+# Sizes of drafts, each a number or "auto".
+DRAFT_SIZES = ("beam_width", "beam_length", "tree_nodes")
+# Panels of options in the help.
+PANELS = {
+    **dict.fromkeys(SAMPLING_NAMES, SAMPLE),
+    **dict.fromkeys(("kv_bits", "kv_group_size", "quantized_kv_start"), CACHE),
+    **dict.fromkeys((*DRAFT_SIZES, "select"), DRAFT),
 }
-
 # Added to the help of the first of three options, which work together.
 AUTO = (
     " If this and the next two options are auto, every step chooses the number of drafts that is "
     "fastest on this machine, which may be none."
 )
+
+Record = TypeVar("Record")
 
 
 def parse_size(value: str) -> int | str:
@@ -38,64 +39,55 @@ def parse_size(value: str) -> int | str:
         raise typer.BadParameter(f"expected a number or auto, got {value!r}") from None
 
 
-def library_option(name: str, *flags: str, more: str = "", **settings: Any) -> Any:
+def library_option(name: str, *flags: str, **settings: Any) -> Any:
     """Make a typer option for a field of `GenerationOptions`, described as there."""
+    hint = get_type_hints(GenerationOptions, include_extras=True)[name]
     names = (f"--{name.replace('_', '-')}", *flags) if flags else ()  # typer's own without
-    return typer.Option(*names, help=DESCRIPTIONS[name] + more, **settings)
-
-
-def _size_option(name: str, more: str = "") -> Any:
-    # Typer has no type for a number or "auto".
-    settings = {"parser": parse_size, "metavar": "<int>|auto", "rich_help_panel": DRAFT}
-    return library_option(name, more=more, **settings)
+    described = hint.__metadata__[0] + (AUTO if name == "beam_width" else "")
+    if name in DRAFT_SIZES:  # typer has no type for a number or "auto"
+        settings = {"parser": parse_size, "metavar": "<int>|auto"}
+    return typer.Option(*names, help=described, rich_help_panel=PANELS.get(name), **settings)
 
 
 MaxTokens = Annotated[int, library_option("max_tokens", "-m")]
-Temp = Annotated[float, library_option("temp", rich_help_panel=SAMPLE)]
-Seed = Annotated[int, library_option("seed", rich_help_panel=SAMPLE)]
+Temp = Annotated[float, library_option("temp")]
+Seed = Annotated[int, library_option("seed")]
 Overwrite = Annotated[
     bool, "Allow other files where this writes, but never the model, the drafter or the data."
 ]
 IgnoreChatTemplate = Annotated[bool, "Use the prompt without the chat template."]
 
 
-Record = TypeVar("Record")
+def with_library_options(*names: str) -> Callable[[type[Record]], type[Record]]:
+    """Add options of `GenerationOptions` to a record, with the defaults of `SamplingParams`."""
+    hints = {**get_type_hints(GenerationOptions), **get_type_hints(SamplingParams)}
+    hints |= {**dict.fromkeys(DRAFT_SIZES, Any), "select": str}  # the library checks their words
 
+    def add(record: type[Record]) -> type[Record]:
+        for name in names:
+            kind, option = hints[name], library_option(name)
+            default = getattr(SamplingParams, name, getattr(GenerationOptions, name))
+            if name == "seed":
+                kind, default, option.show_default = kind | None, None, "fresh"
+            record.__annotations__[name] = Annotated[kind, option]
+            setattr(record, name, default)
+        return record
 
-def _with_sampling(record: type[Record]) -> type[Record]:
-    """Add the sampling options of `SamplingParams` to a record of options."""
-    hints = get_type_hints(SamplingParams)
-    for name in SAMPLING_NAMES:
-        kind, default, settings = hints[name], getattr(SamplingParams, name), {}
-        if name == "seed":
-            kind, default, settings = kind | None, None, {"show_default": "fresh"}
-        option = library_option(name, rich_help_panel=SAMPLE, **settings)
-        record.__annotations__[name] = Annotated[kind, option]
-        setattr(record, name, default)
-    return record
+    return add
 
 
 @dataclass(frozen=True)
-@_with_sampling
+@with_library_options(*SAMPLING_NAMES, "kv_bits")
 class TextOptions:
     """Length of a text, sampling, and quantization of the K/V cache."""
 
     max_tokens: MaxTokens = GenerationOptions.max_tokens
-    kv_bits: Annotated[int | None, library_option("kv_bits", rich_help_panel=CACHE)] = (
-        GenerationOptions.kv_bits
-    )
 
 
 @dataclass(frozen=True)
+@with_library_options("kv_group_size", "quantized_kv_start")
 class WholeTextOptions(TextOptions):
     """All options of a text."""
-
-    kv_group_size: Annotated[int, library_option("kv_group_size", rich_help_panel=CACHE)] = (
-        GenerationOptions.kv_group_size
-    )
-    quantized_kv_start: Annotated[
-        int, library_option("quantized_kv_start", rich_help_panel=CACHE)
-    ] = GenerationOptions.quantized_kv_start
 
 
 @dataclass(frozen=True)
@@ -106,21 +98,15 @@ class AnswerOptions(TextOptions):
 
 
 @dataclass(frozen=True)
+@with_library_options(*DRAFT_SIZES)
 class DraftSizeOptions:
     """Sizes of drafts, each a number or "auto"."""
 
-    beam_width: Annotated[Any, _size_option("beam_width", AUTO)] = GenerationOptions.beam_width
-    beam_length: Annotated[Any, _size_option("beam_length")] = GenerationOptions.beam_length
-    tree_nodes: Annotated[Any, _size_option("tree_nodes")] = GenerationOptions.tree_nodes
-
 
 @dataclass(frozen=True)
+@with_library_options("select")
 class DraftOptions(DraftSizeOptions):
     """All options of drafts."""
-
-    select: Annotated[str, library_option("select", rich_help_panel=DRAFT)] = (
-        GenerationOptions.select
-    )
 
 
 def generation_options(*groups: TextOptions | DraftSizeOptions) -> GenerationOptions:

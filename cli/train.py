@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from mlx_redrafter.checkpoint_files import read_json
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
 from mlx_redrafter.cli.names import find_model
-from mlx_redrafter.cli.notes import note
+from mlx_redrafter.cli.progress import note, progress_bar
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.cli.typer_app import pack
 from mlx_redrafter.errors import ConfigError
@@ -103,7 +104,6 @@ def _to_record(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _restore(context: typer.Context, values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Replace options by those that a run began with; options given again must be the same."""
-    from mlx_redrafter.checkpoint_files import read_json
 
     stored, given = read_json(path), _to_record(values)
     if unknown := stored.keys() - given.keys():
@@ -130,7 +130,7 @@ def _make_request(values: Mapping[str, Any]) -> TrainingRequest:
     if values["model"] is None:
         begun = f"no run was begun in {values['out']}; " if values["resume"] else ""
         raise ConfigError(
-            f"{begun}expected a target, found none; give --model FOLDER or --model ORG/NAME"
+            f"{begun}expected a model, found none; give --model FOLDER or --model ORG/NAME"
         )
     run = {field.name: values[field.name] for field in fields(RunOptions)}
     del run["yes"]
@@ -162,8 +162,6 @@ class ConsoleReporter:
     """A reporter on stderr."""
 
     def __init__(self) -> None:
-        from mlx_redrafter.cli.progress import progress_bar
-
         self.bar = progress_bar("{task.description}")
         self.tasks: dict[str, Any] = {}
         self.logged_at = time.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +11,9 @@ import typer
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.choose_drafter import AUTO
+from mlx_redrafter.cli.live_text import print_text
 from mlx_redrafter.cli.model_options import CONTEXT, Pair, Yes
+from mlx_redrafter.cli.progress import note
 from mlx_redrafter.cli.text_options import MaxTokens
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def try_out(
     The drafter is the one that --drafter auto would choose. The exit code is 1 if the texts differ.
     """
     check_int("max_tokens", max_tokens, 2)
+    _warn_if_busy()
     pair = Pair() if model is None else Pair(model, AUTO, yes)
     target, tokenizer, drafter = pair.load(CONTEXT + max_tokens)
 
@@ -77,13 +80,21 @@ def try_out(
         raise typer.Exit(1)
 
 
+def _warn_if_busy() -> None:
+    """Say that other programs disturb the speeds, if they keep half of the cores busy or more."""
+    from mlx_redrafter.bench.machine import load_averages
+
+    cores, (load, *_) = os.cpu_count() or 1, load_averages() or [0.0]
+    if load >= cores / 2:
+        note(f"other programs keep {load:.1f} of {cores} cores busy, which disturbs the speeds")
+
+
 def _printing(arm: Arm) -> Arm:
     """Print the text of a decoding method while it comes."""
 
     def decode(ids: list[int]) -> Iterator[Any]:
         for response in arm(ids):
-            sys.stdout.write(response.text)
-            sys.stdout.flush()
+            print_text(response)
             yield response
         typer.echo()
 

@@ -77,8 +77,8 @@ class CommandGroup(_ReadableHelp, TyperGroup):
 class Application(typer.Typer):
     """A typer application whose commands accept option groups."""
 
-    def __init__(self, cls: type[CommandGroup] = CommandGroup, **settings: Any):
-        super().__init__(cls=cls, context_settings=CONTEXT, **settings)
+    def __init__(self, **settings: Any):
+        super().__init__(cls=CommandGroup, context_settings=CONTEXT, **settings)
 
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
         """Register a command, as `typer.Typer.command` does."""
@@ -151,9 +151,7 @@ def _add_other_form(options: dict[str, Parameter]) -> None:
     other = typer.Option("--model", help="The same as the argument.")
     if not arguments:
         other = typer.Argument(metavar="MODEL", help="The same as --model.")
-    hint = Annotated[str | None, other]
-    parameter = Parameter(OTHER_FORM, Parameter.KEYWORD_ONLY, default=None, annotation=hint)
-    options[OTHER_FORM] = parameter
+    options[OTHER_FORM] = _option(OTHER_FORM, None, Annotated[str | None, other])
 
 
 def _options_of(group: type[Any], panel: str) -> Iterator[Parameter]:

@@ -51,26 +51,22 @@ def make_grammar(
         Refusal: A schema is malformed, or the model has no grammar for what must hold.
     """
     param = "" if asked is None else asked.param
+    grammar: Grammar | LateGrammar | None
     try:
         if tools is not None and tools.callable:
             param = "tools"
             grammar = _hold_calls(engine, prompt, tools, asked)
+        elif asked is None:
+            return None
         else:
-            grammar = _hold_format(engine, prompt, tools, asked)
+            grammar = Grammar.json_schema(asked.schema)
+            if tools is not None:
+                grammar = _after_thinking(engine.tokenizer, prompt, grammar, {})
         if grammar is not None:
             engine.masks(grammar)
     except ConfigError as error:
         raise Refusal(f"{param}: {error}", param) from error
     return grammar
-
-
-def _hold_format(
-    engine: Engine, prompt: Sequence[int], tools: Tools | None, asked: AnswerFormat | None
-) -> Grammar | LateGrammar | None:
-    if asked is None:
-        return None
-    grammar = Grammar.json_schema(asked.schema)
-    return grammar if tools is None else _after_thinking(engine.tokenizer, prompt, grammar, {})
 
 
 def _hold_calls(
@@ -111,10 +107,7 @@ def _demand(tools: Tools, asked: AnswerFormat | None) -> str | None:
 
 
 def _after_thinking(
-    tokenizer: TokenizerWrapper,
-    prompt: Sequence[int],
-    grammar: Grammar,
-    others: dict[str, Grammar],
+    tokenizer: TokenizerWrapper, prompt: Sequence[int], grammar: Grammar, others: dict[str, Grammar]
 ) -> Grammar | LateGrammar:
     """Let a text that begins with thinking end it first."""
     if first_state(tokenizer, prompt) != "reasoning":

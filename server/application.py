@@ -1,4 +1,4 @@
-"""The server's paths: those of the protocols, of the models, and of the server itself."""
+"""The server's paths: those of the protocols, the models, the chat page and the server itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,7 +19,6 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from mlx_redrafter.server.callers import Gate
-from mlx_redrafter.server.chat_page import FILES, send_file
 from mlx_redrafter.server.fields import shortened
 from mlx_redrafter.server.models import Model
 from mlx_redrafter.server.protocols import PROTOCOLS, error_format
@@ -28,6 +28,26 @@ from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST
 from mlx_redrafter.server.request_log import RequestLog
 from mlx_redrafter.server.wire import respond
+
+# Files of the chat page by their paths; they need no key.
+FILES = {
+    "/": "page.html",
+    **{f"/{name}": name for name in ("page.js", "marked.umd.js", "purify.min.js")},
+}
+# Headers of these files. Scripts and requests are those of this server only, and only the sanitiser
+# may make elements out of text.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; "
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+# Beginnings of the paths that the answer to a wrong one names.
+SHOWN = ("/v1", "/api", "/health", "/metrics")
 
 
 def make_application(service: Service) -> Starlette:
@@ -42,7 +62,7 @@ def make_application(service: Service) -> Starlette:
     for protocol in PROTOCOLS:
         for (method, path), endpoint in protocol.ROUTES.items():
             routes += _both(service, path, endpoint, method)
-    shown = [route.path_format for route in routes if route.path.startswith(("/v1", "/api"))]
+    shown = [route.path_format for route in routes if route.path.startswith(SHOWN)]
     origins = service.callers.origins
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
@@ -75,12 +95,7 @@ async def _run_worker(service: Service, application: Starlette) -> AsyncIterator
     await asyncio.to_thread(service.models.store.close)
 
 
-def _both(
-    service: Service,
-    path: str,
-    endpoint: Endpoint,
-    method: str = "GET",
-) -> list[Route]:
+def _both(service: Service, path: str, endpoint: Endpoint, method: str = "GET") -> list[Route]:
     """Make the routes of a path, with and without ``/v1``, which clients leave out.
 
     They ask for the key, and count responses.
@@ -97,6 +112,13 @@ def _both(
 
     paths = dict.fromkeys((path, path.removeprefix("/v1")))
     return [Route(one, answer, methods=[method]) for one in paths]
+
+
+async def send_file(name: str, request: Request) -> Response:
+    """Send a file of the chat page."""
+    content = files("mlx_redrafter.server").joinpath("page", name).read_bytes()
+    kind = "text/javascript" if name.endswith(".js") else "text/html"
+    return Response(content, headers=HEADERS, media_type=kind)
 
 
 async def _health(service: Service, request: Request) -> Response:
@@ -122,7 +144,7 @@ async def _describe_model(service: Service, request: Request) -> Response:
 
 
 def _describe(service: Service, model: Model) -> dict[str, Any]:
-    return {**model.describe(), "defaults": format_options(service.defaults)}
+    return {**model.describe(), "defaults": format_options(service.models.options)}
 
 
 def _refuse(refusal: Refusal, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:

@@ -19,8 +19,8 @@ _NEEDS_CDATA = re.compile(r"[<&\n]")
 
 
 @dataclass(frozen=True)
-class JsonCalls:
-    """A format whose arguments are one JSON object.
+class CallFormat:
+    """A format of calls: the arguments are a JSON object, unless it has ``quote`` or ``before``.
 
     Attributes:
         head: Text before the arguments.
@@ -28,60 +28,51 @@ class JsonCalls:
         again: Text between the calls that stand between one pair of markers; None if one does.
         around: Texts before the first of these calls and after the last one.
         call_id: Id of a call; empty if the format has none.
-    """
-
-    head: str
-    tail: str
-    again: str | None = None
-    around: tuple[str, str] = ("", "")
-    call_id: str = ""
-
-
-@dataclass(frozen=True)
-class QuotedCalls(JsonCalls):
-    """A format whose arguments are an object with bare keys and a text around each string.
-
-    Attributes:
-        quote: Text on either side of a string.
-    """
-
-    quote: str = ""
-
-
-@dataclass(frozen=True)
-class KeyedCalls(JsonCalls):
-    """A format whose arguments stand one after the other, each after its key.
-
-    Attributes:
-        before: Text before the value of an argument.
+        quote: Text on either side of a string, in an object with bare keys.
+        before: Text before the value of an argument, if these stand one after the other.
         after: Text after the value. If it is not empty, strings stand there without quotes.
         between: Text between two arguments.
         has_cdata: Whether a string with ``<``, ``&`` or a line break stands in a CDATA section.
     """
 
+    head: str
+    tail: str = ""
+    again: str | None = None
+    around: tuple[str, str] = ("", "")
+    call_id: str = ""
+    quote: str = ""
     before: str = ""
     after: str = ""
     between: str = ""
     has_cdata: bool = False
 
+    def is_bare(self, schema: Any) -> bool:
+        """Whether an argument is a string that stands between tags as it is."""
+        if not self.after or not isinstance(schema, dict):
+            return False
+        words = schema.keys() - NOTES
+        if words in ({"enum"}, {"const"}, {"type", "enum"}, {"type", "const"}):
+            reserved = _NEEDS_CDATA if self.has_cdata else re.compile(re.escape(self.after))
+            choices = schema["enum"] if "enum" in schema else [schema["const"]]
+            return all(isinstance(one, str) and not reserved.search(one) for one in choices)
+        return schema.get("type") == "string" and words <= {"type", "minLength", "maxLength"}
 
-_JSON = JsonCalls('{"name": "$name", "arguments": ', "}")
-_GLM = KeyedCalls(
-    "$name\n", "", before="<arg_key>$key</arg_key>\n<arg_value>", after="</arg_value>\n"
-)
+
+_JSON = CallFormat('{"name": "$name", "arguments": ', "}")
+_GLM = CallFormat("$name\n", before="<arg_key>$key</arg_key>\n<arg_value>", after="</arg_value>\n")
 # Formats by the module of mlx-lm's parser.
-_FORMATS: dict[str, JsonCalls] = {
-    "function_gemma": QuotedCalls("call:$name", "", quote="<escape>"),
-    "gemma4": QuotedCalls("call:$name", "", quote='<|"|>'),
+_FORMATS = {
+    "function_gemma": CallFormat("call:$name", quote="<escape>"),
+    "gemma4": CallFormat("call:$name", quote='<|"|>'),
     "glm47": _GLM,
     "json_tools": _JSON,
-    "kimi_k2": JsonCalls(
+    "kimi_k2": CallFormat(
         "<|tool_call_begin|>functions.$name:$number<|tool_call_argument_begin|>",
         "<|tool_call_end|>",
         again="",
         call_id="functions.$name:$number",
     ),
-    "kimi_k3": KeyedCalls(
+    "kimi_k3": CallFormat(
         '<|open|>call tool="$name" index="$number"<|sep|>',
         "<|close|>call<|sep|>",
         again="",
@@ -89,26 +80,25 @@ _FORMATS: dict[str, JsonCalls] = {
         after="<|close|>argument<|sep|>",
     ),
     "laguna": _GLM,
-    "longcat": KeyedCalls(
+    "longcat": CallFormat(
         "$name\n",
-        "",
         before="<longcat_arg_key>$key</longcat_arg_key>\n<longcat_arg_value>",
         after="</longcat_arg_value>\n",
     ),
-    "minicpm5": KeyedCalls(
-        '"$name">', "", before='<param name="$key">', after="</param>", has_cdata=True
+    "minicpm5": CallFormat(
+        '"$name">', before='<param name="$key">', after="</param>", has_cdata=True
     ),
-    "minimax_m2": KeyedCalls(
+    "minimax_m2": CallFormat(
         '<invoke name="$name">\n',
         "</invoke>",
         before='<parameter name="$key">',
         after="</parameter>\n",
     ),
-    "mistral": JsonCalls("$name[ARGS]", "", again="[TOOL_CALLS]"),
-    "pythonic": KeyedCalls(
+    "mistral": CallFormat("$name[ARGS]", again="[TOOL_CALLS]"),
+    "pythonic": CallFormat(
         "$name(", ")", again=", ", around=("[", "]"), before="$key=", between=", "
     ),
-    "qwen3_coder": KeyedCalls(
+    "qwen3_coder": CallFormat(
         "<function=$name>\n",
         "</function>",
         before="<parameter=$key>\n",
@@ -117,7 +107,7 @@ _FORMATS: dict[str, JsonCalls] = {
 }
 
 
-def find_format(tokenizer: TokenizerWrapper) -> JsonCalls | None:
+def find_format(tokenizer: TokenizerWrapper) -> CallFormat | None:
     """Return the format of a model's calls; None if there is no grammar for it."""
     name = getattr(tokenizer.tool_parser, "__module__", "").rpartition(".")[2]
     if tokenizer.response_transitions:  # states of its own decide where a call begins
@@ -127,15 +117,3 @@ def find_format(tokenizer: TokenizerWrapper) -> JsonCalls | None:
     if name == "longcat" and "<longcat_arg_key>" not in str(tokenizer.chat_template):
         return _JSON
     return _FORMATS.get(name)
-
-
-def is_bare(form: KeyedCalls, schema: Any) -> bool:
-    """Whether an argument is a string that stands between tags as it is."""
-    if not form.after or not isinstance(schema, dict):
-        return False
-    words = schema.keys() - NOTES
-    if words in ({"enum"}, {"const"}, {"type", "enum"}, {"type", "const"}):
-        reserved = _NEEDS_CDATA if form.has_cdata else re.compile(re.escape(form.after))
-        choices = schema["enum"] if "enum" in schema else [schema["const"]]
-        return all(isinstance(one, str) and not reserved.search(one) for one in choices)
-    return schema.get("type") == "string" and words <= {"type", "minLength", "maxLength"}

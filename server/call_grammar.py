@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.grammar import Grammar, lark_json, read_vocabulary
-from mlx_redrafter.server.call_formats import NOTES, JsonCalls, KeyedCalls, QuotedCalls, is_bare
+from mlx_redrafter.server.call_formats import NOTES, CallFormat
 from mlx_redrafter.server.call_rules import CallRules, QuotedValues
 from mlx_redrafter.server.tools import Tools
 
@@ -29,7 +29,7 @@ _KEY = re.compile(r"[^\s<>\"'=&:,(){}\[\]]{1,128}")
 
 
 class CallGrammar:
-    """The grammar of the calls of some tools.
+    """The grammar of the calls of some tools; its methods raise `ConfigError` for a bad schema.
 
     Attributes:
         is_last: Whether nothing can follow a call, as no marker ends it.
@@ -38,7 +38,9 @@ class CallGrammar:
         ConfigError: llguidance is missing, or cannot read the tokenizer.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, form: JsonCalls, tools: Tools):
+    def __init__(
+        self, tokenizer: TokenizerWrapper, vocab_size: int, form: CallFormat, tools: Tools
+    ):
         self.tools = tools
         self.is_last = not tokenizer.tool_call_end
         self._tokenizer = tokenizer
@@ -47,23 +49,15 @@ class CallGrammar:
         self._begin, self._end = map(str, (tokenizer.tool_call_start, tokenizer.tool_call_end))
 
     def after_marker(self, is_whole: bool) -> Grammar:
-        """Return the grammar of the text after the marker of a call, later calls if it is whole.
-
-        Raises:
-            ConfigError: A schema is malformed.
-        """
+        """Return the grammar of the text after the marker of a call, later calls if it is whole."""
         rest = " (BLANK? block)*" if is_whole and self._has_blocks else ""
-        return self._compile(f"start: body{rest}")
+        return self._compile(f"body{rest}")
 
     def whole(self, other: str | None) -> Grammar:
-        """Return the grammar of a text of calls, or of another text, a term in Lark's format.
-
-        Raises:
-            ConfigError: A schema is malformed.
-        """
+        """Return the grammar of a text of calls, or of another text, a term in Lark's format."""
         calls = "block (BLANK? block)*" if self._has_blocks else "block"
         alternative = "" if other is None else f" | other\nother: {other}"
-        return self._compile(f"start: {calls}{alternative}")
+        return self._compile(f"{calls}{alternative}")
 
     @property
     def _has_blocks(self) -> bool:
@@ -81,14 +75,12 @@ class CallGrammar:
             # Templates write a line break on either side of a call.
             after = f'"\\n"? {end}' if end else ""
             calls = [rules.add("call", self._write(one, rules)) for one in functions]
-            lines = [
-                start,
-                "BLANK: /[ \\n]{1,4}/",
-                f"block: {rules.spell(self._begin)} body",
-                f'body: "\\n"? {first} {body} {last} {after}',
-                f"call: {' | '.join(calls)}",
-            ]
-            return Grammar.lark("\n".join([*lines, *rules.lines]), SCALE)
+            rules.define("start", start)
+            rules.define("BLANK", "/[ \\n]{1,4}/")
+            rules.define("block", f"{rules.spell(self._begin)} body")
+            rules.define("body", f'"\\n"? {first} {body} {last} {after}')
+            rules.define("call", " | ".join(calls))
+            return Grammar.lark(rules.joined, SCALE)
         except ConfigError:
             for function in functions:
                 self._check(function)
@@ -98,7 +90,8 @@ class CallGrammar:
         """Raise `ConfigError` with the name of a tool if its schema alone cannot be used."""
         try:
             rules = CallRules(self._tokenizer, self._vocabulary)
-            Grammar.lark("\n".join([f"start: {self._write(function, rules)}", *rules.lines]))
+            rules.define("start", self._write(function, rules))
+            Grammar.lark(rules.joined)
         except ConfigError as error:
             raise ConfigError(f"{function['name']}: {error}") from error
 
@@ -110,16 +103,16 @@ class CallGrammar:
         schema = _without_notes(function.get("parameters") or {"additionalProperties": False})
         schema = {"type": "object", **schema}
         term = lark_json(schema, lenient)
-        if isinstance(form, (KeyedCalls, QuotedCalls)):
+        if form.quote or form.before:
             Grammar.lark(f"start: {term}")  # checks the schema as a whole
-        if isinstance(form, QuotedCalls):
+        if form.quote:
             term = QuotedValues(form.quote, rules, schema, lenient).write(schema)
-        elif isinstance(form, KeyedCalls):
+        elif form.before:
             term = self._write_keyed(form, rules, schema, lenient)
         return f"{rules.spell(form.head.replace('$name', name))} {term} {rules.spell(form.tail)}"
 
     def _write_keyed(
-        self, form: KeyedCalls, rules: CallRules, schema: dict[str, Any], lenient: bool
+        self, form: CallFormat, rules: CallRules, schema: dict[str, Any], lenient: bool
     ) -> str:
         """Return a term for arguments that stand one after the other."""
         properties, required = schema.get("properties", {}), schema.get("required", ())
@@ -131,7 +124,7 @@ class CallGrammar:
             if not _KEY.fullmatch(key):
                 raise ConfigError(f"the name of an argument must fit in a tag, got {key!r}")
             text = form.before.replace("$key", key).replace("$type", _type_of(form, value))
-            if not is_bare(form, value):
+            if not form.is_bare(value):
                 _check_references(value)
                 inner = {**value, **definitions} if isinstance(value, dict) else {}
                 json_value = rules.add("value", lark_json(inner, lenient))
@@ -151,9 +144,9 @@ def _check_references(schema: Any) -> None:
         raise ConfigError(f"$ref must go into $defs, got {found[1]!r}")
 
 
-def _type_of(form: KeyedCalls, schema: Any) -> str:
+def _type_of(form: CallFormat, schema: Any) -> str:
     """Return the JSON type of an argument, for formats that name it."""
-    if is_bare(form, schema):
+    if form.is_bare(schema):
         return "string"
     kind = schema.get("type") if isinstance(schema, dict) else None
     return kind if isinstance(kind, str) and kind != "string" else "object"

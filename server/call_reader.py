@@ -13,7 +13,7 @@ from collections.abc import Generator
 from string import Template
 from typing import Any, NamedTuple
 
-from mlx_redrafter.server.call_formats import JsonCalls, KeyedCalls, QuotedCalls, is_bare
+from mlx_redrafter.server.call_formats import CallFormat
 from mlx_redrafter.server.tools import Tools
 
 # Beginning of a string in XML's own quotes.
@@ -62,14 +62,14 @@ class CallReader:
         is_open: Whether a call has begun and not ended.
     """
 
-    def __init__(self, form: JsonCalls, tools: Tools):
+    def __init__(self, form: CallFormat, tools: Tools):
         self.is_in_value = self.is_open = False
         self._form = form
         self._properties = {
             one["name"]: (one.get("parameters") or {}).get("properties", {})
             for one in tools.callable
         }
-        opening = "{" if isinstance(form, QuotedCalls) else ""
+        opening = "{" if form.quote else ""
         self._head = re.compile(_search(form.head + opening))
         # The call that is read, without arguments, and the ids so far.
         self._call, self._ids = ToolCall("", "", ""), set[str]()
@@ -98,22 +98,18 @@ class CallReader:
     def _read(self) -> _Reading:
         while True:
             match = yield from self._find(self._head)
-            self._begin(match)
-            self.is_open = True
-            if isinstance(self._form, QuotedCalls):
-                yield from self._read_quoted(self._form.quote)
-            elif isinstance(self._form, KeyedCalls):
-                yield from self._read_keyed(self._form, self._properties[match["name"]])
+            call_id = Template(self._form.call_id).substitute(match.groupdict())
+            if not call_id or call_id in self._ids:
+                call_id = f"call_{uuid.uuid4().hex}"
+            self._ids.add(call_id)
+            self._call, self.is_open = ToolCall(call_id, match["name"], ""), True
+            if self._form.quote:
+                yield from self._read_quoted()
+            elif self._form.before:
+                yield from self._read_keyed(self._properties[match["name"]])
             else:
                 yield from self._read_json()
             self.is_open = False
-
-    def _begin(self, match: re.Match[str]) -> None:
-        call_id = Template(self._form.call_id).substitute(match.groupdict())
-        if not call_id or call_id in self._ids:
-            call_id = f"call_{uuid.uuid4().hex}"
-        self._ids.add(call_id)
-        self._call = ToolCall(call_id, match["name"], "")
 
     def _find(self, pattern: re.Pattern[str], seen: str = "") -> _Finding:
         """Read until a pattern is found."""
@@ -121,8 +117,9 @@ class CallReader:
             seen += yield
         return match
 
-    def _read_keyed(self, form: KeyedCalls, properties: dict[str, Any]) -> _Reading:
+    def _read_keyed(self, properties: dict[str, Any]) -> _Reading:
         """Read arguments that stand one after the other."""
+        form = self._form
         tail = re.escape(form.tail) if form.tail else "(?!)"  # if empty, a marker ends the call
         pattern = re.compile(f"{_search(form.before)}|(?P<tail>{tail})")
         opening, self._closing, seen = "{", "{}", ""
@@ -134,7 +131,7 @@ class CallReader:
             key, seen = match["key"], ""
             self._added = f"{opening}{_quote(key)}: "
             opening, self._closing = ", ", "}"
-            if is_bare(form, properties[key]):
+            if form.is_bare(properties[key]):
                 yield from self._read_text(form.after, form.has_cdata)
             else:
                 seen = yield from self._read_json("<" if form.after else ",)")
@@ -163,11 +160,11 @@ class CallReader:
                 self.is_in_value = False
                 return ""
 
-    def _read_quoted(self, quote: str) -> _Reading:
+    def _read_quoted(self) -> _Reading:
         """Read an object after its brace, with bare keys and texts around strings."""
         self._added, self.is_in_value = "{", True
+        quote, stack = self._form.quote, "{"
         key: str | None = ""
-        stack = "{"
         while stack:
             character = yield
             if key is not None and character == ":":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -28,23 +29,23 @@ _READ = {
 
 
 class CallRules:
-    """Rules of a grammar, of which equal ones are written once.
-
-    Attributes:
-        lines: The rules in Lark's format.
-    """
+    """Rules of a grammar, of which equal ones are written once."""
 
     def __init__(self, tokenizer: TokenizerWrapper, vocabulary: LLTokenizer) -> None:
-        self.lines: list[str] = []
+        self._lines: dict[str, str] = {}
         self._names: dict[str, str] = {}
-        self._defined: set[str] = set()
         self._count = 0
         added = tokenizer._tokenizer.added_tokens_decoder
         self._special = {
             str(token): i for i, token in added.items() if vocabulary.is_special_token(i)
         }
-        listed = sorted(map(re.escape, self._special), key=len, reverse=True)
-        self._parts = re.compile("|".join([*listed, r"\$number"]))
+        listed = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        self._parts = re.compile(rf"({listed}|\$number)" if listed else r"(\$number)")
+
+    @property
+    def joined(self) -> str:
+        """The rules in Lark's format."""
+        return "\n".join(self._lines.values())
 
     def add(self, prefix: str, term: str, options: str = "") -> str:
         """Return the name of a rule for a term."""
@@ -60,18 +61,16 @@ class CallRules:
 
     def define(self, name: str, term: str, options: str = "") -> None:
         """Add a rule, unless there is one with that name."""
-        if name not in self._defined:
-            self._defined.add(name)
-            self.lines.append(f"{name}{options}: {term}")
+        self._lines.setdefault(name, f"{name}{options}: {term}")
 
     def spell(self, text: str) -> str:
         """Return terms for a text: ids of special tokens, and any number for ``$number``."""
-        terms, start = [], 0
-        for part in self._parts.finditer(text):
-            terms += [json.dumps(text[start : part.start()])] if part.start() > start else []
-            terms.append(f"<[{self._special[part[0]]}]>" if part[0] in self._special else _NUMBER)
-            start = part.end()
-        return " ".join([*terms, json.dumps(text[start:])] if text[start:] else terms)
+        terms = []
+        for part in filter(None, self._parts.split(text)):
+            is_special = part in self._special
+            term = _NUMBER if part == "$number" else json.dumps(part)
+            terms.append(f"<[{self._special[part]}]>" if is_special else term)
+        return " ".join(terms)
 
     def text(self, schema: Mapping[str, Any], end: str, has_cdata: bool = False) -> str:
         """Return a term for a string without quotes, and the first text that may end it.
@@ -101,10 +100,9 @@ class CallRules:
         One pattern takes thousands of texts, where as many terms exceed llguidance's limits.
         """
         spelled, choices = self.spell(end), "|".join(map(_pattern, sorted(filter(None, texts))))
-        if "<[" in spelled:
-            term = self.add("CHOICE", f"/{choices}/") if choices else ""
-            return f"({term}){'?' if '' in texts else ''} {spelled}" if term else spelled
         empty = "?" if "" in texts else ""
+        if "<[" in spelled:
+            return f"{self.add('CHOICE', f'/{choices}/')}{empty} {spelled}" if choices else spelled
         return self.add("CHOICE", f"/({choices}){empty}{_pattern(end)}/")
 
     def sequence(self, items: Sequence[tuple[str, bool]], between: str) -> str:
@@ -138,22 +136,22 @@ class CallRules:
         return self.add("items", whole), needs_first or needs_last
 
 
+@dataclass
 class QuotedValues:
     """Values whose strings stand between special quotes, and whose keys have no quotes.
 
-    Args:
+    Attributes:
         quote: Text on either side of a string.
         root: JSON schema that references go into. llguidance accepts it.
         lenient: Whether to leave out keywords that are not supported.
+        references: Names of rules by reference.
     """
 
-    def __init__(self, quote: str, rules: CallRules, root: Mapping[str, Any], lenient: bool):
-        self._quote = quote
-        self._rules = rules
-        self._root = root
-        self._lenient = lenient
-        # Names of rules by reference.
-        self._references: dict[str, str] = {}
+    quote: str
+    rules: CallRules
+    root: Mapping[str, Any]
+    lenient: bool
+    references: dict[str, str] = field(default_factory=dict)
 
     def write(self, schema: Any) -> str:
         """Return a term for the values that fit a schema.
@@ -176,12 +174,12 @@ class QuotedValues:
         if isinstance(kind, list):
             return _either([self.write({**schema, "type": one}) for one in kind])
         if kind in ("integer", "number", "boolean", "null"):
-            return lark_json(schema, self._lenient)
+            return lark_json(schema, self.lenient)
         unread = schema.keys() - _READ.get(str(kind), set()) - {"type", "$defs", "definitions"}
-        if unread and not self._lenient:
+        if unread and not self.lenient:
             raise ConfigError(f"the format of this model's calls has no {min(unread)}")
         if kind == "string":
-            return f"{self._rules.spell(self._quote)} {self._rules.text(schema, self._quote)}"
+            return f"{self.rules.spell(self.quote)} {self.rules.text(schema, self.quote)}"
         if kind == "object":
             return f'"{{" {self._members(schema)} "}}"'
         return self._elements(schema) if kind == "array" else self._any()
@@ -189,13 +187,11 @@ class QuotedValues:
     def _choose(self, values: Sequence[Any]) -> str:
         texts = [value for value in values if isinstance(value, str)]
         others = (value for value in values if not isinstance(value, str))
-        terms = [self._rules.spell(self._spell(value)) for value in others]
-        if any(self._quote in text for text in texts):
-            raise ConfigError(f"a constant must be without {self._quote}")
+        terms = [self.rules.spell(self._spell(value)) for value in others]
+        if any(self.quote in text for text in texts):
+            raise ConfigError(f"a constant must be without {self.quote}")
         if texts:
-            terms.append(
-                f"{self._rules.spell(self._quote)} {self._rules.choice(texts, self._quote)}"
-            )
+            terms.append(f"{self.rules.spell(self.quote)} {self.rules.choice(texts, self.quote)}")
         return _either(terms)
 
     def _members(self, schema: Mapping[str, Any]) -> str:
@@ -205,38 +201,38 @@ class QuotedValues:
             if unknown := set(required) - set(properties):
                 raise ConfigError(f"required names {min(unknown)!r}, which is no property")
             items = [
-                (f"{self._rules.spell(self._key(key) + ':')} {self.write(one)}", key in required)
+                (f"{self.rules.spell(self._key(key) + ':')} {self.write(one)}", key in required)
                 for key, one in properties.items()
             ]
-            return self._rules.sequence(items, '","')
-        one = self._rules.add("member", f'{_ANY_KEY} ":" {self.write(more)}')
+            return self.rules.sequence(items, '","')
+        one = self.rules.add("member", f'{_ANY_KEY} ":" {self.write(more)}')
         return f'({one} ("," {one})*)?'
 
     def _elements(self, schema: Mapping[str, Any]) -> str:
         low, high = schema.get("minItems", 0), schema.get("maxItems")
         if high == 0:
             return '"[" "]"'
-        one = self._rules.add("element", self.write(schema.get("items")))
+        one = self.rules.add("element", self.write(schema.get("items")))
         more = f'("," {one}){{{max(0, low - 1)},{"" if high is None else high - 1}}}'
         listed = one if high == 1 else f"{one} {more}"
         return f'"[" ({listed}){"" if low else "?"} "]"'
 
     def _any(self) -> str:
-        quote, scalar = self._rules.spell(self._quote), {"type": ["number", "boolean", "null"]}
+        quote, scalar = self.rules.spell(self.quote), {"type": ["number", "boolean", "null"]}
         members = f'"{{" ({_ANY_KEY} ":" any ("," {_ANY_KEY} ":" any)*)? "}}"'
-        term = f"{quote} {self._rules.text({}, self._quote)} | {lark_json(scalar)} | {members}"
-        self._rules.define("any", f'{term} | "[" (any ("," any)*)? "]"')
+        term = f"{quote} {self.rules.text({}, self.quote)} | {lark_json(scalar)} | {members}"
+        self.rules.define("any", f'{term} | "[" (any ("," any)*)? "]"')
         return "any"
 
     def _refer(self, reference: str) -> str:
         """Return the name of the rule for a reference, which may be within itself."""
-        if reference not in self._references:
-            name = self._references[reference] = self._rules.reserve("reference")
-            self._rules.define(name, self.write(self._find(reference)))
-        return self._references[reference]
+        if reference not in self.references:
+            name = self.references[reference] = self.rules.reserve("reference")
+            self.rules.define(name, self.write(self._find(reference)))
+        return self.references[reference]
 
     def _find(self, reference: str) -> Any:
-        found: Any = self._root
+        found: Any = self.root
         try:
             for key in reference.removeprefix("#").split("/")[1:]:
                 key = key.replace("~1", "/").replace("~0", "~")
@@ -246,21 +242,20 @@ class QuotedValues:
         return found
 
     def _key(self, key: str) -> str:
-        if self._quote in key or not re.fullmatch(r"[^\s:{}]([^:{}\n]*[^\s:{}])?", key):
+        if self.quote in key or not re.fullmatch(r"[^\s:{}]([^:{}\n]*[^\s:{}])?", key):
             raise ConfigError(f"the name of an argument must be without : and braces, got {key!r}")
-        return key if re.fullmatch(r"\w+", key) else f"{self._quote}{key}{self._quote}"
+        return key if re.fullmatch(r"\w+", key) else f"{self.quote}{key}{self.quote}"
 
     def _spell(self, value: Any) -> str:
-        """Write a constant."""
         if isinstance(value, dict):
             members = (f"{self._key(key)}:{self._spell(one)}" for key, one in value.items())
             return f"{{{','.join(members)}}}"
         if isinstance(value, list):
             return f"[{','.join(map(self._spell, value))}]"
         if isinstance(value, str):
-            if self._quote in value:
-                raise ConfigError(f"a constant must be without {self._quote}")
-            return f"{self._quote}{value}{self._quote}"
+            if self.quote in value:
+                raise ConfigError(f"a constant must be without {self.quote}")
+            return f"{self.quote}{value}{self.quote}"
         return json.dumps(value)
 
 

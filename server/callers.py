@@ -95,6 +95,7 @@ class Callers:
         return name in names or (self.host in ("0.0.0.0", "::", "") and _is_address(name))
 
 
+@dataclass
 class Gate:
     """An ASGI application that checks the caller first, and ends requests answered too early.
 
@@ -102,17 +103,13 @@ class Gate:
     drops it. If there is still more to come, the connection ends with the response.
     """
 
-    def __init__(
-        self, application: ASGIApp, callers: Callers, refuse: Callable[[Refusal, Scope], Response]
-    ):
-        self._application = application
-        self._callers = callers
-        self._refuse = refuse
+    application: ASGIApp
+    callers: Callers
+    refuse: Callable[[Refusal, Scope], Response]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
-            await self._application(scope, receive, send)
+            await self.application(scope, receive, send)
             return
         # A request for a proxy has the whole address; clients add slashes to what they are given.
         path = re.sub("^https?://[^/]*", "", scope["path"]).rstrip("/") or "/"
@@ -126,11 +123,11 @@ class Gate:
             await send(message)
 
         try:
-            self._callers.check_host(headers)
+            self.callers.check_host(headers)
         except Refusal as refusal:
-            await self._refuse(refusal, scope)(scope, body.receive, send_after_body)
+            await self.refuse(refusal, scope)(scope, body.receive, send_after_body)
             return
-        await self._application(scope, body.receive, send_after_body)
+        await self.application(scope, body.receive, send_after_body)
 
 
 class _Body:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _HELP = {
@@ -50,12 +49,9 @@ class Counters:
         }
         for name in _HELP.keys() - samples:
             samples[name] = {"": gauges[name] if name in gauges else self.totals[name]}
-        return "".join(f"{line}\n" for line in _lines(samples))
-
-
-def _lines(samples: dict[str, dict[str, float]]) -> Iterator[str]:
-    for name, text in _HELP.items():
-        yield f"# HELP redrafter_{name} {text}"
-        yield f"# TYPE redrafter_{name} {'counter' if name.endswith('_total') else 'gauge'}"
-        for labels, value in samples[name].items():
-            yield f"redrafter_{name}{labels} {value}"
+        lines = []
+        for name, text in _HELP.items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP redrafter_{name} {text}", f"# TYPE redrafter_{name} {kind}"]
+            lines += [f"redrafter_{name}{labels} {one}" for labels, one in samples[name].items()]
+        return "\n".join(lines) + "\n"

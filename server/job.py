@@ -16,8 +16,7 @@ from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.models import LoadedModel
-from mlx_redrafter.server.parts import Answer, Part
-from mlx_redrafter.server.prompt_scores import score_prompt
+from mlx_redrafter.server.parts import Answer, Part, score_prompt
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import CompletionRequest, TextRequest
 
@@ -34,6 +33,7 @@ class Job:
     Attributes:
         receive: Function called with the parts of every step, and at the end.
         owner: Identity of the client, whose prompts no other client may use.
+        counters: Counters of the worker, which sets them.
         num_cached: Number of prompt tokens found in a cache.
         is_cancelled: Whether the client has gone, or the server ends.
     """
@@ -43,11 +43,13 @@ class Job:
     prompts: list[list[int]]
     receive: Callable[..., None]
     owner: str = ""
+    counters: Counters = field(default_factory=Counters)
     num_cached: int = 0
     is_cancelled: bool = False
     _stream: ResponseStream | None = None
-    _counters: Counters = field(init=False)
-    _parts: Generator[Part | None] | None = None
+
+    def __post_init__(self) -> None:
+        self._parts = self._write_all()
 
     def cancel(self) -> None:
         """End the request soon; may be called from any thread."""
@@ -56,14 +58,8 @@ class Job:
         if stream is not None:
             stream.cancel()
 
-    def open(self, counters: Counters) -> None:
-        """Begin the request, in the worker's thread."""
-        self._counters = counters
-        self._parts = self._write_all()
-
     def step(self) -> bool:
         """Send the parts that are there; return whether the request goes on."""
-        assert self._parts is not None
         parts: list[Part] = []
         try:
             for part in self._parts:
@@ -77,8 +73,7 @@ class Job:
 
     def close(self) -> None:
         """End the request, in the worker's thread."""
-        if self._parts is not None:
-            self._parts.close()
+        self._parts.close()
 
     def _write_all(self) -> Generator[Part | None]:
         for i in range(len(self.prompts) * self.request.num_texts):
@@ -92,7 +87,7 @@ class Job:
         Keeps its cache, even if the text is cancelled.
         """
         engine, prefixes = self.model.engine, self.model.prefixes
-        request, counters = self.request, self._counters
+        request, totals = self.request, self.counters.totals
         tokens = list(self.prompts[index // request.num_texts])
         answer = Answer(request, engine.tokenizer, tokens, index)
         seed = request.options.seed
@@ -103,9 +98,9 @@ class Job:
         if index % request.num_texts == 0:
             self.num_cached += num_cached
         known, new = tokens[:num_cached], tokens[num_cached:]
-        counters.totals["prompt_tokens_total"] += len(tokens)
-        counters.totals["cached_tokens_total"] += num_cached
-        counters.totals["prefix_hits_total"] += num_cached > 0
+        totals["prompt_tokens_total"] += len(tokens)
+        totals["cached_tokens_total"] += num_cached
+        totals["prefix_hits_total"] += num_cached > 0
         end, stats = "failed", DecodingStats()
 
         if isinstance(request, CompletionRequest) and request.echoes:
@@ -154,8 +149,11 @@ class Job:
                 param,
             ) from error
         finally:
-            counters.texts[end] += 1
-            _count(counters.totals, stats)
+            self.counters.texts[end] += 1
+            totals["generated_tokens_total"] += stats.num_tokens
+            totals["steps_total"] += stats.steps
+            totals["drafts_total"] += stats.num_verified - stats.steps
+            totals["accepted_drafts_total"] += stats.num_accepted
             self.model.num_steps += stats.steps
             self.model.num_accepted += stats.num_accepted
             if stats.shapes:
@@ -195,10 +193,3 @@ def _penalties(request: TextRequest, known: list[int]) -> list[LogitsProcessor]:
         return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
 
     return [seeing_all(one) for one in make_logits_processors(**request.penalties)]
-
-
-def _count(totals: dict[str, float], stats: DecodingStats) -> None:
-    totals["generated_tokens_total"] += stats.num_tokens
-    totals["steps_total"] += stats.steps
-    totals["drafts_total"] += stats.num_verified - stats.steps
-    totals["accepted_drafts_total"] += stats.num_accepted

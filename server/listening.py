@@ -47,53 +47,46 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        # Python repeats the address in brackets.
+        reason, *_ = str(getattr(error, "strerror", None) or error).split(" (while ")
         raise ConfigError(
             f"cannot listen at {host}, port {port}: {reason}; choose another --host or --port"
         ) from error
-
-
-def make_server(
-    application: Starlette,
-    client_timeout: float,
-    grace: float,
-    worker: Worker,
-    ends_process: bool = False,
-) -> Server:
-    """Create a server that runs at given sockets until the process gets a signal.
-
-    ``client_timeout`` is the seconds that a client has to send headers, or to read. All else is as
-    in `Server`.
-    """
-
-    class TimedConnection(Connection):
-        timeout = client_timeout
-        max_connections = _max_connections()
-        unasked: ClassVar[dict[Connection, None]] = {}
-
-    config = uvicorn.Config(
-        application,
-        http=TimedConnection,
-        ws="none",
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-    )
-    return Server(config, grace, worker, ends_process)
 
 
 class Server(uvicorn.Server):
     """A server that ends in bounded time after a signal, and sooner after a second one.
 
     Args:
+        client_timeout: Seconds that a client has to send headers, or to read.
         grace: Seconds that running requests have after the first signal.
         worker: The thread that writes the texts.
         ends_process: Whether to end the process if its threads do not end in time: nothing can
             interrupt MLX while it processes a chunk of a prompt.
     """
 
-    def __init__(self, config: uvicorn.Config, grace: float, worker: Worker, ends_process: bool):
+    def __init__(
+        self,
+        application: Starlette,
+        client_timeout: float,
+        grace: float,
+        worker: Worker,
+        ends_process: bool = False,
+    ):
+        class TimedConnection(Connection):
+            timeout = client_timeout
+            max_connections = _max_connections()
+            unasked: ClassVar[dict[Connection, None]] = {}
+
+        config = uvicorn.Config(
+            application,
+            http=TimedConnection,
+            ws="none",
+            lifespan="on",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+        )
         super().__init__(config)
         self._grace = grace
         self._worker = worker

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -59,7 +59,6 @@ class LoadedModel:
 
     Attributes:
         context: Maximum number of tokens of a prompt and its text.
-        prefixes: Prompt caches of earlier texts.
         num_steps: Forward passes after the prompts.
         num_accepted: Drafts accepted by them.
     """
@@ -99,11 +98,9 @@ class Model:
     """A model that the server can load, with its drafter.
 
     Attributes:
-        name: Name in requests.
         load: Function that loads it, which may run in any thread.
         folder: Folder of its files, if it is known without a download.
         name_drafter: Function that names the drafter of the loaded model, for clients.
-        loaded: The model in memory; None if it is not there.
         keep_alive: Seconds without requests after which it is unloaded.
         max_context: Maximum number of tokens of a prompt and its text, if the model allows as many.
         last_used: Time of its newest request, in seconds of `time.monotonic`.
@@ -170,41 +167,36 @@ class Model:
         return 0
 
 
+@dataclass
 class Models:
     """The models by name; all methods are for the event loop's thread.
 
-    Args:
+    Attributes:
         models: The models. The first one answers requests without a name or with an unknown one.
         options: Options of texts for requests that leave them out.
-        limits: Limits of the models and of the kept prompts.
         is_busy: Function that returns whether texts of a loaded model wait or run.
         is_strict: Whether an unknown name is an error.
         folder: Folder of the prompts kept for the next start; None for none.
     """
 
-    def __init__(
-        self,
-        models: Sequence[Model],
-        options: GenerationOptions,
-        limits: Limits,
-        is_busy: Callable[[LoadedModel], bool] = lambda model: False,
-        is_strict: bool = False,
-        folder: Path | None = None,
-    ):
-        self.store = PrefixStore(limits.prompt_cache_bytes, folder, limits.prompt_disk_bytes)
-        self._models = list(models)
-        self._options = options
-        self._limits = limits
-        self._is_busy = is_busy
-        self._is_strict = is_strict
+    models: Sequence[Model]
+    options: GenerationOptions
+    limits: Limits
+    is_busy: Callable[[LoadedModel], bool] = lambda model: False
+    is_strict: bool = False
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self.store = PrefixStore(limits.prompt_cache_bytes, self.folder, limits.prompt_disk_bytes)
         self._loading = asyncio.Lock()
         self._unknown: set[str] = set()
-        for model in models:
+        for model in self.models:
             model.keep_alive = limits.keep_alive or math.inf
             model.max_context = limits.max_context
 
-    def __iter__(self) -> Any:
-        return iter(self._models)
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self.models)
 
     def find(self, name: str | None) -> Model:
         """Find a model by its name.
@@ -212,14 +204,14 @@ class Models:
         Raises:
             Refusal: No model has this name, and names are strict.
         """
-        first = self._models[0]
-        for model in self._models:
+        first = self.models[0]
+        for model in self.models:
             if name in (model.name, f"{model.name}:latest"):  # Ollama's clients add the tag
                 return model
         if name is None or name in ANY_MODEL:
             return first
-        if self._is_strict:
-            names = ", ".join(repr(model.name) for model in self._models)
+        if self.is_strict:
+            names = ", ".join(repr(model.name) for model in self.models)
             raise Refusal(
                 f"model must be one of {names}, got {shortened(name)!r}",
                 "model",
@@ -263,10 +255,10 @@ class Models:
         while True:
             await asyncio.sleep(PATROL_SECONDS)
             now = time.monotonic()
-            for model in self._models:
+            for model in self.models:
                 if model.loaded is None or self._loading.locked():
                     continue
-                if self._is_busy(model.loaded):
+                if self.is_busy(model.loaded):
                     model.last_used = now
                 elif now - model.last_used > model.keep_alive:
                     self.unload(model)
@@ -278,7 +270,7 @@ class Models:
             RedrafterError: It cannot be loaded.
         """
         start = time.monotonic()
-        model.loaded = LoadedModel(model.load(), self._options, self.store, model.max_context)
+        model.loaded = LoadedModel(model.load(), self.options, self.store, model.max_context)
         logger.info("loaded %s in %.1f s", model.name, time.monotonic() - start)
 
     async def _load(self, model: Model) -> None:
@@ -295,14 +287,14 @@ class Models:
 
     async def _make_room(self, wanted: Model) -> None:
         """Unload the models used least recently until there is memory for another one."""
-        limit = self._limits.max_model_bytes or int(MEMORY_SHARE * _device_bytes())
-        by_age = sorted(self._models, key=lambda model: model.last_used)
+        limit = self.limits.max_model_bytes or int(MEMORY_SHARE * _device_bytes())
+        by_age = sorted(self.models, key=lambda model: model.last_used)
         others = [model for model in by_age if model.loaded is not None and model is not wanted]
         while others and sum(one.estimate_bytes() for one in (wanted, *others)) > limit:
             oldest = others.pop(0)
             left = oldest.loaded
             self.unload(oldest)
-            while left is not None and self._is_busy(left):  # its running texts end first
+            while left is not None and self.is_busy(left):  # its running texts end first
                 await asyncio.sleep(WAIT_SECONDS)
             left = None
             mx.clear_cache()

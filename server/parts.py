@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.device_read import to_floats, to_ints
+from mlx_redrafter.device_read import as_rows, to_floats, to_ints, to_rows
+from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.grammar import LateGrammar
 from mlx_redrafter.server.answer_grammar import first_state
 from mlx_redrafter.server.call_formats import find_format
 from mlx_redrafter.server.call_reader import CallReader, ToolCall, add_call
-from mlx_redrafter.server.prompt_scores import Score
 from mlx_redrafter.server.requests import ChatRequest, TextRequest
 from mlx_redrafter.server.tools import Tools
 
 # Log-probability of a token with probability 0 in nats, since JSON has no infinity. As at OpenAI.
 MIN_LOGPROB = -9999.0
+# Tokens of a prompt whose logits are in memory at a time: 150 MB for 150,000 words in float32.
+CHUNK = 256
+
+# A token id and its log-probability, and the most probable ones at its place.
+Score = tuple[int, float]
 
 
 class TokenLogprob(NamedTuple):
@@ -50,10 +56,7 @@ class Part:
         num_drafts: Drafts verified for the text so far.
         num_steps: Forward passes after the prompt so far.
         num_reasoning: Tokens of thinking so far.
-        content: Text for the reader.
-        reasoning: Text of the model's thinking.
         tool_calls: Tool calls, of which the first may go on one of the part before.
-        logprobs: Tokens with their log-probabilities.
         finish_reason: "stop", "length" or "tool_calls" on the last part, else None.
         stop: Stop string that ended the text, if one did.
     """
@@ -107,14 +110,14 @@ class Answer:
         form = find_format(tokenizer) if request.grammar and tools.callable else None
         # Reads the calls that the grammar holds; mlx-lm's parser reads all others.
         self._reader = None if form is None else CallReader(form, tools)
-        self._states, self._kind = TextStateMachine(), "normal"
+        states, self._kind = TextStateMachine(), "normal"
         if isinstance(request, ChatRequest) and (request.grammar is None or self._reader):
-            self._states = make_text_state_machine(tokenizer)
+            states = make_text_state_machine(tokenizer)
             self._kind = first_state(tokenizer, prompt)
         elif isinstance(request.grammar, LateGrammar):  # the JSON comes after the thinking
-            self._states = TextStateMachine({"reasoning": [(tokenizer.think_end, "normal")]})
+            states = TextStateMachine({"reasoning": [(tokenizer.think_end, "normal")]})
             self._kind = "reasoning"
-        self._machine = self._states.make_state(self._kind)
+        self._machine = states.make_state(self._kind)
         self._call, self._has_called = "", False
         # White space that is part of the text unless a call follows.
         self._blank = ""
@@ -195,7 +198,7 @@ class Answer:
                 self._read_call(part, self._reader.end())
             is_read = self._has_called
         else:
-            calls = _read_calls(self._tokenizer, text, self._tools) if self._tools else []
+            calls = self._parse_calls(text) if self._tools else []
             part.tool_calls += calls
             is_read = bool(calls)
             self._has_called |= is_read
@@ -204,19 +207,31 @@ class Answer:
             part.content += self._blank + text
         self._blank = ""
 
+    def _parse_calls(self, text: str) -> list[ToolCall]:
+        """Parse the tool calls in a text; return none if it is malformed."""
+        try:
+            parsed = self._tokenizer.tool_parser(text, self._tools)
+            return [
+                ToolCall(
+                    call.get("id") or f"call_{uuid.uuid4().hex}",
+                    str(call["name"]),
+                    json.dumps(call["arguments"], ensure_ascii=False),
+                )
+                for call in (parsed if isinstance(parsed, list) else [parsed])
+            ]
+        except Exception:  # mlx-lm's parsers raise exceptions of any kind for malformed calls
+            return []
+
     def repeat(self, text: str, first: int, scores: Iterable[tuple[Score, list[Score]]]) -> Part:
         """Return a part that repeats a prompt, given the scores of all but its first token."""
         part = Part(self._index, False, 0, 0, 0, 0, content=text)
         if self._request.top_logprobs is not None:
-            part.logprobs = [TokenLogprob(_token_text(self._tokenizer, first), None)]
+            part.logprobs = [self._name(first, 0.0)._replace(logprob=None)]
             for chosen, top in scores:
                 part.logprobs.append(
                     self._name(*chosen)._replace(top=tuple(self._name(*one) for one in top))
                 )
         return part
-
-    def _name(self, token: int, value: float) -> TokenLogprob:
-        return TokenLogprob(_token_text(self._tokenizer, token), max(value, MIN_LOGPROB))
 
     def _read_logprobs(self, response: GenerationResponse, num_top: int) -> TokenLogprob:
         log_probs = response.logprobs.astype(mx.float32)
@@ -227,32 +242,37 @@ class Answer:
         chosen, *top = map(self._name, ids, values)
         return chosen._replace(top=tuple(top))
 
+    def _name(self, token: int, value: float) -> TokenLogprob:
+        """Decode a token as it stands within a text; U+FFFD for a part of a character."""
+        detokenizer = self._tokenizer.detokenizer
+        # At the beginning of a text, tokenizers leave out the blank of the first token.
+        for first in self._tokenizer.encode("a", add_special_tokens=False):
+            detokenizer.add_token(first)
+        before = len(detokenizer.text)
+        detokenizer.add_token(token)
+        detokenizer.finalize()
+        return TokenLogprob(detokenizer.text[before:], max(value, MIN_LOGPROB))
 
-def _token_text(tokenizer: TokenizerWrapper, token: int) -> str:
-    """Decode a token as it stands within a text; U+FFFD for a part of a character."""
-    detokenizer = tokenizer.detokenizer
-    # At the beginning of a text, tokenizers leave out the blank of the first token.
-    for first in tokenizer.encode("a", add_special_tokens=False):
-        detokenizer.add_token(first)
-    before = len(detokenizer.text)
-    detokenizer.add_token(token)
-    detokenizer.finalize()
-    return detokenizer.text[before:]
 
-
-def _read_calls(
-    tokenizer: TokenizerWrapper, text: str, tools: Sequence[dict[str, Any]]
-) -> list[ToolCall]:
-    """Parse the tool calls in a text; return none if it is malformed."""
-    try:
-        parsed = tokenizer.tool_parser(text, tools)
-        return [
-            ToolCall(
-                call.get("id") or f"call_{uuid.uuid4().hex}",
-                str(call["name"]),
-                json.dumps(call["arguments"], ensure_ascii=False),
+def score_prompt(
+    engine: Engine, tokens: list[int], num_top: int
+) -> Iterator[list[tuple[Score, list[Score]]]]:
+    """Yield the scores of every token but the first, and the ``num_top`` best there, by chunks."""
+    model = engine.target.stock_model
+    cache = make_prompt_cache(engine.target.model)
+    for start in range(0, len(tokens) - 1, CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        logits = model(mx.array([chunk]), cache=cache)[0].astype(mx.float32)
+        scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        following = tokens[start + 1 : start + 1 + len(chunk)]
+        rows = scores[: len(following)]
+        chosen = to_floats(mx.take_along_axis(rows, mx.array(following)[:, None], axis=1)[:, 0])
+        best = mx.argsort(-rows, axis=-1)[:, :num_top]
+        best_scores = as_rows(mx.take_along_axis(rows, best, axis=-1)).tolist()
+        mx.eval([layer.state for layer in cache])
+        yield [
+            ((token, score), list(zip(ids, values, strict=True)))
+            for token, score, ids, values in zip(
+                following, chosen, to_rows(best), best_scores, strict=True
             )
-            for call in (parsed if isinstance(parsed, list) else [parsed])
         ]
-    except Exception:  # mlx-lm's parsers raise exceptions of any kind for malformed calls
-        return []

@@ -115,17 +115,14 @@ class PrefixStore:
                     with safe_open(path, framework="numpy") as file:
                         yield name, file.metadata() or {}
                 except (SafetensorError, OSError, ValueError) as error:
-                    self._set_aside(name, error)
+                    self._remove(name, error)
 
     def drop(self, name: str, reason: object = None) -> None:
         """Forget arrays; a file that is damaged for a reason is set aside."""
         found = self._memory.pop(name, None)
         if found is not None:
             self.nbytes -= _size(found)
-        if reason is not None:
-            self._set_aside(name, reason)
-        else:
-            self._remove(name)
+        self._remove(name, reason)
 
     def close(self) -> None:
         """Write what waits to be written, and end the thread."""
@@ -174,26 +171,24 @@ class PrefixStore:
         except FileNotFoundError:  # another process has removed it
             self._remove(name)
         except (OSError, RuntimeError, ValueError) as error:
-            self._set_aside(name, error)
+            self._remove(name, error)
         return None
 
-    def _set_aside(self, name: str, reason: object) -> None:
+    def _remove(self, name: str, reason: object = None) -> None:
+        """Delete a file; one that is damaged for a reason is set aside."""
         path = self._paths.pop(name, None)
         if path is None:
             return
-        logger.warning("set aside a damaged file of kept prompts: %s: %s", path, reason)
         with suppress(OSError):
+            if reason is None:
+                path.unlink(missing_ok=True)
+                return
+            logger.warning("set aside a damaged file of kept prompts: %s: %s", path, reason)
             folder = path.parent / DAMAGED
             folder.mkdir(exist_ok=True)
             os.replace(path, folder / path.name)
             for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-MAX_DAMAGED]:
                 old.unlink()
-
-    def _remove(self, name: str) -> None:
-        path = self._paths.pop(name, None)
-        if path is not None:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
 
     def _make_room(self) -> None:
         """Remove the files used least recently until the others fit."""

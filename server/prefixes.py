@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -66,32 +66,23 @@ class _Node:
 _Path = list[tuple[_Node, int]]
 
 
+@dataclass
 class Prefix:
     """The beginning of one text that need not be processed, and states to keep on the way.
 
-    Args:
+    Attributes:
         length: Number of tokens that the cache holds.
         contexts: Contexts of a lookup in the text so far.
         stops: Positions at which a chunk of the prompt has to end, to keep the states there.
-
-    Attributes:
         states: States kept so far, by position.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        cache: list[Any],
-        length: int,
-        contexts: Contexts,
-        stops: Collection[int] = (),
-    ):
-        self._target = target
-        self.cache = cache
-        self.length = length
-        self.states: dict[int, Arrays] = {}
-        self.contexts = contexts
-        self._stops = sorted(stops)
+    target: Target
+    cache: list[Any]
+    length: int
+    contexts: Contexts
+    stops: Collection[int] = ()
+    states: dict[int, Arrays] = field(default_factory=dict)
 
     @property
     def chunk_size(self) -> Callable[[int], int] | None:
@@ -103,15 +94,16 @@ class Prefix:
 
         def left(done: int) -> int:
             position = self.length + done
-            return next((stop - position for stop in self._stops if stop > position), sys.maxsize)
+            following = (stop - position for stop in self.stops if stop > position)
+            return min(following, default=sys.maxsize)
 
-        return left if self._stops else None
+        return left if self.stops else None
 
     def note(self, done: int) -> None:
         """Keep the states after ``done`` tokens of the rest of the prompt, if they are wanted."""
         position = self.length + done
-        if position in self._stops:
-            self.states[position] = self._target.caches.copy_states(self.cache)
+        if position in self.stops:
+            self.states[position] = self.target.caches.copy_states(self.cache)
 
 
 class Prefixes:
@@ -123,11 +115,7 @@ class Prefixes:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        store: PrefixStore,
-        options: GenerationOptions,
-        model: str = "",
+        self, engine: Engine, store: PrefixStore, options: GenerationOptions, model: str = ""
     ):
         self._engine = engine
         self._store = store
@@ -178,14 +166,13 @@ class Prefixes:
         if len(self._contexts) > MAX_LOOKUP_TEXTS:
             del self._contexts[next(iter(self._contexts))]
         for position, arrays in states.items():
-            self._keep_states(path, position, arrays)
+            for node in path:
+                if node.start < position <= node.end and position not in node.states:
+                    node.states.add(position)
+                    metadata = {"node": node.name, "position": str(position)}
+                    self._store.put(f"{node.name}-{position}", arrays, metadata)
         for node in reversed(path):
             self._store.touch(node.name)
-
-    @cached_property
-    def _roots(self) -> dict[str, _Node]:
-        """Nodes without tokens by their name, at which the texts of each owner begin."""
-        return self._find_files()
 
     def _add(self, tokens: list[int], cache: list[Any], owner: str) -> list[_Node]:
         """Add the nodes that a text lacks; return all its nodes."""
@@ -197,7 +184,8 @@ class Prefixes:
             own = tokens[start : start + NODE_TOKENS]
             node = _Node(self._name(parent.name, start, own), start, own)
             entries = self._engine.target.caches.copy_entries(cache, start, node.end)
-            self._store.put(node.name, entries, _describe(node, parent))
+            metadata = {"parent": parent.name, "start": str(start), "tokens": json.dumps(own)}
+            self._store.put(node.name, entries, metadata)
             parent.children.append(node)
             path.append(node)
             start = node.end
@@ -214,18 +202,11 @@ class Prefixes:
                 return self._contexts.pop(node.name)[1]
         return None
 
-    def _keep_states(self, path: Sequence[_Node], position: int, arrays: Arrays) -> None:
-        for node in path:
-            if node.start < position <= node.end and position not in node.states:
-                node.states.add(position)
-                metadata = {"node": node.name, "position": str(position)}
-                self._store.put(f"{node.name}-{position}", arrays, metadata)
-
     def _follow(self, root: _Node, tokens: list[int]) -> Iterator[tuple[_Node, int]]:
         """Yield the nodes of a text, and how many of the node's tokens the text has."""
         node, position = root, 0
         while position < len(tokens):
-            self._prune(node)
+            node.children = [one for one in node.children if self._store.has(one.name)]
             following = next(
                 (
                     child
@@ -240,10 +221,6 @@ class Prefixes:
             count = len(own) if own == following.tokens else num_same(own, following.tokens)
             yield following, count
             node, position = following, position + count
-
-    def _prune(self, node: _Node) -> None:
-        """Forget the children whose entries the store has dropped."""
-        node.children = [child for child in node.children if self._store.has(child.name)]
 
     def _restore(self, path: _Path, length: int) -> tuple[list[Any], int]:
         """Make a cache of at most the first ``length`` tokens of a path, as far as all is there."""
@@ -308,8 +285,12 @@ class Prefixes:
         raw = array("q", tokens).tobytes()
         return f"{self._model}-{_hash(parent, start, hashlib.sha256(raw).hexdigest())}"
 
-    def _find_files(self) -> dict[str, _Node]:
-        """Read the nodes of earlier runs; those whose beginnings are gone are dropped."""
+    @cached_property
+    def _roots(self) -> dict[str, _Node]:
+        """Nodes without tokens by their name, at which the texts of each owner begin.
+
+        Nodes of earlier runs follow them; those whose beginnings are gone are dropped.
+        """
         entries, states = [], []
         for name, found in self._store.headers(self._model):
             try:
@@ -340,10 +321,6 @@ class Prefixes:
             else:
                 self._store.drop(name)
         return roots
-
-
-def _describe(node: _Node, parent: _Node) -> dict[str, str]:
-    return {"parent": parent.name, "start": str(node.start), "tokens": json.dumps(node.tokens)}
 
 
 def _first_quantised(options: GenerationOptions) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,16 +17,16 @@ logger = logging.getLogger(__name__)
 _FREQUENT = ("/health", "/metrics", "/v1/metrics")
 
 
+@dataclass
 class RequestLog:
     """An ASGI application that logs the requests of another one."""
 
-    def __init__(self, application: ASGIApp):
-        self._application = application
+    application: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and log it."""
         if scope["type"] != "http":
-            await self._application(scope, receive, send)
+            await self.application(scope, receive, send)
             return
         status, start = 0, time.monotonic()
 
@@ -35,7 +36,7 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._application(scope, receive, note_status)
+            await self.application(scope, receive, note_status)
         finally:
             if status != 200 or scope["path"] not in _FREQUENT:
                 reply = scope.get("state", {}).get("reply")

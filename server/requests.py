@@ -34,7 +34,6 @@ class TextRequest:
         options: Options of the texts, with the seed of the first one.
         is_streamed: Whether to send parts as soon as they are generated.
         num_texts: Number of texts for every prompt; each has the seed of the previous one plus 1.
-        stops: Strings that end a text and are not part of it.
         penalties: Arguments of mlx-lm's ``make_logits_processors``.
         format: JSON that the texts must be; None for free texts.
         top_logprobs: Number of most probable tokens shown with each token; None shows no

@@ -14,7 +14,10 @@ MAX_CHARACTERS = 1 << 26
 
 
 class StoredResponses:
-    """Responses by their ids; only the event loop's thread changes them."""
+    """Responses by their ids; only the event loop's thread changes them.
+
+    For an id of a response that was not stored, or was forgotten, methods raise `Refusal`.
+    """
 
     def __init__(self) -> None:
         self._total = 0
@@ -32,20 +35,12 @@ class StoredResponses:
             self._total -= len(self._kept.popitem(last=False)[1])
 
     def find(self, response_id: str, param: str) -> tuple[dict[str, Any], list[Any]]:
-        """Return a response and its items.
-
-        Raises:
-            Refusal: It was not stored, or was forgotten.
-        """
+        """Return a response and its items."""
         found = json.loads(self._text_of(response_id, param))
         return found["response"], found["items"]
 
     def forget(self, response_id: str, param: str) -> None:
-        """Forget a response.
-
-        Raises:
-            Refusal: It was not stored, or was forgotten before.
-        """
+        """Forget a response."""
         self._total -= len(self._text_of(response_id, param))
         del self._kept[response_id]
 

@@ -132,7 +132,7 @@ class Worker(threading.Thread):
             self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._running)
             while self._waiting and len(self._running) < self._limits.max_running:
                 job = self._waiting.popleft()
-                job.open(self.counters)
+                job.counters = self.counters
                 self._running.append(job)
         return not self._is_stopped
 

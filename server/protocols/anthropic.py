@@ -27,13 +27,9 @@ from mlx_redrafter.server.wire import event, respond
 
 # Fields that do not change the text: Anthropic caches, bills, attributes or trims requests by them.
 _IGNORED = (
-    "cache_control",
-    "container",
-    "context_management",
-    "inference_geo",
-    "metadata",
+    "cache_control", "container", "context_management", "inference_geo", "metadata",
     "service_tier",
-)
+)  # fmt: skip
 # Tools that run at Anthropic, by the beginning of their type. The model is not shown them.
 _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_")
 # Beginning of a line about billing in the system prompt of Claude Code. It differs from session to
@@ -55,7 +51,6 @@ SIGNATURE = "unsigned"
 
 
 async def count(service: Service, client: Request) -> Response:
-    """Answer ``POST /v1/messages/count_tokens``."""
     request, _ = await service.read(client, partial(read, counts=True))
     return respond({"input_tokens": await service.count(client, request)})
 
@@ -75,10 +70,8 @@ def to_error(refusal: Refusal) -> dict[str, Any]:
 def read(
     body: object, defaults: GenerationOptions, counts: bool = False
 ) -> tuple[ChatRequest, MakeWriter]:
-    """Read a body; one that only ``counts`` tokens needs no ``max_tokens``."""
+    """Read a body; one that only ``counts`` tokens may end with an answer's beginning."""
     fields = Fields(body)
-    if not counts and fields.values.get("max_tokens") is None:
-        raise fields.refusal("max_tokens", "a number of tokens", None)
     fields.take(*_IGNORED)
     conversation = Conversation()
     kept = [text for text in fields.texts("system") if not text.startswith(_BILLING)]
@@ -218,16 +211,13 @@ def _read_messages(fields: Fields, conversation: Conversation) -> None:
             if role == "assistant":
                 _read_answer_block(block, path, conversation)
             elif role == "user" and isinstance(block, dict) and block.get("type") == "tool_result":
-                _read_result(Fields(block, path), conversation)
+                result = Fields(block, path)
+                text, call_id = "\n".join(result.texts("content")), result.typed("tool_use_id", str)
+                conversation.add_result(call_id or "", text, f"{path}.tool_use_id")
             else:
                 conversation.add_text(role, read_text(block, path))
     if not fields.values.get("messages"):
         raise Refusal("messages must be a list of at least one message", "messages")
-
-
-def _read_result(fields: Fields, conversation: Conversation) -> None:
-    text, call_id = "\n".join(fields.texts("content")), fields.typed("tool_use_id", str)
-    conversation.add_result(call_id or "", text, f"{fields.path}.tool_use_id")
 
 
 def _read_answer_block(block: object, path: str, conversation: Conversation) -> None:

@@ -17,11 +17,7 @@ BREAK = "\n\n"
 
 
 class Conversation:
-    """Messages in OpenAI's format, with the arguments of calls as objects.
-
-    Attributes:
-        messages: The messages so far.
-    """
+    """Messages in OpenAI's format, with the arguments of calls as objects."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []

@@ -30,7 +30,7 @@ from mlx_redrafter.server.protocols.openai_fields import (
     read_penalties,
     read_stops,
 )
-from mlx_redrafter.server.protocols.service import Routes, Service
+from mlx_redrafter.server.protocols.service import Reader, Routes, Service
 from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest, CompletionRequest
@@ -41,26 +41,10 @@ from mlx_redrafter.server.wire import respond, to_text
 OLLAMA_VERSION = "0.13.5"
 # Options that do not change the text, and samplers that Ollama's own engine has no more.
 _IGNORED_OPTIONS = (
-    "draft_num_predict",
-    "f16_kv",
-    "low_vram",
-    "main_gpu",
-    "mirostat",
-    "mirostat_eta",
-    "mirostat_tau",
-    "num_batch",
-    "num_ctx",
-    "num_gpu",
-    "num_keep",
-    "num_thread",
-    "numa",
-    "penalize_newline",
-    "tfs_z",
-    "typical_p",
-    "use_mlock",
-    "use_mmap",
-    "vocab_only",
-)
+    "draft_num_predict", "f16_kv", "low_vram", "main_gpu", "mirostat", "mirostat_eta",
+    "mirostat_tau", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa",
+    "penalize_newline", "tfs_z", "typical_p", "use_mlock", "use_mmap", "vocab_only",
+)  # fmt: skip
 # Names of Ollama's options in OpenAI's API and mlx-lm's.
 _RENAMED = {
     "num_predict": "max_tokens",
@@ -81,50 +65,42 @@ def to_error(refusal: Refusal) -> dict[str, Any]:
     return {"error": str(refusal)}
 
 
-async def chat(service: Service, client: Request) -> Response:
-    """Answer ``POST /api/chat``; a request without messages loads the model."""
-    request, stay = await service.read(client, read_chat)
-    return await _answer(service, client, request, stay, "message")
-
-
-async def generate(service: Service, client: Request) -> Response:
-    """Answer ``POST /api/generate``; a request without a prompt loads the model."""
-    request, stay = await service.read(client, read_generate)
-    return await _answer(service, client, request, stay, "response")
+async def answer(
+    service: Service, client: Request, read: Reader[tuple[Prompted, float | None]], field: str
+) -> Response:
+    """Answer a request for a text; one without a prompt loads the model, or unloads it."""
+    request, stay = await service.read(client, read)
+    model = service.models.find(request.model)
+    if stay:
+        model.keep_alive = stay
+    if request.messages if isinstance(request, ChatRequest) else request.prompts:
+        return await service.write(client, request, partial(OllamaWriter, field))
+    if stay == 0:
+        service.models.unload(model)
+    else:
+        await service.models.open(request.model)
+    reason = "unload" if stay == 0 else "load"
+    return respond(OllamaWriter(field, model.name).loaded(reason))
 
 
 async def list_models(service: Service, client: Request) -> Response:
-    """Answer ``GET /api/tags``."""
     return respond({"models": [_describe(model) for model in service.models]})
 
 
 async def list_loaded(service: Service, client: Request) -> Response:
-    """Answer ``GET /api/ps``."""
     found = [(model, model.loaded) for model in service.models]
     shown = [_describe_loaded(model, loaded) for model, loaded in found if loaded is not None]
     return respond({"models": shown})
 
 
 async def show(service: Service, client: Request) -> Response:
-    """Answer ``POST /api/show``."""
     name = await service.read(client, _read_name)
     model, loaded = await service.models.open(name)
     return respond(_describe_whole(model, loaded))
 
 
 async def version(service: Service, client: Request) -> Response:
-    """Answer ``GET /api/version``."""
     return respond({"version": OLLAMA_VERSION})
-
-
-ROUTES: Routes = {
-    ("POST", "/api/chat"): chat,
-    ("POST", "/api/generate"): generate,
-    ("GET", "/api/tags"): list_models,
-    ("GET", "/api/ps"): list_loaded,
-    ("POST", "/api/show"): show,
-    ("GET", "/api/version"): version,
-}
 
 
 def read_chat(body: object, defaults: GenerationOptions) -> tuple[Prompted, float | None]:
@@ -183,13 +159,13 @@ class OllamaWriter(Writer):
             yield self._line({**self._say(part), "done": False})
 
     def end(self) -> Iterator[str]:
-        yield self._line({**self._say(None), **self._end()})
+        yield self._line({**self._say(), **self._end()})
 
     def fail(self, refusal: Refusal) -> Iterator[str]:
         yield f"{to_text(to_error(refusal))}\n"
 
     def keep_alive(self) -> Iterator[str]:
-        yield self._line({**self._say(None), "done": False})
+        yield self._line({**self._say(), "done": False})
 
     def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
         self._finish_reason = texts[0].finish_reason
@@ -197,7 +173,7 @@ class OllamaWriter(Writer):
 
     def loaded(self, reason: str) -> dict[str, Any]:
         """Return the reply to a request without a prompt."""
-        return {**self._head(), **self._say(None), "done": True, "done_reason": reason}
+        return {**self._head(), **self._say(), "done": True, "done_reason": reason}
 
     def _head(self) -> dict[str, Any]:
         return {"model": self.model, "created_at": datetime.now(UTC).isoformat()}
@@ -205,20 +181,23 @@ class OllamaWriter(Writer):
     def _line(self, value: dict[str, Any]) -> str:
         return f"{to_text({**self._head(), **value})}\n"
 
-    def _say(self, part: Part | None) -> dict[str, Any]:
-        content = "" if part is None else part.content
-        more: dict[str, Any] = {}
-        shown = {}
-        if part is not None and part.logprobs:
-            shown = {"logprobs": list(map(format_logprobs, part.logprobs))}
-        if part is not None and part.reasoning:
-            more["thinking"] = part.reasoning
-        if part is not None and part.tool_calls:
-            whole = (call for call in part.tool_calls if call.parsed is not None)
-            more["tool_calls"] = list(map(_format_call, whole))
+    def _say(self, part: Part | None = None) -> dict[str, Any]:
+        content, said, shown = "", dict[str, Any](), dict[str, Any]()
+        if part is not None:
+            content = part.content
+            if part.reasoning:
+                said["thinking"] = part.reasoning
+            if part.tool_calls:
+                said["tool_calls"] = [
+                    {"id": call.id, "function": {"name": call.name, "arguments": call.parsed}}
+                    for call in part.tool_calls
+                    if call.parsed is not None
+                ]
+            if part.logprobs:
+                shown = {"logprobs": list(map(format_logprobs, part.logprobs))}
         if self._field == "response":
-            return {"response": content, **more, **shown}
-        return {"message": {"role": "assistant", "content": content, **more}, **shown}
+            return {"response": content, **said, **shown}
+        return {"message": {"role": "assistant", "content": content, **said}, **shown}
 
     def _end(self) -> dict[str, Any]:
         usage = self.usage()
@@ -234,26 +213,6 @@ class OllamaWriter(Writer):
             "eval_count": usage.num_tokens,
             "eval_duration": text,
         }
-
-
-async def _answer(
-    service: Service, client: Request, request: Prompted, stay: float | None, field: str
-) -> Response:
-    model = service.models.find(request.model)
-    if stay:
-        model.keep_alive = stay
-    if request.messages if isinstance(request, ChatRequest) else request.prompts:
-        return await service.write(client, request, partial(OllamaWriter, field))
-    if stay == 0:
-        service.models.unload(model)
-    else:
-        await service.models.open(request.model)
-    reason = "unload" if stay == 0 else "load"
-    return respond(OllamaWriter(field, model.name).loaded(reason))
-
-
-def _format_call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "function": {"name": call.name, "arguments": call.parsed}}
 
 
 def _read_chat(
@@ -413,7 +372,6 @@ def _kind(loaded: LoadedModel) -> str:
 
 
 def _format_time(seconds: float) -> str:
-    """Format a time of `time.time`."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
@@ -438,3 +396,13 @@ def _describe_whole(model: Model, loaded: LoadedModel) -> dict[str, Any]:
         },
         "capabilities": capabilities,
     }
+
+
+ROUTES: Routes = {
+    ("POST", "/api/chat"): partial(answer, read=read_chat, field="message"),
+    ("POST", "/api/generate"): partial(answer, read=read_generate, field="response"),
+    ("GET", "/api/tags"): list_models,
+    ("GET", "/api/ps"): list_loaded,
+    ("POST", "/api/show"): show,
+    ("GET", "/api/version"): version,
+}

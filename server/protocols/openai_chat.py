@@ -13,9 +13,9 @@ from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
-from mlx_redrafter.server.protocols.choice_writer import ChoiceWriter
-from mlx_redrafter.server.protocols.openai_fields import StreamOptions, choose_tools, read_common
+from mlx_redrafter.server.protocols.openai_fields import choose_tools, read_common
 from mlx_redrafter.server.protocols.service import MakeWriter, Routes, texts
+from mlx_redrafter.server.protocols.writer import ChoiceWriter, StreamOptions
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools, read_tool
@@ -31,7 +31,6 @@ _OWN_TEMPLATE_OPTIONS = signature(PreTrainedTokenizerBase.apply_chat_template).p
 
 
 def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, MakeWriter]:
-    """Read a body."""
     fields = Fields(body)
     top = read_top_logprobs(fields)
     messages, tools = _read_messages(fields), _read_tools(fields)

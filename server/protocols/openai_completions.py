@@ -10,9 +10,9 @@ from typing import Any
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.fields import Fields
 from mlx_redrafter.server.parts import Part, TokenLogprob
-from mlx_redrafter.server.protocols.choice_writer import ChoiceWriter
-from mlx_redrafter.server.protocols.openai_fields import StreamOptions, read_common
+from mlx_redrafter.server.protocols.openai_fields import read_common
 from mlx_redrafter.server.protocols.service import MakeWriter, Routes, texts
+from mlx_redrafter.server.protocols.writer import ChoiceWriter, StreamOptions
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS, CompletionRequest
 
@@ -21,7 +21,6 @@ MAX_LOGPROBS = 5
 
 
 def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, MakeWriter]:
-    """Read a body."""
     fields = Fields(body)
     top = fields.integer("logprobs", 0, MAX_LOGPROBS)
     echoes = fields.typed("echo", bool) or False
@@ -32,8 +31,8 @@ def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, 
     if not all(map(_is_prompt, prompts)) or len(prompts) > MAX_TEXTS:
         expected = f"a text, a list of token ids, or a list of at most {MAX_TEXTS} of them"
         raise fields.refusal("prompt", expected, prompt)
-    ends_there = echoes and type(fields.values.get("max_tokens")) is int
-    ends_there = ends_there and fields.values["max_tokens"] == 0
+    limit = fields.values.get("max_tokens")
+    ends_there = echoes and type(limit) is int and limit == 0
     if ends_there:
         fields.take("max_tokens")
     common, options = read_common(fields, defaults, top)

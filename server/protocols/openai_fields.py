@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.fields import Fields, shortened
-from mlx_redrafter.server.protocols.writer import Usage
+from mlx_redrafter.server.protocols.writer import StreamOptions
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS
 from mlx_redrafter.server.tools import Tools
@@ -30,26 +30,9 @@ MAX_PENALTY_CONTEXT = 2**20
 OPTIONS = {**{name: name for name in SAMPLING_NAMES}, "temp": "temperature"}
 # Fields that do not change the text: OpenAI bills, caches and attributes requests by them.
 IGNORED = (
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
-
-
-class StreamOptions(NamedTuple):
-    """Options of a stream.
-
-    Attributes:
-        shows_usage: Whether the last part of the stream is the usage.
-        shows_drafts: Whether the parts tell drafted tokens from others.
-    """
-
-    shows_usage: bool
-    shows_drafts: bool
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+)  # fmt: skip
 
 
 def read_common(
@@ -175,21 +158,6 @@ def choose_tools(fields: Fields, tools: Tools) -> Tools:
 
 def _name_of(tool: Fields) -> str:
     return (tool.inner("function") if "function" in tool.values else tool).word("name")
-
-
-def format_usage(usage: Usage) -> dict[str, Any]:
-    """Format the usage of a reply."""
-    return {
-        "prompt_tokens": usage.num_prompt,
-        "completion_tokens": usage.num_tokens,
-        "total_tokens": usage.num_prompt + usage.num_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
-        "completion_tokens_details": {
-            "reasoning_tokens": usage.num_reasoning,
-            "accepted_prediction_tokens": usage.num_accepted,
-            "rejected_prediction_tokens": usage.num_drafts - usage.num_accepted,
-        },
-    }
 
 
 def _read_biases(fields: Fields) -> dict[int, float]:

@@ -26,7 +26,7 @@ from mlx_redrafter.server.protocols.openai_fields import (
     read_options,
 )
 from mlx_redrafter.server.protocols.service import MakeWriter, Routes, Service, texts
-from mlx_redrafter.server.protocols.writer import BlockWriter, Usage
+from mlx_redrafter.server.protocols.writer import BlockWriter
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.stored_responses import StoredResponses
@@ -37,17 +37,9 @@ from mlx_redrafter.server.wire import event, respond
 _OTHERS = ("client_metadata", "include", "max_tool_calls", "stream_options", "truncation")
 # Types of tools that run at OpenAI or that have no JSON schema. The model is not shown them.
 _LEFT_OUT = (
-    "apply_patch",
-    "code_interpreter",
-    "custom",
-    "file_search",
-    "image_generation",
-    "local_shell",
-    "namespace",
-    "shell",
-    "tool_search",
-    "web_search",
-)
+    "apply_patch", "code_interpreter", "custom", "file_search", "image_generation",
+    "local_shell", "namespace", "shell", "tool_search", "web_search",
+)  # fmt: skip
 # Fields of a request that its response repeats, with their defaults.
 _REPEATED: dict[str, Any] = {
     "instructions": None,
@@ -65,6 +57,12 @@ _REPEATED: dict[str, Any] = {
     "truncation": "disabled",
 }
 
+# Type, prefix of the id and fields of an item at its beginning, by the kind of the block.
+_ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "thinking": ("reasoning", "rs", {"summary": [], "encrypted_content": None}),
+    "text": ("message", "msg", {"role": "assistant", "content": []}),
+    "call": ("function_call", "fc", {"arguments": ""}),
+}
 # Places of the only part of an item.
 _SUMMARY: dict[str, Any] = {"summary_index": 0}
 _CONTENT: dict[str, Any] = {"content_index": 0}
@@ -79,18 +77,15 @@ _PARTS = {"thinking": "reasoning_summary_part", "text": "content_part"}
 
 
 async def answer(service: Service, client: Request) -> Response:
-    """Answer ``POST /v1/responses``."""
     return await texts(partial(read, stored=service.stored))(service, client)
 
 
 async def fetch(service: Service, client: Request) -> Response:
-    """Answer ``GET /v1/responses/{id}``."""
     response, _ = service.stored.find(client.path_params["id"], "id")
     return respond(response)
 
 
 async def forget(service: Service, client: Request) -> Response:
-    """Answer ``DELETE /v1/responses/{id}``."""
     response_id = client.path_params["id"]
     service.stored.forget(response_id, "id")
     return respond({"id": response_id, "object": "response", "deleted": True})
@@ -156,10 +151,6 @@ class ResponseWriter(BlockWriter):
         # Text of the last item.
         self._text = ""
 
-    @property
-    def _is_cut(self) -> bool:
-        return self.last is not None and self.last.finish_reason == "length"
-
     def begin(self) -> Iterator[str]:
         if not self._sequence:
             for kind in ("response.created", "response.in_progress"):
@@ -167,13 +158,10 @@ class ResponseWriter(BlockWriter):
 
     def open_block(self, call: ToolCall | None) -> Iterator[str]:
         self._text = ""
-        if call is not None:
-            item = {"call_id": call.id, "name": call.name, "arguments": ""}
-            self._add_item("function_call", "fc", item)
-        elif self.kind == "thinking":
-            self._add_item("reasoning", "rs", {"summary": [], "encrypted_content": None})
-        else:
-            self._add_item("message", "msg", {"role": "assistant", "content": []})
+        kind, prefix, fields = _ITEMS[self.kind]
+        head = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        called = {} if call is None else {"call_id": call.id, "name": call.name}
+        self._output.append({**head, **called, **fields})
         yield self._event("response.output_item.added", **self._added())
         if call is None:
             yield self._part("added")
@@ -234,9 +222,16 @@ class ResponseWriter(BlockWriter):
 
     def _finished(self) -> dict[str, Any]:
         """Return the finished response, and store it unless the client has declined that."""
-        response = self._response("incomplete" if self._is_cut else "completed")
-        response["usage"] = _format_usage(self.usage())
-        if self._is_cut:
+        is_cut = self.last is not None and self.last.finish_reason == "length"
+        response, usage = self._response("incomplete" if is_cut else "completed"), self.usage()
+        response["usage"] = {
+            "input_tokens": usage.num_prompt,
+            "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
+            "output_tokens": usage.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning},
+            "total_tokens": usage.num_prompt + usage.num_tokens,
+        }
+        if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._repeated["store"]:
             whole = [item for item in self._output if item["status"] == "completed"]
@@ -260,10 +255,6 @@ class ResponseWriter(BlockWriter):
         """Place of the last item in the output."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
-    def _add_item(self, kind: str, prefix: str, item: dict[str, Any]) -> None:
-        head = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
-        self._output.append({**head, **item})
-
     def _added(self) -> dict[str, Any]:
         return {"output_index": len(self._output) - 1, "item": dict(self._output[-1])}
 
@@ -272,16 +263,6 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "thinking":
         return {"type": "summary_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _format_usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.num_prompt,
-        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
-        "output_tokens": usage.num_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning},
-        "total_tokens": usage.num_prompt + usage.num_tokens,
-    }
 
 
 def _read_input(fields: Fields) -> list[Any]:
@@ -313,11 +294,9 @@ def _read_items(instructions: str | None, items: Sequence[object]) -> list[dict[
             arguments = _read_arguments(fields)
             conversation.add_call(fields.word("call_id"), fields.word("name"), arguments)
         elif kind == "function_call_output":
-            text, call_id = (
-                "\n".join(fields.texts("output", is_required=True)),
-                fields.typed("call_id", str),
-            )
-            conversation.add_result(call_id or "", text, f"{fields.path}.call_id")
+            text = "\n".join(fields.texts("output", is_required=True))
+            call_id = fields.typed("call_id", str) or ""
+            conversation.add_result(call_id, text, f"{fields.path}.call_id")
         else:
             expected = '"message", "reasoning", "function_call" or "function_call_output"'
             raise fields.refusal("type", expected, kind)

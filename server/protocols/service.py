@@ -14,8 +14,7 @@ from starlette.responses import Response
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.callers import Callers
 from mlx_redrafter.server.fields import parse_json
-from mlx_redrafter.server.limits import Limits
-from mlx_redrafter.server.models import LoadedModel, Model, Models
+from mlx_redrafter.server.models import Models
 from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.replies import EventStream, Reply
@@ -42,14 +41,11 @@ class Service:
     """The functions that the endpoints of a protocol use.
 
     Attributes:
-        defaults: Options of texts for requests that leave them out.
         stored: Responses that clients may continue.
     """
 
     models: Models
     worker: Worker
-    defaults: GenerationOptions
-    limits: Limits
     callers: Callers
     stored: StoredResponses = field(default_factory=StoredResponses)
 
@@ -65,7 +61,7 @@ class Service:
         raw = await self._receive(client)
         client.state.is_large = len(raw) > LARGE_BODY
         async with self._encoding[client.state.is_large]:
-            return await asyncio.to_thread(lambda: reader(parse_json(raw), self.defaults))
+            return await asyncio.to_thread(lambda: reader(parse_json(raw), self.models.options))
 
     async def count(self, client: Request, request: TextRequest) -> int:
         """Return the number of tokens of the prompts of a request, whatever the context.
@@ -90,40 +86,33 @@ class Service:
             Refusal: The request does not fit the model, or has failed.
         """
         start = time.monotonic()
-        model, loaded, fitted, prompts = await self._fit(client, request)
+        model, loaded = await self.models.open(request.model)
+        async with self._encoding[client.state.is_large]:
+            fitted, prompts = await asyncio.to_thread(fit, request, loaded.engine, loaded.context)
         reply = client.state.reply = Reply(loaded, fitted, prompts, make_writer(model.name), start)
         reply.job.owner = self.callers.identify(client.headers)
         self.worker.submit(reply.job)
         return EventStream(reply) if fitted.is_streamed else await reply.whole(client)
-
-    async def _fit(
-        self, client: Request, request: TextRequest
-    ) -> tuple[Model, LoadedModel, TextRequest, list[list[int]]]:
-        """Load the model of a request; return the request within its sizes, and the prompts."""
-        model, loaded = await self.models.open(request.model)
-        async with self._encoding[client.state.is_large]:
-            fitted, prompts = await asyncio.to_thread(fit, request, loaded.engine, loaded.context)
-        return model, loaded, fitted, prompts
 
     async def _receive(self, request: Request) -> bytes:
         """Read the body of a request, within the limits of size and time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in _BODY_TYPES:
             raise Refusal("the body must have Content-Type: application/json", status=415)
-        body, limit = bytearray(), self.limits.max_body_bytes
+        limits = self.models.limits
+        body, limit, timeout = bytearray(), limits.max_body_bytes, limits.client_timeout
         too_large = Refusal(f"the body must be at most {limit} bytes; shorten it", status=413)
         if int(request.headers.get("content-length", 0)) > limit:  # clients may wait to be asked
             raise too_large
         try:
-            async with asyncio.timeout(self.limits.client_timeout):
+            async with asyncio.timeout(timeout):
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > limit:
                         raise too_large
         except TimeoutError as error:
             raise Refusal(
-                f"the body took too long; send it within {self.limits.client_timeout:g} seconds",
-                status=408,
+                f"the body took too long; send it within {timeout:g} seconds", status=408
             ) from error
         return bytes(body)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.wire import event
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,9 @@ class Usage:
     """Numbers of tokens of one reply, and the time that they took.
 
     Attributes:
-        num_prompt: Tokens of the prompts.
         num_cached: Prompt tokens found in a cache.
-        num_tokens: Tokens generated.
-        num_reasoning: Tokens of thinking among them.
-        num_accepted: Accepted drafts among them.
-        num_drafts: Drafts verified.
+        num_tokens: Tokens generated, of which ``num_reasoning`` are thinking.
+        num_drafts: Drafts verified, of which ``num_accepted`` were accepted.
         load_seconds: Seconds in which the model was loaded, unless it was, and the prompts encoded.
         prompt_seconds: Seconds from then to the first token.
         text_seconds: Seconds from the first token to the last one.
@@ -140,3 +140,78 @@ class BlockWriter(Writer):
     @abstractmethod
     def finish(self) -> Iterator[str]:
         """Yield the events after the last block."""
+
+
+class StreamOptions(NamedTuple):
+    """Options of a stream.
+
+    Attributes:
+        shows_usage: Whether the last part of the stream is the usage.
+        shows_drafts: Whether the parts tell drafted tokens from others.
+    """
+
+    shows_usage: bool
+    shows_drafts: bool
+
+
+class ChoiceWriter(Writer):
+    """Writes replies of choices under one head, as those of OpenAI's chats and completions.
+
+    ``kind`` is the reply's ``object``.
+    """
+
+    def __init__(self, prefix: str, kind: str, options: StreamOptions, model: str):
+        super().__init__(model)
+        self._options = options
+        self._head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def add(self, part: Part) -> Iterator[str]:
+        if self.is_shown(part):
+            choice = self.choice(part, "delta")
+            if self._options.shows_drafts:
+                choice["is_draft"] = part.is_draft
+                choice["tokens"], choice["steps"] = part.num_tokens, part.num_steps
+            shown = {"usage": None} if self._options.shows_usage else {}
+            yield event({**self._head, "choices": [choice], **shown})
+
+    def end(self) -> Iterator[str]:
+        if self._options.shows_usage:
+            yield event({**self._head, "choices": [], "usage": _format_usage(self.usage())})
+        yield "data: [DONE]\n\n"
+
+    def fail(self, refusal: Refusal) -> Iterator[str]:
+        yield event(refusal.to_json())
+
+    def keep_alive(self) -> Iterator[str]:
+        yield ": waiting\n\n"
+
+    def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
+        choices = [self.choice(text, "message") for text in texts]
+        return {**self._head, "choices": choices, "usage": _format_usage(self.usage())}
+
+    def is_shown(self, part: Part) -> bool:
+        """Whether a stream has a chunk for a part."""
+        return bool(part.finish_reason or part.has_content)
+
+    @abstractmethod
+    def choice(self, part: Part, name: str) -> dict[str, Any]:
+        """Format a whole choice ("message"), or the next part of one ("delta")."""
+
+
+def _format_usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_tokens,
+        "total_tokens": usage.num_prompt + usage.num_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning,
+            "accepted_prediction_tokens": usage.num_accepted,
+            "rejected_prediction_tokens": usage.num_drafts - usage.num_accepted,
+        },
+    }

@@ -73,8 +73,11 @@ def test_a_text(stories: Trained, times: int) -> None:
 
 
 def test_the_question_of_a_chat(chat_folder: Path) -> None:
-    ended = interrupt(["chat", "--model", chat_folder], ">> ", 0.2)
+    """One Ctrl-C in place of a message tells how to end the chat; a second one ends it."""
+    ended = interrupt(["chat", "--model", chat_folder], ">> ", 0.2, 2)
     _check(ended, "stopped")
+    assert ended.output.count(">> ") == 2
+    assert "/bye, Ctrl-D or Ctrl-C once more ends the chat" in ended.output
 
 
 def test_a_download(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx_lm
 import pytest
 
-from mlx_redrafter.bench import runs
+from mlx_redrafter.bench import machine, runs
 from tests.conftest import Trained
 from tests.helpers.cli import run
 
@@ -20,14 +20,20 @@ def _try(capsys: pytest.CaptureFixture[str], folder: object) -> Any:
     return run(capsys, "try", folder, "-p", PROMPT, "-m", 12)
 
 
+@pytest.mark.parametrize("load", [0.0, 1000.0])
 def test_the_text_is_printed_and_compared_with_mlx_lm(
-    stories: Trained, capsys: pytest.CaptureFixture[str]
+    load: float,
+    stories: Trained,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(machine, "load_averages", lambda: [load])
     shown = _try(capsys, stories.folder)
     stock = mlx_lm.generate(stories.model, stories.tokenizer, PROMPT, max_tokens=12)
     assert (shown.code, shown.out) == (0, stock + "\n")
     assert "equal, all 12 tokens" in shown.err
     assert "times mlx-lm's (median of 5 runs in turns)" in shown.err
+    assert ("other programs keep 1000.0 of" in shown.err) == bool(load)
 
 
 def test_a_difference_is_an_error(

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from mlx_redrafter.server.chat_page import FILES, send_file
+from mlx_redrafter.server.application import FILES, send_file
 
 MODEL = {
     "id": "org/scripted",

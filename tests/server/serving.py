@@ -134,7 +134,7 @@ def serving(
     pytest.importorskip("uvicorn", reason=ABSENT)
     from mlx_redrafter.server.application import make_application
     from mlx_redrafter.server.callers import Callers
-    from mlx_redrafter.server.listening import listen, make_server
+    from mlx_redrafter.server.listening import Server, listen
     from mlx_redrafter.server.models import Model, Models
     from mlx_redrafter.server.protocols.service import Service
 
@@ -143,8 +143,8 @@ def serving(
     served = [Model("tiny", lambda: engine), *others]
     models = Models(served, defaults, limits, worker.is_busy, is_strict, folder)
     callers = Callers(hosts=["named.example"], origins=["http://page.example"], key=KEY)
-    application = make_application(Service(models, worker, defaults, limits, callers))
-    server = make_server(application, limits.client_timeout, grace, worker)
+    application = make_application(Service(models, worker, callers))
+    server = Server(application, limits.client_timeout, grace, worker)
     listener = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

@@ -90,7 +90,7 @@ def _asking(*content: Any) -> dict[str, Any]:
 
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("colour is not supported", {"colour": "red"}),
-    ("max_tokens must be", {"max_tokens": None}),
+    ("max_tokens must be", {"max_tokens": 0}),
     ("reads neither images", _asking({"type": "image", "source": {}})),
     ("the id of a call before it", _asking(UNKNOWN)),
     ("get_weather: grammar cannot be used", {"tools": [NO_SCHEMA]}),
@@ -108,6 +108,14 @@ def test_errors_have_its_shape(served: Served, message: str, fields: dict[str, A
     found = status, reply["type"], reply["error"]["type"]
     assert found == (400, "error", "invalid_request_error")
     assert message in reply["error"]["message"]
+
+
+def test_max_tokens_may_be_left_out() -> None:
+    from mlx_redrafter.generation_options import GenerationOptions
+    from mlx_redrafter.server.protocols.anthropic import read
+
+    request, _ = read({"messages": ASKED["messages"]}, GenerationOptions(max_tokens=7))
+    assert request.options.max_tokens == 7
 
 
 def test_thinking_comes_first(served: Served) -> None:

@@ -21,7 +21,7 @@ from mlx_redrafter.engine.prompt_encoding import LongPromptError, encode_prompt
 from mlx_redrafter.server import listening
 from mlx_redrafter.server.callers import Callers
 from mlx_redrafter.server.limits import Limits
-from mlx_redrafter.server.listening import make_server
+from mlx_redrafter.server.listening import Server
 from mlx_redrafter.server.protocols import service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.worker import Worker
@@ -159,7 +159,7 @@ def test_connections_beyond_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_errors_of_the_loop_are_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:
-    server = make_server(lambda *_: None, 1, 1, Worker(Limits()))  # type: ignore[arg-type, return-value]
+    server = Server(lambda *_: None, 1, 1, Worker(Limits()))  # type: ignore[arg-type, return-value]
     loop = asyncio.new_event_loop()
     for _ in range(1000):
         server._report(loop, {"message": "accept failed", "exception": OSError("too many files")})

@@ -8,14 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_redrafter.server import prompt_scores
+from mlx_redrafter.server import parts
 from tests.server.serving import Served
 
 
 def test_a_prompt_is_repeated_with_its_likelihood(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_scores, "CHUNK", 4)
+    monkeypatch.setattr(parts, "CHUNK", 4)
     tokens = [7, 3, 22, 9, 41, 5, 5, 60, 13]
     body = {"prompt": [tokens, tokens[:5]], "echo": True, "logprobs": 2, "max_tokens": 1}
     status, reply = served.send("/v1/completions", body)

@@ -19,7 +19,6 @@ from mlx_redrafter import DraftModel
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.proposers.lookup.contexts import following
-from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.prefix_store import PrefixStore
@@ -86,7 +85,6 @@ def _write(
     job = Job(loaded, request, [list(prompt)], receive)
     job.owner = owner
     limits = random.Random(len(prompt))
-    job.open(Counters())
     while job.step():
         # With a text of another model beside it, chunks are short.
         loaded.scheduler.advance(others_wait=limits.random() < 0.5)

@@ -188,7 +188,7 @@ def test_refusals_are_one_line(train: Cli, out: Path, cli: Cli, finished: Run) -
     for arguments, message in cases:
         assert message in _refusal(train(*arguments))
     no_target = cli("train", "--out", out, "--data", out.with_name("texts.jsonl"))
-    assert "expected a target, found none" in _refusal(no_target)
+    assert "expected a model, found none" in _refusal(no_target)
     assert not (out / "model.safetensors").exists()
 
 
