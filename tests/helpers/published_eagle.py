@@ -1,28 +1,17 @@
-"""EAGLE heads as others publish them, and their published equations in torch, as an oracle.
-
-Written from SafeAILab/EAGLE (``cnets1.py``, ``cnets.py``) and vllm-project/speculators
-(``models/eagle3/core.py``):
-
-    EAGLE-1   g = fc([E x, f]);                  x = g
-    EAGLE-3   g = fc([s_a, s_b, s_c]) or what was fed back;  x = [norm_e(E x), norm_g(g)]
-    both      h = r + attention(x);  h = h + mlp(norm(h));  logits = head(norm(h)), EAGLE-1's
-              without a norm; r is g, or norm_g(g) with norm_before_residual
-
-with norm_before_fc on all states, fc_norm on each, and norm_output on what is fed back.
-"""
+"""EAGLE heads as others publish them, and their equations in torch."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.nn.functional import linear, silu
+
+from tests.helpers import torch_heads
 
 HIDDEN, WIDTH, HEADS, GROUPS, HEAD_DIM, VOCAB, DRAFT_VOCAB = 32, 48, 4, 2, 8, 64, 40
 EPS = 1e-5
@@ -146,125 +135,12 @@ def random_tensors(layout: Layout, seed: int = 0) -> dict[str, torch.Tensor]:
     return tensors
 
 
-class PublishedHead:
-    """A head on its published tensors, one token after another, without a cache.
-
-    Args:
-        layout: How it was published.
-        tensors: Its tensors.
-        embedding: The target's, shape (V, H).
-        head: The target's LM head, shape (V, H).
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        tensors: Mapping[str, torch.Tensor],
-        embedding: torch.Tensor,
-        head: torch.Tensor,
-    ):
-        self.layout = layout
-        self.tensors = tensors
-        self.embedding = embedding
-        self.head = head
-        parameters = layout.layer.get("rope_parameters", layout.layer)
-        self.theta = parameters.get("rope_theta", 10000.0)
-
-    def log_probs(
-        self, states: torch.Tensor, tokens: Sequence[int], drafts: Sequence[int]
-    ) -> torch.Tensor:
-        """Log-probabilities after the text and after each draft, shape (1 + drafts, rows).
-
-        Args:
-            states: States after each token of the text but the last, shape (n, S).
-            tokens: The tokens that came after them.
-            drafts: Drafts after the text.
-        """
-        features = self._fuse(states)
-        outputs = self._process(features, tokens)
-        found = [self._head(outputs[-1:])]
-        for i, draft in enumerate(drafts):
-            tokens = [*tokens, draft]
-            features = torch.cat([features, self._fed_back(outputs[-1:])])
-            outputs = self._process(features, tokens)
-            found.append(self._head(outputs[-1:]))
-            assert outputs.shape[0] == len(states) + i + 1
-        return torch.log_softmax(torch.cat(found), dim=-1)
-
-    def to_ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """Token ids of rows of the head."""
-        return rows + self.tensors["d2t"][rows] if "d2t" in self.tensors else rows
-
-    def _fuse(self, states: torch.Tensor) -> torch.Tensor:
-        if self.layout.version == 1 or self.layout.num_states == 1:
-            return states
-        if "input_norm.weight" in self.tensors:
-            states = self._norm(states, "input_norm")
-        if "fc_norm.0.weight" in self.tensors:
-            parts = states.split(HIDDEN, dim=-1)
-            states = torch.cat([self._norm(p, f"fc_norm.{i}") for i, p in enumerate(parts)], -1)
-        return linear(states, self.tensors["fc.weight"])
-
-    def _process(self, features: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        embedded, prefix = self.embedding[torch.tensor(list(tokens))], self.layout.prefix
-        if self.layout.version == 1:
-            joined = torch.cat([embedded, features], dim=-1)
-            h = linear(joined, self.tensors["fc.weight"], self.tensors.get("fc.bias"))
-            residual = entering = h
-        else:
-            normed = self._norm(features, f"{prefix}.hidden_norm")
-            is_before = self.layout.config.get("norm_before_residual", False)
-            residual = normed if is_before else features
-            embedded = self._norm(embedded, f"{prefix}.input_layernorm")
-            entering = torch.cat([embedded, normed], dim=-1)
-        h = self._layer(prefix, residual, entering)
-        for i in range(1, self.layout.num_layers):
-            h = self._layer(f"layers.{i}", h, self._norm(h, f"layers.{i}.input_layernorm"))
-        return h
-
-    def _layer(self, prefix: str, residual: torch.Tensor, entering: torch.Tensor) -> torch.Tensor:
-        h = residual + self._attend(prefix, entering)
-        x = self._norm(h, f"{prefix}.post_attention_layernorm")
-        gate, up, down = (
-            self.tensors[f"{prefix}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
-        )
-        return h + linear(silu(linear(x, gate)) * linear(x, up), down)
-
-    def _attend(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
-        num_tokens = x.shape[0]
-        q, k, v = (
-            linear(x, self.tensors[f"{prefix}.self_attn.{name}_proj.weight"])
-            .view(num_tokens, -1, HEAD_DIM)
-            .transpose(0, 1)
-            for name in "qkv"
-        )
-        if self.layout.has_qk_norm:
-            q = self._norm(q, f"{prefix}.self_attn.q_norm")
-            k = self._norm(k, f"{prefix}.self_attn.k_norm")
-        q, k = self._rotate(q), self._rotate(k)
-        k, v = (rows.repeat_interleave(HEADS // GROUPS, dim=0) for rows in (k, v))
-        scores = q @ k.transpose(1, 2) / math.sqrt(HEAD_DIM)
-        unseen = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
-        mixed = scores.masked_fill(unseen, -math.inf).softmax(-1) @ v
-        mixed = mixed.transpose(0, 1).reshape(num_tokens, -1)
-        return linear(mixed, self.tensors[f"{prefix}.self_attn.o_proj.weight"])
-
-    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
-        half = HEAD_DIM // 2
-        frequencies = self.theta ** (-torch.arange(half) / half)
-        angles = torch.arange(x.shape[1])[:, None] * frequencies
-        cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
-        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        return x * cos + turned * sin
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-        return self.tensors[f"{name}.weight"] * (x * scale)
-
-    def _fed_back(self, outputs: torch.Tensor) -> torch.Tensor:
-        return self._norm(outputs, "norm") if self.layout.config.get("norm_output") else outputs
-
-    def _head(self, outputs: torch.Tensor) -> torch.Tensor:
-        if self.layout.version == 1:
-            return linear(outputs, self.head)
-        return linear(self._norm(outputs, "norm"), self.tensors["lm_head.weight"])
+def published_head(
+    layout: Layout, tensors: Mapping[str, torch.Tensor], embedding: torch.Tensor, head: torch.Tensor
+) -> torch_heads.Head:
+    """A head on its published tensors, of a target with this embedding and LM head."""
+    parameters = layout.layer.get("rope_parameters", layout.layer)
+    frozen = torch_heads.Frozen(embedding, head, torch.ones(()), EPS, EPS)
+    layer = torch_heads.Layer(HEADS, GROUPS, parameters.get("rope_theta", 10000.0))
+    flags = {key: layout.says(key) for key in ("norm_before_residual", "norm_output")}
+    return torch_heads.eagle(tensors, frozen, layer, layout.version, layout.prefix, **flags)

@@ -23,7 +23,8 @@ from tests.helpers.models import tiny_llama
 
 torch = pytest.importorskip("torch")
 
-from tests.training import torch_heads  # noqa: E402
+from tests.helpers import torch_heads  # noqa: E402
+from tests.training import torch_loss  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -66,18 +67,15 @@ def _batch(target: Target, student: Student) -> TrainingBatch:
 def _reference(target: Target, student: Student, weights: Any) -> Any:
     """Build the head in torch."""
     model: Any = target.model
-    embedding = target.modules.embed(mx.arange(VOCAB))
-    head = target.modules.logits(mx.eye(target.hidden_size)).T
-    norm = model.model.norm
+    norm, network = model.model.norm, student.network
+    outputs = target.modules.embed(mx.arange(VOCAB)), target.modules.logits(mx.eye(32)).T
     frozen = torch_heads.Frozen(
-        _double(embedding), _double(head), _double(norm.weight), norm.eps, EagleConfig.rms_norm_eps
+        *map(_double, (*outputs, norm.weight)), norm.eps, EagleConfig.rms_norm_eps
     )
-    network = student.network
     name = type(network).__name__
-    if name == "Drafter":
-        return torch_heads.recurrent(weights, frozen, LAYERS)
-    if name == "Medusa":
-        return torch_heads.medusa(weights, LAYERS)
+    if name in ("Drafter", "Medusa"):
+        is_medusa = name == "Medusa"
+        return torch_heads.medusa(weights) if is_medusa else torch_heads.recurrent(weights, frozen)
     sizes = student.values if name == "Mtp" else layer_arguments(network.config)  # type: ignore[attr-defined]
     layer = torch_heads.Layer(
         sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["rope_theta"]
@@ -85,10 +83,8 @@ def _reference(target: Target, student: Student, weights: Any) -> Any:
     if name == "Mtp":
         return torch_heads.mtp(weights, frozen, layer)
     if name == "SpecFormer":
-        count = len(network.config.captured_layers)
-        return torch_heads.specformer(weights, frozen, layer, count)
-    make = torch_heads.eagle if network.config.version == 3 else torch_heads.eagle_1
-    return make(weights, frozen, layer)
+        return torch_heads.specformer(weights, frozen, layer, len(network.config.captured_layers))
+    return torch_heads.eagle(weights, frozen, layer, network.config.version)
 
 
 def _double(array: mx.array) -> Any:
@@ -99,11 +95,11 @@ def _double(array: mx.array) -> Any:
 CASES = [(head, None) for head in HEADS if not head.startswith("d")]
 
 
-@pytest.mark.parametrize(("head", "exit_dim"), [*CASES, ("redrafter", 8)])
+@pytest.mark.parametrize(("kind", "exit_dim"), [*CASES, ("redrafter", 8)])
 def test_loss_and_gradient_are_those_of_torch(
-    target: Target, head: Head, exit_dim: int | None
+    target: Target, kind: Head, exit_dim: int | None
 ) -> None:
-    student = _student(target, head, exit_dim)
+    student = _student(target, kind, exit_dim)
     batch, network = _batch(target, student), student.network
     counts = mx.sum(batch.weights, axis=0)
 
@@ -120,8 +116,14 @@ def test_loss_and_gradient_are_those_of_torch(
         name: torch.tensor(np.array(array).astype(np.int64)) if name in integers else _double(array)
         for name, array in batch._asdict().items()
     }
-    reference = _reference(target, student, weights)
-    expected = torch_heads.loss(reference, tensors, POSITION_DECAY, CONFIDENCE_FLOOR)
+    head, sequences = _reference(target, student, weights), batch.sequences.tolist()
+
+    def logits(row: int) -> list[Any]:
+        start, (_, *drafts, _) = sequences.index(sequences[row]), batch.tokens[row].tolist()
+        following = batch.tokens[start : row + 1, 0].tolist()
+        return head(tensors["states"][start : row + 1], following, drafts)  # type: ignore[no-any-return]
+
+    expected = torch_loss.loss(logits, tensors, "soft", POSITION_DECAY, CONFIDENCE_FLOOR)
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
     found = dict(tree_flatten(gradient))
