@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from tests.helpers import torch_heads
-
-HIDDEN, WIDTH, HEADS, GROUPS, HEAD_DIM, VOCAB, DRAFT_VOCAB = 32, 48, 4, 2, 8, 64, 40
-EPS = 1e-5
+from tests.helpers.published_heads import (
+    DRAFT_VOCAB,
+    HIDDEN,
+    LAYER,
+    VOCAB,
+    Tensors,
+    draft_vocabulary,
+    layer_shapes,
+    seeded,
+    write,
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,6 @@ class Layout:
         layer: Keys of the layer's config: ``config.json`` itself, or an object in it.
         prefix: Prefix of the first layer.
         num_layers: Decoder layers.
-        has_qk_norm: Whether queries and keys are normalised.
         num_states: States of the target that version 3 reads; ``fc`` joins several.
     """
 
@@ -36,7 +41,6 @@ class Layout:
     layer: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = "midlayer"
     num_layers: int = 1
-    has_qk_norm: bool = False
     num_states: int = 3
 
     def says(self, key: str) -> bool:
@@ -55,7 +59,7 @@ LAYOUTS = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 200.0}}, "layers.0", 2),
     "speculators 3.1": Layout(3, {"speculators_model_type": "eagle3", "fc_norm": True,
         "norm_output": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, {"model_type": "qwen3",
-        "rope_theta": 1000.0}, "layers.0", has_qk_norm=True),
+        "rope_theta": 1000.0}, "layers.0"),
     "NVIDIA": Layout(3, {"model_type": "llama", "draft_vocab_size": DRAFT_VOCAB,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3], "norm_before_fc": True,
         "use_aux_hidden_state": True}}),
@@ -66,72 +70,40 @@ LAYOUTS = {
 
 def write_head(folder: Path, layout: Layout, seed: int = 0) -> dict[str, torch.Tensor]:
     """Write a random head with the published names, shapes and dtypes; its tensors."""
-    tensors = random_tensors(layout, seed)
-    layer = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": WIDTH,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS,
-        "head_dim": HEAD_DIM,
-        "num_hidden_layers": layout.num_layers,
-        "vocab_size": VOCAB,
-        "rms_norm_eps": EPS,
-        "hidden_act": "silu",
-        **layout.layer,
-    }
+    layer = {**LAYER, "model_type": "llama", "num_hidden_layers": layout.num_layers, **layout.layer}
     is_nested = "speculators_model_type" in layout.config
     config = {"transformer_layer_config": layer} if is_nested else layer
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**config, **layout.config}))
-    save_file(tensors, folder / "model.safetensors")
-    return tensors
+    tensors = random_tensors(layout, layer, seed)
+    write(folder, {**config, **layout.config}, tensors)
+    return {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
 
 
-def random_tensors(layout: Layout, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random tensors of a head by their published names, float32."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
-
-    def norm(size: int) -> torch.Tensor:
-        return 1 + 0.2 * torch.randn(size, generator=generator)
-
-    is_third = layout.version == 3
-    tensors = {"fc.weight": matrix(HIDDEN, (3 if is_third else 2) * HIDDEN)}
-    if layout.num_states == 1:
-        del tensors["fc.weight"]
-    if not is_third and layout.config.get("bias", True):
-        tensors["fc.bias"] = torch.randn(HIDDEN, generator=generator)
-    for i in range(layout.num_layers):
-        prefix = f"layers.{i}" if i else layout.prefix
-        entering = 2 * HIDDEN if is_third and i == 0 else HIDDEN
-        sizes = {"q_proj": HEADS, "k_proj": GROUPS, "v_proj": GROUPS}
-        for name, heads in sizes.items():
-            tensors[f"{prefix}.self_attn.{name}.weight"] = matrix(heads * HEAD_DIM, entering)
-        tensors[f"{prefix}.self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * HEAD_DIM)
-        if layout.has_qk_norm:
-            for name in ("q_norm", "k_norm"):
-                tensors[f"{prefix}.self_attn.{name}.weight"] = norm(HEAD_DIM)
-        tensors[f"{prefix}.mlp.gate_proj.weight"] = matrix(WIDTH, HIDDEN)
-        tensors[f"{prefix}.mlp.up_proj.weight"] = matrix(WIDTH, HIDDEN)
-        tensors[f"{prefix}.mlp.down_proj.weight"] = matrix(HIDDEN, WIDTH)
-        tensors[f"{prefix}.post_attention_layernorm.weight"] = norm(HIDDEN)
-        if is_third or i:
-            tensors[f"{prefix}.input_layernorm.weight"] = norm(HIDDEN)
+def random_tensors(layout: Layout, layer: Mapping[str, Any], seed: int) -> Tensors:
+    """Draw the tensors of a head by their published names."""
+    is_third, prefix = layout.version == 3, layout.prefix
+    shapes = {
+        name.replace("layers.0", prefix): shape
+        for name, shape in layer_shapes(layer, (2 if is_third else 1) * HIDDEN).items()
+    }
+    if layout.num_states > 1:
+        shapes["fc.weight"] = (HIDDEN, (3 if is_third else 2) * HIDDEN)
     if is_third:
-        tensors[f"{layout.prefix}.hidden_norm.weight"] = norm(HIDDEN)
-        tensors["norm.weight"] = norm(HIDDEN)
-        tensors["lm_head.weight"] = 3 * matrix(DRAFT_VOCAB, HIDDEN)
-        used = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
-        tensors["d2t"] = used - torch.arange(DRAFT_VOCAB)
-        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, used, True)
+        shapes |= {"norm.weight": (HIDDEN,), "lm_head.weight": (DRAFT_VOCAB, HIDDEN)}
+        shapes[f"{prefix}.hidden_norm.weight"] = (HIDDEN,)
+    else:
+        del shapes[f"{prefix}.input_layernorm.weight"]
+        if layout.config.get("bias", True):
+            shapes["fc.bias"] = (HIDDEN,)
     if layout.says("norm_before_fc"):
-        tensors["input_norm.weight"] = norm(3 * HIDDEN)
+        shapes["input_norm.weight"] = (3 * HIDDEN,)
     if layout.config.get("fc_norm"):
-        tensors.update({f"fc_norm.{i}.weight": norm(HIDDEN) for i in range(3)})
-    if layout.prefix == "layers.0":
-        tensors["embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN)
+        shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}
+    if prefix == "layers.0":
+        shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
+    tensors = seeded(shapes, seed)
+    if is_third:
+        tensors["lm_head.weight"] *= 3
+        tensors |= draft_vocabulary(seed)
     return tensors
 
 
@@ -140,7 +112,10 @@ def published_head(
 ) -> torch_heads.Head:
     """A head on its published tensors, of a target with this embedding and LM head."""
     parameters = layout.layer.get("rope_parameters", layout.layer)
-    frozen = torch_heads.Frozen(embedding, head, torch.ones(()), EPS, EPS)
-    layer = torch_heads.Layer(HEADS, GROUPS, parameters.get("rope_theta", 10000.0))
+    eps, heads, keys = (
+        LAYER[name] for name in ("rms_norm_eps", "num_attention_heads", "num_key_value_heads")
+    )
+    frozen = torch_heads.Frozen(embedding, head, torch.ones(()), eps, eps)
+    layer = torch_heads.Layer(heads, keys, parameters.get("rope_theta", 10000.0))
     flags = {key: layout.says(key) for key in ("norm_before_residual", "norm_output")}
     return torch_heads.eagle(tensors, frozen, layer, layout.version, layout.prefix, **flags)

@@ -27,8 +27,6 @@ from mlx_redrafter.server.protocols.openai_chat import read
 from mlx_redrafter.server.replies import Reply
 from tests.server.serving import KEY, Served, make_engine, serving
 
-openai: Any = pytest.importorskip("openai", reason="the client that tests use")
-
 MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
 
 
@@ -48,7 +46,7 @@ def _chat_prompt(served: Served, messages: list[Any] = MESSAGES) -> list[int]:
 
 @pytest.fixture
 def client(served: Served) -> Any:
-    with openai.OpenAI(base_url=served.url, api_key=KEY, max_retries=0) as one:
+    with served.openai() as one:
         yield one
 
 

@@ -83,23 +83,6 @@ def test_loss_and_gradient_are_those_of_torch(recipe: Recipe) -> None:
     np.testing.assert_allclose(np.array(gradient), logits.grad.numpy(), rtol=2e-4, atol=2e-5)
 
 
-def test_parts_of_a_batch_add_up() -> None:
-    case = Case()
-    parts = [
-        case.loss(case.logits[i * B // 3 : (i + 1) * B // 3], case.batch.part(i, 3)).item()
-        for i in range(3)
-    ]
-    assert sum(parts) == pytest.approx(case.loss(case.logits).item(), rel=1e-5)
-
-
-def test_steps_that_do_not_count_have_no_gradient() -> None:
-    case = Case()
-    idle = case.batch._replace(weights=mx.zeros((B, S)))
-    value, gradient = mx.value_and_grad(lambda logits: case.loss(logits, idle))(case.logits)
-    assert value.item() == 0
-    assert mx.all(gradient == 0).item()
-
-
 def test_divergence_is_zero_for_the_teacher_itself_and_finite_at_the_edges() -> None:
     logits = mx.array([[2.0, 1.0, 0.0, -1.0]])
     log_probs = logits - mx.logsumexp(logits)

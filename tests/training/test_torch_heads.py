@@ -14,27 +14,21 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training import NetworkOptions, Student, TokenSequence, new_student
+from mlx_redrafter.training import NetworkOptions, Student, new_student
 from mlx_redrafter.training.batches import HeadRows, find_draftable_steps, gather, make_group
 from mlx_redrafter.training.loss import CONFIDENCE_FLOOR, POSITION_DECAY, TrainingBatch, draft_loss
-from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training_options import HEADS, Head
-from tests.helpers.models import tiny_llama
 
 torch = pytest.importorskip("torch")
 
 from tests.helpers import torch_heads  # noqa: E402
 from tests.training import torch_loss  # noqa: E402
+from tests.training.pieces import random_shard  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-VOCAB, LENGTH, KEPT, LAYERS = 12, 4, 4, 2
+VOCAB, LENGTH, LAYERS = 12, 4, 2
 LENGTHS = (6, 5)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_llama(vocab_size=VOCAB))
 
 
 def _student(target: Target, head: Head, exit_dim: int | None) -> Student:
@@ -52,11 +46,7 @@ def _student(target: Target, head: Head, exit_dim: int | None) -> Student:
 
 def _batch(target: Target, student: Student) -> TrainingBatch:
     """Collect all positions of two texts; steps beyond the end of one do not count."""
-    rng = np.random.default_rng(0)
-    texts = [
-        TokenSequence(rng.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 0) for n in LENGTHS
-    ]
-    shard = read_sequences(target, texts, KEPT, student.layers)
+    shard = random_shard(target, student, LENGTHS)
     arrays = (np.array(one) for one in (shard.tokens, shard.is_trained, shard.starts))
     steps, count = find_draftable_steps(*arrays, LENGTH), sum(LENGTHS)
     return gather(

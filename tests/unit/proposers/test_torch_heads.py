@@ -41,13 +41,8 @@ from tests.models.tiny_models import build, tiny_config
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from tests.helpers import torch_heads  # noqa: E402
-from tests.helpers.published_eagle import (  # noqa: E402
-    HIDDEN,
-    LAYOUTS,
-    VOCAB,
-    published_head,
-    write_head,
-)
+from tests.helpers.published_eagle import LAYOUTS, published_head, write_head  # noqa: E402
+from tests.helpers.published_heads import HIDDEN, VOCAB  # noqa: E402
 
 TOLERANCE = 1e-5
 MODEL = tiny_llama(seed=4, vocab_size=VOCAB)
