@@ -264,6 +264,8 @@ def test_convert_by_command(
     assert main(["convert", str(tmp_path / "mlx"), back, "--to", "pytorch"]) == 0
     assert "Apple's PyTorch code" in capsys.readouterr().out
     assert main(["convert", back]) == 0
+    capsys.readouterr()
+    assert main(["convert", str(source)]) == 0
     shown = capsys.readouterr().out
     assert "a recurrent drafter with apple names" in shown
     assert "hidden_size: 64" in shown

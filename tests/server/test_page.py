@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -48,8 +49,7 @@ def scripted() -> Iterator[Scripted]:
 @pytest.fixture
 def script(scripted: Scripted) -> Scripted:
     """The scripted server, as at its start."""
-    scripted.say("Well.")
-    scripted.models, scripted.key = [dict(MODEL)], ""
+    scripted.say("Well.", models=[dict(MODEL)], key="")
     scripted.refusals.clear()
     scripted.asked.clear()
     return scripted
@@ -58,10 +58,8 @@ def script(scripted: Scripted) -> Scripted:
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
     """A function that opens a page, none of whose scripts may fail and which asks no other host."""
-    errors: list[str] = []
-    asked: list[str] = []
-    contexts: list[Any] = []
-    urls: list[str] = []
+    errors, contexts = list[Any](), list[Any]()
+    asked, urls = list[str](), list[str]()
 
     def opening(url: str, context: Any = None, **options: Any) -> Any:
         if context is None:
@@ -69,7 +67,7 @@ def open_page(browser: Any) -> Iterator[Open]:
             contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(1000 * LIMIT)
-        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("pageerror", errors.append)
         page.on("request", lambda request: asked.append(request.url))
         urls.append(url)
         page.goto(url)
@@ -78,7 +76,7 @@ def open_page(browser: Any) -> Iterator[Open]:
     yield opening
     for context in contexts:
         context.close()
-    assert not errors
+    assert not list(map(str, errors))
     assert all(one.startswith((*urls, "data:image/svg", "blob:")) for one in asked)
 
 
@@ -102,16 +100,19 @@ def _expect(read: Callable[[Any], Any], page: Any, expected: Any, what: str = ""
         time.sleep(0.02)
 
 
-def _begin(page: Any, text: str) -> None:
+def _enter(page: Any, text: str) -> None:
     page.fill("#text", text)
     page.press("#text", "Enter")
+
+
+def _begin(page: Any, text: str) -> None:
+    _enter(page, text)
     page.locator("#send", has_text="Stop").wait_for()
 
 
 def _ask(page: Any, text: str, alert: str) -> None:
     """Ask a question that ends with an alert."""
-    page.fill("#text", text)
-    page.press("#text", "Enter")
+    _enter(page, text)
     page.locator("#alert", has_text=alert).wait_for()
 
 
@@ -121,8 +122,7 @@ def _wait(page: Any) -> None:
 
 def _send(page: Any, text: str) -> str:
     """Ask a question; return the text of the answer as the page keeps it."""
-    page.fill("#text", text)
-    page.press("#text", "Enter")
+    _enter(page, text)
     _until(page, "running === null && find('text').value === ''")
     return str(page.evaluate("path(chat).at(-1).content"))
 
@@ -234,18 +234,13 @@ def test_a_long_chat_goes_on(tiny: Any) -> None:
 
 
 def test_the_rules_for_the_browser(served: Served) -> None:
-    import http.client
-
     for path, kind in {"/": "text/html", "/page.js": "text/javascript"}.items():
-        connection = http.client.HTTPConnection("127.0.0.1", served.port)
-        connection.request("GET", path)
-        response = connection.getresponse()
-        assert response.read()
+        with urlopen(served.root + path) as response:
+            assert response.read()
         assert response.headers["Content-Type"] == f"{kind}; charset=utf-8"
         policy = response.headers["Content-Security-Policy"]
         assert policy.startswith("default-src 'none'; script-src 'self';")
         assert "trusted-types dompurify" in policy
-        connection.close()
 
 
 # Nothing is lost
@@ -631,8 +626,7 @@ def test_a_missing_key_opens_settings(open_page: Open, script: Scripted) -> None
     page.locator("#refused").wait_for()
     _wait_for_focus(page, "key")
     page.keyboard.press("Escape")
-    page.fill("#text", "ASK")
-    page.press("#text", "Enter")
+    _enter(page, "ASK")
     page.locator("#refused").wait_for()
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
@@ -809,7 +803,5 @@ def test_axe_finds_nothing(open_page: Open, script: Scripted, theme: str) -> Non
     assert _findings(page, theme) == []
     page.keyboard.press("Escape")
     script.refuse(500, "the server failed")
-    page.fill("#text", "MORE")
-    page.press("#text", "Enter")
-    page.locator("#alert button").wait_for()
+    _ask(page, "MORE", "the server failed")
     assert _findings(page, theme) == []

@@ -147,13 +147,8 @@ def test_heads_are_trained_and_used(
     plain = list(stream_generate(model, tokenizer, "Once", drafter=None, max_tokens=40))
     assert [r.token for r in drafted] == [r.token for r in plain]
     assert drafted[-1].tokens_per_step > 1.1
-    card = (request.out / "README.md").read_text()
-    assert student_name(result.student) in card
-
-
-def student_name(student: Student) -> str:
-    """As the card begins it."""
-    return student.name[0].upper() + student.name[1:]
+    name = result.student.name
+    assert name[0].upper() + name[1:] in (request.out / "README.md").read_text()
 
 
 def test_what_a_head_cannot_have_is_refused() -> None:
