@@ -105,7 +105,6 @@ def test_numbers_that_are_none(cli: Cli, yard: Path, command: str) -> None:
 def test_calls_made_at_random_end_well(
     yard: Path, tmp_path: Path, untouched: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    """`python -m tests.helpers.hostile 500` runs more of them."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for number in range(first, first + 10):
