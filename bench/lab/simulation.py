@@ -115,6 +115,8 @@ class SimulatedText:
 class SimulatedTree:
     """What a policy may ask of a tree; see `TokenTree`."""
 
+    find_others = None
+
     def __init__(self, drafts: Drafts, size: int | None = None):
         self._drafts = drafts
         self.num_nodes = len(drafts.tokens) + 1
@@ -132,18 +134,9 @@ class SimulatedTree:
         """See `TokenTree.first`."""
         return self.subtree(range(num_nodes - 1))
 
-    def subtree(self, drafts: Sequence[int]) -> SimulatedTree:
+    def subtree(self, drafts: Sequence[int], among: Drafts | None = None) -> SimulatedTree:
         """See `TokenTree.subtree`."""
-        place = {0: 0} | {draft + 1: i for i, draft in enumerate(drafts, start=1)}
-        known = self._drafts
-        return SimulatedTree(
-            Drafts(
-                scores=[known.scores[draft] for draft in drafts],
-                depths=[known.depths[draft] for draft in drafts],
-                parents=[place[known.parents[draft]] for draft in drafts],
-                tokens=[known.tokens[draft] for draft in drafts],
-            )
-        )
+        return SimulatedTree((among or self._drafts).chosen(drafts))
 
 
 def run_policy(

@@ -39,7 +39,7 @@ from mlx_redrafter.policy.plans import (
     StepCosts,
 )
 from mlx_redrafter.policy.state import Budget, Learner, PolicyState
-from mlx_redrafter.trees.tree import TokenTree
+from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 # Share by which drafting must seem faster than plain decoding: both are estimates.
 MARGIN = 0.03
@@ -231,6 +231,7 @@ class Planner:
     ) -> list[TokenTree]:
         choice, calibration = self.newest, self.state.calibration
         plan, wanted, trees = choice.plan, choice.num_nodes, [tree for _, tree in candidates]
+        among: list[Drafts | None] = [None] * len(trees)
         assert plan is not None
         if plan.from_text:
             probabilities = [[math.exp(score) for score in tree.read().scores] for tree in trees]
@@ -247,9 +248,11 @@ class Planner:
                 size = max(size for size in (1, *self._timed.verify) if size <= most)
                 return [tree.first(size) for tree in trees]
             probabilities = [drafts[-1].score(calibration) for drafts, _ in candidates]
+            if count == 1:  # the host has no time for those of a batch
+                among[0], probabilities[0] = candidates[0][0][-1].with_others()
         _, tokens, kept = self._worth(probabilities, count)
         self._revise(tokens=tokens, waits=True)
-        return [tree.subtree(drafts) for tree, drafts in zip(trees, kept, strict=True)]
+        return [tree.subtree(*drafts) for tree, *drafts in zip(trees, kept, among, strict=True)]
 
     def _revise(self, **changes: Any) -> None:
         """Change the newest choice, whose step has not been observed yet."""

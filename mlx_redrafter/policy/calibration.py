@@ -222,6 +222,33 @@ class ScoredDrafts:
         self.probabilities = calibration.probabilities(self._features, self.drafts.parents)
         return self.probabilities
 
+    def with_others(self) -> tuple[Drafts | None, list[float]]:
+        """Merge the drafts, which are scored, with those of another source, if there is one.
+
+        A draft that both have is as probable as the source says that is surer of it.
+
+        Returns:
+            All drafts, parents before children, or None if there are no others; probabilities.
+        """
+        if self._tree.find_others is None:
+            return None, self.probabilities
+        found, chances = Drafts(*map(list, self.drafts)), list(self.probabilities)
+        edges = zip(found.parents, found.tokens, strict=True)
+        nodes = {edge: node for node, edge in enumerate(edges, start=1)}
+        places = [0]  # node of each of the others' nodes among all
+        for score, depth, parent, token in zip(*self._tree.find_others(), strict=True):
+            above, chance = places[parent], math.exp(score)
+            node = nodes.setdefault((above, token), len(chances) + 1)
+            places.append(node)
+            if node <= len(chances):
+                chances[node - 1] = max(chances[node - 1], chance)
+                continue
+            for column, value in zip(found, (score, depth, above, token), strict=True):
+                column.append(value)
+            chances.append(chance)
+        has_others = len(chances) > len(self.probabilities)
+        return found if has_others else None, chances
+
     def follow(self, calibration: Calibration) -> None:
         """Compare the next tokens with the drafts, and learn from every sibling up to the right."""
         found: list[tuple[int, bool]] = []

@@ -5,7 +5,7 @@ Axes: B slots, N nodes of each slot's tree (node 0 is the root).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from struct import pack, unpack
@@ -41,6 +41,12 @@ class Drafts(NamedTuple):
         scores, depths, parents, tokens = self
         return Drafts(scores[:count], depths[:count], parents[:count], tokens[:count])
 
+    def chosen(self, drafts: Sequence[int]) -> Drafts:
+        """Return some drafts, by their indices, parents before children."""
+        place = {0: 0} | {draft + 1: i for i, draft in enumerate(drafts, start=1)}
+        scores, depths, parents, tokens = ([column[i] for i in drafts] for column in self)
+        return Drafts(scores, depths, [place[parent] for parent in parents], tokens)
+
 
 @dataclass(frozen=True)
 class TokenTree:
@@ -64,6 +70,8 @@ class TokenTree:
         known: Drafts that are on the host already, without padding, or None.
         is_chain: Whether every draft is a child of the previous node. A chain needs far fewer
             operations.
+        find_others: Function that finds drafts of another source for the same step, once the newest
+            pass is read; None without one.
     """
 
     tokens: mx.array
@@ -77,6 +85,7 @@ class TokenTree:
     packed: mx.array | None = None
     known: Drafts | None = None
     is_chain: bool = False
+    find_others: Callable[[], Drafts] | None = None
 
     @classmethod
     def chain(cls, tokens: mx.array, num_unmerged: int) -> TokenTree:
@@ -133,6 +142,13 @@ class TokenTree:
         known = Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:]))
         return replace(tree, scores=mx.array(known.scores, dtype=mx.float32), known=known)
 
+    @classmethod
+    def below(cls, root: mx.array, drafts: Drafts) -> TokenTree:
+        """Make the tree of drafts on the host below a root, int32, shape (1,)."""
+        tree = cls.of([NO_TOKEN, *drafts.tokens], [0, *drafts.parents])
+        tokens = mx.concatenate([root, mx.array(drafts.tokens, dtype=mx.int32)])
+        return replace(tree, tokens=tokens, known=drafts)
+
     @property
     def size(self) -> int:
         """Number of nodes with padding, N."""
@@ -169,26 +185,17 @@ class TokenTree:
         )
         return Drafts(list(unpack(f"{count}f", pack(f"{count}i", *bits))), depths, parents, tokens)
 
-    def subtree(self, drafts: Sequence[int]) -> TokenTree:
+    def subtree(self, drafts: Sequence[int], among: Drafts | None = None) -> TokenTree:
         """Select the root and some drafts; blocks unless the drafts are on the host already.
 
         Args:
             drafts: Indices of drafts, 0 for node 1, parents before children.
+            among: All drafts below the root, if there are others than those of this tree.
         """
-        if list(drafts) == list(range(len(drafts))):
+        if list(drafts) == list(range(len(drafts))) and among is None:
             return self.first(len(drafts) + 1)
-        known = self.read()
-        place = {0: 0} | {draft + 1: i for i, draft in enumerate(drafts, start=1)}
-        above = [place[known.parents[draft]] for draft in drafts]
-        depths = [known.depths[draft] for draft in drafts]
-        tokens = [known.tokens[draft] for draft in drafts]
-        scores = [known.scores[draft] for draft in drafts]
-        return replace(
-            TokenTree.of([NO_TOKEN, *tokens], [0, *above]),
-            tokens=self.tokens[mx.array(list(place), dtype=mx.int32)],
-            known=Drafts(scores, depths, above, tokens),
-            is_chain=False,
-        )
+        chosen = (among or self.read()).chosen(drafts)
+        return replace(self.below(self.tokens[:1], chosen), is_chain=False)
 
     def first(self, num_nodes: int) -> TokenTree:
         """Return the tree of the first ``num_nodes`` nodes, which must not be padding."""

@@ -16,6 +16,7 @@ from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer, Step
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.policy.calibration import Calibration, ScoredDrafts
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -158,6 +159,8 @@ class RandomShapes:
         self.rng = random.Random(seed)
         self.seen: set[DraftPlan | None] = set()
         self.last: int | None = None
+        # Drafts of a lookup that were merged with a network's.
+        self.num_others = 0
 
     def choose(self, matches: Sequence[float] | None) -> DraftPlan | None:
         merged = DraftPlan.of(3, 4, select="beam")
@@ -174,15 +177,23 @@ class RandomShapes:
         self.last = 1 if plan.is_shadow else self.rng.randint(1, tree.size)
         if self.rng.random() < 0.5:
             return tree.first(self.last)
+        drafts, among = tree.read(), None
+        if not plan.is_shadow and self.rng.random() < 0.5:  # also those that a lookup has
+            of_network = ScoredDrafts(plan.searched, tree)
+            of_network.score(Calibration())
+            among, _ = of_network.with_others()
+            drafts = among or drafts
+            self.num_others += len(drafts.tokens) - len(of_network.drafts.tokens)
+            self.last = self.rng.randint(1, 1 + len(drafts.tokens))
         # Any drafts whose parents are there, too.
-        parents, kept = tree.read().parents, [0]
+        parents, kept = drafts.parents, [0]
         while len(kept) < self.last:
             kept.append(
                 self.rng.choice(
                     [i + 1 for i, p in enumerate(parents) if p in kept and i + 1 not in kept]
                 )
             )
-        return tree.subtree([node - 1 for node in kept[1:]])
+        return tree.subtree([node - 1 for node in kept[1:]], among)
 
     def observe(self, step: Step) -> None:
         if step.plan is None:

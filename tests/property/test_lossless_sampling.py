@@ -279,6 +279,7 @@ def test_text_does_not_depend_on_the_shapes(
         found = tokens(model, PROMPT, drafter, max_tokens=60, **sampling)
         assert_same_tokens(plain, found, sampling)
         assert len(policy.seen) > 8
+        assert policy.num_others > 0
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}])

@@ -17,7 +17,7 @@ from mlx_redrafter.decoding.sampling import block_size, top_k
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
-from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree, TreeBatch, ancestor_mask
+from mlx_redrafter.trees.tree import NO_TOKEN, Drafts, TokenTree, TreeBatch, ancestor_mask
 from tests.helpers.drafts import scored
 from tests.helpers.models import random_drafter
 from tests.helpers.oracles import ancestors, tree_paths
@@ -118,6 +118,10 @@ def test_a_subtree_has_the_drafts_in_the_order_asked_for() -> None:
     assert part.num_nodes == part.size == 4
     _assert_same(tree.subtree([0, 1]), tree.first(3))
     assert tree.subtree([]).size == 1
+    among = Drafts([-1.0, -1.5, -2.0], [1, 2, 1], [0, 1, 0], [8, 3, 4])
+    part = tree.subtree([0, 2, 1], among)
+    assert [*map(list, tree_paths(part))] == [[9], [9, 8], [9, 4], [9, 8, 3]]
+    assert part.known == Drafts([-1.0, -2.0, -1.5], [1, 1, 2], [0, 0, 1], [8, 4, 3])
 
 
 def test_trees_and_roots_of_several_texts_are_padded_to_the_largest() -> None:

@@ -14,7 +14,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.lookup.chances import Chances, Child, match_feature, share_feature
 from mlx_redrafter.proposers.lookup.contexts import Contexts, TextEnd
-from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
+from mlx_redrafter.trees.tree import NO_TOKEN, Drafts, TokenTree
 
 # Minimum probability of a draft.
 LEAST_PROBABILITY = 0.002
@@ -51,6 +51,12 @@ class DraftTree:
     def probabilities(self) -> list[float]:
         """Probabilities of the drafts, the most probable first."""
         return [exp(score) for score in self._scores[1:]]
+
+    @property
+    def drafts(self) -> Drafts:
+        """The drafts, the most probable first."""
+        columns = self._scores, self._depths, self._parents, self._tokens
+        return Drafts(*(column[1:] for column in columns))
 
     def build(self) -> TokenTree | None:
         """Build the tree for the target; None if there are no drafts."""

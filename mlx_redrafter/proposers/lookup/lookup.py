@@ -16,7 +16,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -32,7 +33,7 @@ from mlx_redrafter.proposers.lookup.contexts import NUM_BEST, Contexts, followin
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY, DraftTree
 from mlx_redrafter.proposers.wrapper import Wrapper
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
+from mlx_redrafter.trees.tree import NO_TOKEN, Drafts, TokenTree
 
 # Drafts to foresee if none are in flight.
 FORESEEN = DraftPlan(DraftShape(4, 16), 17, from_text=True)
@@ -101,7 +102,9 @@ class LookupFirst(Wrapper[Proposer]):
     ) -> LookupDrafting:
         drafting = self._lookup.open(target, prompt, couple_noise, [])
         drafting.network = self.proposer.open(target, prompt, couple_noise, cached)
-        drafting.most_best = 0
+        # K/V entries of a network are those of its own drafts.
+        drafting.may_merge = self.proposer.num_layers == 0
+        drafting.most_best *= drafting.may_merge
         return drafting
 
 
@@ -118,6 +121,7 @@ class LookupDrafting:
         most_best: K, the number of candidates after each node; 0 for none.
         couple: Whether the target's noise is added to what it found probable.
         network: Drafts for plans that are not ``from_text``; None to look up for all plans.
+        may_merge: Whether the target may verify other drafts beside those of the network.
     """
 
     contexts: Contexts
@@ -125,17 +129,23 @@ class LookupDrafting:
     most_best: int = 0
     couple: bool = True
     network: Drafting | None = None
+    may_merge: bool = False
     # The newest pass, until the next call reads its tokens: the host has waited for it by then.
     _flight: Pass | None = field(default=None, init=False)
     # Drafts after the newest token that the host has read, and whether that was one before.
     _tree: DraftTree | None = field(default=None, init=False)
     _is_draft: bool = field(default=True, init=False)
-    # Whether a draft may pay at present; while none can, no candidates are found on the device.
-    _may_pay: bool = field(default=True, init=False)
+    # Probability below which no draft can pay at present.
+    _least: float = field(default=0.0, init=False)
 
     @property
     def num_best(self) -> int:
-        return self.most_best if self._may_pay else 0
+        """Number of candidates to find on the device: none while no draft can pay.
+
+        Beside a network they gain in a merged tree only, for which a lone text has the time.
+        """
+        most = 0.0 if self.network is not None else 1.0
+        return self.most_best if self._least <= most else 0
 
     @property
     def reader(self) -> StateReader | None:
@@ -147,8 +157,8 @@ class LookupDrafting:
         If that token is no draft of the tree, there are as many as usual after such a token.
         """
         self._read()
-        self._may_pay = least <= 1
-        if not self._may_pay:
+        self._least = least
+        if least > 1:
             return []
         tree = self._tree or self._grow(FORESEEN, None, least)
         return tree.foresee(self.chances.surprised)
@@ -157,7 +167,10 @@ class LookupDrafting:
         """Propose after a pass; the host waits for it, unless the network drafts."""
         self._read(flight)
         if self.network is not None and not plan.from_text:
-            return self.network.propose(flight, plan, noise)
+            tree = self.network.propose(flight, plan, noise)
+            if tree is None or not self.may_merge:
+                return tree
+            return replace(tree, find_others=partial(self._find, noise if self.couple else None))
         if noise is not None and self.couple:
             mx.async_eval(noise.values)  # behind the pass, so that no other wait is for them
         self._read()
@@ -194,6 +207,13 @@ class LookupDrafting:
         self._read()
         if self.network is not None:
             self.network.trim_to(length)
+
+    def _find(self, noise: GumbelNoise | None) -> Drafts:
+        """Find drafts beside those of the network; the host has read the pass before them."""
+        self._read()
+        length = FORESEEN.shape.length if noise is None else noise.values.shape[0]
+        shape = replace(FORESEEN.shape, length=length)
+        return self._grow(replace(FORESEEN, shape=shape), noise).drafts
 
     def _grow(self, plan: DraftPlan, noise: GumbelNoise | None, least: float = 0.0) -> DraftTree:
         """Find drafts after the newest token that the host has read."""

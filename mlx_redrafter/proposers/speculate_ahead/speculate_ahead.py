@@ -37,7 +37,7 @@ from mlx_redrafter.proposers.search import (
 from mlx_redrafter.proposers.speculate_ahead.branches import Branching, branches_of
 from mlx_redrafter.proposers.wrapper import Wrapper
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.tree import Drafts, TokenTree, ancestor_mask
+from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
 # Stream of the drafts: the CPU next to a target on a GPU, or a second stream of the CPU.
 _ahead = mx.new_thread_local_stream(mx.cpu)
@@ -186,7 +186,7 @@ class SpeculateAheadDrafting:
         """Return the tree in flight, from arrays that exist before the pass is over."""
         if flight.known is not None:
             assert self._root is not None
-            return _tree_below(self._root, flight.known)
+            return TokenTree.below(self._root, flight.known)
         if self._tree is None:
             return None
         tree = self._tree.first(flight.num_nodes)
@@ -222,10 +222,3 @@ def likeliest_outcomes(
     best = top_k(flat, min(count, flat.shape[-1]))[1][0].astype(mx.int32)
     width = token_ids.shape[0]
     return best // width, best % width
-
-
-def _tree_below(root: mx.array, known: Drafts) -> TokenTree:
-    """Build the tree of these drafts below a root that only the device knows, int32, shape (1,)."""
-    tree = TokenTree.of([0, *known.tokens], [0, *known.parents])
-    drafts = mx.array(known.tokens, dtype=mx.int32)
-    return replace(tree, tokens=mx.concatenate([root, drafts]))

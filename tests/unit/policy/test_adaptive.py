@@ -129,7 +129,7 @@ def _tree(*chances: float) -> Any:
         size=count + 1,
         read=lambda: known,
         first=_kept,
-        subtree=lambda drafts: _kept(len(drafts) + 1),
+        subtree=lambda drafts, among: _kept(len(drafts) + 1),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -158,6 +160,27 @@ def _chain(length: int, probability: float = 0.5) -> ScoredDrafts:
 def _learn_drafts(expected: ExpectedDrafts, scored: ScoredDrafts, times: int = 1) -> None:
     for _ in range(times):
         expected.learn(scored, CurrentCosts(CHEAP), 0.9)
+
+
+def test_drafts_of_two_sources_are_merged() -> None:
+    """Drafts 1 and 2, of which 1 goes on with 3; the others have 1, 2 and a child of each."""
+    chances = [0.5, 0.4, 0.3]
+    log_probs = np.log(chances).tolist()
+    tree = TokenTree.of(range(4), [0, 0, 0, 1], log_probs)
+    others = Drafts(np.log([0.7, 0.6, 0.2, 0.1]).tolist(), [1, 2, 1, 2], [0, 1, 0, 3], [2, 7, 1, 3])
+    for found in (None, Drafts([], [], [], []), others):
+        find = None if found is None else partial(Drafts, *found)
+        scored = ScoredDrafts(PLANS[1, 1], replace(tree, find_others=find))
+        own = scored.score(Calibration())
+        among, merged = scored.with_others()
+        if found is not others:
+            assert (among, merged) == (None, own)
+    assert among is not None
+    assert among.tokens == [1, 2, 3, 7]
+    assert among.parents == [0, 0, 1, 2]
+    assert among.depths == [1, 1, 2, 2]
+    assert merged == pytest.approx([own[0], 0.7, own[2], 0.6])
+    assert scored.drafts.tokens == [1, 2, 3], "what is learned from"
 
 
 def test_a_chain_shows_every_shorter_one() -> None:
