@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
@@ -49,7 +48,8 @@ def scripted() -> Iterator[Scripted]:
 @pytest.fixture
 def script(scripted: Scripted) -> Scripted:
     """The scripted server, as at its start."""
-    scripted.say("Well.", models=[dict(MODEL)], key="")
+    scripted.say("Well.")
+    scripted.models, scripted.key = [dict(MODEL)], ""
     scripted.refusals.clear()
     scripted.asked.clear()
     return scripted
@@ -58,8 +58,10 @@ def script(scripted: Scripted) -> Scripted:
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
     """A function that opens a page, none of whose scripts may fail and which asks no other host."""
-    errors, contexts = list[Any](), list[Any]()
-    asked, urls = list[str](), list[str]()
+    errors: list[str] = []
+    asked: list[str] = []
+    contexts: list[Any] = []
+    urls: list[str] = []
 
     def opening(url: str, context: Any = None, **options: Any) -> Any:
         if context is None:
@@ -67,7 +69,7 @@ def open_page(browser: Any) -> Iterator[Open]:
             contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(1000 * LIMIT)
-        page.on("pageerror", errors.append)
+        page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
         urls.append(url)
         page.goto(url)
@@ -76,7 +78,7 @@ def open_page(browser: Any) -> Iterator[Open]:
     yield opening
     for context in contexts:
         context.close()
-    assert not list(map(str, errors))
+    assert not errors
     assert all(one.startswith((*urls, "data:image/svg", "blob:")) for one in asked)
 
 
@@ -100,19 +102,16 @@ def _expect(read: Callable[[Any], Any], page: Any, expected: Any, what: str = ""
         time.sleep(0.02)
 
 
-def _enter(page: Any, text: str) -> None:
+def _begin(page: Any, text: str) -> None:
     page.fill("#text", text)
     page.press("#text", "Enter")
-
-
-def _begin(page: Any, text: str) -> None:
-    _enter(page, text)
     page.locator("#send", has_text="Stop").wait_for()
 
 
 def _ask(page: Any, text: str, alert: str) -> None:
     """Ask a question that ends with an alert."""
-    _enter(page, text)
+    page.fill("#text", text)
+    page.press("#text", "Enter")
     page.locator("#alert", has_text=alert).wait_for()
 
 
@@ -122,7 +121,8 @@ def _wait(page: Any) -> None:
 
 def _send(page: Any, text: str) -> str:
     """Ask a question; return the text of the answer as the page keeps it."""
-    _enter(page, text)
+    page.fill("#text", text)
+    page.press("#text", "Enter")
     _until(page, "running === null && find('text').value === ''")
     return str(page.evaluate("path(chat).at(-1).content"))
 
@@ -234,13 +234,18 @@ def test_a_long_chat_goes_on(tiny: Any) -> None:
 
 
 def test_the_rules_for_the_browser(served: Served) -> None:
+    import http.client
+
     for path, kind in {"/": "text/html", "/page.js": "text/javascript"}.items():
-        with urlopen(served.root + path) as response:
-            assert response.read()
+        connection = http.client.HTTPConnection("127.0.0.1", served.port)
+        connection.request("GET", path)
+        response = connection.getresponse()
+        assert response.read()
         assert response.headers["Content-Type"] == f"{kind}; charset=utf-8"
         policy = response.headers["Content-Security-Policy"]
         assert policy.startswith("default-src 'none'; script-src 'self';")
         assert "trusted-types dompurify" in policy
+        connection.close()
 
 
 # Nothing is lost
@@ -626,7 +631,8 @@ def test_a_missing_key_opens_settings(open_page: Open, script: Scripted) -> None
     page.locator("#refused").wait_for()
     _wait_for_focus(page, "key")
     page.keyboard.press("Escape")
-    _enter(page, "ASK")
+    page.fill("#text", "ASK")
+    page.press("#text", "Enter")
     page.locator("#refused").wait_for()
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
@@ -803,5 +809,7 @@ def test_axe_finds_nothing(open_page: Open, script: Scripted, theme: str) -> Non
     assert _findings(page, theme) == []
     page.keyboard.press("Escape")
     script.refuse(500, "the server failed")
-    _ask(page, "MORE", "the server failed")
+    page.fill("#text", "MORE")
+    page.press("#text", "Enter")
+    page.locator("#alert button").wait_for()
     assert _findings(page, theme) == []
