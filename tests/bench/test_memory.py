@@ -1,7 +1,7 @@
 """The memory benchmark finds what it should, on a pair small enough for a test."""
 
 from mlx_redrafter.bench.lab import memory
-from mlx_redrafter.bench.lab.memory import Finding, Peaks, measure_memory
+from mlx_redrafter.bench.lab.memory import Peaks, measure_memory
 from mlx_redrafter.draft_plan import DraftPlan
 
 
@@ -23,8 +23,3 @@ def test_rows_beyond_one_block_break_the_bound(pair):
         found = memory._compare(stock, Peaks(10, 10, rows), drafter, DraftPlan.of())[-1]
         assert found.unit == "rows"
         assert found.holds is holds
-
-
-def test_bound_is_inclusive():
-    assert Finding("x", 1.0, 1.0, "MB").holds
-    assert not Finding("x", 1.1, 1.0, "MB").holds

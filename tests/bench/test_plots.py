@@ -12,19 +12,15 @@ def point(width, length, nodes=None, select="top_n", speed=1.0, tokens=1.0, temp
     return Point(temp, DraftPlan.of(width, length, nodes, select), row)
 
 
-def test_one_map_has_all_widths_and_lengths():
+def test_maps_have_all_shapes_of_one_number_of_nodes():
     points = [point(w, n, min(w * n, 9)) for w in (1, 2, 3) for n in (2, 3)]
     points += [point(2, 3, select="beam"), point(2, 3, 6, temp=0.5)]
-    assert {name: len(group) for name, group in _groups(points).items()} == {
-        "best nodes, greedy": 6,
-        "merged beams, greedy": 1,
-        "best nodes, temperature 0.5": 1,
-    }
-
-
-def test_numbers_of_nodes_have_maps_of_their_own():
+    names = "best nodes, greedy", "merged beams, greedy", "best nodes, temperature 0.5"
+    assert _sizes(points) == dict(zip(names, (6, 1, 1), strict=True))
     points = [point(4, 5, 8), point(4, 5, 16), point(4, 4, 8)]
-    assert {name: len(group) for name, group in _groups(points).items()} == {
-        "best nodes, 8 nodes, greedy": 2,
-        "best nodes, 16 nodes, greedy": 1,
-    }
+    names = "best nodes, 8 nodes, greedy", "best nodes, 16 nodes, greedy"
+    assert _sizes(points) == dict(zip(names, (2, 1), strict=True))
+
+
+def _sizes(points):
+    return {name: len(group) for name, group in _groups(points).items()}

@@ -109,13 +109,6 @@ def test_the_nearest_chip_stands_for_one_without_figures(name, bits, nearest):
     assert note.startswith("WARNING") == (name != nearest)
 
 
-def test_more_bits_make_a_row_cheaper_by_plain_steps():
-    four, eight = (find_curve(CHIPS["M2"], bits) for bits in (4, 8))
-    assert "converted from 4 bits" in eight.source
-    for tokens, ratio in four.ratios.items():
-        assert eight.ratios[tokens] - 1 == pytest.approx((ratio - 1) * 0.5625 / 1.0625)
-
-
 def test_the_roofline_stands_where_no_chip_has_figures():
     question = Question(CHIPS["M3"], 8e9, 16, 0.0)
     assert question.curve is None

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_redrafter.bench.report import summarise, tabulate
-from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun, repetition
+from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun
 from mlx_redrafter.bench.timing import estimate
 from mlx_redrafter.cli.bench_output import show_speeds
 
@@ -83,12 +83,6 @@ def test_texts_that_repeat_themselves_do_not_count_but_are_compared():
     assert (row.num_texts, row.num_different) == (1, 1)
     none = summarise(runs[2:], max_repeated=0.2)[1]
     assert (none.speedup, none.tokens_per_step, none.num_texts) == (None, None, 0)
-
-
-def test_repetition():
-    assert repetition([1, 2, 3]) == 0
-    assert repetition([1, 2, 3, 4, 5]) == 0
-    assert repetition([1] * 8) == pytest.approx(4 / 5)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,14 @@ import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+
+from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.errors import CheckpointError
 
 CONFIG = {
     "model_type": "recurrent_drafting_drafter", "vocab_size": 70, "hidden_size": 8, "exit_dim": 12,
@@ -132,9 +138,33 @@ def write_zip(
 
 def write_checkpoint(folder: Path, file_format: str, config: Mapping[str, object] = CONFIG) -> None:
     """A whole checkpoint: "safetensors" or "zip"."""
-    write_config(folder, config)
     values = tensors(config)
     if file_format == "safetensors":
-        (folder / "model.safetensors").write_bytes(safetensors_bytes(values))
+        write(folder, values, config)
     else:
+        write_config(folder, config)
         write_zip(folder / "pytorch_model.bin", pickled(values), values)
+
+
+def write(
+    folder: Path,
+    values: Mapping[str, np.ndarray],
+    config: Mapping[str, object] = CONFIG,
+    file: str = "model.safetensors",
+) -> Path:
+    """A folder with these tensors."""
+    write_config(folder, config)
+    (folder / file).write_bytes(safetensors_bytes(values))
+    return folder
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    """The message of a refused conversion, one printable line, which leaves nothing behind."""
+    before = sorted(folder.parent.iterdir())
+    with pytest.raises(CheckpointError) as caught:
+        convert_drafter(folder, folder.parent / "out", ConversionOptions(**options))
+    assert sorted(folder.parent.iterdir()) == before
+    message = str(caught.value)
+    assert len(message) < 2000
+    assert message.isprintable()
+    return message

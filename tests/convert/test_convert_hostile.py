@@ -16,11 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.pickles import MAX_PICKLE_BYTES
-from mlx_redrafter.errors import CheckpointError
 from tests.convert import handmade
-from tests.convert.handmade import number, state_dict, storage, tensor, text
+from tests.convert.handmade import number, refusal, state_dict, storage, tensor, text, write
 
 # Of the processor, twice what the longest pickle takes; a hang runs into the timeout of pytest.
 MAX_SECONDS = 10.0
@@ -42,15 +40,6 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     extra = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert extra * (1 if os.uname().sysname == "Darwin" else 1024) < MAX_EXTRA_BYTES
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        convert_drafter(folder, folder.parent / "out")
-    message = str(caught.value)
-    assert len(message) < 2000
-    assert message.isprintable()
-    return message
 
 
 def refused_pickle(folder: Path, content: bytes) -> str:
@@ -187,8 +176,7 @@ def test_a_name_twice_in_a_pickle(source: Path) -> None:
 
 def test_names_cannot_write_to_the_terminal(source: Path) -> None:
     name = "\x1b[2J\n" + "x" * 100_000
-    values = handmade.tensors() | {name: np.zeros(1, np.float32)}
-    (source / "model.safetensors").write_bytes(handmade.safetensors_bytes(values))
+    write(source, handmade.tensors() | {name: np.zeros(1, np.float32)})
     assert "\\x1b[2J" in refusal(source)
 
 

@@ -120,25 +120,6 @@ def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source: Path) ->
     assert files(out.parent) == ["out", "source"]
 
 
-@pytest.mark.parametrize("present", ["thesis.txt", "config.json"])
-def test_files_of_others_are_not_replaced(source: Path, present: str) -> None:
-    out = source.parent / "out"
-    out.mkdir()
-    (out / present).write_text("{}")
-    with pytest.raises(ConfigError, match="which this command did not write"):
-        convert_drafter(source, out)
-    assert files(out) == [present]
-
-
-def test_the_source_is_not_replaced(source: Path) -> None:
-    before = contents(source)
-    with pytest.raises(ConfigError, match="found what this call reads"):
-        convert_drafter(source, source.parent / "x" / ".." / "source")
-    with pytest.raises(ConfigError, match="found a file"):
-        convert_drafter(source, source / "config.json")
-    assert contents(source) == before
-
-
 def test_a_failure_leaves_or_brings_back_the_earlier_output(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,12 +175,6 @@ def test_what_apples_code_cannot_compute_is_not_written(
     with pytest.raises(CheckpointError, match="TensorRT-LLM's recurrence"):
         export_drafter(tmp_path / "mlx", tmp_path / "back")
     assert files(tmp_path) == ["mlx", "source"]
-
-
-def test_another_mask_is_noted(tmp_path: Path) -> None:
-    handmade.write_checkpoint(tmp_path / "source", "zip", {**WIDE, "draft_top_k": None})
-    convert_drafter(tmp_path / "source", tmp_path / "mlx")
-    assert "keeps 50 logits" in export_drafter(tmp_path / "mlx", tmp_path / "back")[0]
 
 
 def test_the_most_frequent_tokens_are_kept() -> None:
@@ -265,7 +240,8 @@ def test_calibration_outlives_quantising_and_pytorch(tmp_path: Path, top_k: int 
     measured = {"inverse_temperature": 0.61, "coupling_weight": 0.83}
     drafter = random_drafter(96, 64, draft_top_k=top_k, **measured)  # type: ignore[arg-type]
     save_drafter(drafter, tmp_path / "mlx")
-    export_drafter(tmp_path / "mlx", tmp_path / "torch")
+    notes = export_drafter(tmp_path / "mlx", tmp_path / "torch")
+    assert ["keeps 50 logits" in note for note in notes] == [True] * (top_k != 50)
     convert_drafter(tmp_path / "torch", tmp_path / "back", ConversionOptions(dtype="float32"))
     assert load_drafter(tmp_path / "back").config == drafter.config
     convert_drafter(tmp_path / "mlx", tmp_path / "out", ConversionOptions(quantize=True))
@@ -288,25 +264,12 @@ def test_convert_by_command(
     assert main(["convert", str(tmp_path / "mlx"), back, "--to", "pytorch"]) == 0
     assert "Apple's PyTorch code" in capsys.readouterr().out
     assert main(["convert", back]) == 0
-
-
-def test_inspect_by_command(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
     assert main(["convert", str(source)]) == 0
     shown = capsys.readouterr().out
     assert "a recurrent drafter with apple names" in shown
     assert "hidden_size: 64" in shown
     assert re.search(r"rnn_w\.weight +float32 +\[64, 64\]", shown)
-
-
-def test_a_bad_source_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    handmade.write_checkpoint(tmp_path / "source", "safetensors", {**WIDE, "exit_dim": 100})
-    handmade.write_config(tmp_path / "source", WIDE)
-    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert "has shape [100, 100], expected [128, 128]" in captured.err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -13,34 +13,17 @@ import pytest
 from mlx_redrafter.convert.conversion import Conversion, convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.recognition import inspect_checkpoint
-from mlx_redrafter.errors import CheckpointError, NonFiniteError
+from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from tests.convert import handmade
-from tests.convert.handmade import CONFIG
+from tests.convert.handmade import CONFIG, refusal, write
 
 WIDE = {**CONFIG, "exit_dim": 16}
 FLOAT32 = ConversionOptions(dtype="float32")
 
 
-def write(folder: Path, values: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Path:
-    handmade.write_config(folder, config)
-    (folder / "model.safetensors").write_bytes(handmade.safetensors_bytes(values))
-    return folder
-
-
 def convert(folder: Path) -> Conversion:
     return convert_drafter(folder, folder.parent / "out", FLOAT32)
-
-
-def refusal(folder: Path) -> str:
-    """The message of a refused conversion, which leaves nothing behind."""
-    before = sorted(folder.parent.iterdir())
-    with pytest.raises(CheckpointError) as caught:
-        convert(folder)
-    assert sorted(folder.parent.iterdir()) == before
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 RENAMINGS: dict[str, tuple[Callable[[str], str], str]] = {

@@ -6,6 +6,7 @@ The equations are those of arXiv 2401.10774: x = h; x = x + silu(W x + b), n tim
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from safetensors.torch import save_file  # noqa: E402
+from torch.nn import ModuleDict, ModuleList, Sequential  # noqa: E402
 
 from mlx_redrafter.convert.conversion import ConversionOptions, convert_drafter  # noqa: E402
 from mlx_redrafter.device_read import to_ints  # noqa: E402
@@ -28,93 +30,59 @@ HIDDEN, VOCAB = 16, 96
 MAP = [5, 0, 7, 95, 33, 12]
 
 
-class ResBlock(torch.nn.Module):
-    """The published block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply it."""
-        return x + torch.nn.functional.silu(self.linear(x))
+def linear(rows: int = HIDDEN, bias: bool = True) -> torch.nn.Linear:
+    return torch.nn.Linear(HIDDEN, rows, bias=bias)
 
 
-class Blocks(torch.nn.Module):
-    """vLLM's blocks of one head."""
-
-    def __init__(self, num_layers: int, bias: bool):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(HIDDEN, HIDDEN, bias=bias) for _ in range(num_layers)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply them."""
-        for layer in self.layers:
-            x = x + torch.nn.functional.silu(layer(x))
-        return x
-
-
-class VllmHeads(torch.nn.Module):
-    """vLLM's module."""
-
-    def __init__(self, num_heads: int, num_layers: int, rows: int, bias: bool, is_shared: bool):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Blocks(num_layers, bias) for _ in range(num_heads))
-        finals = [torch.nn.Linear(HIDDEN, rows, bias=False) for _ in range(num_heads)]
-        self.lm_heads = torch.nn.ModuleList([finals[0]] * num_heads if is_shared else finals)
-
-    def forward(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """Logits of every head."""
-        return [
-            final(block(hidden)) for block, final in zip(self.blocks, self.lm_heads, strict=True)
-        ]
-
-
-def fasterdecoding(num_heads: int, num_layers: int) -> torch.nn.ModuleList:
-    """The published heads; one block stands for all of a head, as there."""
-    return torch.nn.ModuleList(
-        torch.nn.Sequential(
-            *([ResBlock()] * num_layers), torch.nn.Linear(HIDDEN, VOCAB, bias=False)
-        )
-        for _ in range(num_heads)
-    )
+def log_probs(blocks: Sequence[torch.nn.Linear], final: torch.nn.Linear) -> torch.Tensor:
+    """What a head says after each of the `hidden_states`."""
+    x = torch.from_numpy(hidden_states())
+    for block in blocks:
+        x = x + torch.nn.functional.silu(block(x))
+    return torch.log_softmax(final(x), dim=-1)
 
 
 def written(folder: Path, layout: str) -> list[torch.Tensor]:
-    """Write heads in a layout, and return each one's log-probabilities of `hidden_states`."""
+    """Write heads in a layout, and return each one's log-probabilities."""
     torch.manual_seed(3)
-    hidden = torch.from_numpy(hidden_states())
     config: dict[str, Any]
     if layout.startswith("vllm"):
-        rows = len(MAP) if "map" in layout else VOCAB
-        heads: Any = VllmHeads(3, 2, rows, "bias" in layout, "shared" in layout)
-        state = heads.state_dict()
+        is_shared, rows = "shared" in layout, len(MAP) if "map" in layout else VOCAB
+        finals = [linear(rows, False) for _ in range(3)]
+        finals = finals[:1] * 3 if is_shared else finals
+        heads = [([linear(bias="bias" in layout) for _ in range(2)], final) for final in finals]
+        parts = [ModuleDict({"layers": ModuleList(blocks)}) for blocks, _ in heads]
+        names = {
+            "blocks": ModuleList(parts),
+            "lm_heads": ModuleList(finals[: 1 if is_shared else 3]),
+        }
+        state = ModuleDict(names).state_dict()
         if "map" in layout:
             state["token_map"] = torch.tensor(MAP)
-        if "shared" in layout:
-            state = {n: t for n, t in state.items() if n in ("lm_heads.0.weight",) or "blocks" in n}
         config = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCAB}
-        config |= {"num_heads": 3, "num_hidden_layers": 2, "original_lm_head": "shared" in layout}
-        save_file(state, folder / "model.safetensors")
-        found = heads(hidden)
+        config |= {"num_heads": 3, "num_hidden_layers": 2, "original_lm_head": is_shared}
     else:
         num_layers = {"pt, two blocks": 2, "pt, no block": 0}.get(layout, 1)
-        heads = fasterdecoding(5, num_layers)
-        dtype = torch.bfloat16 if "bfloat16" in layout else torch.float32
-        heads = heads.to(dtype)
+        # One block stands for all of a head, as in the published code.
+        heads = [([linear()] * num_layers, linear(VOCAB, False)) for _ in range(5)]
+        parts = [
+            Sequential(*(ModuleDict({"linear": block}) for block in blocks), final)
+            for blocks, final in heads
+        ]
+        whole = ModuleList(parts).to(torch.bfloat16 if "bfloat16" in layout else torch.float32)
+        state = whole.state_dict()
+        whole.float()
         # Uploaded configs say two heads where there are five.
         config = {"medusa_num_heads": 2, "medusa_num_layers": num_layers}
         config |= {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
-        if "safetensors" in layout:
-            save_file(heads.state_dict(), folder / "medusa_lm_head.safetensors")
-        else:
-            torch.save(heads.state_dict(), folder / "medusa_lm_head.pt")
-        heads = heads.float()
-        found = [head(hidden) for head in heads]
+    if layout.startswith("pt"):
+        torch.save(state, folder / "medusa_lm_head.pt")
+    else:
+        stem = "model" if layout.startswith("vllm") else "medusa_lm_head"
+        save_file(state, folder / f"{stem}.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
-    return [torch.log_softmax(logits, dim=-1).detach() for logits in found]
+    with torch.no_grad():
+        return [log_probs(*head) for head in heads]
 
 
 def hidden_states() -> np.ndarray:

@@ -35,3 +35,11 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("untouched")
     build_yard(folder)
     return folder
+
+
+@pytest.fixture
+def yard(untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to damage, the current folder."""
+    shutil.copytree(untouched, tmp_path / "yard")
+    monkeypatch.chdir(tmp_path / "yard")
+    return tmp_path / "yard"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import shlex
 import shutil
 import subprocess
@@ -22,18 +21,11 @@ from mlx_redrafter import save_drafter
 from mlx_redrafter.cli.generate import MAX_GRAMMAR_BYTES
 from mlx_redrafter.errors import CheckpointError
 from tests.conftest import Trained
+from tests.e2e.test_hostile import GENERATE, config, failure, gone, refused, tensors, text
 from tests.helpers.cli import PROGRAM, Cli
 from tests.helpers.models import random_drafter
 
 NOWHERE = "/no/such/folder"
-
-
-def _assert_error(result: Any, code: int, *parts: str) -> None:
-    assert (result.code, result.out) == (code, "")
-    (line,) = result.err.splitlines()
-    assert line.startswith("error: ")
-    for part in parts:
-        assert part in line
 
 
 # Without the model and the drafter, which are nowhere.
@@ -64,7 +56,8 @@ USAGE = {
 def test_usage_is_checked_before_anything_is_loaded(cli: Cli, words: str) -> None:
     nothing = ["--model", NOWHERE, "--drafter", NOWHERE]
     command, *options = words.split()
-    _assert_error(cli(command, *([] if command == "bench" else nothing), *options), 2, USAGE[words])
+    words_given = [command, *([] if command == "bench" else nothing), *options]
+    failure(cli, *words_given, codes=(2,), parts=USAGE[words])
 
 
 def test_without_a_drafter_drafts_come_out_of_the_text(stories: Trained, cli: Cli) -> None:
@@ -88,134 +81,100 @@ def test_a_model_in_place_of_a_drafter(stories: Trained, cli: Cli) -> None:
     assert cli("generate", *words)[:2] == (0, stock + "\n")
 
 
-@pytest.fixture
-def pair(stories: Trained, drafter_folder: Path, tmp_path: Path) -> Path:
-    """A folder with a model and a drafter to damage."""
-    shutil.copytree(stories.folder, tmp_path / "model")
-    shutil.copytree(drafter_folder, tmp_path / "drafter")
-    return tmp_path
-
-
-TOKENIZER = "model/tokenizer_config.json"
-FAILS = "{{ raise_exception('No role') }}"
-
-
-def _change(name: str, **values: Any) -> Callable[[Path], None]:
-    def change(pair: Path) -> None:
-        path = pair / (name if name == TOKENIZER else f"{name}/config.json")
-        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-    return change
-
-
-def _copy(source: str, destination: str) -> Callable[[Path], None]:
-    return lambda pair: shutil.copy(pair / source, pair / destination) and None
-
-
-def _folder(name: str) -> Callable[[Path], None]:
-    return lambda pair: (pair / name).mkdir()
-
-
-def _rwkv(pair: Path) -> None:
-    (pair / "other").mkdir()
-    (pair / "other" / "config.json").write_text('{"model_type": "rwkv7"}')
-
-
-def _gone(pair: Path) -> None:
-    (pair / "model" / "config.json").unlink()
-
-
-def _zip(pair: Path) -> None:
-    (pair / "model" / "model.safetensors").write_bytes(b"PK\x03\x04" + bytes(200))
-
-
-def _drafter(vocab_size: int, hidden_size: int) -> Callable[[Path], None]:
-    return lambda pair: save_drafter(random_drafter(vocab_size, hidden_size), pair / "drafter")
-
-
-def _nan_drafter(pair: Path) -> None:
-    drafter = random_drafter(512, 64)
-    bias: Any = drafter.rnn_u.bias
-    bias[0] = float("nan")
-    save_drafter(drafter, pair / "drafter")
-
-
-def _nan_logits(pair: Path) -> None:
-    tensors: Any = mx.load(str(pair / "model" / "model.safetensors"))
-    tensors = {**tensors, "model.norm.weight": mx.full((64,), float("nan"))}
-    mx.save_safetensors(str(pair / "new.safetensors"), tensors)
-    (pair / "new.safetensors").replace(pair / "model" / "model.safetensors")
-
-
 Damage = Callable[[Path], Any]
+
+
+def _in(name: str, damage: Damage) -> Damage:
+    return lambda yard: damage(yard / name)
+
+
+def _none(yard: Path) -> None:
+    """Damage nothing."""
+
+
+def _foreign_weights(yard: Path) -> None:
+    shutil.copy(yard / "drafter" / "model.safetensors", yard / "model")
+
+
+def _other_model(yard: Path) -> None:
+    (yard / "other").mkdir()
+    (yard / "other" / "config.json").write_text('{"model_type": "rwkv7"}')
+
+
+def _drafter(vocab_size: int, hidden_size: int) -> Damage:
+    return lambda yard: save_drafter(random_drafter(vocab_size, hidden_size), yard / "drafter")
+
+
+def _tokenizer(**values: Any) -> Damage:
+    return _in("model", config("tokenizer_config.json", **values))
+
+
+ZIP = _in("model", text("model.safetensors", b"PK\x03\x04" + bytes(200)))
+NAN_DRAFTER = _in("drafter", tensors(**{"rnn_u.bias": mx.full((32,), mx.nan)}))
+NAN_LOGITS = _in("model", tensors(**{"model.norm.weight": mx.full((32,), mx.nan)}))
+FAILS = "{{ raise_exception('No role') }}"
 # What is done to the pair first, further words of the command, exit code, parts of the line.
-UNUSABLE: dict[str, tuple[Damage | None, str, int, str]] = {
-    "no model": (None, f"--model {NOWHERE}", 1, NOWHERE),
-    "no repository": (None, "--drafter nobody/nothing", 1, "nobody/nothing"),
-    "a file": (None, "--model model/model.safetensors", 1, "checkpoint folder, found a file"),
-    "a folder called lookup": (_folder("lookup"), "--drafter lookup", 2, "as well ... ./lookup"),
-    "two kinds": (_copy("model/config.json", "drafter"), "", 1, "several kinds ... 'llama'"),
-    "a draft model": (_rwkv, "--drafter other", 1, "'rwkv7' cannot be decoded exactly"),
-    "a small vocabulary": (_drafter(511, 64), "", 1, "511 does not match the target's 512"),
-    "no config": (_gone, "", 1, "no config.json ... weights alone; download the model again"),
-    "cut weights": (_zip, "", 1, "is truncated or not a safetensors file ... model/model"),
-    "foreign weights": (_copy("drafter/model.safetensors", "model"), "", 1, "mlx-lm cannot load"),
-    "NaN weights": (_nan_drafter, "", 1, "weights in rnn_u.bias ... convert or train it again"),
-    "NaN logits": (_nan_logits, "", 1, "logits after the prompt are NaN"),
-    "NaN alone": (_nan_logits, "--drafter none", 1, "logits after the prompt are NaN"),
-    "a long prompt": (None, f"-p '{'word ' * 600}'", 2, "context is 512 ... shorten the prompt"),
+UNUSABLE: dict[str, tuple[Damage, str, int, str]] = {
+    "no model": (_none, f"--model {NOWHERE}", 1, NOWHERE),
+    "no repository": (_none, "--drafter nobody/nothing", 1, "nobody/nothing"),
+    "a file": (_none, "--model model/model.safetensors", 1, "checkpoint folder, found a file"),
+    "a folder called lookup": (
+        lambda yard: (yard / "lookup").mkdir(), "--drafter lookup", 2, "as well ... ./lookup"),
+    "two kinds": (_in("drafter", config(model_type="llama")), "", 1, "several kinds ... 'llama'"),
+    "a draft model": (_other_model, "--drafter other", 1, "'rwkv7' cannot be decoded exactly"),
+    "a small vocabulary": (_drafter(4095, 32), "", 1, "4095 does not match the target's 4096"),
+    "no config": (_in("model", gone("config.json")), "", 1,
+        "no config.json ... weights alone; download the model again"),
+    "cut weights": (ZIP, "", 1, "is truncated or not a safetensors file ... model/model"),
+    "foreign weights": (_foreign_weights, "", 1, "mlx-lm cannot load"),
+    "NaN weights": (NAN_DRAFTER, "", 1, "weights in rnn_u.bias ... convert or train it again"),
+    "NaN logits": (NAN_LOGITS, "", 1, "logits after the prompt are NaN"),
+    "NaN alone": (NAN_LOGITS, "--drafter none", 1, "logits after the prompt are NaN"),
+    "a long prompt": (_none, f"-p '{'word ' * 1100}'", 2, "context is 1024 ... shorten the prompt"),
     # Nothing at all is left of it where the tokenizer adds no token of its own.
-    "no prompt": (_change(TOKENIZER, add_bos_token=False), "-p ''", 2, "the prompt is empty; give"),
+    "no prompt": (_tokenizer(add_bos_token=False), "-p ''", 2, "the prompt is empty; give"),
     # How Python hands over bytes that are not UTF-8.
-    "no text": (None, "-p \udcff\udcfe", 2, "the prompt must be UTF-8 text"),
-    "no text from stdin": (None, "-p -", 2, "the prompt must be UTF-8 text"),
-    "no template": (None, "--system-prompt x", 2, "--system-prompt needs a chat template"),
-    "a bad template": (_change(TOKENIZER, chat_template=FAILS), "", 2, "chat template ... No role"),
+    "no text": (_none, "-p \udcff\udcfe", 2, "the prompt must be UTF-8 text"),
+    "no text from stdin": (_none, "-p -", 2, "the prompt must be UTF-8 text"),
+    "no template": (_none, "--system-prompt x", 2, "--system-prompt needs a chat template"),
+    "a bad template": (_tokenizer(chat_template=FAILS), "", 2, "chat template ... No role"),
     # Tokenizers answer the unknown token for a name they do not know.
-    "no such token": (None, "--extra-eos-token no-such", 2, "a token of the model ... no-such"),
-    "no such id": (None, "--extra-eos-token 512", 2, "a token of the model or an id ... 512"),
-    "no adapter": (None, f"--adapter-path {NOWHERE}", 1, f"no such adapter folder: {NOWHERE}"),
-}
+    "no such token": (_none, "--extra-eos-token no-such", 2, "a token of the model ... no-such"),
+    "no such id": (_none, "--extra-eos-token 4096", 2, "a token of the model or an id ... 4096"),
+    "no adapter": (_none, f"--adapter-path {NOWHERE}", 1, f"no such adapter folder: {NOWHERE}"),
+}  # fmt: skip
+# The same for what is refused before the weights are read.
+UNFIT: dict[str, tuple[Damage, str, int, str]] = {
+    "hidden size": (_drafter(4096, 48), "", 1,
+        "hidden_size 48 ... 32 ... use a drafter trained for this model"),
+    "vocabulary": (_drafter(5000, 32), "", 1,
+        "vocab_size 5000 ... 4096 ... use a drafter trained for this"),
+    "a recurrent model": (_in("model", config(model_type="rwkv7")), "", 1,
+        "rwkv7 ... mlx_lm.generate"),
+    "an unknown model": (_in("model", config(model_type="none-such")), "", 1,
+        "none-such ... mlx_lm"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNUSABLE)
+@pytest.mark.parametrize("name", [*UNUSABLE, *UNFIT])
 def test_what_cannot_be_used_is_one_line(
-    pair: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    damage, words, code, parts = UNUSABLE[name]
-    if damage is not None:
-        damage(pair)
-    monkeypatch.chdir(pair)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff"))
-    base = ("generate", "--model", "model", "--drafter", "./drafter", "-p", "Hi", "-m", 4)
-    _assert_error(cli(*base, *shlex.split(words)), code, *parts.split(" ... "))
-
-
-def test_a_draft_model_of_other_tokens(stories: Trained, babyllama: Trained, cli: Cli) -> None:
-    pair = ("--model", stories.folder, "--drafter", babyllama.folder)
-    result = cli("generate", *pair, "-p", "Hi", "-m", 4)
-    _assert_error(result, 1, "token ids are not the target's", "id 3 is", "same family")
-
-
-@pytest.mark.parametrize(
-    ("damage", "parts"),
-    [
-        (_drafter(512, 48), ["hidden_size 48", "64", "use a drafter trained for this model"]),
-        (_drafter(600, 64), ["vocab_size 600", "512", "use a drafter trained for this"]),
-        (_change("model", model_type="rwkv7"), ["rwkv7", "mlx_lm.generate"]),
-        (_change("model", model_type="none-such"), ["none-such", "mlx_lm"]),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_the_weights_are_read(
-    pair: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, damage: Damage, parts: list[str]
+    yard: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("the target's weights were read")
 
-    monkeypatch.setattr(mlx_lm, "load", fail)
-    damage(pair)
-    words = ("--model", pair / "model", "--drafter", pair / "drafter", "-p", "Hi")
-    _assert_error(cli("generate", *words), 1, *parts)
+    damage, words, code, parts = (UNUSABLE | UNFIT)[name]
+    damage(yard)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff"))
+    if name in UNFIT:
+        monkeypatch.setattr(mlx_lm, "load", fail)
+    refused(cli, yard, *GENERATE, *shlex.split(words), codes=(code,), parts=parts)
+
+
+def test_a_draft_model_of_other_tokens(stories: Trained, babyllama: Trained, cli: Cli) -> None:
+    pair = ("--model", stories.folder, "--drafter", babyllama.folder)
+    parts = "token ids are not the target's ... id 3 is ... same family"
+    failure(cli, "generate", *pair, "-p", "Hi", "-m", 4, codes=(1,), parts=parts)
 
 
 def test_prompt_caches_that_do_not_fit(
@@ -224,8 +183,8 @@ def test_prompt_caches_that_do_not_fit(
     path = tmp_path / "cache.safetensors"
     words = ("--model", stories.folder, "--drafter", drafter_folder, "--prompt-cache-file", path)
 
-    def refuse(code: int, *parts: str) -> None:
-        _assert_error(cli("generate", *words, "-p", "Hi", "-m", 4), code, *parts)
+    def refuse(code: int, parts: str) -> None:
+        failure(cli, "generate", *words, "-p", "Hi", "-m", 4, codes=(code,), parts=parts)
 
     refuse(2, "is no cache of mlx_lm.cache_prompt")
     path.write_bytes(b"PK\x03\x04" + bytes(100))
@@ -233,14 +192,14 @@ def test_prompt_caches_that_do_not_fit(
     cache = make_prompt_cache(stories.model)
     stories.model(mx.array([[1, 2]]), cache=cache)
     save_prompt_cache(str(path), cache, {"model": "another"})
-    refuse(2, "was made with model 'another'", "give the same one")
+    refuse(2, "was made with model 'another' ... give the same one")
     name = {"model": str(stories.folder)}
     save_prompt_cache(str(path), cache[:3], name)
     refuse(2, "prompt_cache has 3 layers, the model needs 5")
     rotating = [RotatingKVCache(max_size=8) for _ in range(5)]
     stories.model(mx.array([[1, 2]]), cache=rotating)
     save_prompt_cache(str(path), rotating, name)
-    refuse(1, "found RotatingKVCache", "use mlx-lm")
+    refuse(1, "found RotatingKVCache ... use mlx-lm")
 
 
 def test_debug_shows_the_traceback(cli: Cli) -> None:
@@ -294,15 +253,18 @@ def test_closed_streams_are_no_error() -> None:
 def test_grammars_that_are_too_large_are_refused(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "schema.json"
     path.write_bytes(b" " * (MAX_GRAMMAR_BYTES + 1))
-    result = cli("generate", "-p", "The", "--json-schema", path)
-    _assert_error(result, 2, "expected a grammar of at most 1048576 bytes", str(path))
-    if Path("/dev/zero").exists():
-        result = cli("generate", "-p", "The", "--lark", "/dev/zero")
-        _assert_error(result, 2, "expected a file with a grammar", "/dev/zero")
+    for option, file, message in (
+        ("--json-schema", path, "expected a grammar of at most 1048576 bytes"),
+        ("--lark", Path("/dev/zero"), "expected a file with a grammar"),
+    ):
+        if file.exists():
+            words = ("generate", "-p", "The", option, file)
+            failure(cli, *words, codes=(2,), parts=f"{message} ... {file}")
 
 
 def test_errors_are_short_and_printable(cli: Cli) -> None:
     """What a call or a file says may be long, and hold signs that move a terminal's cursor."""
-    result = cli("rm", "a", "\x1b[2J" + "b" * 9999)
-    _assert_error(result, 2, "unexpected extra argument(s) (\\x1b[2Jbbb", " [...] bbb")
-    assert len(result.err) < 1100
+    line = failure(cli, "rm", "a", "\x1b[2J" + "b" * 9999, codes=(2,))
+    assert "unexpected extra argument(s) (\\x1b[2Jbbb" in line
+    assert " [...] bbb" in line
+    assert len(line) < 1100

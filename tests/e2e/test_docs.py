@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from mlx_redrafter.bench.lab.__main__ import NAMES, make_parser
 from mlx_redrafter.cli.main import app
-from tests.helpers.cli import Cli
+from tests.helpers.cli import Cli, commands
 from tests.helpers.models import ROOT
 
 PROGRAM = "redrafter-mlx"
@@ -139,10 +139,7 @@ def _parse_by_module(module: str, words: list[str]) -> None:
 
 def _options() -> set[str]:
     """Options of every command, and those of the laboratory."""
-    top: Any = get_command(app)
-    commands = [*top.commands.values()]
-    commands += [one for command in commands for one in getattr(command, "commands", {}).values()]
-    found = {option for one in (top, *commands) for param in one.params for option in param.opts}
+    found = {option for one in commands().values() for param in one.params for option in param.opts}
     for name in NAMES:
         found |= set(re.findall(r"--[a-z-]+", make_parser(name)[1].format_help()))
     return found

@@ -22,26 +22,16 @@ from typing import Any
 import mlx.core as mx
 import numpy.ma  # noqa: F401  (numpy imports it late, when a test may have no right to)
 import pytest
-import typer.main
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from mlx_redrafter import hub, load
-from mlx_redrafter.cli.main import app
 from mlx_redrafter.convert import publication
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import load_or_time
-from tests.helpers.cli import Cli
+from tests.helpers.cli import Cli, commands
 from tests.helpers.hostile import COMMANDS, make_call, run_call
 
 NOBODY = 65534
-
-
-@pytest.fixture
-def yard(untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy to damage, the current folder."""
-    shutil.copytree(untouched, tmp_path / "yard")
-    monkeypatch.chdir(tmp_path / "yard")
-    return tmp_path / "yard"
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -62,19 +52,22 @@ def nothing_changes(folder: Path) -> Iterator[None]:
     assert snapshot(folder) == before
 
 
-def refused(cli: Cli, yard: Path, *arguments: object, codes: tuple[int, ...] = (1, 2)) -> str:
+def refused(
+    cli: Cli, yard: Path, *arguments: object, codes: tuple[int, ...] = (1, 2), parts: str = ""
+) -> str:
     """The one line about a command that fails and changes nothing."""
     with nothing_changes(yard):
-        return failure(cli, *arguments, codes=codes)
+        return failure(cli, *arguments, codes=codes, parts=parts)
 
 
-def failure(cli: Cli, *arguments: object, codes: tuple[int, ...]) -> str:
-    """The one line about a command that fails."""
+def failure(cli: Cli, *arguments: object, codes: tuple[int, ...], parts: str = "") -> str:
+    """The one line about a command that fails; it has parts, between which stands " ... "."""
     result = cli(*arguments)
     lines = result.err.splitlines()
     assert (result.code in codes, result.out) == (True, ""), (arguments, result)
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:], arguments
     assert "Traceback" not in result.err
+    assert all(part in lines[-1] for part in parts.split(" ... ")), lines[-1]
     return lines[-1]
 
 
@@ -87,21 +80,17 @@ def test_every_command_would_do_its_work(cli: Cli, yard: Path) -> None:
         assert result.code == 0, (name, result.err)
 
 
-def _options(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Options that take a number, by command."""
-    for word, one in getattr(command, "commands", {}).items():
-        yield from _options(one, f"{name} {word}".strip())
-    if not hasattr(command, "commands"):
-        kinds = [(max(p.opts, key=len), str(p.type_descriptor)) for p in command.params]
-        numbers = [
-            option
-            for option, kind in kinds
-            if option.startswith("--") and any(word in kind for word in ("int", "float", "Any"))
-        ]
-        yield name, numbers
+def _numbers(command: Any) -> list[str]:
+    """Options that take a number."""
+    kinds = [(max(one.opts, key=len), str(one.type_descriptor)) for one in command.params]
+    return [
+        option
+        for option, kind in kinds
+        if option.startswith("--") and any(word in kind for word in ("int", "float", "Any"))
+    ]
 
 
-OPTIONS = dict(_options(typer.main.get_command(app)))
+OPTIONS = {name: _numbers(one) for name, one in commands().items() if not hasattr(one, "commands")}
 
 
 @pytest.mark.parametrize("command", [name for name, found in OPTIONS.items() if found])
@@ -116,7 +105,6 @@ def test_numbers_that_are_none(cli: Cli, yard: Path, command: str) -> None:
 def test_calls_made_at_random_end_well(
     yard: Path, tmp_path: Path, untouched: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    """`python -m tests.helpers.hostile 500` runs more of them."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for number in range(first, first + 10):
@@ -129,24 +117,26 @@ def test_calls_made_at_random_end_well(
         assert run_call(call) is None, (number, call)
 
 
-def _config(**values: Any) -> Callable[[Path], None]:
+def config(name: str = "config.json", /, **values: Any) -> Callable[[Path], None]:
+    """Change values of a JSON file."""
+
     def change(folder: Path) -> None:
-        path = folder / "config.json"
+        path = folder / name
         path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
     return change
 
 
-def _text(name: str, text: str | bytes) -> Callable[[Path], None]:
+def text(name: str, text: str | bytes) -> Callable[[Path], None]:
     content = text.encode() if isinstance(text, str) else text
     return lambda folder: (folder / name).write_bytes(content) and None
 
 
-def _cut(name: str, length: int) -> Callable[[Path], None]:
+def cut(name: str, length: int) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / name, length)
 
 
-def _folder_instead(name: str) -> Callable[[Path], None]:
+def folder_instead(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / name).unlink()
         (folder / name).mkdir()
@@ -154,11 +144,11 @@ def _folder_instead(name: str) -> Callable[[Path], None]:
     return change
 
 
-def _gone(name: str) -> Callable[[Path], None]:
+def gone(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
-def _tensors(**changes: mx.array) -> Callable[[Path], None]:
+def tensors(**changes: mx.array) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / "model.safetensors"
         tensors: Any = mx.load(str(path))
@@ -173,28 +163,26 @@ HUGE = 2**40
 DEEP = "[" * 100_000
 HEADER = b'{"a": {"dtype": "F32", "shape": [99999999, 99999999], "data_offsets": [0, 4]}}'
 DAMAGED_FILES: dict[str, Callable[[Path], None]] = {
-    "config is a list": _text("config.json", "[]"),
-    "config is cut": _cut("config.json", 30),
-    "config is deep": _text("config.json", DEEP),
-    "config is no text": _text("config.json", b"\xff\xfe\x00"),
-    "config is a folder": _folder_instead("config.json"),
-    "config is gone": _gone("config.json"),
-    "weights are cut": _cut("model.safetensors", 5000),
-    "weights claim a header of 2**60": _text("model.safetensors", (2**60).to_bytes(8, "little")),
-    "weights claim what is not there": _text(
+    "config is a list": text("config.json", "[]"),
+    "config is cut": cut("config.json", 30),
+    "config is deep": text("config.json", DEEP),
+    "config is no text": text("config.json", b"\xff\xfe\x00"),
+    "config is a folder": folder_instead("config.json"),
+    "config is gone": gone("config.json"),
+    "weights are cut": cut("model.safetensors", 5000),
+    "weights claim a header of 2**60": text("model.safetensors", (2**60).to_bytes(8, "little")),
+    "weights claim what is not there": text(
         "model.safetensors", len(HEADER).to_bytes(8, "little") + HEADER + b"1234"
     ),
-    "weights are a folder": _folder_instead("model.safetensors"),
-    "weights are gone": _gone("model.safetensors"),
+    "weights are a folder": folder_instead("model.safetensors"),
+    "weights are gone": gone("model.safetensors"),
 }
 
 
 def _values(**values: tuple[object, ...]) -> dict[str, Callable[[Path], None]]:
     """Changes of a config to each of some values."""
     return {
-        f"{key} {value!r}": _config(**{key: value})
-        for key, some in values.items()
-        for value in some
+        f"{key} {value!r}": config(**{key: value}) for key, some in values.items() for value in some
     }
 
 
@@ -214,12 +202,12 @@ DAMAGED_MODEL = {
         quantization=(3, "4bit"),
         model_type=(None, [], "nothing"),
     ),
-    "tokenizer_config is a list": _text("tokenizer_config.json", "[]"),
-    "tokenizer_config is cut": _cut("tokenizer_config.json", 20),
-    "tokenizer is gone": _gone("tokenizer.model"),
-    "tokenizer is cut": _cut("tokenizer.model", 900),
-    "a weight too many": _tensors(foreign=mx.zeros((3,))),
-    "an embedding of another shape": _tensors(**{"model.embed_tokens.weight": mx.zeros((3, 5))}),
+    "tokenizer_config is a list": text("tokenizer_config.json", "[]"),
+    "tokenizer_config is cut": cut("tokenizer_config.json", 20),
+    "tokenizer is gone": gone("tokenizer.model"),
+    "tokenizer is cut": cut("tokenizer.model", 900),
+    "a weight too many": tensors(foreign=mx.zeros((3,))),
+    "an embedding of another shape": tensors(**{"model.embed_tokens.weight": mx.zeros((3, 5))}),
 }
 DAMAGED_DRAFTER = {
     **_values(
@@ -235,8 +223,8 @@ DAMAGED_DRAFTER = {
         noise_share=(2,),
         model_type=([], "eagle"),
     ),
-    "a weight too many": _tensors(foreign=mx.zeros((3,))),
-    "a weight of another shape": _tensors(**{"rnn_u.bias": mx.zeros((3, 5))}),
+    "a weight too many": tensors(foreign=mx.zeros((3,))),
+    "a weight of another shape": tensors(**{"rnn_u.bias": mx.zeros((3, 5))}),
 }
 
 

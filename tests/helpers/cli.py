@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import typer.main
 
-from mlx_redrafter.cli.main import main
+from mlx_redrafter.cli.main import app, main
 
 # Arguments of Python that run the program in a process of its own.
 PROGRAM = ("-m", "mlx_redrafter")
 
 # Typer builds all commands anew for every call, 20 ms that a program spends once.
 typer.main.get_command = cache(typer.main.get_command)
+
+
+def commands(command: Any = None, name: str = "") -> dict[str, Any]:
+    """Commands and groups of commands by the words that call them, the program itself by none."""
+    command = command or typer.main.get_command(app)
+    found = {name: command}
+    for word, one in getattr(command, "commands", {}).items():
+        found |= commands(one, f"{name} {word}".strip())
+    return found
 
 
 class Result(NamedTuple):

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import typer.main
-
 import mlx_redrafter  # noqa: F401  before MLX, for its faster BLAS
 from mlx_redrafter import checkpoint_files
 from mlx_redrafter.checkpoint_files import write_checkpoint
 from mlx_redrafter.checkpoints.bundled import find_bundled
-from mlx_redrafter.cli.main import app, main
+from mlx_redrafter.cli.main import main
 from mlx_redrafter.proposers.checkpoint import save_drafter
+from tests.helpers.cli import commands
 from tests.helpers.models import random_drafter, tiny_llama
 
 # Maximum number of lines about a call that fails.
@@ -179,10 +178,8 @@ def _nothing() -> None:
 
 def _spoil(chance: random.Random, name: str, words: list[str]) -> None:
     """Change a command line: a value, a word too many, or one too few."""
-    command: Any = typer.main.get_command(app)
-    for word in name.split():
-        command = command.commands[word]
-    options = [one.opts[-1] for one in command.params if one.opts[0].startswith("-")]
+    params = commands()[name].params
+    options = [one.opts[-1] for one in params if one.opts[0].startswith("-")]
     way, value = chance.randrange(5), chance.choice(VALUES)
     if way < 3 and options:
         words += [chance.choice(options)] + ([value] if chance.random() < 0.8 else [])

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+Shapes = dict[str, tuple[int, ...]]
 Tensors = dict[str, np.ndarray]
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_TOKENS = 32, 64, 40, 14
 
@@ -22,7 +23,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 200.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False, "attention_factor": 1.3,
 }  # fmt: skip
-_LAYER = {
+LAYER = {
     "hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "rms_norm_eps": 1e-5,
     "hidden_act": "silu", "tie_word_embeddings": False,
@@ -34,7 +35,7 @@ def _layer(model_type: str, kinds: str, rope: Mapping[str, Any]) -> dict[str, An
     """Describe layers: "s" attends to a window of 5 tokens, "f" to all."""
     names = {"s": "sliding_attention", "f": "full_attention"}
     return {
-        **_LAYER,
+        **LAYER,
         "model_type": model_type,
         "num_hidden_layers": len(kinds),
         "layer_types": [names[kind] for kind in kinds],
@@ -117,27 +118,17 @@ def seeded(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
     return weights
 
 
-def speculators_head(name: str) -> Tensors:
-    """Draw the tensors of a head of speculators by their published names."""
-    config = SPECULATORS[name]
-    layer = config["transformer_layer_config"]
-    heads, keys, size = (
-        layer[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    width = layer["intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, 3 * HIDDEN),
-        "norm.weight": (HIDDEN,),
-        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
-        "embed_tokens.weight": (VOCAB, HIDDEN),
-        "layers.0.hidden_norm.weight": (HIDDEN,),
-    }
+def layer_shapes(layer: Mapping[str, Any], entering: int) -> Shapes:
+    """Shapes of decoder layers, of which the first one reads rows of ``entering`` numbers."""
+    heads, keys = layer["num_attention_heads"], layer["num_key_value_heads"]
+    size, width = layer["head_dim"], layer["intermediate_size"]
+    shapes: Shapes = {}
     for i in range(layer["num_hidden_layers"]):
-        own, entering = f"layers.{i}.", 2 * HIDDEN if i == 0 else HIDDEN
+        own, inputs = f"layers.{i}.", HIDDEN if i else entering
         shapes |= {
-            own + "self_attn.q_proj.weight": (heads * size, entering),
-            own + "self_attn.k_proj.weight": (keys * size, entering),
-            own + "self_attn.v_proj.weight": (keys * size, entering),
+            own + "self_attn.q_proj.weight": (heads * size, inputs),
+            own + "self_attn.k_proj.weight": (keys * size, inputs),
+            own + "self_attn.v_proj.weight": (keys * size, inputs),
             own + "self_attn.o_proj.weight": (HIDDEN, heads * size),
             own + "mlp.gate_proj.weight": (width, HIDDEN),
             own + "mlp.up_proj.weight": (width, HIDDEN),
@@ -147,6 +138,25 @@ def speculators_head(name: str) -> Tensors:
         }
         if layer["model_type"] == "qwen3":
             shapes |= {own + f"self_attn.{x}_norm.weight": (size,) for x in "qk"}
+    return shapes
+
+
+def draft_vocabulary(seed: int) -> Tensors:
+    """Draw the token ids of a head's rows, as EAGLE-3 stores them."""
+    used = np.sort(np.random.RandomState(seed).permutation(VOCAB)[:DRAFT_VOCAB])
+    return {"d2t": used - np.arange(DRAFT_VOCAB), "t2d": np.isin(np.arange(VOCAB), used)}
+
+
+def speculators_head(name: str) -> Tensors:
+    """Draw the tensors of a head of speculators by their published names."""
+    config = SPECULATORS[name]
+    shapes = layer_shapes(config["transformer_layer_config"], 2 * HIDDEN) | {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "layers.0.hidden_norm.weight": (HIDDEN,),
+    }
     if config.get("norm_before_fc"):
         shapes["input_norm.weight"] = (3 * HIDDEN,)
     if config.get("fc_norm"):
@@ -155,10 +165,7 @@ def speculators_head(name: str) -> Tensors:
         shapes["mask_hidden"] = (1, 1, 3 * HIDDEN)
     tensors = seeded(shapes, 3)
     tensors["lm_head.weight"] *= 3
-    used = np.sort(np.random.RandomState(4).permutation(VOCAB)[:DRAFT_VOCAB])
-    tensors["d2t"] = used - np.arange(DRAFT_VOCAB)
-    tensors["t2d"] = np.isin(np.arange(VOCAB), used)
-    return tensors
+    return tensors | draft_vocabulary(4)
 
 
 def text_and_states(

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_redrafter.kernels import attention, layers, selection, small_t, tree_attention, trial
@@ -20,6 +21,7 @@ from mlx_redrafter.kernels.tree_attention import (
     attention_source,
 )
 from mlx_redrafter.kernels.variant import DTYPES, LANES, AnyVariant, DenseShape, MatrixShape
+from tests.helpers.cli import Result, run
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import Kernels
 
@@ -97,6 +99,33 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
         monkeypatch.setattr(module, "is_available", lambda: True)
     monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
     run_emulated(monkeypatch, kernels)
+
+
+def refuse_to_compile(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Let a compiler take no kernel of `small_t` or `tree_attention`."""
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("[metal::Device] Unable to build metal library from source\nerror: x")
+
+    monkeypatch.setattr(module, "_kernel", refuse)
+
+
+def check_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: nn.Module,
+    *options: str,
+) -> Result:
+    """Run ``check --kernels`` for a model, on a machine that has kernels."""
+
+    def load(*_: object, kernels: bool, **__: object) -> tuple[nn.Module, None, None]:
+        assert not kernels, "they are tried by the command itself"
+        return model, None, None
+
+    monkeypatch.setattr("mlx_redrafter.checkpoints.loading.load", load)
+    monkeypatch.setattr(layers, "is_available", lambda: True)
+    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
+    return run(capsys, "check", "--kernels", "--model", ".", "--drafter", "lookup", *options)
 
 
 @cache

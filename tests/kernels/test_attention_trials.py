@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from inspect import unwrap
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
 
-from mlx_redrafter.kernels import attention_trials, selection
+from mlx_redrafter.kernels import attention_trials, selection, tree_attention
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
 from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import choices
@@ -21,13 +19,18 @@ from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
 from mlx_redrafter.kernels.trial import Times
 from mlx_redrafter.proposers.draft_model import DraftModel
-from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import needs_emulator
-from tests.kernels.stand_in import emulated_attention, stand_in, stand_in_attention
+from tests.kernels.stand_in import (
+    check_kernels,
+    emulated_attention,
+    refuse_to_compile,
+    stand_in,
+    stand_in_attention,
+)
 from tests.kernels.test_trials import (
     VOCAB_SIZE,
     are_equal,
@@ -128,25 +131,16 @@ def test_the_limit_counts_the_keys_of_the_deepest_node(
     assert are_equal(logits_of_tree(model, follow=False), stock) != is_used
 
 
-def _load(patch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    """Let the command line load a model, on a machine that has kernels."""
-    loading = "mlx_redrafter.checkpoints.loading.load"
-    patch.setattr(loading, lambda *_, **__: (model, None, None))
-    patch.setattr("mlx_redrafter.kernels.layers.is_available", lambda: True)
-    patch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
-
-
 @needs_emulator
 @pytest.mark.usefixtures("machine", "no_matrices")
 def test_a_wrong_order_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     variant = AttentionVariant(64, "float32")  # 16 bits hide most of it
     source = attention_source(variant).replace("int i = group;", "int i = group ^ (group >> 1);")
     stand_in_attention(monkeypatch, AttentionKernels({variant: source}))
     model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=64)
-    _load(monkeypatch, model)
-    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup")
+    shown = check_kernels(monkeypatch, capsys, model)
     assert shown.code == 1
     assert shown.out.splitlines()[1:] == [
         "attention of 4 heads, 2 of keys, of 64, float32; layers: 1",
@@ -157,15 +151,14 @@ def test_a_wrong_order_is_refused(
 @needs_emulator
 @pytest.mark.usefixtures("machine", "no_matrices")
 def test_equal_attention_is_used_where_it_is_no_slower(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _load(monkeypatch, _model())
     model = _model()
     assert attention_shapes(model) == {SHAPE: 1}
     use_kernels(model)
     (choice,) = choices(model)
     assert "max_keys=40, rows=(2, 3, 4, 6, 7," in choice
-    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup")
+    shown = check_kernels(monkeypatch, capsys, _model())
     assert shown.code == 0
     assert "\n  equal: up to 40 keys\n" in shown.out
     assert "   4 rows: 1000.000 ms, MLX's 1000.000 ms, used\n" in shown.out
@@ -177,10 +170,7 @@ def test_equal_attention_is_used_where_it_is_no_slower(
 def test_what_does_not_compile_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*args: object) -> Callable[..., object]:
-        raise RuntimeError("[metal::Device] Unable to build metal library from source\nerror: x")
-
-    monkeypatch.setattr("mlx_redrafter.kernels.tree_attention._kernel", refuse)
+    refuse_to_compile(monkeypatch, tree_attention)
     model = _model()
     with caplog.at_level(logging.WARNING):
         use_kernels(model)

@@ -55,15 +55,6 @@ def test_all_rows_are_fused_alike(tmp_path: Path, dtype: str) -> None:
     assert fused_by_choice([*products, *heads], tmp_path) == []
 
 
-@needs_nvcc
-def test_a_source_that_is_not_one_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("tests.kernels.cuda.attention_source", lambda variant: "y[0] = none;")
-    with pytest.raises(RuntimeError, match='identifier "none" is undefined'):
-        usage([AttentionVariant(64, "float16")], tmp_path)
-
-
 @pytest.fixture
 def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels as CUDA in the place of Metal's."""

@@ -5,7 +5,7 @@ Axes: T rows of inputs, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from mlx_redrafter.kernels.layers import layers_by_shape
 from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
 from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
-from mlx_redrafter.kernels.tree_attention import HEAD_SIZES
+from mlx_redrafter.kernels.tree_attention import HEAD_SIZES, tree_attention
 from mlx_redrafter.kernels.variant import (
     BITS,
     DENSE_ORDERS,
@@ -179,28 +179,46 @@ def test_the_emulator_notices_lanes_that_part() -> None:
         kernels.ours(variant, mx.zeros((2, 512)), *matrix, groups=2)
 
 
-@pytest.mark.parametrize(
-    ("variant", "weights"),
-    [(Variant(4, 64, "bfloat16"), "uint32_t"), (DenseVariant("bfloat16", *MANY), "bfloat16_t")],
-    ids=str,
-)
+def _product(variant: AnyVariant) -> Callable[[mx.array], mx.array]:
+    matrix = random_matrix(variant, 16, 512)
+    return lambda x: small_t(x, matrix, variant)
+
+
+def _attention(queries: mx.array) -> mx.array:
+    rows, parents = mx.zeros((1, 2, 20, 64), mx.bfloat16), mx.zeros((16,), mx.int32)
+    return tree_attention(queries, rows, rows, parents, 0.1)
+
+
+PRODUCT = [
+    "const device bfloat16_t* x [[buffer(0)]]", "const constant int* x_shape",
+    "const constant int* w_shape", "uint3 thread_position_in_grid [[thread_position_in_grid]]",
+]  # fmt: skip
+# Function, shape of its first input, and arguments of its kernel.
+SIGNATURES: dict[str, tuple[Callable[[mx.array], mx.array], tuple[int, ...], list[str]]] = {
+    "4 bits": (_product(Variant(4, 64, "bfloat16")), (4, 512),
+        [*PRODUCT, "const device uint32_t* w "]),
+    "dense": (_product(DenseVariant("bfloat16", *MANY)), (4, 512),
+        [*PRODUCT, "const device bfloat16_t* w "]),
+    "attention": (_attention, (1, 4, 16, 64), [
+        "const device bfloat16_t* queries [[buffer(0)]]", "const constant int* queries_shape",
+        "const constant int64_t* queries_strides", "const constant int64_t* values_strides",
+        "const constant int64_t* parents_strides", "int32_t* parents [[buffer(",
+        "const constant float& scale [[buffer(",
+        "uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]",
+        "uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]]"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
 def test_signature_of_the_generated_source(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], variant: AnyVariant, weights: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     """What MLX makes of the source, as it prints it; nothing is compiled."""
-    matrix = random_matrix(variant, 16, 512)
-    x = mx.zeros((4, 512), mx.bfloat16)
-    print_generated_source(tmp_path, lambda x: small_t(x, matrix, variant), x)
+    function, shape, arguments = SIGNATURES[name]
+    print_generated_source(tmp_path, function, mx.zeros(shape, mx.bfloat16))
     source = capfd.readouterr().out
-    for argument in (
-        "const device bfloat16_t* x [[buffer(0)]]",
-        "const constant int* x_shape",
-        f"const device {weights}* w ",
-        "const constant int* w_shape",
-        "device bfloat16_t* y ",
-        "uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]",
-        "uint3 thread_position_in_grid [[thread_position_in_grid]]",
-    ):
+    lane = "uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]"
+    for argument in (*arguments, "device bfloat16_t* y ", lane):
         assert argument in source
 
 

@@ -5,15 +5,12 @@ Axes: N nodes of a tree, S committed tokens, D head size.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mlx.core as mx
 import pytest
 
 from mlx_redrafter.kernels.small_t import as_integers
-from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source, tree_attention
+from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
 from mlx_redrafter.kernels.variant import DTYPES
-from tests.helpers.sources import print_generated_source
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import FUSED, SIMD_ORDERS, needs_emulator
 from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated_attention
@@ -94,30 +91,3 @@ def test_the_emulated_kernel_attends() -> None:
     y = emulated_attention().stock(*rows, scale=0.125)
     expected = mx.fast.scaled_dot_product_attention(*rows, scale=0.125)
     assert mx.allclose(y, expected, atol=1e-5)
-
-
-def test_signature_of_the_generated_source(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """What MLX makes of the source, as it prints it; nothing is compiled."""
-    rows, parents = mx.zeros((1, 2, 20, 64), mx.bfloat16), mx.zeros((16,), mx.int32)
-
-    def attend(queries: mx.array) -> mx.array:
-        return tree_attention(queries, rows, rows, parents, 0.1)
-
-    print_generated_source(tmp_path, attend, mx.zeros((1, 4, 16, 64), mx.bfloat16))
-    source = capfd.readouterr().out
-    for argument in (
-        "const device bfloat16_t* queries [[buffer(0)]]",
-        "const constant int* queries_shape",
-        "const constant int64_t* queries_strides",
-        "const constant int64_t* values_strides",
-        "const constant int64_t* parents_strides",
-        "int32_t* parents [[buffer(",
-        "const constant float& scale [[buffer(",
-        "device bfloat16_t* y [[buffer(",
-        "uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]]",
-        "uint simdgroup_index_in_threadgroup [[simdgroup_index_in_threadgroup]]",
-        "uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]",
-    ):
-        assert argument in source

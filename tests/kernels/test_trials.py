@@ -6,7 +6,6 @@ import json
 import logging
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.kernels import product_trials, selection, trial
+from mlx_redrafter.kernels import product_trials, selection, small_t, trial
 from mlx_redrafter.kernels.attention import AttentionShape
 from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
@@ -44,7 +43,14 @@ from tests.helpers.drafts import Scripted, grow, make_tree
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import tiny_llama
 from tests.kernels.emulator import Kernels, needs_emulator
-from tests.kernels.stand_in import emulated, emulated_attention, stand_in, stand_in_attention
+from tests.kernels.stand_in import (
+    check_kernels,
+    emulated,
+    emulated_attention,
+    refuse_to_compile,
+    stand_in,
+    stand_in_attention,
+)
 
 VOCAB_SIZE = 64
 DIFFERENT = "its bits are not those of MLX's kernel for one row"
@@ -258,28 +264,16 @@ def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.kernel > times.stock > 0
 
 
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch, machine: None) -> None:
-    """A machine whose compiler takes no kernel."""
-
-    def refuse(*args: object) -> Callable[..., object]:
-        raise RuntimeError("[metal::Device] Unable to build metal library from source\nerror: x")
-
-    monkeypatch.setattr("mlx_redrafter.kernels.small_t._kernel", refuse)
-
-
 @needs_emulator
-@pytest.mark.usefixtures("broken")
+@pytest.mark.usefixtures("machine")
 def test_what_does_not_compile_is_not_used(
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    refuse_to_compile(monkeypatch, small_t)
     model = quantised_model()
-    monkeypatch.setattr(loading, "load", lambda *_, **__: (model, None, None))
-    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
-    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup", "--json")
+    shown = check_kernels(monkeypatch, capsys, model, "--json")
     assert shown.code == 1
     (shape, *_) = json.loads(shown.out)["shapes"]
     assert shape["failure"].startswith("[metal::Device] Unable to build")
@@ -330,23 +324,11 @@ def test_the_order_of_variants() -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
-def test_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loaded: list[dict[str, Any]] = []
-
-    def load(*args: object, **options: Any) -> tuple[nn.Module, None, None]:
-        loaded.append(options)
-        return quantised_model(), None, None
-
-    monkeypatch.setattr(loading, "load", load)
-    monkeypatch.setattr("mlx_redrafter.cli.model_options._check_memory", lambda *_: None)
-    shown = run(capsys, "check", "--kernels", "--model", tmp_path, "--drafter", "lookup")
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = check_kernels(monkeypatch, capsys, quantised_model())
     assert shown.code == 0
-    assert [line.partition(" for ")[0] for line in shown.err.splitlines()] == [
-        "timing the kernel"
-    ] * 5
-    assert loaded[0]["kernels"] is False
+    notes = [line.partition(" for ")[0] for line in shown.err.splitlines()]
+    assert notes == ["timing the kernel"] * 5
     first, second, third, fourth, *_ = shown.out.splitlines()
     assert first.startswith("chip ")
     assert "mlx 0." in first

@@ -7,13 +7,22 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.calling import calling_engine
 from tests.helpers.cli import cli  # noqa: F401  (a fixture)
-from tests.server.serving import Served, make_engine, serving
+from tests.server.serving import UNLIMITED, Served, make_engine, serving
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with serving(make_engine()) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def calling() -> Iterator[Served]:
+    """A server whose model calls tools; skips the tests without grammars."""
+    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+    with serving(calling_engine(), defaults=UNLIMITED) as one:
         yield one
 
 

@@ -65,9 +65,14 @@ class Served:
     models: list[Any]
 
     @property
+    def root(self) -> str:
+        """Address of the server."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
     def url(self) -> str:
         """Address for OpenAI's clients."""
-        return f"http://127.0.0.1:{self.port}/v1"
+        return f"{self.root}/v1"
 
     def send(
         self, path: str, body: Any = None, key: str | None = KEY, **headers: str
@@ -84,6 +89,11 @@ class Served:
             text = response.read()
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, json.loads(text) if is_json else text.decode()
+
+    def openai(self) -> Any:
+        """OpenAI's client of this server; skips the test where it is not installed."""
+        openai = pytest.importorskip("openai", reason="the client that tests use")
+        return openai.OpenAI(base_url=self.url, api_key=KEY, max_retries=0)
 
     def slow_down(self, patch: pytest.MonkeyPatch, seconds: float) -> None:
         """Let each step of a text take some seconds, so that clients can do something meanwhile."""

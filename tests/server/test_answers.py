@@ -9,9 +9,7 @@ import pytest
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
-from tests.server.serving import KEY, Served, make_engine, serving
-
-openai: Any = pytest.importorskip("openai", reason="the client that tests use")
+from tests.server.serving import Served, make_engine, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "WHERE ARE YOU"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -37,10 +35,7 @@ def test_reasoning_and_calls(streams: bool) -> None:
     engine = make_engine(tool_call_start=marks[2], tool_call_end=marks[3], tool_parser=_parse)
     engine.tokenizer._think_start, engine.tokenizer._think_end = marks[:2]
     engine.tokenizer._think_start_tokens = engine.tokenizer._think_end_tokens = (63, 63)
-    with (
-        serving(engine) as served,
-        openai.OpenAI(base_url=served.url, api_key=KEY, max_retries=0) as client,
-    ):
+    with serving(engine) as served, served.openai() as client:
         options: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
         if streams:
             chunks = list(client.chat.completions.create(**options, stream=True))

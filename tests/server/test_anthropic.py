@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from mlx_redrafter.engine.prompt_encoding import encode_chat
-from tests.helpers.calling import calling_engine
-from tests.server.serving import KEY, Served, serving
-
-pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+from tests.server.serving import KEY, Served
 
 TOOL: dict[str, Any] = {
     "name": "get_weather",
@@ -30,17 +26,10 @@ TOOL: dict[str, Any] = {
 ASKED = {"model": "tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "Weather?"}]}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(calling_engine()) as one:
-        yield one
-
-
 @pytest.fixture
-def client(served: Served) -> Any:
+def client(calling: Served) -> Any:
     anthropic = pytest.importorskip("anthropic", reason="the client of this protocol")
-    address = served.url.removesuffix("/v1")
-    with anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0) as one:
+    with anthropic.Anthropic(base_url=calling.root, api_key=KEY, max_retries=0) as one:
         yield one
 
 
@@ -103,8 +92,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "fields"), BAD, ids=[message for message, _ in BAD])
-def test_errors_have_its_shape(served: Served, message: str, fields: dict[str, Any]) -> None:
-    status, reply = served.send("/v1/messages", {**ASKED, **fields})
+def test_errors_have_its_shape(calling: Served, message: str, fields: dict[str, Any]) -> None:
+    status, reply = calling.send("/v1/messages", {**ASKED, **fields})
     found = status, reply["type"], reply["error"]["type"]
     assert found == (400, "error", "invalid_request_error")
     assert message in reply["error"]["message"]
@@ -118,7 +107,7 @@ def test_max_tokens_may_be_left_out() -> None:
     assert request.options.max_tokens == 7
 
 
-def test_thinking_comes_first(served: Served) -> None:
+def test_thinking_comes_first(calling: Served) -> None:
     """The events of a model that thinks, from parts as the worker makes them."""
     from mlx_redrafter.server.parts import Part
     from mlx_redrafter.server.protocols.anthropic import MessageWriter
@@ -142,31 +131,31 @@ def test_thinking_comes_first(served: Served) -> None:
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
-def test_a_named_tool_is_called_once(served: Served) -> None:
+def test_a_named_tool_is_called_once(calling: Served) -> None:
     """Without ``disable_parallel_tool_use``; other required calls may be several."""
     chosen = {"tool_choice": {"type": "tool", "name": "get_weather"}}
-    _, reply = served.send("/v1/messages", {**ASKED, "tools": [TOOL], **chosen})
+    _, reply = calling.send("/v1/messages", {**ASKED, "tools": [TOOL], **chosen})
     assert [block["type"] for block in reply["content"]] == ["tool_use"]
     assert reply["stop_reason"] == "tool_use"
 
 
-def test_models_are_listed(client: Any, served: Served) -> None:
+def test_models_are_listed(client: Any, calling: Served) -> None:
     client.messages.create(**ASKED)
     (model,) = client.models.list()
-    context = served.engine.target.context_length
+    context = calling.engine.target.context_length
     assert (model.type, model.display_name, model.lifecycle) == ("model", "tiny", "active")
     assert (model.max_input_tokens, model.created_at.year) == (context - 1, 1970)
     assert client.models.retrieve("tiny") == model
 
 
-def test_tokens_are_counted(client: Any, served: Served) -> None:
+def test_tokens_are_counted(client: Any, calling: Served) -> None:
     """Beyond the context, too."""
-    encode = served.engine.tokenizer.encode
+    encode = calling.engine.tokenizer.encode
     counted = client.messages.count_tokens(model="tiny", messages=ASKED["messages"], tools=[TOOL])
     prompt = "get_weather;[user]Weather?<ask>"
     assert counted.input_tokens == len(encode(prompt, add_special_tokens=False))
     for count in 1, 8_000:
         messages = [*TURNS * count, TURNS[0]]
         asked = {"model": "tiny", "messages": messages}
-        expected = len(encode_chat(served.engine.tokenizer, messages))
+        expected = len(encode_chat(calling.engine.tokenizer, messages))
         assert abs(client.messages.count_tokens(**asked).input_tokens - expected) <= count // 100

@@ -6,7 +6,8 @@ import http.client
 import json
 import socket
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -93,16 +94,16 @@ def test_messages_become_those_of_templates() -> None:
     assert (request.effort, request.template_options) == ("none", {"enable_thinking": False})
 
 
-@pytest.mark.parametrize("prompt", [None, [True], ["A", 5], [[]], ["A"] * 17], ids=repr)
-def test_bad_prompts(prompt: object) -> None:
-    with pytest.raises(Refusal, match="prompt must be"):
-        read_completion({"prompt": prompt}, DEFAULTS)
-
-
-@pytest.mark.parametrize("body", [b"{", DEEP, b'{"a": NaN}', b"\xff"])
-def test_bad_json(body: bytes) -> None:
-    with pytest.raises(Refusal, match="the body must be JSON"):
-        parse_json(body)
+def test_bad_prompts_and_bodies() -> None:
+    for prompt in (None, [True], ["A", 5], [[]], ["A"] * 17):
+        with pytest.raises(Refusal, match="prompt must be"):
+            read_completion({"prompt": prompt}, DEFAULTS)
+    for body in (b"{", DEEP, b'{"a": NaN}', b"\xff"):
+        with pytest.raises(Refusal, match="the body must be JSON"):
+            parse_json(body)
+    with pytest.raises(Refusal, match="has 5000 digits") as caught:
+        parse_json(b'{"seed": ' + b"1" * 5000 + b"}")
+    assert "sys." not in str(caught.value)
 
 
 PATH = "/v1/completions"
@@ -124,12 +125,6 @@ BAD_REQUESTS: dict[str, tuple[int, str | None, str, Any, dict[str, Any]]] = {
     "surrogate": (400, None, PATH, b'{"prompt": "\\ud800"}', {}),
     "no calls": (400, None, CHATS, {**CHAT, "tools": [LOOK]}, {}),
 }
-
-
-def test_an_integer_with_many_digits() -> None:
-    with pytest.raises(Refusal, match="has 5000 digits") as caught:
-        parse_json(b'{"seed": ' + b"1" * 5000 + b"}")
-    assert "sys." not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -173,14 +168,6 @@ def test_a_long_prompt_has_its_own_name_and_the_numbers(
     assert f"is 512 tokens, prompt included, but {name} has {length} and 30 more" in message
 
 
-def test_a_large_body_is_refused_before_it_is_sent(strict: Served) -> None:
-    with socket.create_connection(("127.0.0.1", strict.port), timeout=60) as connection:
-        head = f"POST {PATH} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"
-        lines = *head, "Content-Length: 30000000", "Expect: 100-continue", "", ""
-        connection.sendall("\r\n".join(lines).encode())
-        assert connection.recv(12) == b"HTTP/1.1 413"
-
-
 @pytest.fixture(scope="module")
 def strict() -> Any:
     limits = Limits(max_running=1, max_waiting=1, max_body_bytes=100_000)
@@ -203,33 +190,47 @@ def test_bad_requests(strict: Served, name: str) -> None:
     assert reply["error"]["message"]
 
 
+@contextmanager
+def _sent(served: Served, *lines: str) -> Iterator[socket.socket]:
+    """A connection that has sent some lines of a request, the last one without its end."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+        connection.sendall("\r\n".join(lines).encode())
+        yield connection
+
+
+def _reply(connection: socket.socket) -> tuple[int, dict[str, Any]]:
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response.status, json.loads(response.read())["error"]
+
+
+HEAD = f"POST {PATH} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"
+
+
+def test_a_large_body_is_refused_before_it_is_sent(strict: Served) -> None:
+    lines = "Content-Length: 30000000", "Expect: 100-continue", "", ""
+    with _sent(strict, *HEAD, *lines) as connection:
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
 def test_a_large_header(strict: Served) -> None:
-    with socket.create_connection(("127.0.0.1", strict.port), timeout=60) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\nX-Bomb: " + b"a" * 20_000)
-        response = http.client.HTTPResponse(connection)
-        response.begin()
-        assert response.status == 400
-        error = json.loads(response.read())["error"]
-    assert error["type"] == "invalid_request_error"
+    with _sent(strict, "GET / HTTP/1.1", f"X-Bomb: {'a' * 20_000}") as connection:
+        status, error = _reply(connection)
+    assert (status, error["type"]) == (400, "invalid_request_error")
 
 
-@pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\n"], ids=["silent", "half a header"])
-def test_slow_headers(hasty: Served, head: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", hasty.port), timeout=60) as connection:
-        connection.sendall(head)
-        with pytest.raises(ConnectionError):
-            raise ConnectionError if connection.recv(1) == b"" else AssertionError
+@pytest.mark.parametrize("head", [[], ["GET / HTTP/1.1", ""]], ids=["silent", "half a header"])
+def test_slow_headers(hasty: Served, head: list[str]) -> None:
+    with _sent(hasty, *head) as connection, pytest.raises(ConnectionError):
+        raise ConnectionError if connection.recv(1) == b"" else AssertionError
 
 
 def test_a_slow_body(hasty: Served) -> None:
-    with socket.create_connection(("127.0.0.1", hasty.port), timeout=60) as connection:
-        head = f"POST {PATH} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"
-        lines = *head, "Content-Type: application/json", "Content-Length: 100", "", "{"
-        connection.sendall("\r\n".join(lines).encode())
-        response = http.client.HTTPResponse(connection)
-        response.begin()
-        assert response.status == 408
-        assert "too long" in json.loads(response.read())["error"]["message"]
+    lines = "Content-Type: application/json", "Content-Length: 100", "", "{"
+    with _sent(hasty, *HEAD, *lines) as connection:
+        status, error = _reply(connection)
+    assert status == 408
+    assert "too long" in error["message"]
 
 
 def test_a_full_queue_and_clients_that_vanish(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.helpers.calling import calling_engine
 from tests.server.serving import UNLIMITED, Served, serving
-
-pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -20,12 +18,6 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 MESSAGES = [{"role": "user", "content": "Weather?"}]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(calling_engine(), defaults=UNLIMITED) as one:
-        yield one
 
 
 def _events(text: str) -> list[dict[str, Any]]:
@@ -100,22 +92,22 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], Callable[[
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_arguments_come_in_pieces(served: Served, name: str) -> None:
+def test_arguments_come_in_pieces(calling: Served, name: str) -> None:
     path, body, read_whole, read_pieces = PROTOCOLS[name]
-    status, whole = served.send(path, {**body, "stream": False})
+    status, whole = calling.send(path, {**body, "stream": False})
     assert status == 200, whole
-    pieces = read_pieces(_events(served.send(path, {**body, "stream": True})[1]))
+    pieces = read_pieces(_events(calling.send(path, {**body, "stream": True})[1]))
     assert json.loads("".join(pieces)) == json.loads(read_whole(whole))
     assert len(pieces) >= (1 if name == "ollama" else 3)
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_cut_call_is_no_error(served: Served, name: str) -> None:
+def test_a_cut_call_is_no_error(calling: Served, name: str) -> None:
     path, body, _, _ = PROTOCOLS[name]
     limit = {"responses": "max_output_tokens"}.get(name, "max_tokens")
     cut = {"options": {"num_predict": 45}} if name == "ollama" else {limit: 45}
     for streams in (False, True):
-        status, answer = served.send(path, {**body, **cut, "stream": streams})
+        status, answer = calling.send(path, {**body, **cut, "stream": streams})
         assert status == 200
         text = answer if streams else json.dumps(answer)
         assert any(word in text for word in ('"length"', '"max_tokens"', "incomplete")), text
@@ -131,12 +123,12 @@ def _asking(body: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_schema_that_no_text_fits(served: Served, name: str) -> None:
+def test_a_schema_that_no_text_fits(calling: Served, name: str) -> None:
     path, body, _, _ = PROTOCOLS[name]
     circle = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
     schema = {**SCHEMA, "properties": {"city": {"$ref": "#/$defs/a"}}, "$defs": circle}
     for streams in (False, True):
-        status, answer = served.send(path, {**_asking(body, schema), "stream": streams})
+        status, answer = calling.send(path, {**_asking(body, schema), "stream": streams})
         assert status == (200 if streams else 400)
         error = _events(answer)[-1] if streams else answer
         error = error.get("response", error)["error"]
@@ -146,6 +138,7 @@ def test_a_schema_that_no_text_fits(served: Served, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["json_tools", "gemma4"])
 def test_hundreds_of_arguments_that_may_be_missing(kind: str) -> None:
+    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
     path, body, read_whole, _ = PROTOCOLS["chat"]
     more = {f"more_{i}": {"type": "integer"} for i in range(300)}
     schema = {**SCHEMA, "properties": {**more, **SCHEMA["properties"]}}

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from tests.helpers.calling import calling_engine
 from tests.helpers.models import shared_path
-from tests.server.serving import UNLIMITED, Served, serving
-
-pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(calling_engine(), defaults=UNLIMITED) as one:
-        yield one
+from tests.server.serving import Served
 
 
 def _captured() -> list[tuple[str, dict[str, Any]]]:
@@ -38,10 +26,10 @@ def _captured() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_every_captured_request_is_answered(served: Served) -> None:
+def test_every_captured_request_is_answered(calling: Served) -> None:
     for name, one in _captured():
         path, body = one["path"], one["body"]
-        status, reply = served.send(path, body)
+        status, reply = calling.send(path, body)
         assert status == 200, (name, reply)
         if isinstance(reply, str) and path.startswith(
             ("/v1/messages", "/v1/responses", "/v1/chat")
@@ -54,7 +42,7 @@ def test_every_captured_request_is_answered(served: Served) -> None:
                 assert last["type"] in ("message_stop", "response.completed"), name
 
 
-def test_a_session_of_claude_code_shares_its_beginning(served: Served) -> None:
+def test_a_session_of_claude_code_shares_its_beginning(calling: Served) -> None:
     """Marks of caches move, and a line about billing differs from session to session."""
     captured = dict(_captured())
     first = captured["01_claude_code_first[0]"]["body"]
@@ -64,6 +52,6 @@ def test_a_session_of_claude_code_shares_its_beginning(served: Served) -> None:
         body["system"][0]["text"] = f"x-anthropic-billing-header: cc_version=2.1.197.{hash_};"
         body.pop("stream")
         body["system"][1].pop("cache_control", None)
-        counted.append(served.send("/v1/messages", body)[1]["usage"])
+        counted.append(calling.send("/v1/messages", body)[1]["usage"])
     read, again = (usage["cache_read_input_tokens"] for usage in counted)
     assert again == counted[0]["input_tokens"] - 1 + read

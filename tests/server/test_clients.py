@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 
-from mlx_redrafter.generation_options import GenerationOptions
-from tests.helpers.calling import calling_engine
-from tests.server.serving import KEY, Served, serving
+from tests.server.serving import KEY, Served
 
-pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 pydantic: Any = pytest.importorskip("pydantic", reason="comes with the clients")
 
 # Clients leave sockets and event loops to the garbage collector, and warn of their own changes.
@@ -39,19 +35,8 @@ FUNCTION: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(calling_engine(), defaults=GenerationOptions(max_tokens=200)) as one:
-        yield one
-
-
-def _root(served: Served) -> str:
-    return served.url.removesuffix("/v1")
-
-
-def test_openai_streams_with_a_role_and_forced_calls(served: Served) -> None:
-    openai = pytest.importorskip("openai", reason="the client")
-    with openai.OpenAI(base_url=served.url, api_key=KEY, max_retries=0) as client:
+def test_openai_streams_with_a_role_and_forced_calls(calling: Served) -> None:
+    with calling.openai() as client:
         options: Any = {"model": "tiny", "messages": QUESTION, "n": 2}
         with client.chat.completions.stream(**options, tools=[_strict(FUNCTION)]) as stream:
             final = stream.get_final_completion()
@@ -80,13 +65,13 @@ def _strict(function: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic", "ollama_chat", "responses"])
-def test_litellm(served: Served, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm(calling: Served, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches one otherwise
     litellm = pytest.importorskip("litellm", reason="one of the clients")
-    base = served.url if provider == "openai" else _root(served)
+    base = calling.url if provider == "openai" else calling.root
     options = {"api_base": base, "api_key": KEY}
     if provider == "responses":
-        options["api_base"] = served.url
+        options["api_base"] = calling.url
         made = litellm.responses(model="openai/tiny", input="Hello", **options)
         assert made.output[-1].content[0].text == "Done."
         return
@@ -111,9 +96,9 @@ def test_litellm(served: Served, provider: str, monkeypatch: pytest.MonkeyPatch)
         litellm.completion(model=name, messages=[*turns * 8_000, turns[0]], **options)
 
 
-def test_langchain_openai(served: Served) -> None:
+def test_langchain_openai(calling: Served) -> None:
     chat = pytest.importorskip("langchain_openai", reason="one of the clients").ChatOpenAI
-    options: Any = {"model": "tiny", "base_url": served.url, "api_key": KEY, "max_retries": 0}
+    options: Any = {"model": "tiny", "base_url": calling.url, "api_key": KEY, "max_retries": 0}
     model = chat(**options)
     called = model.bind_tools([FUNCTION], tool_choice="any").invoke("Weather?")
     assert called.tool_calls[0]["name"] == "weather"
@@ -125,26 +110,26 @@ def test_langchain_openai(served: Served) -> None:
     assert answer.content[0]["text"] == "Done."
 
 
-def test_langchain_anthropic(served: Served) -> None:
+def test_langchain_anthropic(calling: Served) -> None:
     package = pytest.importorskip("langchain_anthropic", reason="one of the clients")
     model = package.ChatAnthropic(
-        model="tiny", base_url=_root(served), api_key=KEY, max_retries=0, max_tokens=100
+        model="tiny", base_url=calling.root, api_key=KEY, max_retries=0, max_tokens=100
     )
     made = model.with_structured_output(City).invoke("Weather?")
     assert made.name in ("Rome", "Oslo")
     assert "".join(one.text for one in model.stream("Hello")) == "Done."
 
 
-def test_langchain_ollama(served: Served) -> None:
+def test_langchain_ollama(calling: Served) -> None:
     package = pytest.importorskip("langchain_ollama", reason="one of the clients")
     headers = {"headers": {"Authorization": f"Bearer {KEY}"}}
-    model = package.ChatOllama(model="tiny", base_url=_root(served), client_kwargs=headers)
+    model = package.ChatOllama(model="tiny", base_url=calling.root, client_kwargs=headers)
     assert model.bind_tools([FUNCTION]).invoke("Weather?").tool_calls[0]["name"] == "weather"
     assert model.with_structured_output(City).invoke("Weather?").name in ("Rome", "Oslo")
 
 
 @pytest.mark.parametrize("protocol", ["chat", "responses", "anthropic"])
-def test_pydantic_ai(served: Served, protocol: str) -> None:
+def test_pydantic_ai(calling: Served, protocol: str) -> None:
     agents = pytest.importorskip("pydantic_ai", reason="one of the clients")
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -152,20 +137,19 @@ def test_pydantic_ai(served: Served, protocol: str) -> None:
     from pydantic_ai.providers.openai import OpenAIProvider
 
     if protocol == "anthropic":
-        provider = AnthropicProvider(api_key=KEY, base_url=_root(served))
+        provider = AnthropicProvider(api_key=KEY, base_url=calling.root)
         model: Any = AnthropicModel("tiny", provider=provider)
     else:
         kind = OpenAIChatModel if protocol == "chat" else OpenAIResponsesModel
-        model = kind("tiny", provider=OpenAIProvider(base_url=served.url, api_key=KEY))
+        model = kind("tiny", provider=OpenAIProvider(base_url=calling.url, api_key=KEY))
     asked = agents.Agent(model, output_type=City).run_sync("Weather?")
     assert asked.output.name in ("Rome", "Oslo")
     assert agents.Agent(model, tools=[weather]).run_sync("Weather?").output == "Done."
 
 
-def test_instructor(served: Served) -> None:
+def test_instructor(calling: Served) -> None:
     instructor = pytest.importorskip("instructor", reason="one of the clients")
-    openai = pytest.importorskip("openai", reason="the client")
-    with openai.OpenAI(base_url=served.url, api_key=KEY, max_retries=0) as inner:
+    with calling.openai() as inner:
         client = instructor.from_openai(inner)
         made = client.chat.completions.create(
             model="tiny", messages=QUESTION, response_model=City, max_retries=0

@@ -11,7 +11,7 @@ import pytest
 from mlx_redrafter import Engine, Grammar
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from tests.helpers.models import fast_tokenizer, random_drafter, tiny_llama
-from tests.server.serving import KEY, Served, make_engine, serving
+from tests.server.serving import Served, make_engine, serving
 
 openai: Any = pytest.importorskip("openai", reason="the client that tests use")
 pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
@@ -33,7 +33,7 @@ def served() -> Iterator[Served]:
 
 
 def _ask(served: Served, **options: Any) -> Any:
-    with openai.OpenAI(base_url=served.url, api_key=KEY, max_retries=0) as client:
+    with served.openai() as client:
         asked = client.chat.completions.create(
             model="tiny", messages=MESSAGES, max_tokens=100, temperature=1.0, seed=3, **options
         )

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlx_redrafter.cli.agents import AGENTS, Address
-from tests.helpers.calling import calling_engine
 from tests.helpers.cli import PROGRAM, Cli, run
-from tests.server.serving import ABSENT, KEY, make_engine, serving
+from tests.server.serving import ABSENT, KEY, Served
 
 # A program in place of an agent: it says how it was started, and asks the server.
 FAKE = f"""#!{sys.executable}
@@ -41,25 +40,26 @@ def _write_agent(folder: Path) -> None:
 
 
 def test_an_agent_uses_the_server_that_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    calling: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     _write_agent(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with serving(calling_engine()) as served:
-        port = str(served.port)
-        result = run(capfd, "launch", "claude", "--port", port, "--api-key", KEY, "--", "Hello")
-        assert (result.code, result.out) == (7, "Done.\n")
-        assert "ANTHROPIC_AUTH_TOKEN=***" in result.err
-        assert KEY not in result.err
-        for options, message in (
-            ((), "answers with status 401; give its --api-key"),
-            (("--api-key", KEY, "--model", "org/other"), "serves tiny; leave --model out"),
-        ):
-            result = run(capfd, "launch", "claude", "--port", port, *options)
-            assert result.code == 2
-            assert message in result.err
-    result = run(capfd, "launch", "codex", "--port", port)
-    assert "npm install -g @openai/codex" in result.err
+    port = ("--port", calling.port)
+    result = run(capfd, "launch", "claude", *port, "--api-key", KEY, "--", "Hello")
+    assert (result.code, result.out) == (7, "Done.\n")
+    assert "ANTHROPIC_AUTH_TOKEN=***" in result.err
+    assert KEY not in result.err
+    for agent, options, message in (
+        ("claude", (), "answers with status 401; give its --api-key"),
+        ("claude", ("--api-key", KEY, "--model", "org/other"), "serves tiny; leave --model out"),
+        ("codex", ("--api-key", KEY), "npm install -g @openai/codex"),
+    ):
+        result = run(capfd, "launch", agent, *port, *options)
+        assert result.code == 2
+        assert message in result.err
 
 
 def test_a_started_server_ends_with_its_agent(tmp_path: Path) -> None:
@@ -103,9 +103,8 @@ def test_every_agent_gets_the_address_and_the_model() -> None:
             assert ("secret" in text) == (key is not None)
 
 
-def test_a_model_without_tools_is_named(cli: Cli) -> None:
-    with serving(make_engine()) as served:
-        served.send("/v1/completions", {"prompt": "A", "max_tokens": 1})  # loads it
-        found = cli("launch", "codex", "--port", served.port, "--api-key", KEY, "--print")
+def test_a_model_without_tools_is_named(cli: Cli, served: Served) -> None:
+    served.send("/v1/completions", {"prompt": "A", "max_tokens": 1})  # loads it
+    found = cli("launch", "codex", "--port", served.port, "--api-key", KEY, "--print")
     assert found.code == 0
     assert "tiny takes no tools" in found.err

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from tests.helpers.calling import calling_engine
-from tests.server.serving import KEY, UNLIMITED, Served, serving
-
-pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+from tests.server.serving import KEY, Served
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -24,17 +20,10 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SC
 MESSAGES = [{"role": "user", "content": "Weather?"}]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(calling_engine(), defaults=UNLIMITED) as one:
-        yield one
-
-
 @pytest.fixture
-def client(served: Served) -> Any:
+def client(calling: Served) -> Any:
     ollama = pytest.importorskip("ollama", reason="the client of this protocol")
-    address = served.url.removesuffix("/v1")
-    one = ollama.Client(host=address, headers={"Authorization": f"Bearer {KEY}"})
+    one = ollama.Client(host=calling.root, headers={"Authorization": f"Bearer {KEY}"})
     yield one
     one._client.close()
 
@@ -56,7 +45,7 @@ def test_chats_with_and_without_tools(client: Any) -> None:
     assert json.loads(made.message.content)["city"] in ("Rome", "Oslo")
 
 
-def test_prompts_are_continued(client: Any, served: Served) -> None:
+def test_prompts_are_continued(client: Any, calling: Served) -> None:
     assert client.generate("tiny", "Hello", system="Be short.").response == "Done."
     options = {"num_predict": 4, "repeat_penalty": 1.1, "repeat_last_n": 8}
     raw = client.generate("tiny", "<tell>", raw=True, options=options)
@@ -65,7 +54,7 @@ def test_prompts_are_continued(client: Any, served: Served) -> None:
     assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
 
 
-def test_models_are_listed(client: Any, served: Served) -> None:
+def test_models_are_listed(client: Any, calling: Served) -> None:
     client.generate("tiny", "", keep_alive="9m60s")
     (listed,), (loaded,) = client.list().models, client.ps().models
     assert (listed.model, loaded.name, loaded.digest) == ("tiny", "tiny", listed.digest)
@@ -76,12 +65,12 @@ def test_models_are_listed(client: Any, served: Served) -> None:
     assert client.ps().models[0].expires_at.year == 9999
     stays = loaded.expires_at - datetime.now(UTC)
     assert timedelta(minutes=9) < stays <= timedelta(minutes=10)
-    assert loaded.context_length == served.engine.target.context_length
+    assert loaded.context_length == calling.engine.target.context_length
     shown = client.show("tiny:latest")
     assert shown.capabilities == ["completion", "tools"]
     assert shown.modelinfo["general.architecture"] == shown.details.family
-    assert shown.modelinfo["llama.context_length"] == served.engine.target.context_length
-    assert served.send("/api/version")[1]["version"]
+    assert shown.modelinfo["llama.context_length"] == calling.engine.target.context_length
+    assert calling.send("/api/version")[1]["version"]
     client.generate("tiny", "", keep_alive=0)
     assert client.ps().models == []
 
@@ -154,17 +143,17 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "body"), DOCUMENTED)
-def test_the_lines_of_its_documentation(served: Served, name: str, body: dict[str, Any]) -> None:
+def test_the_lines_of_its_documentation(calling: Served, name: str, body: dict[str, Any]) -> None:
     """As curl sends them: with the type of a form, and the name of another model."""
     form = {"Content-Type": "application/x-www-form-urlencoded"}
-    status, reply = served.send(f"/api/{name}", {"model": "llama3.2", **body}, **form)
+    status, reply = calling.send(f"/api/{name}", {"model": "llama3.2", **body}, **form)
     assert status == 200
     if name != "show":
         last = json.loads(reply.splitlines()[-1]) if isinstance(reply, str) else reply
         assert (last["done"], last["model"]) == (True, "tiny")
 
 
-def test_what_is_not_supported_says_so(served: Served, client: Any) -> None:
+def test_what_is_not_supported_says_so(calling: Served, client: Any) -> None:
     import ollama
 
     for method, *arguments in ("pull", "x"), ("embed", "x", "y"), ("delete", "x"):
@@ -190,7 +179,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "fields"), BAD)
-def test_errors_have_its_shape(served: Served, message: str, fields: dict[str, Any]) -> None:
-    status, reply = served.send("/api/chat", {"model": "tiny", "messages": MESSAGES, **fields})
+def test_errors_have_its_shape(calling: Served, message: str, fields: dict[str, Any]) -> None:
+    status, reply = calling.send("/api/chat", {"model": "tiny", "messages": MESSAGES, **fields})
     assert (status, list(reply)) == (400, ["error"])
     assert message in reply["error"]

@@ -6,7 +6,8 @@ import errno
 import os
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ def _load(kind: str, store: PrefixStore) -> LoadedModel:
     return LoadedModel(engine, QUANTISED if kind == "quantised" else OPTIONS, store)
 
 
+@contextmanager
+def _kept(kind: str, folder: Path | None, limit: int = 1 << 30) -> Iterator[LoadedModel]:
+    """A model whose prompts are kept in memory and in a folder."""
+    store = PrefixStore(limit, folder, 1 << 30)
+    yield _load(kind, store)
+    store.close()
+
+
 def _write(
     loaded: LoadedModel, prompt: list[int], options: GenerationOptions, owner: str = ""
 ) -> tuple[list[int], int]:
@@ -99,21 +108,20 @@ def _replay(
     ``known`` keeps the texts of cold starts.
     """
     options = QUANTISED if kind == "quantised" else OPTIONS
-    store = PrefixStore(1 << 30, folder, 1 << 30)
-    loaded, cold = _load(kind, store), _load(kind, PrefixStore(0))
-    processed = 0
+    cold, processed = _load(kind, PrefixStore(0)), 0
 
-    def answer(prompt: list[int]) -> list[int]:
-        nonlocal processed
-        found, num_cached = _write(loaded, prompt, options)
-        if tuple(prompt) not in known:
-            known[tuple(prompt)], _ = _write(cold, prompt, options)
-        assert found == known[tuple(prompt)], (kind, len(prompt), num_cached)
-        processed += len(prompt) - num_cached
-        return found
+    with _kept(kind, folder) as loaded:
 
-    trace.replay(answer)
-    store.close()
+        def answer(prompt: list[int]) -> list[int]:
+            nonlocal processed
+            found, num_cached = _write(loaded, prompt, options)
+            if tuple(prompt) not in known:
+                known[tuple(prompt)], _ = _write(cold, prompt, options)
+            assert found == known[tuple(prompt)], (kind, len(prompt), num_cached)
+            processed += len(prompt) - num_cached
+            return found
+
+        trace.replay(answer)
     return processed
 
 
@@ -134,12 +142,11 @@ PROMPT = [1 + i % 50 for i in range(100)]
 
 def test_another_clients_prompts_are_not_used(tmp_path: Path) -> None:
     for _ in range(2):
-        store = PrefixStore(1 << 30, tmp_path, 1 << 30)
-        loaded = _load("plain", store)
-        cached = [_write(loaded, PROMPT, OPTIONS, owner)[1] for owner in ("one", "two", "one")]
-        assert cached in ([0, 0, 99], [99, 99, 99])
-        assert _write(loaded, PROMPT, OPTIONS, "three" + str(len(list(tmp_path.iterdir()))))[1] == 0
-        store.close()
+        with _kept("plain", tmp_path) as loaded:
+            cached = [_write(loaded, PROMPT, OPTIONS, owner)[1] for owner in ("one", "two", "one")]
+            assert cached in ([0, 0, 99], [99, 99, 99])
+            other = "three" + str(len(list(tmp_path.iterdir())))
+            assert _write(loaded, PROMPT, OPTIONS, other)[1] == 0
     assert cached == [99, 99, 99]
 
 
@@ -173,9 +180,8 @@ def test_another_models_prompts_are_not_used(tmp_path: Path) -> None:
 def test_damaged_files(
     kind: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = PrefixStore(1 << 30, tmp_path, 1 << 30)
-    expected, _ = _write(_load(kind, store), PROMPT, OPTIONS)
-    store.close()
+    with _kept(kind, tmp_path) as loaded:
+        expected, _ = _write(loaded, PROMPT, OPTIONS)
     files = sorted(tmp_path.glob("*.safetensors"))
     for path in files:
         raw = bytearray(path.read_bytes())
@@ -193,9 +199,8 @@ def test_damaged_files(
                 f"{path.name.partition('.')[0]}.{zlib.crc32(raw):08x}.safetensors"
             )
         path.write_bytes(raw)
-    store = PrefixStore(1 << 30, tmp_path, 1 << 30)
-    found, num_cached = _write(_load(kind, store), PROMPT, OPTIONS)
-    store.close()
+    with _kept(kind, tmp_path) as loaded:
+        found, num_cached = _write(loaded, PROMPT, OPTIONS)
     assert (found, num_cached) == (expected, 0)
     assert "set aside" in caplog.text
     assert list((tmp_path / "damaged").iterdir())
@@ -209,12 +214,10 @@ def test_a_full_disk_ends_the_writing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(mx, "save_safetensors", fail)
-    store = PrefixStore(1 << 30, tmp_path, 1 << 30)
-    loaded = _load("hybrid", store)
-    for count in (30, 60, 90):
-        _write(loaded, PROMPT[:count], OPTIONS)
-    assert _write(loaded, PROMPT, OPTIONS)[1] == 89  # memory goes on
-    store.close()
+    with _kept("hybrid", tmp_path) as loaded:
+        for count in (30, 60, 90):
+            _write(loaded, PROMPT[:count], OPTIONS)
+        assert _write(loaded, PROMPT, OPTIONS)[1] == 89  # memory goes on
     assert caplog.text.count("not kept on the disk any more") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -245,9 +248,8 @@ def test_prompts_that_end_in_the_words_before_an_answer() -> None:
 
 
 def test_nothing_is_kept_if_it_is_switched_off(tmp_path: Path) -> None:
-    store = PrefixStore(0, tmp_path, 1 << 30)
-    loaded = _load("plain", store)
-    assert [_write(loaded, PROMPT, OPTIONS)[1] for _ in range(2)] == [0, 0]
+    with _kept("plain", tmp_path, limit=0) as loaded:
+        assert [_write(loaded, PROMPT, OPTIONS)[1] for _ in range(2)] == [0, 0]
     assert list(tmp_path.iterdir()) == []
     memory = PrefixStore(1 << 30, tmp_path, 0)
     assert [_write(_load("plain", memory), PROMPT, OPTIONS)[1] for _ in range(2)] == [0, 0]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.helpers.calling import calling_engine
-from tests.server.serving import KEY, UNLIMITED, Served, serving
+from tests.server.serving import Served
 
 openai: Any = pytest.importorskip("openai", reason="the client of this protocol")
-pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -29,15 +26,9 @@ TOOL: dict[str, Any] = {
 ASKED: dict[str, Any] = {"model": "tiny", "input": "Weather?"}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(calling_engine(), defaults=UNLIMITED) as one:
-        yield one
-
-
 @pytest.fixture
-def client(served: Served) -> Any:
-    with openai.OpenAI(base_url=served.url, api_key=KEY, max_retries=0) as one:
+def client(calling: Served) -> Any:
+    with calling.openai() as one:
         yield one
 
 
@@ -115,9 +106,9 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("param", "message", "fields"), BAD)
 def test_errors_have_its_shape(
-    served: Served, param: str, message: str, fields: dict[str, Any]
+    calling: Served, param: str, message: str, fields: dict[str, Any]
 ) -> None:
-    status, reply = served.send("/v1/responses", {**ASKED, **fields})
+    status, reply = calling.send("/v1/responses", {**ASKED, **fields})
     expected = 404 if param == "previous_response_id" else 400
     assert (status, reply["error"]["param"]) == (expected, param)
     assert message in reply["error"]["message"]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -17,17 +16,20 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import stream_generate
-from mlx_redrafter.decoding import prefill, scheduler
-from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.job import Job
+from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Part
+from mlx_redrafter.server.prefix_store import PrefixStore
 from mlx_redrafter.server.protocols.openai_chat import read
+from mlx_redrafter.server.protocols.openai_completions import read as read_prompt
 from mlx_redrafter.server.replies import Reply
-from tests.server.serving import KEY, Served, make_engine, serving
-
-openai: Any = pytest.importorskip("openai", reason="the client that tests use")
+from mlx_redrafter.server.worker import Worker
+from tests.server.serving import KEY, Served, make_engine
 
 MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
 
@@ -48,7 +50,7 @@ def _chat_prompt(served: Served, messages: list[Any] = MESSAGES) -> list[int]:
 
 @pytest.fixture
 def client(served: Served) -> Any:
-    with openai.OpenAI(base_url=served.url, api_key=KEY, max_retries=0) as one:
+    with served.openai() as one:
         yield one
 
 
@@ -209,72 +211,75 @@ def _go_away(served: Served, seconds: float) -> None:
         time.sleep(seconds)
 
 
+class Queue:
+    """A worker without a thread, and the shapes of the passes of its model."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        one = make_engine(context=8192)
+        self.engine = Engine(one.target.model, one.tokenizer, None)
+        self.defaults = GenerationOptions(max_tokens=4, prefill_step_size=2048)
+        self.loaded = LoadedModel(self.engine, self.defaults, PrefixStore(0))
+        self.worker, self.shapes = Worker(Limits()), list[tuple[int, ...]]()
+        kind: Any = type(one.target.model)
+        process = kind.__call__
+
+        def watched(model: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
+            self.shapes.append(tokens.shape)
+            return process(model, tokens, *rest, **options)
+
+        monkeypatch.setattr(kind, "__call__", watched)
+
+    def put(self, prompt: str, max_tokens: int = 4) -> list[str]:
+        """Put a request in the queue; return the list of what it will have written."""
+        request, _ = read_prompt({"prompt": prompt, "max_tokens": max_tokens}, self.defaults)
+        found: list[str] = []
+
+        def receive(*parts: Any) -> None:
+            found.extend(part.content for part in parts if part is not None)
+
+        ids = self.engine.tokenizer.encode(prompt)
+        self.worker.submit(Job(self.loaded, request, [ids], receive))
+        return found
+
+    def step(self) -> None:
+        self.worker._admit()
+        self.worker._step_all()
+
+    def text(self, prompt: str) -> str:
+        """The text of a request alone."""
+        return self.engine.generate(self.engine.tokenizer.encode(prompt), max_tokens=4)
+
+
 def test_a_long_prompt_lets_other_texts_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its chunks are short meanwhile, and after each of them the other text has its turn."""
-    defaults = GenerationOptions(max_tokens=4, prefill_step_size=2048)
-    with serving(make_engine(context=8192), defaults=defaults) as served:
-        prompt = "ABCDEFG " * 200
-        _, alone = served.send("/v1/completions", {"prompt": f"{prompt}!"})
-        # Numbers of tokens of its chunks, and 0 for each step of the other text.
-        passes: list[int] = []
-        step, process_chunk = scheduler.step_alone, prefill.process_chunk
-
-        def noted(sequence: SequenceDecoder, most: int | None = None) -> None:
-            before = prefill.num_unread(sequence)
-            process_chunk(sequence, most)
-            passes.append(before - prefill.num_unread(sequence))
-
-        def stepped(sequence: SequenceDecoder) -> None:
-            passes.append(0)
-            step(sequence)
-
-        monkeypatch.setattr(scheduler, "step_alone", stepped)
-        other = threading.Thread(
-            target=served.send, args=("/v1/completions", {"prompt": "A", "max_tokens": 6000})
-        )
-        other.start()
-        while len(passes) < 5:
-            time.sleep(0.01)
-        monkeypatch.setattr(prefill, "process_chunk", noted)
-        _, beside = served.send("/v1/completions", {"prompt": f"!{prompt}!"})
-        assert beside["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert len(list(filter(None, passes))) >= 6
-        assert max(passes) <= 256
-        assert not any(a and b for a, b in pairwise(passes))
-        _, again = served.send("/v1/completions", {"prompt": f"{prompt}!"})
-        assert again["choices"] == alone["choices"]
-        served.worker.end()
-        other.join()
+    queue, prompt = Queue(monkeypatch), "ABCDEFG " * 200
+    expected = queue.text(prompt)
+    other = queue.put("A", max_tokens=6000)
+    while len(other) < 5:
+        queue.step()
+    queue.shapes.clear()
+    found = queue.put(prompt)
+    while len(found) < 4:
+        queue.step()
+    assert "".join(found) == expected
+    lengths = [length for _, length in queue.shapes]
+    assert sum(length > 1 for length in lengths) >= 6
+    assert max(lengths) <= 256
+    assert not any(a > 1 and b > 1 for a, b in pairwise(lengths))
 
 
 def test_prompts_that_wait_together_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = GenerationOptions(max_tokens=4, prefill_step_size=2048)
-    with serving(make_engine(), defaults=defaults) as served:
-        prompts = [f"{i} TIMES THE CAT SAT ON THE OLD MAT, AND SO ON" for i in range(4)]
-        expected = {_text(served, prompt, max_tokens=4) for prompt in prompts}
-        worker, model, shapes = served.worker, type(served.engine.target.model), []
-        admit, process = worker._admit, model.__call__
-
-        def admit_together() -> bool:
-            while not worker._running and len(worker._waiting) < 4 and not worker._is_stopped:
-                time.sleep(0.01)
-            return admit()
-
-        def watched(self: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
-            shapes.append(tokens.shape)
-            return process(self, tokens, *rest, **options)
-
-        monkeypatch.setattr(worker, "_admit", admit_together)
-        served.send("/v1/completions", {"prompt": "A", "max_tokens": 1})  # by the old `_admit`
-        monkeypatch.setattr(model, "__call__", watched)
-        with ThreadPoolExecutor(4) as clients:
-            sent = [
-                clients.submit(served.send, "/v1/completions", {"prompt": one}) for one in prompts
-            ]
-        assert {one.result()[1]["choices"][0]["text"] for one in sent} == expected
-        # One pass instead of four; the first step of the batch reads the last token of each.
-        length = len(prompts[0])
-        assert [one for one in shapes if one[1] > length // 2] == [(4, length - 1)]
+    queue = Queue(monkeypatch)
+    prompts = [f"{i} TIMES THE CAT SAT ON THE OLD MAT, AND SO ON" for i in range(4)]
+    expected = [queue.text(prompt) for prompt in prompts]
+    queue.shapes.clear()
+    found = [queue.put(prompt) for prompt in prompts]
+    while sum(map(len, found)) < 16:
+        queue.step()
+    assert ["".join(one) for one in found] == expected
+    # One pass instead of four; the first step of the batch reads the last token of each.
+    length = len(prompts[0])
+    assert [one for one in queue.shapes if one[1] > length // 2] == [(4, length - 1)]
 
 
 def test_all_that_has_come_is_one_write() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
     DataOptions,
     TrainingOptions,
@@ -14,8 +17,8 @@ from mlx_redrafter.training import (
     TrainingResult,
     train_drafter,
 )
-from tests.helpers.cli import cli  # noqa: F401  (a fixture)
-from tests.helpers.models import shared_model, shared_path
+from tests.helpers.cli import Cli, cli  # noqa: F401  (a fixture)
+from tests.helpers.models import shared_model, shared_path, tiny_llama
 from tests.training.pieces import Silent
 
 NUM_STORIES = 120
@@ -30,6 +33,12 @@ def stories_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "stories.txt"
     path.write_text(SEPARATOR.join(stories).replace(SEPARATOR, f"\n{SEPARATOR}\n"))
     return path
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A random target of 12 tokens."""
+    return Target(tiny_llama(vocab_size=12))
 
 
 def small_request(stories: Path, out: Path) -> TrainingRequest:
@@ -56,6 +65,16 @@ class Run:
 def finished(stories_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Train a drafter for stories260k that drafts some tokens right."""
     return Run(small_request(stories_file, tmp_path_factory.mktemp("run") / "drafter"))
+
+
+def check_drafts(run: Cli, model: Path, drafter: Path, prompt: str, *more: object) -> Any:
+    """Check that a drafted text is the plain one; return what `generate` says of it."""
+    options = ("--model", model, "--prompt", prompt, "--json", "--beam-width", 2, *more)
+    plain, drafted = (run("generate", *options, "--drafter", one) for one in ("none", drafter))
+    assert drafted.code == 0, drafted.err
+    values = json.loads(drafted.out)
+    assert values["tokens"] == json.loads(plain.out)["tokens"]
+    return values
 
 
 def curve_of(folder: Path) -> list[float]:

@@ -1,9 +1,17 @@
-"""A tokenizer, a drafter and a reporter that several tests use."""
+"""A tokenizer, a reporter, and texts that several tests use."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
+
+from mlx_redrafter import stream_generate
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.training import Student, TokenSequence
+from mlx_redrafter.training.teacher import read_sequences
+from mlx_redrafter.training.teacher_cache import Shard
 
 
 class WordTokenizer:
@@ -50,3 +58,26 @@ class Silent:
 
     def say(self, message: str) -> None:
         self.lines.append(message)
+
+
+def random_shard(target: Target, student: Student, lengths: Sequence[int], kept: int = 4) -> Shard:
+    """What a student reads of random texts, all of whose tokens but the first are drafted."""
+    rng, size = np.random.default_rng(0), target.vocab_size
+    texts = [
+        TokenSequence(rng.integers(0, size, n).astype(np.int32), np.arange(n) > 0) for n in lengths
+    ]
+    return read_sequences(target, texts, kept, student.layers)
+
+
+def drafted_texts(
+    model: Any, tokenizer: Any, drafter: Any, calls: Iterable[tuple[list[int], dict[str, Any]]]
+) -> tuple[list[TokenSequence], int, int]:
+    """Texts after prompts, with options of each; their tokens but the first, and their steps."""
+    sequences, tokens, steps = [], 0, 0
+    for prompt, options in calls:
+        responses = list(stream_generate(model, tokenizer, prompt, drafter=drafter, **options))
+        text = np.array([*prompt, *(response.token for response in responses)], np.int32)
+        sequences.append(TokenSequence(text, np.arange(len(text)) >= len(prompt)))
+        tokens += len(responses) - 1
+        steps += responses[-1].steps
+    return sequences, tokens, steps

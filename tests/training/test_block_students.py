@@ -22,7 +22,7 @@ from mlx_redrafter.proposers.fit import Prediction, fit_depths
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, TrainingRequest, train_drafter
-from tests.helpers.models import shared_model, tiny_llama
+from tests.helpers.models import shared_model
 from tests.training.conftest import curve_of, small_request
 from tests.training.pieces import Silent
 
@@ -47,11 +47,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "gemma4": {"layer_type": "gemma4", "has_values": False},
     "convolutions": {"conv_taps": 2, "conv_groups": 4, "first_slot": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_llama(vocab_size=VOCAB))
 
 
 def _network(**values: Any) -> BlockNetwork:

@@ -31,6 +31,12 @@ def _trained_text(sequence: TokenSequence, tokenizer: WordTokenizer) -> str:
     return tokenizer.decode([int(t) for t in sequence.tokens[sequence.is_trained]])
 
 
+def _chat(*turns: str) -> Chat:
+    """A chat of turns such as "user: hi"."""
+    pairs = (turn.split(": ") for turn in turns)
+    return Chat([{"role": role, "content": content} for role, content in pairs], "x:1")
+
+
 def _rows(path: Path, *rows: object) -> Path:
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
     return path
@@ -46,7 +52,7 @@ def test_plain_text_is_divided_at_separators(tmp_path: Path) -> None:
 
 
 def test_rows_of_all_kinds(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    messages = _chat("user: hi", "assistant: ho").messages
     path = _rows(
         tmp_path / "a.jsonl",
         {"text": "one"},
@@ -67,10 +73,7 @@ def test_a_prompt_file_has_one_prompt_a_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("why\n\nhow\n", encoding="utf-8")
     items = read_items([path], lines_are_prompts=True)
-    assert [i.messages[0]["content"] for i in items if isinstance(i, Chat)] == [
-        "why",
-        "how",
-    ]
+    assert [i.messages[0]["content"] for i in items if isinstance(i, Chat)] == ["why", "how"]
 
 
 BAD_ROWS = [
@@ -94,32 +97,23 @@ def test_bad_rows_are_named_by_line(tmp_path: Path, row: str, message: str) -> N
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*missing.txt: No such file"):
-        read_items([tmp_path / "missing.txt"])
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(DataError, match=r"expected texts in .*empty.txt, found none"):
-        read_items([tmp_path / "empty.txt"])
     (tmp_path / "latin.txt").write_bytes("fine\nfür\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin.txt:\d: expected UTF-8, found the byte 0xfc"):
-        read_items([tmp_path / "latin.txt"])
-    with pytest.raises(DataError, match=r"expected a text or .jsonl file"):
-        read_items([tmp_path / "a.json"])
-    with pytest.raises(DataError, match="cannot read"):
-        read_items([tmp_path])
+    for name, message in (
+        ("missing.txt", r"cannot read .*missing.txt: No such file"),
+        ("empty.txt", r"expected texts in .*empty.txt, found none"),
+        ("latin.txt", r"latin.txt:\d: expected UTF-8, found the byte 0xfc"),
+        ("a.json", r"expected a text or .jsonl file"),
+        (".", "cannot read"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_items([tmp_path / name])
 
 
 def test_only_the_replies_of_a_chat_are_trained() -> None:
     tokenizer = WordTokenizer()
-    chat = Chat(
-        [
-            {"role": "system", "content": "be brief"},
-            {"role": "user", "content": "who are you"},
-            {"role": "assistant", "content": "a model"},
-            {"role": "user", "content": "and I"},
-            {"role": "assistant", "content": "a user"},
-        ],
-        "x:1",
-    )
+    asked = "system: be brief", "user: who are you"
+    chat = _chat(*asked, "assistant: a model", "user: and I", "assistant: a user")
     (sequence,) = _encoder(tokenizer).encode(chat)
     assert _trained_text(sequence, tokenizer) == "a model </s> a user </s>"
     text = tokenizer.decode(sequence.tokens.tolist())
@@ -145,15 +139,7 @@ class ForgetfulTokenizer(WordTokenizer):
 
 def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> None:
     tokenizer = ForgetfulTokenizer()
-    chat = Chat(
-        [
-            {"role": "user", "content": "q1"},
-            {"role": "assistant", "content": "*hm a1"},
-            {"role": "user", "content": "q2"},
-            {"role": "assistant", "content": "*oh a2"},
-        ],
-        "x:1",
-    )
+    chat = _chat("user: q1", "assistant: *hm a1", "user: q2", "assistant: *oh a2")
     first, second = _encoder(tokenizer).encode(chat)
     assert _trained_text(first, tokenizer) == "*hm a1 </s>"
     assert _trained_text(second, tokenizer) == "*oh a2 </s>"
@@ -162,7 +148,7 @@ def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> N
 
 def test_prompts_are_rendered_as_served() -> None:
     tokenizer = WordTokenizer()
-    prompt = Chat([{"role": "user", "content": "why"}], "x:1")
+    prompt = _chat("user: why")
     ids = _encoder(tokenizer).encode_prompt(prompt)
     assert tokenizer.decode(ids) == "<s> [user] why </s> eol [assistant]"
     plain = WordTokenizer(has_chat_template=False)
@@ -171,19 +157,19 @@ def test_prompts_are_rendered_as_served() -> None:
 
 def test_without_a_template_prompt_and_completion_follow_each_other() -> None:
     tokenizer = WordTokenizer(has_chat_template=False)
-    row = Chat([{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}], "x:1")
+    row = _chat("user: a b", "assistant: c d")
     (sequence,) = _encoder(tokenizer).encode(row)
     assert tokenizer.decode(sequence.tokens.tolist()) == "<s> a b c d"
     assert _trained_text(sequence, tokenizer) == "c d"
-    chat = Chat([{"role": "system", "content": "x"}, *row.messages], "x:7")
-    with pytest.raises(DataError, match="x:7: expected a model with a chat template"):
+    chat = _chat("system: x", "user: a b", "assistant: c d")
+    with pytest.raises(DataError, match="x:1: expected a model with a chat template"):
         list(_encoder(tokenizer).encode(chat))
 
 
 def test_a_refusal_of_the_template_names_the_line() -> None:
     encoder = _encoder(WordTokenizer(strict_roles=True))
-    chat = Chat([{"role": "system", "content": "x"}], "chats.jsonl:4")
-    with pytest.raises(DataError, match=r"chats.jsonl:4: the model's chat template rejects .*user"):
+    chat = _chat("system: x")
+    with pytest.raises(DataError, match=r"x:1: the model's chat template rejects .*user"):
         encoder.encode_prompt(chat)
 
 
@@ -216,7 +202,7 @@ def test_held_out_items_are_not_trained_on() -> None:
     assert len(sources.given) == 36
     assert not set(map(str, sources.held_out)) & set(map(str, sources.given))
     assert sources == divide(data, [], DataOptions(held_out=8))
-    asked = [Chat([{"role": "user", "content": str(i)}], f"y:{i}") for i in range(20)]
+    asked = [_chat(f"user: {i}") for i in range(20)]
     sources = divide(data, asked, DataOptions())
     assert len(sources.given) == 40
     assert len(sources.prompts) == 18

@@ -19,7 +19,6 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
     NetworkOptions,
     Student,
-    TokenSequence,
     new_student,
     simulate,
     train_drafter,
@@ -30,31 +29,18 @@ from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import HEADS, Head
-from tests.helpers.models import shared_model, tiny_llama, wrapped_tokenizer
-from tests.training.conftest import small_request
-from tests.training.pieces import Silent
+from tests.helpers.models import shared_model, wrapped_tokenizer
+from tests.training.conftest import Run, small_request
+from tests.training.pieces import Silent, drafted_texts, random_shard
 
 VOCAB, LENGTH = 12, 4
 STUDENTS = {head: NetworkOptions(head, length=LENGTH) for head in HEADS}
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_llama(vocab_size=VOCAB))
 
 
 def _student(target: Target, head: Head) -> Student:
     student = new_student(target, STUDENTS[head])
     student.initialise(None, 3)
     return student
-
-
-def _shard(target: Target, student: Student, *lengths: int) -> Shard:
-    rng = np.random.default_rng(0)
-    texts = [
-        TokenSequence(rng.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 0) for n in lengths
-    ]
-    return read_sequences(target, texts, 4, student.layers)
 
 
 def _batch(shard: Shard) -> TrainingBatch:
@@ -70,7 +56,7 @@ def _batch(shard: Shard) -> TrainingBatch:
 def test_the_layers_of_a_head_are_read(target: Target, head: Head, layers: tuple[int, ...]) -> None:
     student = _student(target, head)
     assert tuple(student.layers) == layers
-    states = _shard(target, student, 9).states
+    states = random_shard(target, student, [9]).states
     assert (states is not None) == bool(layers)
     if states is not None:
         assert states.shape == (9, len(layers) * target.hidden_size)
@@ -82,7 +68,7 @@ def test_the_layers_of_a_head_are_read(target: Target, head: Head, layers: tuple
 def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -> None:
     """Row by row through a cache of mlx-lm, against all positions and levels at once."""
     student = _student(target, head)
-    shard, network = _shard(target, student, 9, 7), student.network
+    shard, network = random_shard(target, student, [9, 7]), student.network
     found = np.array(student.logits(network, _batch(shard)))
     states = shard.hidden if shard.states is None else shard.states
     features = network.fuse(states.astype(mx.float32))
@@ -109,7 +95,7 @@ def test_gradients_are_those_of_the_loss(
 ) -> None:
     """In a random direction, against the difference of two losses."""
     student = _student(target, head)
-    batch = _batch(_shard(target, student, 16))
+    batch = _batch(random_shard(target, student, [16]))
     counts = mx.sum(batch.weights, axis=0)
     # Without the confidence, through which no gradient flows.
     monkeypatch.setattr(loss_module, "CONFIDENCE_FLOOR", 1)
@@ -134,17 +120,10 @@ def test_gradients_are_those_of_the_loss(
 def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None:
     student = _student(target, head)
     drafter = student.with_weights({}).network  # decoding hooks it
+    options = {"max_tokens": 40, "beam_width": 1, "beam_length": LENGTH}
+    calls = [([1, 2, 3], options), ([5, 4, 3, 2, 1, 6, 7], options)]
     tokenizer = wrapped_tokenizer(VOCAB, set())
-    sequences, tokens, steps = [], 0, 0
-    for prompt in ([1, 2, 3], [5, 4, 3, 2, 1, 6, 7]):
-        options = {"max_tokens": 40, "beam_width": 1, "beam_length": LENGTH}
-        responses = list(
-            stream_generate(target.model, tokenizer, prompt, drafter=drafter, **options)
-        )
-        text = np.array([*prompt, *(response.token for response in responses)], np.int32)
-        sequences.append(TokenSequence(text, np.arange(len(text)) >= len(prompt)))
-        tokens += len(responses) - 1
-        steps += responses[-1].steps
+    sequences, tokens, steps = drafted_texts(target.model, tokenizer, drafter, calls)
     shard = read_sequences(target, sequences, VOCAB, student.layers)
     found = simulate(student, [shard], LENGTH)
     assert (found.num_tokens - 1, found.steps) == (tokens, steps)
@@ -153,10 +132,10 @@ def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None
 
 @pytest.mark.parametrize("head", ["eagle", "specformer"])
 def test_heads_are_trained_and_used(
-    stories_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, head: Head
+    stories_file: Path, tmp_path: Path, finished: Run, head: Head
 ) -> None:
-    request = small_request(stories_file, tmp_path / "head")
-    cache = tmp_path_factory.getbasetemp() / "heads-cache"
+    """On the texts of another run, of which more layers are read."""
+    request, cache = small_request(stories_file, tmp_path / "head"), finished.request.cache_folder
     draft_vocab = 300 if head == "eagle" else None
     request = replace(request, cache=cache, network=NetworkOptions(head, draft_vocab=draft_vocab))
     result = train_drafter(request, Silent())
@@ -168,13 +147,8 @@ def test_heads_are_trained_and_used(
     plain = list(stream_generate(model, tokenizer, "Once", drafter=None, max_tokens=40))
     assert [r.token for r in drafted] == [r.token for r in plain]
     assert drafted[-1].tokens_per_step > 1.1
-    card = (request.out / "README.md").read_text()
-    assert student_name(result.student) in card
-
-
-def student_name(student: Student) -> str:
-    """As the card begins it."""
-    return student.name[0].upper() + student.name[1:]
+    name = result.student.name
+    assert name[0].upper() + name[1:] in (request.out / "README.md").read_text()
 
 
 def test_what_a_head_cannot_have_is_refused() -> None:

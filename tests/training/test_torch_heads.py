@@ -14,26 +14,21 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training import NetworkOptions, Student, TokenSequence, new_student
+from mlx_redrafter.training import NetworkOptions, Student, new_student
 from mlx_redrafter.training.batches import HeadRows, find_draftable_steps, gather, make_group
 from mlx_redrafter.training.loss import CONFIDENCE_FLOOR, POSITION_DECAY, TrainingBatch, draft_loss
-from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training_options import HEADS, Head
-from tests.helpers.models import tiny_llama
 
 torch = pytest.importorskip("torch")
 
-from tests.training import torch_heads  # noqa: E402
+from tests.helpers import torch_heads  # noqa: E402
+from tests.training import torch_loss  # noqa: E402
+from tests.training.pieces import random_shard  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-VOCAB, LENGTH, KEPT, LAYERS = 12, 4, 4, 2
+VOCAB, LENGTH, LAYERS = 12, 4, 2
 LENGTHS = (6, 5)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_llama(vocab_size=VOCAB))
 
 
 def _student(target: Target, head: Head, exit_dim: int | None) -> Student:
@@ -51,11 +46,7 @@ def _student(target: Target, head: Head, exit_dim: int | None) -> Student:
 
 def _batch(target: Target, student: Student) -> TrainingBatch:
     """Collect all positions of two texts; steps beyond the end of one do not count."""
-    rng = np.random.default_rng(0)
-    texts = [
-        TokenSequence(rng.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 0) for n in LENGTHS
-    ]
-    shard = read_sequences(target, texts, KEPT, student.layers)
+    shard = random_shard(target, student, LENGTHS)
     arrays = (np.array(one) for one in (shard.tokens, shard.is_trained, shard.starts))
     steps, count = find_draftable_steps(*arrays, LENGTH), sum(LENGTHS)
     return gather(
@@ -66,18 +57,15 @@ def _batch(target: Target, student: Student) -> TrainingBatch:
 def _reference(target: Target, student: Student, weights: Any) -> Any:
     """Build the head in torch."""
     model: Any = target.model
-    embedding = target.modules.embed(mx.arange(VOCAB))
-    head = target.modules.logits(mx.eye(target.hidden_size)).T
-    norm = model.model.norm
+    norm, network = model.model.norm, student.network
+    outputs = target.modules.embed(mx.arange(VOCAB)), target.modules.logits(mx.eye(32)).T
     frozen = torch_heads.Frozen(
-        _double(embedding), _double(head), _double(norm.weight), norm.eps, EagleConfig.rms_norm_eps
+        *map(_double, (*outputs, norm.weight)), norm.eps, EagleConfig.rms_norm_eps
     )
-    network = student.network
     name = type(network).__name__
-    if name == "Drafter":
-        return torch_heads.recurrent(weights, frozen, LAYERS)
-    if name == "Medusa":
-        return torch_heads.medusa(weights, LAYERS)
+    if name in ("Drafter", "Medusa"):
+        is_medusa = name == "Medusa"
+        return torch_heads.medusa(weights) if is_medusa else torch_heads.recurrent(weights, frozen)
     sizes = student.values if name == "Mtp" else layer_arguments(network.config)  # type: ignore[attr-defined]
     layer = torch_heads.Layer(
         sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["rope_theta"]
@@ -85,10 +73,8 @@ def _reference(target: Target, student: Student, weights: Any) -> Any:
     if name == "Mtp":
         return torch_heads.mtp(weights, frozen, layer)
     if name == "SpecFormer":
-        count = len(network.config.captured_layers)
-        return torch_heads.specformer(weights, frozen, layer, count)
-    make = torch_heads.eagle if network.config.version == 3 else torch_heads.eagle_1
-    return make(weights, frozen, layer)
+        return torch_heads.specformer(weights, frozen, layer, len(network.config.captured_layers))
+    return torch_heads.eagle(weights, frozen, layer, network.config.version)
 
 
 def _double(array: mx.array) -> Any:
@@ -99,11 +85,11 @@ def _double(array: mx.array) -> Any:
 CASES = [(head, None) for head in HEADS if not head.startswith("d")]
 
 
-@pytest.mark.parametrize(("head", "exit_dim"), [*CASES, ("redrafter", 8)])
+@pytest.mark.parametrize(("kind", "exit_dim"), [*CASES, ("redrafter", 8)])
 def test_loss_and_gradient_are_those_of_torch(
-    target: Target, head: Head, exit_dim: int | None
+    target: Target, kind: Head, exit_dim: int | None
 ) -> None:
-    student = _student(target, head, exit_dim)
+    student = _student(target, kind, exit_dim)
     batch, network = _batch(target, student), student.network
     counts = mx.sum(batch.weights, axis=0)
 
@@ -120,8 +106,14 @@ def test_loss_and_gradient_are_those_of_torch(
         name: torch.tensor(np.array(array).astype(np.int64)) if name in integers else _double(array)
         for name, array in batch._asdict().items()
     }
-    reference = _reference(target, student, weights)
-    expected = torch_heads.loss(reference, tensors, POSITION_DECAY, CONFIDENCE_FLOOR)
+    head, sequences = _reference(target, student, weights), batch.sequences.tolist()
+
+    def logits(row: int) -> list[Any]:
+        start, (_, *drafts, _) = sequences.index(sequences[row]), batch.tokens[row].tolist()
+        following = batch.tokens[start : row + 1, 0].tolist()
+        return head(tensors["states"][start : row + 1], following, drafts)  # type: ignore[no-any-return]
+
+    expected = torch_loss.loss(logits, tensors, "soft", POSITION_DECAY, CONFIDENCE_FLOOR)
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
     found = dict(tree_flatten(gradient))

@@ -40,7 +40,9 @@ from tests.models.tiny_models import build, tiny_config
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from tests.helpers.published_eagle import HIDDEN, LAYOUTS, VOCAB, PublishedHead, write_head  # noqa: E402
+from tests.helpers import torch_heads  # noqa: E402
+from tests.helpers.published_eagle import LAYOUTS, published_head, write_head  # noqa: E402
+from tests.helpers.published_heads import HIDDEN, VOCAB  # noqa: E402
 
 TOLERANCE = 1e-5
 MODEL = tiny_llama(seed=4, vocab_size=VOCAB)
@@ -54,7 +56,7 @@ def _torch(*names: str) -> Iterator[torch.Tensor]:
 
 
 def _assert_scores(
-    published: PublishedHead, states: mx.array, text: Sequence[int], tree: Any
+    head: torch_heads.Head, to_ids: Any, states: mx.array, text: Sequence[int], tree: Any
 ) -> None:
     """Every node's score is that of its parent and the log-probability of its token."""
     tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
@@ -62,9 +64,9 @@ def _assert_scores(
     assert tokens[0] == text[-1]
     for node, path in enumerate(node_paths(parents)[1:], start=1):
         drafts = [tokens[above] for above in path[1:-1]]
-        log_probs = published.log_probs(torch.from_numpy(np.array(states)), text[1:], drafts)[-1]
-        ids = published.to_ids(torch.arange(len(log_probs)))
-        (row,) = (ids == tokens[node]).nonzero()[0].tolist()
+        logits = head(torch.from_numpy(np.array(states)), text[1:], drafts)[-1]
+        log_probs = logits.log_softmax(-1)
+        (row,) = (torch.arange(len(logits)) + to_ids == tokens[node]).nonzero()[0].tolist()
         found = scores[node] - scores[parents[node]]
         assert found == pytest.approx(log_probs[row].item(), abs=TOLERANCE)
 
@@ -75,11 +77,11 @@ def test_levels_are_those_of_the_equations_whatever_the_steps_before(
 ) -> None:
     monkeypatch.setattr(kv_drafting, "READ_STEP_SIZE", 3)  # skipped passes are read in pieces
     tensors = write_head(tmp_path, LAYOUTS[name])
-    published = PublishedHead(LAYOUTS[name], tensors, *_torch("embed_tokens", "lm_head"))
+    head = published_head(LAYOUTS[name], tensors, *_torch("embed_tokens", "lm_head"))
     eagle = load_eagle(tmp_path)
     width, rng = eagle.config.num_captured * HIDDEN, random.Random(name)
     for text, states, tree in drafts_after_any_steps(eagle, Target(MODEL), width, PLANS, rng):
-        _assert_scores(published, states, text, tree)
+        _assert_scores(head, tensors.get("d2t", 0), states, text, tree)
 
 
 def test_a_shared_cache_holds_the_pairs_of_the_text_in_the_end(tmp_path: Path) -> None:
@@ -236,62 +238,22 @@ def new_network(seed: int = 0, **changes: Any) -> SpecFormer:
     return network
 
 
-class Published:
-    """The published forward pass on the same tensors, without a cache, in float32."""
-
-    def __init__(self, network: SpecFormer):
-        own = named_parameters(network)
-        self.tensors = {name: torch.from_numpy(np.array(tensor)) for name, tensor in own.items()}
-        self.final_norm, self.head = _torch("norm", "lm_head")
-
-    def log_probs(self, states: mx.array) -> torch.Tensor:
-        """Those of all slots after the last of the states, (n, S) to (slots, V)."""
-        given = torch.from_numpy(np.array(states)).split(HIDDEN, dim=-1)
-        normed = [self._norm(part, f"norms.{i}") for i, part in enumerate(given)]
-        h = torch.cat(normed, dim=-1) @ self.tensors["down_samp.weight"].T
-        h = self._attend("decoder_att", self._norm(h, "decoder_input_norm")) + h
-        h = self._norm(h, "positional_input_norm")
-        x = h @ self.tensors["positional.weight"].T + self.tensors["positional.bias"]
-        x = x.view(len(states), SLOTS, HIDDEN)[-1]
-        x = self._attend("encoder_att", self._norm(x, "encoder_input_norm")) + x
-        y = self._norm(x, "encoder_ffn_input_norm")
-        gate, up, down = (
-            self.tensors[f"encoder_ffn.{name}_proj.weight"].T for name in ("gate", "up", "down")
-        )
-        x = ((y @ gate) * torch.nn.functional.silu(y @ up)) @ down + x
-        x = torch.nn.functional.rms_norm(x, (HIDDEN,), self.final_norm, 1e-5)
-        return torch.log_softmax(x @ self.head.T, dim=-1)
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self.tensors[f"{name}.weight"]
-        return torch.nn.functional.rms_norm(x, (HIDDEN,), weight, EPS)
-
-    def _attend(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            (x @ self.tensors[f"{name}.{part}_proj.weight"].T)
-            .view(len(x), -1, HIDDEN // HEADS)
-            .transpose(0, 1)
-            for part in "qkv"
-        )
-        q, k = self._rotate(q), self._rotate(k)
-        k, v = (rows.repeat_interleave(len(q) // len(rows), dim=0) for rows in (k, v))
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed = mixed.transpose(0, 1).reshape(len(x), -1)
-        return mixed @ self.tensors[f"{name}.o_proj.weight"].T
-
-    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
-        half = x.shape[-1] // 2
-        angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
-        a, b = x[..., :half], x[..., half:]
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def specformer_head(network: SpecFormer) -> torch_heads.Head:
+    """The published equations on the same tensors."""
+    own = named_parameters(network)
+    weights = {name: torch.from_numpy(np.array(tensor)) for name, tensor in own.items()}
+    norm, head = _torch("norm", "lm_head")
+    frozen = torch_heads.Frozen(head, head, norm, 1e-5, EPS)
+    layer = torch_heads.Layer(HEADS, 2, 10000.0)
+    return torch_heads.specformer(weights, frozen, layer, len(LAYERS))
 
 
 def test_slots_are_those_of_the_equations_whatever_the_steps_before() -> None:
     network = new_network()
-    published, width, rng = Published(network), len(LAYERS) * HIDDEN, random.Random(1)
+    published, width, rng = specformer_head(network), len(LAYERS) * HIDDEN, random.Random(1)
     for _, states, tree in drafts_after_any_steps(network, Target(MODEL), width, SHORT_PLANS, rng):
-        _assert_slots(published.log_probs(states), tree)
+        slots = published(torch.from_numpy(np.array(states)), [], [0] * (SLOTS - 1))
+        _assert_slots(torch.stack(slots).log_softmax(-1), tree)
 
 
 def _assert_slots(log_probs: torch.Tensor, tree: Any) -> None:
