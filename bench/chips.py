@@ -27,12 +27,9 @@ CORE_TERAFLOPS = 13.6 / 38
 
 @dataclass(frozen=True)
 class Chip:
-    """A chip.
+    """A chip: memory bandwidth in GB/s, number of GPU cores, and arithmetic of the GPU.
 
-    Attributes:
-        bandwidth: Memory bandwidth, GB/s.
-        cores: Number of GPU cores.
-        published_teraflops: Arithmetic of the GPU in float16 or float32; None from M3 on.
+    ``published_teraflops`` is for float16 or float32; None from M3 on.
     """
 
     name: str
@@ -76,9 +73,7 @@ CHIPS = {
 class VerifyCurve:
     """Measured time of a forward pass over T tokens, relative to one token.
 
-    Attributes:
-        ratios: verify(T) / verify(1) by T.
-        source: Model, chip and origin of the measurement.
+    ``ratios`` are verify(T) / verify(1) by T, and ``source`` is model, chip and origin.
     """
 
     chip: str
@@ -147,10 +142,8 @@ def find_curve(chip: Chip, bits: int) -> VerifyCurve | None:
     """Find the curve of a chip, or else of the nearest one with the same kind of kernels.
 
     If no curve has these bits, one of other bits is converted: each further token needs the same
-    arithmetic per weight, which is another share of the time to read the weights.
-
-    Returns:
-        The curve; None for weights of 16 bits, as none was published for them.
+    arithmetic per weight, which is another share of the time to read the weights. None for weights
+    of 16 bits, as none was published for them.
     """
 
     def distance(curve: VerifyCurve) -> tuple[bool, int, float]:

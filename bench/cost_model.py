@@ -34,14 +34,9 @@ CLIFF_PARAMETERS = 6.74e9
 class Parameters:
     """Parameters of the cost model; the module's docstring has the equation.
 
-    Attributes:
-        base: Factor of a plain step.
-        fixed: Milliseconds per step.
-        draft: Factor of reading the drafter once per level.
-        row: Factor of the arithmetic of every token at the chip's peak.
-        cliff: Milliseconds from 16 tokens on, for a model of 6.74B parameters. A matrix product
-            too small for the GPU takes the time of its inner loop, layers times hidden size in all,
-            hence it grows with the number of parameters to the power 2/3.
+    ``fixed`` and ``cliff`` are in milliseconds. The cliff is that of a model of 6.74B parameters: a
+    matrix product too small for the GPU takes the time of its inner loop, layers times hidden size
+    in all, hence it grows with the number of parameters to the power 2/3.
     """
 
     base: float
@@ -61,9 +56,9 @@ class Question:
 
     Attributes:
         num_parameters: Parameters of the target that a token reads.
-        bits: Bits of the target's weights: 16, 8 or 4.
+        bits: Bits of the target's weights: 32, 16, 8 or 4.
         drafter_parameters: Parameters read per level of drafting: all but embeddings.
-        plain: Measured milliseconds of a plain step; None derives them from the bandwidth.
+        plain: Measured milliseconds of a plain step; None predicts them from the bandwidth.
     """
 
     chip: Chip
@@ -101,38 +96,21 @@ class Question:
         """Published curve to use; None if the cost model or the roofline is used."""
         return None if self.has_model else find_curve(self.chip, self.bits)
 
+    def arithmetic(self, tokens: float) -> float:
+        """Milliseconds of the arithmetic of T tokens at the chip's peak."""
+        return tokens * 2 * self.num_parameters / (self.chip.teraflops * 1e9)
 
-@dataclass(frozen=True)
-class PredictedStep:
-    """A step of a pair with T tokens per forward pass and beam length L.
-
-    Times were only ever fitted to chips of the M1 and M2 generations.
-    """
-
-    question: Question
-    tokens: float
-    length: int
-
-    @property
-    def arithmetic(self) -> float:
-        """Milliseconds of the arithmetic at the chip's peak."""
-        question = self.question
-        return self.tokens * 2 * question.num_parameters / (question.chip.teraflops * 1e9)
-
-    @property
-    def terms(self) -> list[float]:
-        """Milliseconds per unit of each parameter."""
-        question = self.question
-        scale = (question.num_parameters / CLIFF_PARAMETERS) ** (2 / 3)
+    def step_terms(self, tokens: float, length: int) -> list[float]:
+        """Milliseconds of a step over T tokens per unit of each of the `Parameters`."""
+        scale = (self.num_parameters / CLIFF_PARAMETERS) ** (2 / 3)
         return [
-            question.plain_step,
+            self.plain_step,
             1.0,
-            (self.length - 1) * question.drafter_share * question.plain_step,
-            self.arithmetic,
-            scale if self.tokens >= CLIFF_TOKENS else 0.0,
+            (length - 1) * self.drafter_share * self.plain_step,
+            self.arithmetic(tokens),
+            scale if tokens >= CLIFF_TOKENS else 0.0,
         ]
 
-
-def step_time(step: PredictedStep, parameters: Parameters) -> float:
-    """Milliseconds of a step."""
-    return float(np.dot(step.terms, astuple(parameters)))
+    def step_time(self, tokens: float, length: int, parameters: Parameters = FITTED) -> float:
+        """Milliseconds of a step, only ever fitted to chips of the M1 and M2 generations."""
+        return float(np.dot(self.step_terms(tokens, length), astuple(parameters)))

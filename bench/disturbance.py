@@ -36,8 +36,8 @@ class LoadWatch:
         """Estimate the mean number of other programs' running threads since the start.
 
         The load average of the time before decays by a factor of e per minute, and this process
-        counts by its processor time. None if the system has no load average, and in the first
-        seconds.
+        counts by its processor time. None in the first seconds, and if the system has no load
+        average.
         """
         start, cpu_start, before = self._began
         seconds, now = time.perf_counter() - start, load_averages()
@@ -51,9 +51,7 @@ class LoadWatch:
 def find_disturbances(load: float | None, runs: Sequence[TimedRun] = ()) -> list[str]:
     """List the signs that the times are unreliable, one sentence each.
 
-    Args:
-        load: Load by other programs, from `LoadWatch.others`.
-        runs: Interleaved runs, if the benchmark decodes texts.
+    ``load`` is that of other programs, from `LoadWatch.others`, and ``runs`` are interleaved.
     """
     found = []
     if load is not None and load > MAX_LOAD:
@@ -76,7 +74,6 @@ def find_disturbances(load: float | None, runs: Sequence[TimedRun] = ()) -> list
 
 
 def _spread(runs: Sequence[TimedRun]) -> float | None:
-    """Compute the distance between the quartiles of repeats by the median; None without repeats."""
     repeats: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         if run.arm == STOCK and run.is_timed:

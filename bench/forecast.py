@@ -17,11 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, WIDE_KERNELS, Chip
 from mlx_redrafter.bench.cost_model import Question
 from mlx_redrafter.bench.model_shape import ModelShape
-from mlx_redrafter.bench.predict import (
-    APPLE_ACCEPTANCE,
-    assumptions,
-    predict,
-)
+from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, assumptions, predict
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.engine.engine import AnyDrafter
 from mlx_redrafter.engine.generation import stream_generate
@@ -46,7 +42,7 @@ class Forecast:
     Attributes:
         plain: Seconds of a plain step.
         shape: Name of the fastest draft shape with a recurrent drafter.
-        speedup: Speed with that shape relative to plain decoding, with Apple's tokens per step.
+        speedup: Speed with it relative to plain decoding, with Apple's tokens per step.
         training: Time of training a drafter.
         notes: Assumptions and findings, one sentence each.
         is_narrow: Whether the chip's kernels read quantised weights once per token.
@@ -61,7 +57,6 @@ class Forecast:
 
 
 def predict_forecast(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Forecast:
-    """Predict the speed on a chip; no such chip is needed."""
     question = Question(chip, shape.active, shape.bits, cost.num_weights)
     best = predict(question, APPLE_ACCEPTANCE)[0]
     return Forecast(

@@ -82,7 +82,7 @@ def load_averages() -> list[float]:
     """Return the mean number of running threads in 1, 5 and 15 minutes; empty if unknown."""
     try:
         return list(os.getloadavg())
-    except (AttributeError, OSError):
+    except OSError:
         return []
 
 

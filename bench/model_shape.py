@@ -17,9 +17,8 @@ from mlx_redrafter.training.resources import TargetSize
 class ModelShape:
     """Sizes of a model.
 
-    Attributes:
-        active: Number of parameters read per token; fewer than all in a mixture of experts.
-        bits: Bits of the weights, the nearest of 32, 16, 8 and 4.
+    ``active`` is the number of parameters read per token, fewer than all in a mixture of experts.
+    ``bits`` are those of the weights, the nearest of 32, 16, 8 and 4.
     """
 
     name: str
@@ -48,9 +47,8 @@ class ModelShape:
 def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Read the sizes of a model from its ``config.json``, without creating weights.
 
-    Raises:
-        CheckpointError: mlx-lm cannot make the model.
-        UnsupportedTargetError: The model cannot be decoded exactly.
+    Raise `CheckpointError` if mlx-lm cannot make it, and `UnsupportedTargetError` if it cannot be
+    decoded exactly.
     """
     model = make_model(name, config)
     parts = find_parts(model)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
+from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.errors import DataError, RedrafterError, ResourceError
 
 # Seconds that a server may be silent, such as while it processes a long prompt.
@@ -22,12 +23,9 @@ MAX_LINE = 1 << 20
 
 @dataclass(frozen=True)
 class ServedText:
-    """A text of a server.
+    """A text of a server, with the seconds from the request to its first and its last piece.
 
-    Attributes:
-        first: Seconds from the request to the first piece of text.
-        last: Seconds from the request to the last piece of text.
-        steps: Forward passes of the target after the first token, if the server reports them.
+    ``steps`` counts the forward passes of the target after the first token, if the server does.
     """
 
     text: str
@@ -40,9 +38,8 @@ class ServedText:
 class OpenAiServer:
     """A server with OpenAI's chats or completions.
 
-    Attributes:
-        url: Address of the API, such as http://127.0.0.1:8080/v1.
-        counts_steps: Whether the server is this project's, which reports steps on request.
+    ``url`` is that of the API, such as http://127.0.0.1:8080/v1. ``counts_steps`` is whether the
+    server is this project's, which reports steps on request.
     """
 
     name: str
@@ -69,15 +66,15 @@ class OpenAiServer:
         }
         if self.counts_steps:
             options["stream_options"] = {"include_drafts": True}
-        requests = [
-            {**options, "messages": [{"role": "user", "content": text}]}
-            if is_chat
-            else {**options, "prompt": text}
-            for text in texts
-        ]
-        path = "chat/completions" if is_chat else "completions"
-        with ThreadPoolExecutor(len(requests)) as pool:
-            return list(pool.map(lambda request: self._stream(path, request), requests))
+
+        def ask(text: str) -> ServedText:
+            if is_chat:
+                messages = [{"role": "user", "content": text}]
+                return self._stream("chat/completions", {**options, "messages": messages})
+            return self._stream("completions", {**options, "prompt": text})
+
+        with ThreadPoolExecutor(len(texts)) as pool:
+            return list(pool.map(ask, texts))
 
     def _stream(self, path: str, request: Mapping[str, Any]) -> ServedText:
         text, first, last, steps = "", 0.0, 0.0, None
@@ -100,7 +97,7 @@ class OpenAiServer:
                 return
             event = _parse(data, self.url)
             if event.get("error"):
-                raise DataError(f"{self.url} stopped a text: {_message(event)}")
+                raise DataError(f"{self.url} stopped a text: {_message(data)}")
             yield event
         raise ResourceError(f"{self.url} ended a stream without [DONE]; see the server's log")
 
@@ -108,10 +105,8 @@ class OpenAiServer:
 def find_server(address: str, key: str | None = None) -> OpenAiServer:
     """Find a server and its model.
 
-    Args:
-        address: NAME=URL, such as mlx-lm=http://127.0.0.1:8080/v1; #MODEL at the end chooses one of
-            several models.
-        key: Key for the server, if it needs one.
+    ``address`` is NAME=URL, such as mlx-lm=http://127.0.0.1:8080/v1; #MODEL at the end chooses one
+    of several models. ``key`` is for a server that needs one.
 
     Raises:
         DataError: The address has another form, or the server has no such model.
@@ -145,7 +140,6 @@ def _models(url: str, key: str | None) -> list[dict[str, Any]]:
 
 
 def _open(url: str, key: str | None, request: Mapping[str, Any] | None = None) -> Iterator[bytes]:
-    """Yield the lines of a reply."""
     body = None if request is None else json.dumps(request).encode()
     headers = {"Content-Type": "application/json"}
     if key is not None:
@@ -174,30 +168,25 @@ def _parse(data: bytes, url: str) -> dict[str, Any]:
     return value
 
 
-def _message(reply: bytes | Mapping[str, Any]) -> str:
+def _message(reply: bytes) -> str:
     """Return the message of an error in the form of OpenAI, or the first characters of another."""
-    if isinstance(reply, bytes):
-        try:
-            values = json.loads(reply)
-        except (ValueError, RecursionError):
-            return reply[:200].decode(errors="replace")
-        return _message(values if isinstance(values, Mapping) else {"error": values})
-    error = reply.get("error")
-    found = error.get("message") if isinstance(error, Mapping) else error
-    return str(found or dict(reply))[:200]
+    try:
+        values = json.loads(reply)
+    except (ValueError, RecursionError):
+        return reply[:200].decode(errors="replace")
+    error = values.get("error") if isinstance(values, dict) else values
+    found = error.get("message") if isinstance(error, dict) else error
+    return str(found or values)[:200]
 
 
 def _choice(event: Mapping[str, Any]) -> Mapping[str, Any]:
     choices = event.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else {}
-    return first if isinstance(first, Mapping) else {}
+    return as_mapping(choices[0] if isinstance(choices, list) and choices else None)
 
 
 def _text_of(event: Mapping[str, Any]) -> str:
     choice = _choice(event)
-    delta = choice.get("delta", choice)
-    if not isinstance(delta, Mapping):
-        return ""
+    delta = as_mapping(choice.get("delta", choice))
     names = ("reasoning", "reasoning_content", "content", "text")
     pieces = dict.fromkeys(delta.get(name) for name in names)  # some servers send reasoning twice
     return "".join(piece for piece in pieces if isinstance(piece, str))
@@ -208,11 +197,12 @@ def _steps_of(event: Mapping[str, Any]) -> int | None:
 
     The latter two count the first token's pass, too.
     """
-    timings, dspark = event.get("timings"), event.get("x_mlx_dspark")
+    timings = as_mapping(event.get("timings"))
+    predicted, accepted = timings.get("predicted_n"), timings.get("draft_n_accepted", 0)
+    forwards = as_mapping(event.get("x_mlx_dspark")).get("target_forwards")
+    if isinstance(predicted, int):
+        return predicted - 1 - accepted if isinstance(accepted, int) else None
+    if isinstance(forwards, int):
+        return forwards - 1
     steps = _choice(event).get("steps")
-    if isinstance(timings, Mapping) and isinstance(timings.get("predicted_n"), int):
-        accepted = timings.get("draft_n_accepted", 0)
-        steps = timings["predicted_n"] - 1 - accepted if isinstance(accepted, int) else None
-    elif isinstance(dspark, Mapping) and isinstance(dspark.get("target_forwards"), int):
-        steps = dspark["target_forwards"] - 1
     return steps if isinstance(steps, int) else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.utils import get_total_parameters
 
 from mlx_redrafter.bench.report import Row
@@ -35,14 +37,9 @@ def title(result: Mapping[str, Any], model: nn.Module, texts: str = "") -> str:
     """Make the title of a plot: model, size, machine, and the decoded texts."""
     size = get_total_parameters(model)
     short = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
-    line = f"{result['configuration']['model']}, {short} parameters, on {machine_name(result)}"
+    machine = f"{result['machine']['processor']}, {result['machine']['cores']} cores"
+    line = f"{result['configuration']['model']}, {short} parameters, on {machine}"
     return f"{line}\n{texts}" if texts else line
-
-
-def machine_name(result: Mapping[str, Any]) -> str:
-    """Name the processor of a result's machine."""
-    machine = result["machine"]
-    return f"{machine['processor']}, {machine['cores']} cores"
 
 
 def count_texts(configuration: Mapping[str, Any]) -> str:
@@ -57,8 +54,7 @@ def count_texts(configuration: Mapping[str, Any]) -> str:
 def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path]:
     """Draw a map of the speed by width and length for every group of points; return the files.
 
-    Raises:
-        PlotError: matplotlib is not installed.
+    Raise `PlotError` if matplotlib is not installed.
     """
     groups = _groups(points)
     files = []
@@ -101,11 +97,8 @@ def _bar_label(row: Row) -> str:
 
 def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
     """Group points that differ only in width and length, under a description of the rest."""
-    shapes: dict[tuple[Any, ...], set[int]] = {}
-    for point in points:
-        shape = point.plan.shape
-        shapes.setdefault((point.temp, shape), set()).add(point.plan.num_nodes)
-    has_nodes = any(len(counts) > 1 for counts in shapes.values())
+    shapes = {(point.temp, point.plan.shape) for point in points}
+    has_nodes = len(shapes) < len({(point.temp, point.plan) for point in points})
     groups: dict[str, list[Point]] = {}
     for point in points:
         name = SELECTIONS[point.plan.shape.select]
@@ -127,17 +120,12 @@ def _map(axes: Any, points: Sequence[Point]) -> None:
 
     widths = sorted({point.plan.shape.width for point in points})
     lengths = sorted({point.plan.shape.length for point in points})
-    speeds = {
-        (widths.index(point.plan.shape.width), lengths.index(point.plan.shape.length)): (
-            point.row.speedup.median
-        )
-        for point in points
-        if point.row.speedup is not None
-    }
-    cells = [
-        [speeds.get((column, row), float("nan")) for column in range(len(widths))]
-        for row in range(len(lengths))
-    ]
+    cells = np.full((len(lengths), len(widths)), np.nan)
+    speeds = {}
+    for point in points:
+        if point.row.speedup is not None:
+            place = widths.index(point.plan.shape.width), lengths.index(point.plan.shape.length)
+            speeds[place] = cells[place[::-1]] = point.row.speedup.median
     slowest, fastest = min(speeds.values(), default=1.0), max(speeds.values(), default=1.0)
     norm = TwoSlopeNorm(1.0, min(SLOWEST, slowest), max(1.01, fastest))
     image = axes.imshow(cells, cmap="RdBu", norm=norm, origin="lower", aspect="auto")
@@ -171,5 +159,4 @@ def figure(path: Path, heading: str, size: tuple[float, float] = SIZE) -> Iterat
     drawn.suptitle(heading, fontsize=11)
     yield drawn.subplots()
     path.parent.mkdir(parents=True, exist_ok=True)
-    save: Callable[[Path], object] = lambda temporary: drawn.savefig(temporary, dpi=120)  # noqa: E731
-    write_atomically(path, save)
+    write_atomically(path, partial(drawn.savefig, dpi=120))

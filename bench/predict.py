@@ -1,6 +1,6 @@
 """Prediction of the speed of drafting on a chip, always marked as a prediction.
 
-Axes: W beam width, L beam length, T tokens per forward pass.
+Axes: L beam length, T tokens per forward pass.
 """
 
 from __future__ import annotations
@@ -9,21 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_redrafter.bench.chips import CURVES
-from mlx_redrafter.bench.cost_model import (
-    BANDWIDTH_SHARE,
-    FITTED,
-    PredictedStep,
-    Question,
-    step_time,
-)
+from mlx_redrafter.bench.cost_model import BANDWIDTH_SHARE, FITTED, Question
 from mlx_redrafter.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class ShapeAcceptance:
-    """Tokens that a draft shape of W and L emits per step, of which the target verifies T."""
+    """Tokens that a draft shape of beam length L emits per step; the target verifies T."""
 
-    width: int
     length: int
     tokens: float
     tokens_per_step: float
@@ -40,18 +33,17 @@ _APPLE_TOKENS_PER_STEP = {
     (4, 2): 1.80, (4, 3): 2.17, (4, 4): 2.43, (4, 5): 2.56,
 }  # fmt: skip
 APPLE_ACCEPTANCE = tuple(
-    ShapeAcceptance(width, length, width * length, tokens, f"w{width} l{length}")
+    ShapeAcceptance(length, width * length, tokens, f"w{width} l{length}")
     for (width, length), tokens in _APPLE_TOKENS_PER_STEP.items()
 )
 
 
 @dataclass(frozen=True)
 class ShapePrediction:
-    """Predicted speed of a shape, also relative to plain decoding; a step is in milliseconds."""
+    """Predicted milliseconds of a shape's step, and its speed relative to plain decoding."""
 
     acceptance: ShapeAcceptance
     step: float
-    tokens_per_second: float
     speedup: float
 
 
@@ -62,9 +54,9 @@ def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> list[
         ConfigError: All trees are larger than those with known costs.
     """
     found = [
-        prediction_of(question, acceptance, step)
-        for acceptance in acceptances
-        if (step := _step_time(question, acceptance)) is not None
+        ShapePrediction(one, step, one.tokens_per_step / step * question.plain_step)
+        for one in acceptances
+        if (step := _step_time(question, one)) is not None
     ]
     if not found:
         raise ConfigError("no verify costs are published for trees this large; give smaller shapes")
@@ -74,13 +66,10 @@ def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> list[
 def assumptions(question: Question) -> list[str]:
     """List the assumptions of the prediction, one sentence each."""
     chip, curve = question.chip, question.curve
-    given = (
-        "measured, according to --plain-ms"
-        if question.plain is not None
-        else f"predicted from {chip.bandwidth:.0f} GB/s, of which decoding reaches "
-        f"{BANDWIDTH_SHARE:.0%}"
-    )
-    sentences = [f"A plain step costs {question.plain_step:.1f} ms: {given}."]
+    sentences = [
+        f"A plain step costs {question.plain_step:.1f} ms: predicted from {chip.bandwidth:.0f} "
+        f"GB/s, of which decoding reaches {BANDWIDTH_SHARE:.0%}."
+    ]
     if question.has_model:
         return [
             *sentences,
@@ -110,23 +99,16 @@ def assumptions(question: Question) -> list[str]:
     ]
 
 
-def prediction_of(question: Question, acceptance: ShapeAcceptance, step: float) -> ShapePrediction:
-    speed = acceptance.tokens_per_step / step
-    return ShapePrediction(acceptance, step, 1e3 * speed, speed * question.plain_step)
-
-
 def _step_time(question: Question, acceptance: ShapeAcceptance) -> float | None:
     """Predict the milliseconds of a step; None if no curve reaches so many tokens."""
-    step = PredictedStep(question, acceptance.tokens, acceptance.length)
+    tokens, length = acceptance.tokens, acceptance.length
     if question.has_model:
-        return step_time(step, FITTED)
-    ratio = _roofline(step) if question.curve is None else question.curve.at(acceptance.tokens)
+        return question.step_time(tokens, length)
+    if question.curve is None:  # the roofline: weights are read once, during the arithmetic
+        ratio: float | None = max(1.0, question.arithmetic(tokens) / question.plain_step)
+    else:
+        ratio = question.curve.at(tokens)
     if ratio is None:
         return None
-    drafting = FITTED.draft * (acceptance.length - 1) * question.drafter_share
+    drafting = FITTED.draft * (length - 1) * question.drafter_share
     return (ratio + drafting) * question.plain_step + FITTED.fixed
-
-
-def _roofline(step: PredictedStep) -> float:
-    """Compute verify(T) / verify(1) if weights are read once, during the arithmetic."""
-    return max(1.0, step.arithmetic / step.question.plain_step)

@@ -46,11 +46,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     A ``.jsonl`` file has one object per line, and a ``.parquet`` file one per row, with "turns"
     (MT-bench, Spec-Bench, SPEED-Bench), "prompt" or "text"; "category" and "question_id" or "id"
     are optional. Of several turns the first is the prompt, as the later ones need answers. Any
-    other file is text, with empty lines between prompts.
-
-    Args:
-        path: A file, or the name of a dataset with its configuration, such as
-            ``nvidia/SPEED-Bench:throughput_8k``.
+    other file is text, with empty lines between prompts. A dataset is named with its configuration,
+    such as ``nvidia/SPEED-Bench:throughput_8k``.
 
     Raises:
         ConfigError: The file cannot be read or has no prompts, a line has no known layout, or
@@ -85,10 +82,8 @@ def fit_prompts(
 ) -> list[Prompt]:
     """Give prompts about ``length`` tokens, those of the chat template included.
 
-    Longer ones are cut, and ``fillers`` are put before shorter ones, in this order.
-
-    Raises:
-        ConfigError: The fillers are too short.
+    Longer ones are cut, and ``fillers`` are put before shorter ones, in this order. Raise
+    `ConfigError` if the fillers are too short.
     """
     found = []
     for prompt in prompts:
@@ -107,7 +102,6 @@ def fit_prompts(
 def _filler(
     tokenizer: TokenizerWrapper, prompt: Prompt, fillers: Sequence[Prompt], length: int
 ) -> str:
-    """Join other prompts to a text of so many tokens."""
     ids: list[int] = []
     for filler in fillers:
         if len(ids) >= length:
@@ -138,8 +132,7 @@ def select_prompts(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]
 def encode_prompts(tokenizer: TokenizerWrapper, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
     """Encode prompts as token ids, in the chat format if the tokenizer has one.
 
-    Raises:
-        ConfigError: The chat template rejects a prompt.
+    Raise `ConfigError` if the chat template rejects a prompt.
     """
     return [
         EncodedPrompt(one.name, one.category, encode_question(tokenizer, one.text), one.text)
@@ -178,7 +171,6 @@ def _read_parquet(path: Path) -> list[Any]:
 
 
 def _download(repository: str, configuration: str) -> list[Path]:
-    """Download the files of a dataset's configuration."""
     try:
         folder = snapshot_download(
             repository, repo_type="dataset", allow_patterns=[f"*{configuration}/*.parquet"]

@@ -20,9 +20,7 @@ FIXED = ("configuration", "versions")
 class Recording:
     """The runs of a benchmark, kept in a file after every turn.
 
-    Attributes:
-        result: Content of the file except the runs; the benchmark adds its results.
-        runs: All runs so far.
+    ``result`` is the content of the file except the ``runs``; the benchmark adds its results.
     """
 
     def __init__(
@@ -35,11 +33,9 @@ class Recording:
     ):
         """Start a recording, or resume the one in the file.
 
-        ``configuration`` consists of JSON values. Without a path no file is written.
-
-        Raises:
-            ConfigError: The file exists, or the settings of the one to resume are different.
-            OSError: Its folder takes no file.
+        ``configuration`` consists of JSON values. Without a path no file is written. Raise
+        `ConfigError` if the file exists or is to be resumed with other settings, and `OSError` if
+        its folder takes no file.
         """
         self.path = path
         self.runs: list[TimedRun] = []
@@ -57,7 +53,6 @@ class Recording:
         self._done = {run.turn for run in self.runs}
 
     def has(self, turn: tuple[str, int, str, int]) -> bool:
-        """Return whether the runs of a turn are recorded."""
         return turn in self._done
 
     def add(self, runs: Iterable[TimedRun]) -> None:
@@ -79,7 +74,6 @@ class Recording:
         self.write()
 
     def write(self) -> None:
-        """Write the file."""
         if self.path is not None:
             write_result(self.path, {**self.result, "runs": [asdict(run) for run in self.runs]})
 

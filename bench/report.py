@@ -25,17 +25,14 @@ class Row:
     """Results of one decoding method over some prompts.
 
     Attributes:
-        speedup: Speed relative to the baseline, one ratio per prompt or batch and repeat; None
-            without a run of the baseline.
+        speedup: Speed relative to the baseline, one ratio per prompt or batch and repeat, or None.
         tokens_per_second: Speed of decoding, of a batch from its first token to its last; beside
             mlx-lm's batches, from the beginning of its prompts.
         prompt_speedup: Speed relative to stock mlx-lm until the first token.
-        tokens_per_step: Tokens per step and text over all steps; None for stock mlx-lm, and for a
-            server that reports no steps.
+        tokens_per_step: Tokens per step and text over all steps; None if no steps are known.
         acceptance_rate_by_depth: Share of steps that accepted at least d drafts, at index d - 1.
         repeated: Share of 4-grams that had occurred earlier in their text.
-        num_different: Number of texts, counted or not, that differ from the reference's; None if
-            a difference is allowed.
+        num_different: Number of texts that differ from the reference's; None if they may.
         setting: Conditions of the runs; empty if all rows have the same.
         category: Category of the prompts; empty for all.
     """
@@ -67,8 +64,8 @@ def summarise(
 
     Args:
         runs: Interleaved runs of one group.
-        reference: Name of the method whose texts are right: stock mlx-lm for greedy decoding;
-            for sampling this package's plain decoding, as mlx-lm draws other random numbers.
+        reference: Name of the method whose texts are right: stock mlx-lm for greedy decoding; for
+            sampling this package's plain decoding, as mlx-lm draws other random numbers.
         max_repeated: Maximum share of repeated 4-grams; texts with more do not count.
     """
     texts = {run.prompt: run.tokens for run in runs if run.arm == reference}
@@ -126,7 +123,7 @@ def divide(runs: Sequence[TimedRun]) -> dict[str, list[TimedRun]]:
 
 
 def tabulate(rows: Sequence[Row], baseline: str = STOCK) -> list[list[str]]:
-    """Format rows as lines, the first with the columns' names; columns without values are left out.
+    """Format rows as lines, the first with the columns' names; empty columns are left out.
 
     ``baseline`` is the name of the method that speedups are relative to.
     """

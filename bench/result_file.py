@@ -42,11 +42,7 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def read_result(path: Path, kind: str) -> dict[str, Any]:
-    """Read a result back.
-
-    Raises:
-        CheckpointError: The file is damaged, or belongs to another benchmark.
-    """
+    """Read a result back; raise `CheckpointError` if it is damaged or of another kind."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

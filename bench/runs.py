@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -34,12 +34,11 @@ class TimedRun:
     Attributes:
         group: Name of settings whose speeds are compared only with one another, such as the dtype.
         block: Number of the block of runs that were interleaved.
-        prompt_seconds: Time until the first token.
-        decode_seconds: Time from the first token to the last.
+        prompt_seconds: Time until the first token; ``decode_seconds``, from there to the last.
         tokens: Token ids of the text, stop token included.
         accepted_counts: Number of steps that accepted a drafts, at index a; empty for stock mlx-lm.
         num_verified: Number of nodes verified in all steps.
-        num_unmerged: Number of nodes without merging of prefixes.
+        num_unmerged: The same without merging of prefixes.
     """
 
     group: str
@@ -52,9 +51,9 @@ class TimedRun:
     prompt_seconds: float
     decode_seconds: float
     tokens: list[int]
-    accepted_counts: list[int]
-    num_verified: int
-    num_unmerged: int
+    accepted_counts: list[int] = field(default_factory=list)
+    num_verified: int = 0
+    num_unmerged: int = 0
 
     @property
     def steps(self) -> int:
@@ -93,7 +92,7 @@ class CommonSettings:
 
     model: nn.Module
     tokenizer: Any
-    drafter: Proposer
+    drafter: Proposer | None
     max_tokens: int
     temp: float = 0.0
     seed: int = 0
@@ -125,16 +124,7 @@ def stock_arm(settings: CommonSettings, draft_model: nn.Module | None = None) ->
 
 def drafted_arm(settings: CommonSettings, plan: DraftPlan | None) -> Arm:
     """Decode by this package with trees of this plan, or adaptively if ``plan`` is None."""
-    sizes = {} if plan is None else plan.options
-    return _own_arm(settings, drafter=settings.drafter, **sizes)
 
-
-def plain_arm(settings: CommonSettings) -> Arm:
-    """Decode by this package without drafts."""
-    return _own_arm(settings, drafter=None)
-
-
-def _own_arm(settings: CommonSettings, **drafting: Any) -> Arm:
     def decode(ids: list[int]) -> Iterator[Any]:
         yield from stream_generate(
             settings.model,
@@ -143,10 +133,16 @@ def _own_arm(settings: CommonSettings, **drafting: Any) -> Arm:
             max_tokens=settings.max_tokens,
             temp=settings.temp,
             seed=settings.seed,
-            **drafting,
+            drafter=settings.drafter,
+            **({} if plan is None else plan.options),
         )
 
     return decode
+
+
+def plain_arm(settings: CommonSettings) -> Arm:
+    """Decode by this package without drafts."""
+    return drafted_arm(replace(settings, drafter=None), None)
 
 
 @dataclass(frozen=True)
@@ -162,6 +158,18 @@ class Turn:
     def key(self) -> tuple[str, int, str, int]:
         """Key of the round's runs, their `TimedRun.turn`."""
         return self.group, self.block, self.prompt.name, self.repeat
+
+    def run(self, arm: str, **measured: Any) -> TimedRun:
+        return TimedRun(
+            group=self.group,
+            block=self.block,
+            arm=arm,
+            prompt=self.prompt.name,
+            category=self.prompt.category,
+            repeat=self.repeat,
+            prompt_tokens=len(self.prompt.ids),
+            **measured,
+        )
 
 
 def run_together(
@@ -192,7 +200,6 @@ class _TextInProgress:
         self._response: Any = None
 
     def add(self, response: Any) -> None:
-        """Add the response of the next token."""
         self._last = time.perf_counter()
         if not self.tokens:
             self._first = self._last
@@ -201,23 +208,20 @@ class _TextInProgress:
         self._response = response
 
     def as_run(self, name: str, turn: Turn, start: float) -> TimedRun:
-        """Return the counts of the finished text; ``start`` is in seconds of `perf_counter`."""
-        last = self._response
-        stats = last.stats if isinstance(last, GenerationResponse) else None
-        return TimedRun(
-            group=turn.group,
-            block=turn.block,
-            arm=name,
-            prompt=turn.prompt.name,
-            category=turn.prompt.category,
-            repeat=turn.repeat,
-            prompt_tokens=len(turn.prompt.ids),
+        counts: dict[str, Any] = {}
+        if isinstance(self._response, GenerationResponse):
+            stats = self._response.stats
+            counts = {
+                "accepted_counts": list(stats.accepted_counts),
+                "num_verified": stats.num_verified,
+                "num_unmerged": stats.num_unmerged,
+            }
+        return turn.run(
+            name,
             prompt_seconds=self._first - start,
             decode_seconds=self._last - self._first,
             tokens=self.tokens,
-            accepted_counts=list(stats.accepted_counts) if stats else [],
-            num_verified=stats.num_verified if stats else 0,
-            num_unmerged=stats.num_unmerged if stats else 0,
+            **counts,
         )
 
 

@@ -32,12 +32,9 @@ MOST_MACHINES = 16
 
 @dataclass(frozen=True)
 class Link:
-    """A link between machines.
+    """A link between machines: seconds of a message to the next one, and bytes per second.
 
-    Attributes:
-        hop: Seconds of a message from one machine to the next.
-        speed: Bytes per second.
-        is_direct: Whether all machines exchange at once, as with JACCL; else by the ring.
+    With ``is_direct`` all machines exchange at once, as with JACCL; else by the ring.
     """
 
     hop: float
@@ -64,8 +61,7 @@ LINKS = {
 class SplitModel:
     """A model on N machines with the same chip.
 
-    Raises:
-        ConfigError: There is no such link, or the chip has none.
+    Raise `ConfigError` if there is no such link, or the chip has none.
     """
 
     shape: ModelShape

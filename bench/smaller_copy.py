@@ -31,7 +31,7 @@ def predict_gain(shape: ModelShape, bits: int, chip: Chip) -> float:
     """Predict the speed with a copy in 4 or 8 bits as the drafter, relative to plain decoding."""
     chance = AGREEMENT[bits]
     chains = [
-        ShapeAcceptance(1, length, length, sum(chance**n for n in range(length)), f"w1 l{length}")
+        ShapeAcceptance(length, length, sum(chance**n for n in range(length)), f"w1 l{length}")
         for length in LENGTHS
     ]
     copy = shape.active * BYTES[bits] / BYTES[UNQUANTISED]

@@ -89,7 +89,6 @@ class Comparison:
         return STOCK if self.stock else PLAIN
 
     def methods(self, batch_size: int, settings: CommonSettings) -> dict[str, Method]:
-        """Return the methods by name."""
         plans: dict[str, DraftPlan | None] = {AUTO: None}
         plans |= {arm_name(plan): plan for plan in self.plans}
         own: dict[str, Method] = {}
@@ -223,7 +222,6 @@ def decode_batch(
     options: Mapping[str, Any],
     batch: Sequence[Turn],
 ) -> TimedTexts:
-    """Decode the texts of a batch together, and time them."""
     stream = engine.stream_batch(
         [turn.prompt.ids for turn in batch],
         batch_size=len(batch),
@@ -285,21 +283,13 @@ def _ask(settings: CommonSettings, server: OpenAiServer, batch: Sequence[Turn]) 
     )
     found = []
     for turn, one in zip(batch, texts, strict=True):
-        run = TimedRun(
-            group=turn.group,
-            block=turn.block,
-            arm=f"{server.name} (server)",
-            prompt=turn.prompt.name,
-            category=turn.prompt.category,
-            repeat=turn.repeat,
-            prompt_tokens=len(turn.prompt.ids),
+        run = turn.run(
+            f"{server.name} (server)",
             prompt_seconds=one.first,
             decode_seconds=one.last - one.first,
             tokens=settings.tokenizer.encode(one.text, add_special_tokens=False),
             # A server does not report how many drafts each of its steps accepted.
             accepted_counts=[] if one.steps is None else [one.steps],
-            num_verified=0,
-            num_unmerged=0,
         )
         found.append((run, one.text))
     return found

@@ -32,9 +32,7 @@ def page(result: Mapping[str, Any]) -> str:
     """Make a page of a result: machine, versions, conditions and tables.
 
     The page names nobody: of paths it has the last part, and of servers their names in the table.
-
-    Raises:
-        DataError: The result is not finished or damaged.
+    Raise `DataError` if the result is not finished or damaged.
     """
     try:
         machine, settings = result["machine"], result["configuration"]
@@ -74,7 +72,6 @@ def _idleness(disturbances: Sequence[str], servers: Sequence[str]) -> str:
 
 
 def _public(name: str) -> str:
-    """Return the last part of a path, and the whole name of a repository."""
     is_path = PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or name[:1] in "~."
     return PureWindowsPath(name).name if is_path else name
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.report import Row, summarise
@@ -68,13 +69,11 @@ class Grid:
     def plans(self) -> list[DraftPlan]:
         """All plans, without repetitions."""
         found: dict[DraftPlan, None] = {}
-        for selection in self.selections:
-            for width in self.widths:
-                for length in self.lengths:
-                    for nodes in self.nodes if selection == "top_n" else (None,):
-                        most = DraftPlan.of(width, length, select=selection).shape.max_nodes
-                        if nodes is None or nodes <= most:
-                            found[DraftPlan.of(width, length, nodes, selection)] = None
+        for selection, width, length in product(self.selections, self.widths, self.lengths):
+            most = DraftPlan.of(width, length, select=selection).shape.max_nodes
+            for nodes in self.nodes if selection == "top_n" else (None,):
+                if nodes is None or nodes <= most:
+                    found[DraftPlan.of(width, length, nodes, selection)] = None
         return list(found)
 
 

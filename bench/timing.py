@@ -24,8 +24,8 @@ MIN_SAMPLES = 5
 class MedianEstimate:
     """A median and its uncertainty, in the unit of the samples.
 
-    ``low`` and ``high`` are the ends of its 95% bootstrap interval; of fewer than 5 samples, the
-    smallest and the largest one. ``quartiles`` are those of the samples.
+    ``low`` and ``high`` are the ends of its 95% bootstrap interval, or of the range of fewer than 5
+    samples. ``quartiles`` are those of the samples.
     """
 
     median: float

@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_redrafter.bench.chips import Chip
-from mlx_redrafter.bench.cost_model import (
-    BANDWIDTH_SHARE,
-    FITTED,
-    PredictedStep,
-    Question,
-    step_time,
-)
+from mlx_redrafter.bench.cost_model import BANDWIDTH_SHARE, FITTED, Question
 from mlx_redrafter.bench.model_shape import ModelShape
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -74,7 +68,6 @@ class TrainingCost:
         return cls(work, needed, request, config, num_weights)
 
     def predict(self, shape: ModelShape, chip: Chip) -> Timetable:
-        """Compute the time on a chip."""
         return Timetable.of(self.work, self._pace(shape, chip), None)
 
     def _pace(self, shape: ModelShape, chip: Chip) -> Pace:
@@ -103,6 +96,4 @@ class TrainingCost:
 
 
 def _pass_seconds(shape: ModelShape, chip: Chip, tokens: int) -> float:
-    """Compute the seconds of a forward pass of the target over T tokens."""
-    question = Question(chip, shape.active, shape.bits, 0.0)
-    return step_time(PredictedStep(question, tokens, 1), FITTED) / 1e3
+    return Question(chip, shape.active, shape.bits, 0.0).step_time(tokens, 1) / 1e3

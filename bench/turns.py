@@ -42,7 +42,6 @@ def one_by_one(name: str, arm: Arm) -> Method:
 
 
 def runs_of(found: Mapping[str, TimedTexts]) -> list[TimedRun]:
-    """List the runs of all methods."""
     return [run for texts in found.values() for run, _ in texts]
 
 
@@ -50,9 +49,8 @@ def runs_of(found: Mapping[str, TimedTexts]) -> list[TimedRun]:
 class Interleaving:
     """Batches that the same methods decode in turns.
 
-    Attributes:
-        make_methods: Function that makes the methods, by name, for settings.
-        finish: Function that makes the runs to record from the texts of all methods.
+    ``make_methods`` makes the methods, by name, for settings, and ``finish`` the runs to record
+    from the texts of all methods.
     """
 
     make_methods: Callable[[CommonSettings], Mapping[str, Method]]

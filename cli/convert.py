@@ -11,7 +11,7 @@ from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.convert.conversion_options import ConversionOptions, Dtype
 
 if TYPE_CHECKING:
-    from mlx_redrafter.convert.output import Conversion
+    from mlx_redrafter.convert.conversion import Conversion
 
 Layout = Literal["mlx", "pytorch"]
 

@@ -12,8 +12,7 @@ import typer
 from mlx_redrafter.checkpoint_files import read_json
 from mlx_redrafter.cli.bench_output import show_lines
 from mlx_redrafter.cli.names import agrees, complete_name
-from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
-from mlx_redrafter.escaping import quote
+from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, quote
 
 if TYPE_CHECKING:
     from mlx_redrafter.model_store import StoredModel

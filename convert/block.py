@@ -2,8 +2,7 @@
 
 Trainers disagree which entry of a block predicts the first draft, and whether a layer's number
 means its input or its output. They also rotate different pairs of a head's numbers, and some leave
-out the target's scale of embeddings. So the self-test tries the other readings of a config, too,
-and the result has what the target clearly accepts more often.
+out the target's scale of embeddings. So the self-test tries these readings of a config, too.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from mlx_redrafter.target.target import Target
 
 
 class ForeignBlock(ForeignDrafter):
-    """A block drafter."""
-
     noun = "a block drafter"
     linked = "A block drafter"
     config: BlockConfig

@@ -1,9 +1,8 @@
 """Conversion of EAGLE heads.
 
 Programs disagree whether a layer's number means its input or its output, and the config of a head
-may name another rotary embedding than the one it was trained with. So the self-test tries the
-neighbouring layers and the target's embedding, too, and the result has what the target clearly
-accepts more often.
+may name another rotary embedding than the one it was trained with. So the self-test tries these
+readings, too.
 """
 
 from __future__ import annotations
@@ -16,20 +15,15 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
-from mlx_redrafter.checkpoints.identity import targets_in_config
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.errors import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.eagle.published import (
-    eagle_config,
-    own_names,
-    rope_of,
-)
+from mlx_redrafter.proposers.eagle.published import eagle_config, own_names, rope_of
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.proposers.speculators import resolve_offsets
 from mlx_redrafter.target.modules import FINAL
@@ -37,8 +31,6 @@ from mlx_redrafter.target.target import Target
 
 
 class ForeignEagle(ForeignDrafter):
-    """An EAGLE head."""
-
     noun = "an EAGLE head"
     linked = "An [EAGLE](https://arxiv.org/abs/2503.01840) head"
     name_set = "eagle"
@@ -53,15 +45,10 @@ class ForeignEagle(ForeignDrafter):
         source.check_dtypes(self.names, "use a head that is not quantised")
         if left_out := sorted(source.tensors.keys() - self.names.values()):
             self.notes.append(f"not needed, left out: {join_shortened(map(quote, left_out))}")
+        names = "speculators'" if "speculators_model_type" in source.config else "SafeAILab's"
         if source.config.get("model_type") == MODEL_TYPE:
-            layout = "written by this converter"
-        elif "speculators_model_type" in source.config:
-            layout = "with speculators' names"
-        else:
-            layout = "with SafeAILab's names"
-        target = next(iter(targets_in_config(source.config)), None)
-        self.kind = f"{self.config.name} head, {layout}"
-        self.kind += f", for {quote(target)}" if target else ""
+            names = "this package's"
+        self.kind = self.describe(f"{self.config.name} head", f", with {names} names")
 
     def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Eagle:
         weights = self.source.read(self.names)
@@ -79,7 +66,7 @@ class ForeignEagle(ForeignDrafter):
 
 
 def _readings(eagle: Eagle, target: Target, rope: dict[str, Any]) -> Iterator[tuple[str, Eagle]]:
-    """List the head with the layers and embeddings that it may have, first as its config says."""
+    """List copies with the layers and embeddings that a head may have, first as its config says."""
     own = tuple(eagle.captured_layers(target))
     turned = with_rope(eagle, rope)
     for layers, step in ((AS_IT_SAYS, 0), ("earlier layers", -1), ("later layers", 1)):
@@ -88,16 +75,10 @@ def _readings(eagle: Eagle, target: Target, rope: dict[str, Any]) -> Iterator[tu
             continue
         for head, suffix in ((eagle, ""), (turned, ", rotated as the target")):
             if head is not None:
-                yield layers + suffix, _with_layers(head, shifted if step else None)
-
-
-def _with_layers(eagle: Eagle, layers: tuple[int, ...] | None) -> Eagle:
-    """Copy a head that reads other layers, if any are given; the weights are shared."""
-    if layers is None:
-        return eagle
-    other = copy.copy(eagle)
-    other.config = replace(eagle.config, captured_layers=layers)
-    return other
+                if step:
+                    head = copy.copy(head)  # the weights are shared
+                    head.config = replace(head.config, captured_layers=shifted)
+                yield layers + suffix, head
 
 
 def with_rope(eagle: Eagle, rope: dict[str, Any]) -> Eagle | None:

@@ -23,10 +23,7 @@ KEPT_KEYS = ("draft_top_k", "score_scale", "noise_share")
 
 
 def export_drafter(
-    path_or_repo: str | Path,
-    destination: Path,
-    dtype: str | None = None,
-    overwrite: bool = False,
+    path_or_repo: str | Path, destination: Path, dtype: str | None = None, overwrite: bool = False
 ) -> tuple[str, ...]:
     """Write an MLX drafter as the ``config.json`` and ``model.safetensors`` of Apple's code.
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.checkpoints.identity import targets_in_config
 from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, predict_next
 from mlx_redrafter.convert.source import Source
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, quote
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.target.target import Target
 
@@ -26,12 +28,11 @@ class ForeignDrafter(ABC):
     if an option is for another kind.
 
     Attributes:
-        noun: Name of the kind, with its article if it has one.
-        linked: The same at the start of a card, with a link to the paper if there is one.
+        noun: Name of the kind, with its article; ``linked`` begins a card, with a link to the
+            paper.
         takes: Those of `SPECIAL` that the kind has.
         kind: Description of the checkpoint.
-        name_set: Naming convention of its tensors.
-        names: Names of the drafter's tensors there, by the network's.
+        name_set: Naming convention of its tensors; ``names`` are theirs, by the network's.
         target: Name of the target if the checkpoint gives one.
         is_cast: Function that returns whether a floating-point weight gets the dtype of the
             options.
@@ -55,6 +56,13 @@ class ForeignDrafter(ABC):
         self.notes: list[str] = []
         self.warnings: list[str] = []
         self.is_cast: Callable[[str], bool] = lambda own: True
+
+    def describe(self, noun: str, layout: str) -> str:
+        """Describe the checkpoint: a kind, its layout or that it was converted, and its target."""
+        config = self.source.config
+        target = self.target or next(iter(targets_in_config(config)), None)
+        text = noun + (", written by this converter" if PROVENANCE_KEY in config else layout)
+        return f"{text}, for {quote(target)}" if target else text
 
     @abstractmethod
     def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> DraftNetwork:

@@ -8,13 +8,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
-from mlx_redrafter.convert.publication import describe_origin
-from mlx_redrafter.convert.selftest import (
-    AS_IT_SAYS,
-    Reading,
-    choose_reading,
-    dequantised,
-)
+from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, dequantised
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import ConfigError
@@ -27,8 +21,6 @@ from mlx_redrafter.target.target import Target
 
 
 class ForeignMedusa(ForeignDrafter):
-    """Medusa heads."""
-
     noun = "Medusa heads"
     linked = "[Medusa](https://arxiv.org/abs/2401.10774) heads"
     takes = ("vocab_slice", "tree")
@@ -40,7 +32,7 @@ class ForeignMedusa(ForeignDrafter):
         source.check_dtypes(found.sources)
         self.config, self.name_set, self.names = found.config, found.name_set, found.sources
         self.notes += found.notes
-        self.kind = describe_origin(self.noun, self.name_set, source.config)
+        self.kind = self.describe(self.noun, f" with {self.name_set} names")
 
     def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Medusa:
         if self.options.tree == "static" and target is None and self.config.rank_accuracies is None:

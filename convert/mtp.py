@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +14,12 @@ from mlx_redrafter.checkpoint_files import (
     read_config,
     shared_name,
 )
+from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.publication import PROVENANCE_KEY
 from mlx_redrafter.convert.source import Source, read_file
-from mlx_redrafter.escaping import quote
+from mlx_redrafter.errors import quote
 from mlx_redrafter.proposers import block, eagle, medusa
 from mlx_redrafter.proposers.mtp import load
 from mlx_redrafter.proposers.mtp.families import (
@@ -55,8 +55,6 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
 
 
 class ForeignMtp(ForeignDrafter):
-    """An MTP module."""
-
     noun = "an MTP module"
     linked = "An MTP module"
     name_set = "MTP"
@@ -69,9 +67,8 @@ class ForeignMtp(ForeignDrafter):
         super().__init__(replace(source, tensors=own), options)
         self.config = module.config
         self.target = _target_of(source)
-        self.kind = f"an MTP module of a model of type {quote(model_type_of(source.config))}"
-        self.kind += ", written by this converter" if PROVENANCE_KEY in source.config else ""
-        self.kind += f", for {quote(self.target)}" if self.target else ""
+        noun = f"an MTP module of a model of type {quote(model_type_of(source.config))}"
+        self.kind = self.describe(noun, "")
         # mlx-lm keeps the dtype of some weights, such as biases of routers.
         layers = model_of_layers(source.config)
         self.is_cast = getattr(layers, "cast_predicate", self.is_cast)
@@ -90,9 +87,8 @@ def _has_index(source: Source) -> bool:
 
 def _target_of(source: Source) -> str | None:
     """Return the name of a module's model: that of its files, or that in a conversion."""
-    provenance = source.config.get(PROVENANCE_KEY)
-    if isinstance(provenance, Mapping):
-        target = provenance.get("target")
+    if PROVENANCE_KEY in source.config:
+        target = as_mapping(source.config[PROVENANCE_KEY]).get("target")
         return target if isinstance(target, str) else None
     is_alone = is_mtp(source.config, source.shapes) and not _has_index(source)
     return None if is_alone else source.name

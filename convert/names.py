@@ -18,8 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.errors import CheckpointError, join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.redrafter.config import UNUSED_TENSORS
 

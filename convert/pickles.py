@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, ClassVar, NamedTuple, NoReturn
 
 from mlx_redrafter.convert.stored import MAX_AXES, count_spanned
-from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.escaping import describe_error, quote
+from mlx_redrafter.errors import CheckpointError, describe_error, quote
 
 # Maximum size of a pickle in bytes; a drafter's has about 2 kB, a 70B model's about 100 kB.
 MAX_PICKLE_BYTES = 2**20
@@ -81,17 +80,10 @@ class _StorageType(NamedTuple):
 
 
 def read_pickle(stream: BinaryIO, name: str) -> object:
-    """Read a pickle.
+    """Read a pickle as nested dicts, lists, tuples, numbers, strings, None and `PickledTensor`.
 
-    Args:
-        stream: Stream of at most `MAX_PICKLE_BYTES` in memory, which bounds time and memory.
-        name: Name of the pickle in messages.
-
-    Returns:
-        Dicts, lists, tuples, numbers, strings, None and `PickledTensor`, nested.
-
-    Raises:
-        CheckpointError: The pickle is damaged, or needs more than tensors and containers.
+    ``stream`` has at most `MAX_PICKLE_BYTES` in memory, which bounds time and memory. Raise
+    `CheckpointError`, with ``name``, if it is damaged or needs more than tensors and containers.
     """
     try:
         return _Reader(stream, name).load()
@@ -165,14 +157,12 @@ _Reader.dispatch |= {ord(opcode.code): _choose_step(opcode) for opcode in pickle
 
 
 def _make_dict(*arguments: Any) -> dict[str, Any]:
-    """Make a dict for a call of ``OrderedDict`` without arguments."""
     if arguments:
         raise ValueError("an OrderedDict has unexpected arguments")
     return {}
 
 
 def _make_parameter(tensor: Any, *_: Any) -> PickledTensor:
-    """Return the tensor of a call of ``_rebuild_parameter``."""
     if type(tensor) is not PickledTensor:
         raise ValueError("a parameter holds no tensor")
     return tensor

@@ -5,33 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, naming, read_config
 from mlx_redrafter.checkpoints.cards import CARD_FILE
 from mlx_redrafter.destinations import check_destination
-from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.escaping import describe_error, quote
+from mlx_redrafter.errors import CheckpointError, describe_error
 
 # Key in config.json for the provenance of the weights; it marks a folder as an output.
 PROVENANCE_KEY = "conversion"
-# Key in config.json for the target of Medusa heads.
-TARGET_KEY = "base_model_name_or_path"
 _OUTPUT_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE}
-
-
-def describe_origin(noun: str, name_set: str, config: Mapping[str, Any]) -> str:
-    """Describe the naming convention of a drafter, and the model that its config names."""
-    layout = f" with {name_set} names"
-    if PROVENANCE_KEY in config:
-        layout = ", written by this converter"
-    target = config.get(TARGET_KEY)
-    return f"{noun}{layout}" + (f", for {quote(target)}" if isinstance(target, str) else "")
 
 
 def check_output(destination: Path, *inputs: str | Path | None, overwrite: bool = False) -> None:

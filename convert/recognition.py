@@ -16,8 +16,7 @@ from mlx_redrafter.convert.medusa import ForeignMedusa
 from mlx_redrafter.convert.mtp import ForeignMtp, find_mtp
 from mlx_redrafter.convert.recurrent import ForeignRecurrent
 from mlx_redrafter.convert.source import Source, open_source
-from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.escaping import quote
+from mlx_redrafter.errors import CheckpointError, quote
 from mlx_redrafter.proposers import block, draft_model, eagle, medusa, mtp, redrafter
 from mlx_redrafter.proposers.medusa.layouts import heads_of
 

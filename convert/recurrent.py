@@ -12,13 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.convert.names import map_names
-from mlx_redrafter.convert.publication import describe_origin
-from mlx_redrafter.convert.selftest import (
-    AS_IT_SAYS,
-    Reading,
-    choose_reading,
-    dequantised,
-)
+from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, dequantised
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import CheckpointError
@@ -51,8 +45,6 @@ APPLE_TOP_K = 50
 
 
 class ForeignRecurrent(ForeignDrafter):
-    """A recurrent drafter."""
-
     noun = "a recurrent drafter"
     linked = "A [Recurrent Drafter](https://arxiv.org/abs/2403.09919)"
     takes = ("rnn_activation", "vocab_slice")
@@ -62,7 +54,7 @@ class ForeignRecurrent(ForeignDrafter):
         super().__init__(source, options)
         self.name_set, self.names, self.notes = map_names(source.tensors, source.config)
         self.config = self._infer_config()
-        self.kind = describe_origin(self.noun, self.name_set, source.config)
+        self.kind = self.describe(self.noun, f" with {self.name_set} names")
         if source.config.get("speculators_model_type") == "recurrent_drafting":
             self.warnings.append(
                 "drafters of the speculators fork are trained for one step without recurrence and "

@@ -140,7 +140,6 @@ def decode_all(
 
 
 def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSequence:
-    """Continue a prompt greedily, and keep the states of the captured layers."""
     tokens, cache = list(prompt), target.caches.new()
     states: list[Any] = []
     columns: list[tuple[mx.array, mx.array]] = []
@@ -169,7 +168,6 @@ def with_layers(text: ReadSequence, read: Sequence[int], layers: Sequence[int]) 
 
 
 def _find_matches(network: DraftNetwork, prediction: Prediction) -> list[int]:
-    """Compare the most probable drafts with the target's tokens: 1 if equal, else 0."""
     rows = mx.argmax(prediction.logits, axis=-1)
     return to_ints(network.to_token_ids(rows) == prediction.chosen)
 

@@ -19,15 +19,13 @@ from mlx_redrafter.checkpoint_files import (
 )
 from mlx_redrafter.convert.stored import StoredTensor, read_safetensors_file
 from mlx_redrafter.convert.torch_file import read_torch_file
-from mlx_redrafter.errors import CheckpointError, explain
-from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.errors import CheckpointError, explain, join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import TOKEN_IDS
 
-TENSORRT_FILE = "rank0.safetensors"
 # Weight files in order of preference.
 _SINGLE_FILES = (
     "model.safetensors",
-    TENSORRT_FILE,
+    "rank0.safetensors",  # TensorRT-LLM's
     "pytorch_model.bin",
     "model.pt",
     "medusa_lm_head.safetensors",
@@ -39,7 +37,6 @@ _PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 READABLE = ("float32", "float16", "bfloat16")
 # Dtypes of token ids.
 READABLE_IDS = ("int32", "int64")
-_HASH_BLOCK = 2**20
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,11 @@ class Source:
 
     def sha256(self) -> dict[str, str]:
         """SHA-256 of each weight file, by file name."""
-        return {path.name: _sha256(path) for path in self.files}
+        hashes = {}
+        for path in self.files:
+            with path.open("rb") as file:
+                hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return hashes
 
 
 def open_source(path_or_repo: str | Path) -> Source:
@@ -140,18 +141,9 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def read_file(path: Path) -> Mapping[str, StoredTensor]:
     """Read the tensors of a weight file, without their values."""
+    if path.suffix == ".safetensors":
+        return read_safetensors_file(path)
     try:
-        path.open("rb").close()  # its error says more than a library's
-        if path.suffix == ".safetensors":
-            return read_safetensors_file(path)
         return read_torch_file(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

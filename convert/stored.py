@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
+from mlx_redrafter.checkpoint_files import read_headers
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.escaping import describe_error
 
 MAX_AXES = 8
 # numpy's dtype of each readable dtype on disk; bfloat16, which numpy lacks, is read as its bits.
@@ -24,10 +23,8 @@ _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"
 class StoredTensor(NamedTuple):
     """One tensor of a weight file, checked by the file's reader to lie inside the file.
 
-    Attributes:
-        dtype: Name of the dtype, such as "float32"; dtypes that no drafter uses cannot be read.
-        shape: Size of each axis, none of them negative.
-        read: Function that reads the values.
+    ``dtype`` is a name such as "float32"; dtypes that no drafter uses cannot be read. No axis of
+    ``shape`` is negative.
     """
 
     dtype: str
@@ -57,26 +54,12 @@ def count_spanned(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def read_safetensors_file(path: Path) -> dict[str, StoredTensor]:
-    """Read the tensors of a safetensors file, without their values.
-
-    The library checks that dtypes, shapes and offsets agree, and that the tensors fill the file.
-    """
-    try:
-        with safe_open(path, framework="numpy") as file:
-            found = {name: file.get_slice(name) for name in file.keys()}
-            return {
-                name: StoredTensor(
-                    _NAMES.get(one.get_dtype(), one.get_dtype()),
-                    (*one.get_shape(),),
-                    partial(_read_safetensor, path, name),
-                )
-                for name, one in found.items()
-            }
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} is truncated or not a safetensors file ({describe_error(error)}); download it "
-            "again"
-        ) from error
+    """Read the tensors of a safetensors file, without their values."""
+    tensors = {}
+    for name, header in read_headers(path).items():
+        dtype, read = header.get_dtype(), partial(_read_safetensor, path, name)
+        tensors[name] = StoredTensor(_NAMES.get(dtype, dtype), (*header.get_shape(),), read)
+    return tensors
 
 
 def _read_safetensor(path: Path, name: str) -> mx.array:

@@ -17,8 +17,7 @@ import mlx.core as mx
 
 from mlx_redrafter.convert.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
 from mlx_redrafter.convert.stored import StoredTensor, read_strided
-from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.escaping import describe_error, quote
+from mlx_redrafter.errors import CheckpointError, describe_error, quote
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # Keys of the state dict in files of training scripts that save more than the state dict.

@@ -20,8 +20,8 @@ Rooms by floor: a module imports from its own room and from the floors below it,
 Floor 1 consists of single files, which count as one room, the ground.
 
     1  backend  checkpoint_files  checks  destinations  device_read  draft_plan  errors
-    1  escaping  generation_options  grammar  hub  interrupts  late_grammar  measured
-    1  memory_sizes  model_store  thread_streams  training_options  version
+    1  generation_options  grammar  hub  interrupts  measured  memory_sizes  model_store
+    1  thread_streams  training_options  version
 """
 
 import os

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
-from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
+from mlx_redrafter.errors import CheckpointError, ConfigError, describe_error, explain, first_line
 from mlx_redrafter.model_store import find_stored
 
 # Name of the config in a checkpoint.
@@ -29,6 +30,8 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 # Patterns of weight files; the first pattern that matches a file of the folder counts.
 WEIGHTS_PATTERNS = ("model*.safetensors", "medusa_lm_head.safetensors")
+# Names of the incomplete files of `write_atomically`.
+INCOMPLETE = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|md|png)")
 # Maximum size of a JSON file in bytes, ten times the index of a sharded 400B model.
 MAX_JSON_BYTES = 2**24
 
@@ -47,9 +50,9 @@ def find_checkpoint(
         target: Model that a drafter is for: never the name that was meant.
 
     Raises:
-        CheckpointError: There is neither such a folder nor such a repository, there is no network,
-            several repositories end in this name, or the repository holds other files. Or the
-            folder holds a pipe, a socket or a device, whose reader could wait for ever.
+        CheckpointError: There is no such folder or repository, no network, or other files than
+            asked for; or several repositories end in this name. Or the folder holds a pipe, a
+            socket or a device, whose reader could wait for ever.
         ConfigError: ``path_or_repo`` is neither a string nor a path.
     """
     if not isinstance(path_or_repo, (str, Path)):
@@ -100,11 +103,7 @@ def shared_name(path_or_repo: str | Path) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the object in ``folder/config.json``.
-
-    Raises:
-        CheckpointError: The file is missing, unreadable, or not a JSON object.
-    """
+    """Read the object in ``folder/config.json``; raise `CheckpointError` if there is none."""
     path = folder / CONFIG_FILE
     try:
         path.stat()
@@ -118,9 +117,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file.
 
-    Raises:
-        CheckpointError: The file is unreadable, longer than `MAX_JSON_BYTES`, not a regular file,
-            or not a JSON object.
+    Raise `CheckpointError` if it is unreadable, longer than `MAX_JSON_BYTES`, not a regular file,
+    or not a JSON object.
     """
     try:
         check_regular(path)
@@ -141,34 +139,37 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_shapes(folder: Path, files: list[Path] | None = None) -> dict[str, tuple[int, ...]]:
     """Read the shapes of all tensors in a folder, or in files, from their headers alone.
 
-    Raises:
-        CheckpointError: A file is missing, truncated, or not a safetensors file.
+    Raise `CheckpointError` if a file is missing, truncated, or not a safetensors file.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder) if files is None else files:
-        try:
-            check_regular(path)
-            path.open("rb").close()  # its error says more than the library's
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():
-                    shapes[name] = tuple(file.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is truncated or not a safetensors file ({error}); download or convert it "
-                "again"
-            ) from error
+        shapes |= {name: (*header.get_shape(),) for name, header in read_headers(path).items()}
     return shapes
 
 
-def read_tensors(folder: Path) -> dict[str, mx.array]:
-    """Read all tensors of a folder, after a check of their headers.
+def read_headers(path: Path) -> dict[str, Any]:
+    """Read safetensors' slices of all tensors of a file, which know their dtypes and shapes.
 
-    Raises:
-        CheckpointError: `read_shapes` raises it, or MLX does not know a dtype.
+    The library checks that dtypes, shapes and offsets agree, and that the tensors fill the file.
+    Raise `CheckpointError` if they do not.
     """
+    try:
+        check_regular(path)
+        path.open("rb").close()  # its error says more than the library's
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_slice(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or not a safetensors file ({describe_error(error)}); download or "
+            "convert it again"
+        ) from error
+
+
+def read_tensors(folder: Path) -> dict[str, mx.array]:
+    """Read all tensors of a folder, after a check of their headers; see `read_shapes`."""
     read_shapes(folder)
     tensors: dict[str, mx.array] = {}
     for path in weight_files(folder):
@@ -180,11 +181,7 @@ def read_tensors(folder: Path) -> dict[str, mx.array]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files of a checkpoint folder, in order of their names.
-
-    Raises:
-        CheckpointError: The folder has no weight files.
-    """
+    """List the weight files of a folder by name; raise `CheckpointError` if there are none."""
     for pattern in WEIGHTS_PATTERNS:
         if paths := sorted(folder.glob(pattern)):
             return paths
@@ -198,15 +195,11 @@ def _explain(folder: Path) -> str:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weight files."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHTS_PATTERNS)
 
 
 def write_checkpoint(
-    folder: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, mx.array],
-    framework: str = "mlx",
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array], framework: str = "mlx"
 ) -> None:
     """Write ``config.json`` and ``model.safetensors``; each file appears whole or not at all.
 
@@ -235,10 +228,8 @@ def write_text(path: Path, text: str) -> None:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary path next to ``path``, then move the result into place.
 
-    The temporary name keeps the suffix, because some writers require it.
-
-    Raises:
-        OSError: The file cannot be written; the error names ``path``.
+    The temporary name keeps the suffix, because some writers require it. An `OSError` names
+    ``path``.
     """
     with naming(path):
         handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)

@@ -6,8 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.escaping import shown
+from mlx_redrafter.errors import ConfigError, shown
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None, hint: str = "") -> None:
@@ -16,6 +15,12 @@ def check_int(name: str, value: object, low: int, high: int | None = None, hint:
     if not is_int or value < low or (high is not None and value > high):  # type: ignore[operator]
         expected = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"{name} must be an integer {expected}{hint}, got {value!r}")
+
+
+def check_number(name: str, value: object, low: float, high: float, hint: str = "") -> None:
+    """Raise `ConfigError` unless ``value`` is a number in ``[low, high]``."""
+    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}{hint}, got {value!r}")
 
 
 def check_max_tokens(value: object) -> None:
@@ -32,11 +37,7 @@ def check_instance(name: str, value: object, kind: type | tuple[type, ...], expe
 
 
 def token_ids(name: str, values: Any, expected: str = "a list of token ids") -> list[int]:
-    """Return token ids as a list of integers.
-
-    Raises:
-        ConfigError: They are not a sequence of whole numbers.
-    """
+    """Return token ids as a list; raise `ConfigError` unless they are whole numbers."""
     try:
         ids = list(values.tolist() if hasattr(values, "tolist") else values)
         if isinstance(values, bytes) or any(isinstance(token, bool) for token in ids):

@@ -8,17 +8,16 @@ reads: the model, the drafter, the data.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from mlx_redrafter.checkpoint_files import naming
+from mlx_redrafter.checkpoint_files import INCOMPLETE, naming
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.model_store import find_stored
 
-# Names of files that do not count: incomplete ones of `write_atomically`, and those of the Finder.
-UNCOUNTED = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|md|png)|\.DS_Store")
+# Name of the files of the Finder, which do not count.
+FINDER = ".DS_Store"
 
 
 def check_destination(
@@ -69,13 +68,12 @@ def check_destination(
 
 
 def _foreign(path: Path) -> str:
-    """Name one of the files in a folder, or the file; empty for an empty folder."""
     names = os.listdir(path) if path.is_dir() else [path.name]
-    return next((name for name in sorted(names) if UNCOUNTED.fullmatch(name) is None), "")
+    counted = (name for name in sorted(names) if name != FINDER and not INCOMPLETE.fullmatch(name))
+    return next(counted, "")
 
 
 def _locate(given: str | Path | None) -> Path | None:
-    """Return the place of an input on this machine; None if it has none."""
     if given is None:
         return None
     path = Path(given).expanduser()

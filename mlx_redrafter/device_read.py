@@ -49,7 +49,6 @@ def entries(rows: npt.NDArray[np.float32], row: int, columns: Sequence[int]) -> 
 
 
 def wait_for(arrays: Any) -> None:
-    """Wait until MLX has computed some arrays."""
     with waiting():
         mx.eval(arrays)
 

@@ -25,13 +25,10 @@ Auto = Literal["auto"]
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The shape of a search for drafts: W beams of L tokens.
+    """The shape of a search for drafts: beams of L tokens, root included.
 
-    Attributes:
-        width: Number of beams per level, W.
-        length: Number of tokens of a beam, root included (Apple's ``beam_length``), L.
-        select: "top_n" for the tree of the most probable drafts, "beam" for the paper's beams with
-            shared prefixes merged.
+    "top_n" selects the tree of the most probable drafts, "beam" the paper's beams with shared
+    prefixes merged. Apple calls L ``beam_length``.
     """
 
     width: int = 4
@@ -47,15 +44,14 @@ class DraftShape:
 
     @property
     def levels(self) -> int:
-        """Number of levels below the root, L - 1."""
         return self.length - 1
 
     @property
     def level_nodes(self) -> int:
         """Maximum number of nodes that the search scores per level.
 
-        The search expands W of them. The others cost nothing, because their probabilities come with
-        those of the W, and the target may verify them too.
+        It expands W of them. The others cost nothing, because their probabilities come with those
+        of the W, and the target may verify them too.
         """
         return 1 if self.width == 1 else SCORED_PER_BEAM * self.width
 
@@ -91,9 +87,7 @@ class DraftPlan:
     ) -> DraftPlan:
         """Make a plan from options; by default a tree has at most `DEFAULT_NODES` nodes.
 
-        Raises:
-            ConfigError: A value is out of range, or ``num_nodes`` is given for merged beams, whose
-                number of nodes depends on their tokens.
+        Raise `ConfigError` for a value out of range, and for ``num_nodes`` with merged beams.
         """
         shape = DraftShape(width, length, select)
         if select == "beam":
@@ -143,8 +137,7 @@ def find_plan(
 ) -> DraftPlan | None:
     """Make the fixed plan of all steps, or return None if every step may have its own.
 
-    Raises:
-        ConfigError: An option is out of range.
+    Raise `ConfigError` if an option is out of range.
     """
     sizes = {"width": beam_width, "length": beam_length, "num_nodes": tree_nodes}
     given: dict[str, Any] = {name: size for name, size in sizes.items() if size != "auto"}

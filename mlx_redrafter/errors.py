@@ -1,12 +1,21 @@
-"""The exceptions of this package.
+"""The exceptions of this package, and the parts of their messages.
 
-Every message gives what was expected, what was found, and what to do.
+Every message gives what was expected, what was found, and what to do. It quotes names and errors
+from untrusted files escaped and shortened.
 """
 
+from __future__ import annotations
+
 import errno
+import reprlib
+from collections.abc import Iterable
 
 # Maximum number of characters of an error, about seven lines of a terminal.
 MAX_LINE = 1000
+# Maximum number of characters of a name.
+MAX_NAME = 80
+# Maximum number of items of a list.
+MAX_LISTED = 12
 
 _MAKE_ROOM = "make room on the disk, or choose another one"
 _CHANGE_PERMISSIONS = "choose a path that you may use, or change its permissions"
@@ -49,6 +58,30 @@ def one_line(text: str) -> str:
     line = printable(" ".join(text.split()))
     half = MAX_LINE // 2
     return line if len(line) <= MAX_LINE else f"{line[:half]} [...] {line[-half:]}"
+
+
+def quote(name: str) -> str:
+    """Put ``name`` in quotes, escape it, and shorten it if it is long."""
+    return ascii(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...")
+
+
+def shown(value: object) -> str:
+    """Represent any value in one short line."""
+    return one_line(reprlib.repr(value))
+
+
+def join_shortened(parts: Iterable[str], separator: str = ", ") -> str:
+    """Join the first `MAX_LISTED` parts, and count the others."""
+    parts = list(parts)
+    shown = separator.join(parts[:MAX_LISTED])
+    hidden = len(parts) - MAX_LISTED
+    return f"{shown}{separator}and {hidden} more" if hidden > 0 else shown
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the first line of an error's text, which may quote a file, escaped and shortened."""
+    text = printable(first_line(error)[: 2 * MAX_NAME + 1])
+    return text if len(text) <= 2 * MAX_NAME else f"{text[: 2 * MAX_NAME]}..."
 
 
 class RedrafterError(Exception):

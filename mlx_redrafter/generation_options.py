@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, TypedDict
 
-from mlx_redrafter.checks import check_int, check_max_tokens, is_number
+from mlx_redrafter.checks import check_int, check_max_tokens, check_number, is_number
 from mlx_redrafter.draft_plan import Auto, DraftPlan, Selection, find_plan
 from mlx_redrafter.errors import ConfigError
 
@@ -45,10 +45,8 @@ class SamplingParams:
             raise ConfigError(f"temp must be a finite number, 0 or more, got {self.temp!r}")
         if self.temp > MAX_TEMP:
             raise ConfigError(f"temp must be at most {MAX_TEMP:g}, got {self.temp!r}")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= 1:
-                raise ConfigError(f"{name} must be a number from 0 to 1 (0: off), got {value!r}")
+        check_number("top_p", self.top_p, 0, 1, " (0: off)")
+        check_number("min_p", self.min_p, 0, 1, " (0: off)")
         check_int("top_k", self.top_k, 0, hint=" (0: off)")
         check_int("seed", self.seed, 0, 2**32 - 1)
 
@@ -61,10 +59,7 @@ SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
 class Quantisation:
     """Options of KV cache quantization, with mlx-lm's meaning.
 
-    Attributes:
-        bits: Bits per element.
-        group_size: Elements per group.
-        start: Number of tokens from which on the whole cache is quantised.
+    ``start`` is the number of tokens from which on the whole cache is quantised.
     """
 
     bits: int
@@ -144,13 +139,11 @@ class GenerationOptions:
 
     @property
     def given_sampling(self) -> dict[str, Any]:
-        """Sampling options that are not None."""
         values = {name: getattr(self, name) for name in SAMPLING_NAMES}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def quantisation(self) -> Quantisation | None:
-        """KV cache quantization, or None."""
         bits = KV_BITS[-1] if self.kv_bits is None else self.kv_bits  # to check the other options
         found = Quantisation(bits, self.kv_group_size, self.quantized_kv_start)
         return None if self.kv_bits is None else found

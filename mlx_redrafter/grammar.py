@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.errors import ConfigError, how_to_install
-from mlx_redrafter.escaping import describe_error
+from mlx_redrafter.errors import ConfigError, describe_error, how_to_install
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -33,13 +32,10 @@ _vocabularies: weakref.WeakKeyDictionary[Any, dict[Any, LLTokenizer]] = weakref.
 
 @dataclass(frozen=True)
 class Grammar:
-    """A validated grammar that constrains a text.
+    """A validated grammar that constrains a text; ``source`` is in llguidance's format.
 
     Make one with `json_schema`, `json_object`, `regex` or `lark`. They raise `ConfigError` if the
     grammar is malformed, too large, or satisfied by no text, and if llguidance is missing.
-
-    Attributes:
-        source: The grammar in llguidance's format.
     """
 
     source: str = field(repr=False)
@@ -52,18 +48,13 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
-        """Require JSON that fits a JSON schema.
-
-        Args:
-            schema: The schema, or its text.
-        """
+        """Require JSON that fits a JSON schema, given as an object or as text."""
         text = _schema_text(schema)
         options = {"whitespace_pattern": WHITESPACE}
         return cls(_convert("grammar_from_json_schema", text, overrides=options))
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Require a JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
@@ -80,10 +71,8 @@ class Grammar:
     def lark(cls, rules: str, scale: int = 1) -> Grammar:
         """Require a text that a context-free grammar in Lark's format derives from ``start``.
 
-        Args:
-            rules: The grammar.
-            scale: Factor of the maximum numbers of lines and characters. More than 1 needs rules of
-                little depth.
+        ``scale`` multiplies the maximum numbers of lines and characters; more than 1 needs rules of
+        little depth.
         """
         _check_text(rules)
         check_int("scale", scale, 1)
@@ -93,13 +82,9 @@ class Grammar:
     def matcher(self, tokenizer: TokenizerWrapper, vocab_size: int) -> LLMatcher:
         """Create the state machine that follows a text token by token.
 
-        Args:
-            tokenizer: Tokenizer of the model.
-            vocab_size: Number of tokens that the model chooses from, V.
-
-        Raises:
-            ConfigError: llguidance cannot read the tokenizer's vocabulary, the tokenizer has no
-                end-of-sequence token, or the grammar is too complex.
+        ``vocab_size`` is the number of tokens that the model chooses from, V. Raise `ConfigError`
+        if llguidance cannot read the tokenizer's vocabulary, the tokenizer has no end-of-sequence
+        token, or the grammar is too complex.
         """
         vocabulary = read_vocabulary(tokenizer, vocab_size)
         matcher = _guidance().LLMatcher(vocabulary, self.source, log_level=0, limits=_limits())
@@ -107,15 +92,25 @@ class Grammar:
         return matcher
 
 
+@dataclass(frozen=True)
+class LateGrammar:
+    """Grammars of the text after a marker, by marker; until one comes, all tokens are allowed.
+
+    With ``is_last`` the text ends where the grammar ends. Otherwise all tokens are allowed from
+    there to the next marker, so the grammar must end in a way that nothing can extend.
+    ``may_end_before`` is whether the text may end without a marker.
+    """
+
+    grammars: Mapping[str, Grammar]
+    is_last: bool = False
+    may_end_before: bool = True
+
+
 def lark_json(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """Return a term of Lark's format that requires JSON which fits a JSON schema.
 
-    Args:
-        schema: The schema.
-        lenient: Whether to leave out keywords that llguidance does not support.
-
-    Raises:
-        ConfigError: The schema is malformed or too large.
+    ``lenient`` leaves out keywords that llguidance does not support. Raise `ConfigError` if the
+    schema is malformed or too large.
     """
     _schema_text(schema)
     options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
@@ -123,7 +118,6 @@ def lark_json(schema: Mapping[str, Any], lenient: bool = False) -> str:
 
 
 def _schema_text(schema: str | Mapping[str, Any]) -> str:
-    """Return a JSON schema as text, checked for its size."""
     try:
         # One spelling for every name, so that references can be counted.
         values = json.loads(schema) if isinstance(schema, str) else schema
@@ -137,14 +131,9 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
 
 
 def read_vocabulary(tokenizer: TokenizerWrapper, vocab_size: int) -> LLTokenizer:
-    """Read the vocabulary of a tokenizer, once.
+    """Read a tokenizer's vocabulary, once, for a model of ``vocab_size`` tokens.
 
-    Args:
-        tokenizer: Tokenizer of the model.
-        vocab_size: Number of tokens that the model chooses from.
-
-    Raises:
-        ConfigError: llguidance cannot read it, or it has no end-of-sequence token.
+    Raise `ConfigError` if llguidance cannot read it, or it has no end-of-sequence token.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -186,7 +175,6 @@ def _limits() -> LLParserLimits:
 
 
 def _convert(name: str, text: str, **options: Any) -> str:
-    """Convert a grammar to llguidance's format."""
     convert = getattr(_guidance().LLMatcher, name)
     try:
         source: str = convert(text, **options)

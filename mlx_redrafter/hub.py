@@ -78,10 +78,8 @@ def _bars(size: int) -> Iterator[type[tqdm]]:
 class Repository(NamedTuple):
     """A repository, as the hub describes it.
 
-    Attributes:
-        sizes: Sizes of its files in bytes, by name.
-        licence: Licence in its card; empty if the card gives none.
-        is_gated: Whether its owner must accept the user first.
+    ``sizes`` are in bytes, by the names of its files. ``licence`` is empty if the card gives none,
+    and ``is_gated`` is whether its owner must accept the user first.
     """
 
     name: str
@@ -91,19 +89,16 @@ class Repository(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Address of its page."""
         return f"{constants.ENDPOINT}/{self.name}"
 
     def size(self, patterns: Sequence[str]) -> int:
-        """Return the size in bytes of the files that match a pattern."""
         return sum(size for name, size in self.sizes.items() if _matches(name, patterns))
 
 
 def describe_repository(name: str, target: str = "") -> Repository | None:
     """Ask the hub about a repository, or the drafter of a target; None if there is none.
 
-    Raises:
-        CheckpointError: The hub cannot be reached, or the name is not one of a repository.
+    Raise `CheckpointError` if the hub cannot be reached, or the name is not one of a repository.
     """
     try:
         info = HfApi().model_info(name, files_metadata=True)
@@ -128,10 +123,8 @@ def find_repository(
     """Describe a repository that must have the files that the patterns name.
 
     That is ``config.json`` if it is a pattern, and a file of weights if patterns of them are given.
-    The error suggests a similar name, but to a drafter's never that of its target.
-
-    Raises:
-        CheckpointError: The hub cannot be reached, or has no such repository or files.
+    Otherwise raise `CheckpointError`, which suggests a similar name, but to a drafter's never that
+    of its target.
     """
     repository = describe_repository(name, target)
     if repository is None:
@@ -164,9 +157,7 @@ def explain_files(names: Collection[str]) -> str:
 def download(repository: Repository, patterns: Sequence[str] | None) -> Path:
     """Download the files of a repository that match a pattern, and return their folder.
 
-    Raises:
-        CheckpointError: The download fails.
-        ResourceError: The disk is too small.
+    Raise `CheckpointError` if that fails, or `ResourceError` if the disk is too small.
     """
     cache = Path(constants.HF_HUB_CACHE)
     existing = next(path for path in (cache, *cache.absolute().parents) if os.path.exists(path))
@@ -206,7 +197,6 @@ def _end_download(repository: Repository) -> Callable[[], str]:
 
 
 def fetch(name: str, patterns: Sequence[str] | None, target: str = "") -> Path:
-    """Find a repository and download its files that match a pattern."""
     return download(find_repository(name, patterns, target), patterns)
 
 

@@ -32,8 +32,7 @@ _kept: list[Callable[[], str]] = []
 class _Watch:
     """The signals that came and that nobody has handled.
 
-    Attributes:
-        num_handled: Number of signals that the command handles itself, in its own time.
+    ``num_handled`` is the number of signals that the command handles itself, in its own time.
     """
 
     def __init__(self) -> None:

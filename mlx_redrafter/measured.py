@@ -34,15 +34,7 @@ MOST_SECONDS = 3600.0
 MOST_RUNS = 8
 
 # Errors of files that are missing or damaged.
-DAMAGED = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -57,9 +49,8 @@ def load_or_time(
     """Return the stored rounds of a timing, or time and store them.
 
     Args:
-        what: Description of the timing; its ``repr`` is part of the file's name, and so are names,
-            shapes and dtypes of the weights, the device, and the versions of MLX and of this
-            package.
+        what: Description of the timing; its ``repr`` is part of the file's name, like
+            `fingerprint`.
         modules: Networks that are timed.
         keys: Names of the times in a round; their ``str`` is stored.
         is_doubtful: Whether the rounds of the first run leave doubt, so that the next run times
@@ -76,10 +67,7 @@ def load_or_time(
 
 
 def doubt(what: object, modules: Collection[nn.Module], keys: Collection[Hashable]) -> None:
-    """Let the next run time more rounds, unless `MOST_RUNS` have timed.
-
-    The arguments are those of `load_or_time`.
-    """
+    """Let the next run time more rounds, unless `MOST_RUNS` have; see `load_or_time`."""
     path = _path(what, modules)
     stored = _read(path, keys)
     if stored.rounds and stored.runs < MOST_RUNS and not stored.is_doubted:
@@ -104,12 +92,9 @@ def cache_folder() -> Path | None:
 
 
 class _Stored(NamedTuple, Generic[Key]):
-    """Content of a file.
+    """Content of a file: seconds by key, of all runs, none if it is missing or damaged.
 
-    Attributes:
-        rounds: Seconds by key, of all runs; none if the file is missing or damaged.
-        runs: Number of runs that have timed.
-        is_doubted: Whether the next run times more rounds.
+    ``runs`` counts the runs that have timed; ``is_doubted`` lets the next run time more rounds.
     """
 
     rounds: Sequence[Mapping[Key, float]] = ()
@@ -130,7 +115,6 @@ def _read(path: Path | None, keys: Collection[Key]) -> _Stored[Key]:
 
 
 def _write(path: Path | None, stored: _Stored[Key]) -> None:
-    """Write a file, or warn."""
     if path is None:
         return
     rounds = [{str(key): seconds for key, seconds in one.items()} for one in stored.rounds]
@@ -143,7 +127,6 @@ def _write(path: Path | None, stored: _Stored[Key]) -> None:
 
 
 def _check_seconds(value: object) -> float:
-    """Return the time in seconds, or raise ValueError if no step can have taken it."""
     seconds = float(value)  # type: ignore[arg-type]
     if not 0 < seconds < MOST_SECONDS:
         raise ValueError(f"{seconds} is no time of a step")
@@ -153,7 +136,8 @@ def _check_seconds(value: object) -> float:
 def fingerprint(what: object, modules: Collection[nn.Module]) -> str:
     """Return a digest of ``what`` and all else that times and texts of networks depend on.
 
-    These are the arguments of `load_or_time`, whose docstring lists what counts.
+    That is names, shapes and dtypes of the weights, the device, and the versions of MLX and of this
+    package.
     """
     tensors = [
         (name, tensor.shape, str(tensor.dtype))

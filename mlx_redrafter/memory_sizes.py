@@ -43,7 +43,6 @@ def format_bytes(size: float) -> str:
 
 
 def _read_pressure() -> int:
-    """Read macOS's memory pressure, 0 if it is not reported."""
     level, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     read = getattr(ctypes.CDLL(None), "sysctlbyname", None)
     failed = read is None or read(PRESSURE, ctypes.byref(level), ctypes.byref(size), None, 0)

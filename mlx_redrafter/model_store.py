@@ -31,12 +31,9 @@ MAX_SETTINGS = 2**20
 
 
 class StoredModel(NamedTuple):
-    """A model or drafter on this machine.
+    """A model or drafter on this machine: a repository such as ``org/name``, and its folder.
 
-    Attributes:
-        name: Repository, such as ``org/name``.
-        folder: Folder with its files.
-        place: Program that keeps it.
+    ``place`` names the program that keeps it.
     """
 
     name: str
@@ -45,7 +42,7 @@ class StoredModel(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Size of its files, in bytes."""
+        """Bytes of its files."""
         return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 
@@ -68,12 +65,8 @@ def stored_names() -> list[str]:
 def find_stored(name: str, patterns: Sequence[str] | None) -> Path | None:
     """Return the folder of a repository on this machine if the files asked for are in it.
 
-    Args:
-        name: Repository, or the last part of its name.
-        patterns: Shell patterns of the files; None for all.
-
-    Raises:
-        CheckpointError: Several repositories end in this name.
+    ``name`` may be its last part: raise `CheckpointError` if several end so. ``patterns`` are shell
+    patterns of the files; None for all.
     """
     if "/" not in name:
         same = {model.name for model in stored_models() if _last_part(model.name) == name.lower()}
@@ -168,7 +161,6 @@ def _lm_studio_folders() -> list[Path]:
 
 
 def _chosen_folder(settings: Path) -> list[str]:
-    """Read the folder that the user has chosen in LM Studio."""
     try:
         values = json.loads(_read_start(settings)) if settings.is_file() else {}
     except (ValueError, RecursionError):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mlx_redrafter.checks import check_int, is_number
+from mlx_redrafter.checks import check_int, check_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 
@@ -46,9 +46,8 @@ CONTINUED: tuple[Head, ...] = ("redrafter", "dflash", "dflash2", "dspark")
 class DataOptions:
     """Options of the texts to train on.
 
-    Attributes:
-        sequence_length: Maximum length of a sequence, in tokens; longer texts are cut.
-        held_out: Number of self-generated texts that only measure tokens per step.
+    Texts are cut to ``sequence_length`` tokens. ``held_out`` self-generated texts only measure
+    tokens per step.
     """
 
     tokens: Annotated[
@@ -74,17 +73,16 @@ class DataOptions:
         check_int("answer_tokens", self.answer_tokens, 8)
         check_int("held_out", self.held_out, 1)
         check_int("seed", self.seed, 0, 2**31 - 1)
-        _check_number("self_generated", self.self_generated, 0, 1)
-        _check_number("temp", self.temp, 0, 100)
+        check_number("self_generated", self.self_generated, 0, 1)
+        check_number("temp", self.temp, 0, 100)
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
     """Shape of the drafter, or an earlier drafter; the defaults suit small and large targets.
 
-    Attributes:
-        layers: Number of residual blocks before the head; by default 2, of Medusa heads 1. Of a
-            block drafter the number of decoder layers.
+    ``layers`` is the number of residual blocks before the head, by default 2, of Medusa heads 1; of
+    a block drafter the number of decoder layers.
     """
 
     head: Annotated[
@@ -141,10 +139,7 @@ class TrainingOptions:
     The learning rate rises linearly to its peak, then falls as a cosine to a hundredth of it.
 
     Attributes:
-        recipe: Training objective. "soft": KL divergence from the target's distributions, from one
-            pass over the text. "coupled": probability of sampling the target's token with the same
-            Gumbel noise, from the same pass. "overlap": DSpark's, a total variation and some
-            cross-entropy. "apple": cross-entropy on the text, as in Apple's released code.
+        recipe: Training objective; `draft_loss` has their equations.
         batch_tokens: Positions per optimiser step.
         num_evaluations: Number of measurements of tokens per step over the whole run; fewer in
             short runs.
@@ -183,13 +178,7 @@ class TrainingOptions:
         check_int("patience", self.patience, 1)
         check_int("seed", self.seed, 0, 2**31 - 1)
         if self.minutes is not None:
-            _check_number("minutes", self.minutes, 0, 1e6)
+            check_number("minutes", self.minutes, 0, 1e6)
         if self.lr is not None:
-            _check_number("lr", self.lr, 0, 10)
-        _check_number("checkpoint_seconds", self.checkpoint_seconds, 0, math.inf)
-
-
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    """Raise `ConfigError` unless ``value`` is a number in ``[low, high]``."""
-    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
+            check_number("lr", self.lr, 0, 10)
+        check_number("checkpoint_seconds", self.checkpoint_seconds, 0, math.inf)

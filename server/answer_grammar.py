@@ -9,8 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.grammar import Grammar, lark_json
-from mlx_redrafter.late_grammar import LateGrammar
+from mlx_redrafter.grammar import Grammar, LateGrammar, lark_json
 from mlx_redrafter.server.call_formats import find_format
 from mlx_redrafter.server.call_grammar import CallGrammar
 from mlx_redrafter.server.refusals import Refusal

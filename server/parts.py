@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.device_read import to_floats, to_ints
 from mlx_redrafter.engine.responses import GenerationResponse
-from mlx_redrafter.late_grammar import LateGrammar
+from mlx_redrafter.grammar import LateGrammar
 from mlx_redrafter.server.answer_grammar import first_state
 from mlx_redrafter.server.call_formats import find_format
 from mlx_redrafter.server.call_reader import CallReader, ToolCall, add_call

@@ -16,8 +16,7 @@ from mlx_redrafter.engine.prompt_encoding import (
 )
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
-from mlx_redrafter.grammar import Grammar
-from mlx_redrafter.late_grammar import LateGrammar
+from mlx_redrafter.grammar import Grammar, LateGrammar
 from mlx_redrafter.server.answer_grammar import AnswerFormat, make_grammar
 from mlx_redrafter.server.refusals import ContextExceeded, Refusal
 from mlx_redrafter.server.tools import Tools

@@ -61,13 +61,11 @@ def _load(name: str) -> Trained:
 
 @pytest.fixture(scope="session")
 def stories() -> Trained:
-    """stories260k with a random drafter."""
     return _load("stories260k")
 
 
 @pytest.fixture(scope="session")
 def babyllama() -> Trained:
-    """babyllama-tok105 with a random drafter."""
     return _load("babyllama-tok105")
 
 

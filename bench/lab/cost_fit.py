@@ -13,7 +13,7 @@ from dataclasses import astuple
 import numpy as np
 import numpy.typing as npt
 
-from mlx_redrafter.bench.cost_model import Parameters, PredictedStep
+from mlx_redrafter.bench.cost_model import Parameters, Question
 
 # Relative error allowed for a chip as a whole. It weighs measurements against theory.
 DISCREPANCY = 0.1
@@ -23,18 +23,18 @@ THEORY = Parameters(base=1.0, fixed=0.0, draft=1.0, row=1.0, cliff=0.0)
 FREEDOM = Parameters(base=0.1, fixed=5.0, draft=0.3, row=0.5, cliff=100.0)
 
 
-def fit(steps: Sequence[PredictedStep], measured: Sequence[float]) -> Parameters:
+def fit(steps: Sequence[tuple[Question, float, int]], measured: Sequence[float]) -> Parameters:
     """Fit the parameters to measured steps; every chip has the same weight.
 
     Args:
-        steps: The steps.
+        steps: Pair and chip, tokens and beam length of each step.
         measured: Milliseconds of each step.
     """
-    chips = [step.question.chip.name for step in steps]
+    chips = [question.chip.name for question, _, _ in steps]
     weights = [1 / np.sqrt(chips.count(name)) for name in chips]
     rows = [
-        np.array(step.terms) / time * weight
-        for step, time, weight in zip(steps, measured, weights, strict=True)
+        np.array(question.step_terms(tokens, length)) / time * weight
+        for (question, tokens, length), time, weight in zip(steps, measured, weights, strict=True)
     ]
     pull = DISCREPANCY / np.array(astuple(FREEDOM))
     matrix = np.vstack([*rows, np.diag(pull)])

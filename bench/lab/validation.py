@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from mlx_redrafter.bench.chips import CHIPS, Chip
-from mlx_redrafter.bench.cost_model import Parameters, PredictedStep, Question, step_time
+from mlx_redrafter.bench.cost_model import Parameters, Question
 from mlx_redrafter.bench.lab.cost_fit import fit
 from mlx_redrafter.errors import CheckpointError
 
@@ -53,10 +53,15 @@ class Measured:
     tokens_per_step: float
 
     @property
-    def step(self) -> PredictedStep:
-        """The step, for the cost model."""
+    def step(self) -> tuple[Question, float, int]:
+        """Pair and chip, tokens and beam length, for the cost model."""
         question = Question(self.chip, TARGET_PARAMETERS, 16, DRAFTER_PARAMETERS, self.plain)
-        return PredictedStep(question, self.width * self.length, self.length)
+        return question, self.width * self.length, self.length
+
+    def predict(self, parameters: Parameters) -> float:
+        """Predict the milliseconds of the step."""
+        question, tokens, length = self.step
+        return question.step_time(tokens, length, parameters)
 
     @property
     def speedup(self) -> float:
@@ -159,7 +164,7 @@ def _leave_out(name: str, rows: Sequence[Measured]) -> LeftOut:
     return LeftOut(
         chip=name,
         parameters=parameters,
-        errors=[step_time(row.step, parameters) / row.time - 1 for row in own],
+        errors=[row.predict(parameters) / row.time - 1 for row in own],
         best=[
             _best_shape(
                 [row for row in own if row.group == group],
@@ -176,8 +181,7 @@ def _best_shape(
 ) -> BestShape:
     """Find the best shape, predicted with the acceptance of the other chips, which is similar."""
     predicted = {
-        row.shape: acceptance[row.shape] * row.plain / step_time(row.step, parameters)
-        for row in own
+        row.shape: acceptance[row.shape] * row.plain / row.predict(parameters) for row in own
     }
     measured = {
         shape: median(row.speedup for row in own if row.shape == shape) for shape in predicted

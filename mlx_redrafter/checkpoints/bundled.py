@@ -37,5 +37,4 @@ def local_folder(model: str | None) -> Path | None:
 
 
 def bundled_drafters() -> list[Path]:
-    """Return the folders of the bundled drafters of published models."""
     return sorted(config.parent for config in DRAFTERS.glob(f"*/{CONFIG_FILE}"))

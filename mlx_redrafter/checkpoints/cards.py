@@ -15,11 +15,9 @@ CARD_FILE = "README.md"
 
 
 class Card(NamedTuple):
-    """Facts from a model card.
+    """Facts from a model card: the models that it says this one is made from, or for.
 
-    Attributes:
-        base_models: Models that this one was made from, or that a drafter was made for.
-        is_quantised: Whether the card says that this is a quantised copy of its base model.
+    ``is_quantised`` is whether the card says that this is a quantised copy of its base model.
     """
 
     base_models: tuple[str, ...] = ()
@@ -52,12 +50,8 @@ def render_card(
 ) -> str:
     """Render the card of a drafter in the hub's format, as Markdown.
 
-    Args:
-        title: Title of the card.
-        target: Name of the drafter's target, None if it is unknown.
-        summary: First paragraph.
-        rows: Rows of the table of facts.
-        rest: Paragraphs after the table.
+    ``summary`` is the first paragraph, ``rows`` are the table of facts, and ``rest`` follows the
+    table. ``target`` is None if it is unknown.
     """
     # Only a repository's name leads to another card.
     base_model = f"base_model: {target}\n" if target and target.count("/") == 1 else ""

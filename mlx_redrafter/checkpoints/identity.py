@@ -30,12 +30,9 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class Identity(NamedTuple):
-    """A model, as drafters know it.
+    """A model, as drafters know it: its plain names, and the object in its ``config.json``.
 
-    Attributes:
-        names: Plain names.
-        config: The object in its ``config.json``.
-        folder: Folder with its files; None if they are not on this machine.
+    ``folder`` has its files; None if they are not on this machine.
     """
 
     names: frozenset[str]
@@ -46,8 +43,7 @@ class Identity(NamedTuple):
     def of(cls, name: str, config: Mapping[str, Any], card: Card) -> Identity:
         """Identify a model by its name, its config and its card.
 
-        The base model of the card is this model if the card says that this is a quantised copy, or
-        if the names differ in the way of storing only.
+        The base model of the card is this model if the card says that this is a quantised copy.
         """
         names = {plain_name(name)}
         if len(card.base_models) == 1:
@@ -59,22 +55,19 @@ class Identity(NamedTuple):
     def of_folder(cls, folder: Path) -> Identity:
         """Identify the model in a folder, also by the name of a link to it.
 
-        Raises:
-            CheckpointError: Its config cannot be read.
+        Raise `CheckpointError` if its config cannot be read.
         """
         identity = cls.of(repository_of(folder), read_config(folder), read_card(folder))
         own = {plain_name(folder.name)} if folder.is_symlink() else set()
         return identity._replace(names=identity.names | own, folder=folder)
 
     def is_named(self, *names: str) -> bool:
-        """Return whether one of these is a name of this model."""
         return any(plain_name(name) in self.names for name in names)
 
     def contradiction(self, config: Mapping[str, Any]) -> str | None:
         """Return the reason why a drafter was made for another model; None without one.
 
-        Args:
-            config: The object in the drafter's ``config.json``; its values may be of any type.
+        ``config`` is the object in the drafter's ``config.json``; its values may be of any type.
         """
         # A path of the machine that trained it names nothing.
         named = [name for name in targets_in_config(config) if REPOSITORY.fullmatch(name)]

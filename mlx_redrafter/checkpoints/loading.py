@@ -54,8 +54,7 @@ def load(
     the bundled model's, which are stored in float16 to be small and returned in float32. On a CPU
     float16 is several times slower. On a GPU its kernels for one and for several tokens may round
     differently, and in float32 far fewer tokens are near enough to a tie for that to matter. The
-    bundled model generates the same text as stock mlx-lm does with it in float32. The drafter of a
-    float32 model is returned in float32, too.
+    drafter of a float32 model is returned in float32, too.
 
     Args:
         path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None for the
@@ -74,8 +73,8 @@ def load(
         tune: Whether a recurrent drafter is returned in 8 bits if it drafts faster so on this
             machine, and a quantised one unpacked on a CPU.
         group: Ranks to split the model over, as from ``mx.distributed.init()``: rank 0 decodes,
-            with drafts of its own, and on every other rank this function never returns. It does
-            there what rank 0 says, and ends the process when rank 0 ends.
+            with drafts of its own. On every other rank this function never returns: it does what
+            rank 0 says, and ends the process when rank 0 ends.
 
     Returns:
         The stock mlx-lm model, its tokenizer, and the drafter or None; all weights in memory, so
@@ -152,7 +151,6 @@ def _text(path: str | Path | None) -> str | None:
 
 
 def _check_for_machines(name: str | Path | None, trust_remote_code: bool) -> None:
-    """Refuse what `load` cannot do on several machines."""
     if name is None:
         raise ConfigError(
             "expected a model to split over several machines, found none; the bundled one is for "
@@ -165,8 +163,7 @@ def _check_for_machines(name: str | Path | None, trust_remote_code: bool) -> Non
 def load_drafter(path_or_repo: str | Path) -> Proposer:
     """Load a drafter of any kind as it is stored, without its target.
 
-    Raises:
-        CheckpointError: Files are missing, truncated or foreign, or a value is out of range.
-        NonFiniteError: A weight is NaN or infinite.
+    Raise `CheckpointError` if files are missing, truncated or foreign, or a value is out of range,
+    and `NonFiniteError` for a weight that is NaN or infinite.
     """
     return find_kind(path_or_repo).load(path_or_repo, UNKNOWN)

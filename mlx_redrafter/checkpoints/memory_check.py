@@ -19,6 +19,7 @@ from mlx_redrafter.checkpoints.memory_estimate import (
 )
 from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
+from mlx_redrafter.proposers.target_facts import text_values
 from mlx_redrafter.target.architectures import CONTEXT_LENGTH_KEYS
 
 # Share of the memory up to which weights fit without an estimate, which takes a second.
@@ -38,14 +39,11 @@ def check_memory(
     machines: int = 1,
     adapter: str | None = None,
 ) -> str | None:
-    """Check that decoding fits into memory.
+    """Check that decoding fits into memory; raise `ResourceError` if it does not.
 
     The target is split over ``machines`` like this one, which fuse an adapter with it. A drafter
     that is None has no weights of its own. Return a warning if macOS may have to move other
     programs' memory aside.
-
-    Raises:
-        ResourceError: The machine has too little memory.
     """
     total = read_total_memory()
     if total is None:
@@ -72,15 +70,9 @@ def check_memory(
 
 
 def read_context_length(folder: Path) -> int | None:
-    """Return the number of tokens for which a model was made; None if its config names none.
-
-    Raises:
-        CheckpointError: It has no config that can be read.
-    """
+    """Return the number of tokens that a model was made for; None if its config names none."""
     config = read_config(folder)
-    nested = config.get("text_config")
-    values = {**config, **(nested if isinstance(nested, dict) else {})}
-    lengths = [values.get(key) for key in CONTEXT_LENGTH_KEYS]
+    lengths = [{**config, **text_values(config)}.get(key) for key in CONTEXT_LENGTH_KEYS]
     return next((one for one in lengths if isinstance(one, int) and one > 1), None)
 
 

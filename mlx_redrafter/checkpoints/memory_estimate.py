@@ -1,9 +1,8 @@
 """Estimate of the memory that decoding needs, before any weights are read.
 
 Sizes of weights come from the files, and those of K/V caches from a model of mlx-lm whose random
-weights MLX never computes. The working memory of a prompt's chunk depends on MLX's kernels for this
-machine, so it is measured: on the first layers, until each kind of layer is among them, with zeros
-as weights.
+weights MLX never computes. The working memory of a prompt's chunk depends on MLX's kernels here, so
+it is measured on the first layers, one of each kind, with zeros as weights.
 
 Axes: n tokens of the context, T tokens of a chunk of the prompt.
 """
@@ -11,7 +10,7 @@ Axes: n tokens of the context, T tokens of a chunk of the prompt.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,9 @@ from mlx_redrafter.machines.splitting import ADAPTER_FILES
 from mlx_redrafter.proposers.quantization import check_quantization
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.proposers.redrafter.network import MAX_BYTES
+from mlx_redrafter.proposers.target_facts import text_values
 from mlx_redrafter.target.model_loading import make_model
+from mlx_redrafter.target.model_parts import LAYER_KEYS
 
 # Maximum number of layers of a rehearsal; kinds of layers repeat sooner in all supported models.
 MAX_LAYERS = 8
@@ -36,24 +37,17 @@ MAX_LAYERS = 8
 VOCABULARY = 64
 # Keys of the size of the vocabulary in configs.
 VOCABULARY_KEYS = ("vocab_size", "padded_vocab_size")
-# Keys of the number of layers in configs.
-LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Tokens of the tree whose logits a step keeps in float32, in the widest default plan.
 TREE_TOKENS = 16
-# Copies of the logits while they are sampled.
+# Copies of the float32 logits while they are sampled.
 COPIES_OF_LOGITS = 3
-# Bytes of a float32.
-FLOAT32 = 4
 
 
 class MemoryEstimate(NamedTuple):
-    """Peak memory of decoding, in bytes.
+    """Peak memory of decoding, in bytes: weights of the target, the drafter, caches, work.
 
-    Attributes:
-        weights: Weights of the target.
-        drafter: Weights of the drafter, its logits, and the table of a recurrent one.
-        cache: K/V caches and recurrent states.
-        work: Largest intermediate arrays.
+    ``drafter`` includes its logits and the table of a recurrent one; ``work`` is the largest
+    intermediate arrays.
     """
 
     weights: int
@@ -63,18 +57,14 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum."""
         return sum(self)
 
 
 class Context(NamedTuple):
-    """Length of a sequence, and the form of its K/V entries.
+    """Length of a sequence, n, and the form of its K/V entries.
 
-    Attributes:
-        tokens: Number of tokens, n.
-        chunk: Maximum number of prompt tokens per pass, T.
-        kv_bits: Bits of quantised K/V entries; None if they are not quantised.
-        group_size: Elements per scale of quantised entries.
+    ``chunk`` is the maximum number of prompt tokens per pass, T, and ``kv_bits`` is None for
+    entries that are not quantised.
     """
 
     tokens: int
@@ -91,18 +81,13 @@ class Context(NamedTuple):
 def estimate_memory(folder: Path, drafter: Path | None, context: Context) -> MemoryEstimate:
     """Estimate the peak memory of decoding one sequence.
 
-    Args:
-        folder: Folder of the target.
-        drafter: Folder of the drafter; None without weights of its own.
-        context: Length of the sequence, and the form of its K/V entries.
-
-    Raises:
-        CheckpointError: The config or the weight files cannot be read.
-        UnsupportedTargetError: The model cannot be decoded exactly.
+    ``drafter`` is None without weights of its own. Raise `CheckpointError` if the config or the
+    weight files cannot be read, and `UnsupportedTargetError` if the model cannot be decoded
+    exactly.
     """
     config = read_config(folder)
     model = make_model(folder.name, config)
-    logits = COPIES_OF_LOGITS * TREE_TOKENS * FLOAT32 * _vocabulary(config)
+    logits = COPIES_OF_LOGITS * TREE_TOKENS * mx.float32.size * _vocabulary(config)
     return MemoryEstimate(
         weight_bytes(folder),
         0 if drafter is None else weight_bytes(drafter) + logits + _table_bytes(drafter, config),
@@ -112,10 +97,7 @@ def estimate_memory(folder: Path, drafter: Path | None, context: Context) -> Mem
 
 
 def cache_bytes(folder: Path, context: Context) -> int:
-    """Return the size of the K/V caches and recurrent states of a model, in bytes.
-
-    The errors are those of `estimate_memory`.
-    """
+    """Return the bytes of a model's caches; the errors are those of `estimate_memory`."""
     config = read_config(folder)
     model = make_model(folder.name, config)
     model.set_dtype(_dtype(config))
@@ -132,20 +114,12 @@ def cache_bytes(folder: Path, context: Context) -> int:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the size of the weight files of a folder, in bytes.
-
-    Raises:
-        CheckpointError: The folder has no weight files.
-    """
+    """Return the bytes of a folder's weight files; raise `CheckpointError` if it has none."""
     return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def fused_growth(folder: Path, adapter: Path) -> int:
-    """Return the bytes by which quantised layers grow when a LoRA adapter is fused with them.
-
-    Raises:
-        CheckpointError: The config of the model or the adapter's weights cannot be read.
-    """
+    """Return the bytes by which quantised layers grow when a LoRA adapter is fused with them."""
     config = read_config(folder)
     quantisation = config.get("quantization")
     if not isinstance(quantisation, dict):
@@ -189,26 +163,28 @@ def _table_bytes(drafter: Path, config: Mapping[str, Any]) -> int:
 
 def _first_layers(name: str, config: Mapping[str, Any], count: int) -> nn.Module:
     """Make a model of a few layers, with few tokens and zeros as weights."""
-    nested = config.get("text_config")
-    changes = {key: count for key in LAYER_KEYS} | {key: VOCABULARY for key in VOCABULARY_KEYS}
+    changes = dict.fromkeys(LAYER_KEYS, count) | dict.fromkeys(VOCABULARY_KEYS, VOCABULARY)
 
     def change(values: Mapping[str, Any]) -> dict[str, Any]:
-        known = {key: value for key, value in changes.items() if key in values}
-        lists = {
-            key: value[:count]
-            for key, value in values.items()
-            if isinstance(value, list) and len(value) == _num_layers(values)
-        }
-        return {**values, **lists, **known}
+        num_layers = next((values[key] for key in LAYER_KEYS if key in values), None)
+        changed = {key: changes.get(key, value) for key, value in values.items()}
+        for key, value in values.items():
+            if isinstance(value, list) and len(value) == num_layers:
+                changed[key] = value[:count]
+        return changed
 
     changed = change(config)
-    if isinstance(nested, Mapping):
-        changed["text_config"] = change(nested)
+    if text_values(config) is not config:
+        changed["text_config"] = change(text_values(config))
     model = make_model(name, changed)
     quantisation = config.get("quantization")
     if isinstance(quantisation, Mapping):
         bits, group_size = _quantisation(quantisation)
-        nn.quantize(model, group_size, bits, class_predicate=_is_quantisable(group_size))
+
+        def is_quantisable(_: str, module: Any) -> bool:
+            return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
+
+        nn.quantize(model, group_size, bits, class_predicate=is_quantisable)
     dtype = _dtype(config)
     zeros = tree_map(
         lambda array: mx.zeros(
@@ -222,22 +198,10 @@ def _first_layers(name: str, config: Mapping[str, Any], count: int) -> nn.Module
 
 
 def _quantisation(values: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the bits per element of a quantised model, and the elements per group."""
     bits: Any = values.get("bits")
     group_size: Any = values.get("group_size")
     check_quantization(bits, group_size)
     return bits, group_size
-
-
-def _is_quantisable(group_size: int) -> Callable[[str, nn.Module], bool]:
-    def check(_: str, module: Any) -> bool:
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
-
-    return check
-
-
-def _num_layers(values: Mapping[str, Any]) -> object:
-    return next((values[key] for key in LAYER_KEYS if key in values), None)
 
 
 def _num_kinds(model: Any) -> int:
@@ -263,7 +227,6 @@ def _fill(model: nn.Module, before: int, last: int = 0) -> list[Any]:
 
 
 def _filled(cache: Any, known: Any, before: int, last: int) -> Any:
-    """Fill an empty cache with as many entries, of the shape of those that are known."""
     if isinstance(cache, CacheList):
         parts = zip(cache.caches, known.caches, strict=True)
         return CacheList(*(_filled(*part, before, last) for part in parts))
@@ -280,8 +243,7 @@ def _filled(cache: Any, known: Any, before: int, last: int) -> Any:
 
 def _dtype(config: Mapping[str, Any]) -> mx.Dtype:
     """Return the dtype of the weights; models without one are in bfloat16."""
-    nested = config.get("text_config")
-    for values in (config, nested if isinstance(nested, Mapping) else {}):
+    for values in (config, text_values(config)):
         for key in ("torch_dtype", "dtype"):
             dtype = getattr(mx, str(values.get(key)).removeprefix("torch."), None)
             if isinstance(dtype, mx.Dtype):
@@ -290,9 +252,7 @@ def _dtype(config: Mapping[str, Any]) -> mx.Dtype:
 
 
 def _vocabulary(config: Mapping[str, Any]) -> int:
-    nested = config.get("text_config")
-    values = {**config, **(nested if isinstance(nested, Mapping) else {})}
-    size = values.get("vocab_size")
+    size = {**config, **text_values(config)}.get("vocab_size")
     if not isinstance(size, int):
         raise CheckpointError(f"expected vocab_size in config.json, found {size!r}")
     return size

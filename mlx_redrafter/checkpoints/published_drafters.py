@@ -23,15 +23,11 @@ METHODS = {
 
 
 class PublishedDrafter(NamedTuple):
-    """A line of the table.
+    """A line of the table: the repositories of a model and of a drafter for it.
 
-    Attributes:
-        target: Repository of the model that it was made for.
-        drafter: Repository of the drafter.
-        method: Its method, a key of `METHODS`.
-        licence: Its licence; empty if the sources do not state it.
-        gain: Speed relative to plain decoding, and whose figure it is; empty if unknown.
-        source: Texts that name the pair.
+    ``method`` is a key of `METHODS`. ``licence`` is empty if the sources do not state it, and
+    ``gain``, the speed relative to plain decoding and whose figure it is, if it is unknown.
+    ``source`` names the texts that name the pair.
     """
 
     target: str

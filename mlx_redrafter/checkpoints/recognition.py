@@ -9,8 +9,7 @@ from typing import Any
 
 from mlx_redrafter import proposers
 from mlx_redrafter.checkpoint_files import find_checkpoint, has_weights, read_config, read_shapes
-from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.escaping import quote
+from mlx_redrafter.errors import CheckpointError, ConfigError, quote
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.kind import Kind
@@ -23,9 +22,7 @@ PICKLES = (".bin", ".pt")
 # Values of ``speculators_model_type`` whose drafters load.
 KNOWN_SPECULATORS = (None, "eagle3", "peagle", "recurrent_drafting", "dflash", "dflash2", "dspark")
 # Formats that are not supported, by their name in configs, in small letters and digits alone.
-REFUSED: Mapping[str, str] = {
-    "mlpspeculator": "MLP speculator",
-}
+REFUSED: Mapping[str, str] = {"mlpspeculator": "MLP speculator"}
 
 
 def is_word(drafter: str | Path | None, word: str) -> bool:

@@ -17,7 +17,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 def has_same_tokens(one: Path, other: Path) -> bool:
     """Return whether two folders give the same tokens the same ids, as far as their files show.
 
-    Folders whose tokenizers are in files of different kinds count as different.
+    Tokenizers in files of different kinds count as different.
     """
     for name in TOKENIZER_FILES:
         paths = one / name, other / name

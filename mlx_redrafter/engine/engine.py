@@ -40,11 +40,9 @@ from mlx_redrafter.engine.memory_guard import MemoryGuard
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
 from mlx_redrafter.engine.responses import BatchStream, ResponseStream
 from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
-from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.escaping import shown
+from mlx_redrafter.errors import ConfigError, shown
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
-from mlx_redrafter.grammar import Grammar, read_vocabulary
-from mlx_redrafter.late_grammar import LateGrammar
+from mlx_redrafter.grammar import Grammar, LateGrammar, read_vocabulary
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.policy.adaptive import AdaptivePolicy
 from mlx_redrafter.policy.batch import BatchPolicy

@@ -33,8 +33,9 @@ from mlx_redrafter.errors import (
     NonFiniteError,
     explain,
     first_line,
+    join_shortened,
+    quote,
 )
-from mlx_redrafter.escaping import join_shortened, quote
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_as_stored

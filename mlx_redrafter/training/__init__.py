@@ -7,7 +7,7 @@ of a `TextGenerator`, a `TeacherCache` with the target's outputs (`fill_cache`),
 
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.data import Encoder, TokenSequence
-from mlx_redrafter.training.fingerprinting import fingerprint_weights
+from mlx_redrafter.training.files import fingerprint_weights
 from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.run import TrainingResult, train_drafter
@@ -17,10 +17,7 @@ from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.students.student_kinds import new_student
 from mlx_redrafter.training.teacher import fill_cache
 from mlx_redrafter.training.teacher_cache import TeacherCache
-from mlx_redrafter.training.training_request import (
-    Reporter,
-    TrainingRequest,
-)
+from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 from mlx_redrafter.training_options import DataOptions, NetworkOptions, TrainingOptions
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Batches of positions in an order that depends on the seed alone.
 
-A drafter that starts from one state of the target has single positions as examples. A drafter that
-attends to the context has stretches of consecutive positions as examples. Examples of several
-shards are shuffled together. A run can begin anywhere in the order.
+A drafter that starts from one state of the target has single positions as examples, and one that
+attends to the context has stretches of consecutive positions. Examples of several shards are
+shuffled together. A run can begin anywhere in the order.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.loss import IMPOSSIBLE, TrainingBatch
-from mlx_redrafter.training.teacher_cache import (
-    Shard,
-    Split,
-    TeacherCache,
-    find_draftable_steps,
-)
+from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, find_draftable_steps
 
 # Maximum size of the shards that are in memory and shuffled together, in bytes.
 GROUP_BYTES = 2**29
@@ -33,8 +28,7 @@ class BatchOptions(NamedTuple):
 
     Attributes:
         beam_length: L, root included.
-        batch_tokens: Number of positions per batch; positions of weight 0 pad the last batch of a
-            group.
+        batch_tokens: Number of positions per batch; positions of weight 0 fill a group's last one.
         seed: Random seed for the order.
         stretch: Number of consecutive positions of an example.
         layers: Layers of the target whose inputs the drafter reads, () for its last hidden states.
@@ -54,7 +48,6 @@ class BatchOptions(NamedTuple):
 
     @property
     def anchors(self) -> int:
-        """Number of positions of an example that draft."""
         return max(1, round(self.share * self.stretch))
 
     @property
@@ -71,7 +64,7 @@ class BatchOptions(NamedTuple):
 class HeadRows:
     """Mapping from token ids to rows of the drafter's head; equal if ``token_ids`` is None."""
 
-    def __init__(self, token_ids: NDArray[np.int32] | None, vocab_size: int):
+    def __init__(self, token_ids: NDArray[np.int32] | None = None, vocab_size: int = 0):
         self._rows: mx.array | None = None
         if token_ids is not None:
             rows = np.full(vocab_size, -1, np.int32)
@@ -99,8 +92,8 @@ class ShardGroup:
 
     Attributes:
         shard: All shards of the group, concatenated.
-        examples: First positions of the examples, int64, shape (p,). Examples of one position
-            have at least one step that counts.
+        examples: First positions of the examples, int64, shape (p,); a single position has a step
+            that counts.
         steps: True for the unroll steps that count, bool, shape (n, L - 1).
     """
 
@@ -110,17 +103,11 @@ class ShardGroup:
 
 
 class BatchOrder:
-    """The batches of all epochs."""
-
     def __init__(
-        self,
-        cache: TeacherCache,
-        split: Split,
-        options: BatchOptions,
-        rows: HeadRows | None = None,
+        self, cache: TeacherCache, split: Split, options: BatchOptions, rows: HeadRows | None = None
     ):
         self.cache = cache
-        self.rows = rows or HeadRows(None, 0)
+        self.rows = rows or HeadRows()
         self.split: Split = split
         self.options = options
         self.groups, self.counts = self._survey()
@@ -152,10 +139,9 @@ class BatchOrder:
     def _draw_anchors(
         self, group: ShardGroup, chosen: NDArray[np.int64], rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Draw positions of the examples that draft, those with steps that count first.
+        """Draw positions of each example that draft, ascending, int64, shape (examples, anchors).
 
-        Returns:
-            Ascending indices in each example of a batch, int64, shape (examples, anchors).
+        Those with steps that count come first.
         """
         options = self.options
         order = rng.random((options.batch_size // options.stretch, options.stretch))
@@ -179,11 +165,9 @@ class BatchOrder:
         return -(-count // self.options.batch_examples)
 
     def _survey(self) -> tuple[list[list[int]], list[int]]:
-        """List the shard numbers and count the examples of each group."""
         groups: list[list[int]] = []
         counts: list[int] = []
-        sizes: list[int] = []
-        room = 0
+        room, stretch = 0, self.options.stretch
         # The cache holds given texts first and self-generated texts after them. A group of
         # neighbours would hold one kind of text, and the drafter would forget the other.
         rng = np.random.default_rng(self.options.seed)
@@ -196,15 +180,11 @@ class BatchOrder:
             if not groups or size > room:
                 groups.append([])
                 counts.append(0)
-                sizes.append(0)
                 room = GROUP_BYTES
             groups[-1].append(number)
-            counts[-1] += count
-            sizes[-1] += shard.tokens.shape[0]
+            counts[-1] += count if stretch == 1 else shard.tokens.shape[0]
             room -= size
-        if self.options.stretch > 1:
-            counts = [-(-size // self.options.stretch) for size in sizes]
-        return groups, counts
+        return groups, [-(-count // stretch) for count in counts]
 
     def _mark_steps(self, shard: Shard) -> NDArray[np.bool_]:
         tokens, is_trained, starts = map(np.array, (shard.tokens, shard.is_trained, shard.starts))
@@ -233,20 +213,18 @@ def concatenate(shards: list[Shard]) -> Shard:
     """Join several shards into one; blocks until MLX has evaluated it."""
     if len(shards) == 1:
         return shards[0]
-    offsets = np.cumsum([0, *(shard.tokens.shape[0] for shard in shards)])
-    starts = [shard.starts[:-1] + int(n) for shard, n in zip(shards, offsets, strict=False)]
+    starts, count = [], 0
+    for shard in shards:
+        starts.append(shard.starts[:-1] + count)
+        count += shard.tokens.shape[0]
     joined = {
         name: mx.concatenate([getattr(shard, name) for shard in shards])
-        for name in shards[0].arrays()
-        if name != "starts"
+        for name, array in vars(shards[0]).items()
+        if array is not None
     }
-    states = [shard.states for shard in shards if shard.states is not None]
-    if states:
-        joined["states"] = mx.concatenate(states)
-    end = mx.array([int(offsets[-1])], dtype=mx.int32)
-    shard = Shard(starts=mx.concatenate([*starts, end]), **joined)
-    mx.eval(list(shard.arrays().values()))
-    return shard
+    joined["starts"] = mx.concatenate([*starts, mx.array([count], dtype=mx.int32)])
+    mx.eval(joined)
+    return Shard(**joined)
 
 
 def gather(
@@ -259,9 +237,9 @@ def gather(
 ) -> TrainingBatch:
     """Collect the batch of some positions.
 
-    Positions of weight 0 pad it to ``size``, and replace positions beyond the last. ``anchors`` are
-    indices of the positions that draft in each example, shape (examples, anchors); by default all
-    draft, in one example.
+    Positions of weight 0 fill it up to ``size``, and replace positions beyond the last. ``anchors``
+    are the indices of the positions that draft in each example, shape (examples, anchors); by
+    default all of one example.
     """
     if anchors is None:
         anchors = np.arange(size)[None]

@@ -1,8 +1,7 @@
 """The sequences of a training run: given, self-generated and held-out.
 
-The target generates the held-out sequences, too, half greedily and half sampled, from prompts that
-no other sequence starts from. So they measure drafting as it happens in decoding, which continues
-text of the target.
+The target generates the held-out sequences, too, from prompts that no other sequence starts from.
+So they measure drafting as in decoding, which continues text of the target.
 """
 
 from __future__ import annotations

@@ -64,10 +64,8 @@ Item = Document | Chat
 class TokenSequence:
     """One sequence of n tokens as the target sees it.
 
-    Attributes:
-        tokens: Token ids, int32, shape (n,).
-        is_trained: True for tokens that the target would generate and the drafter should draft,
-            bool, shape (n,); False for the prompt.
+    ``tokens`` are int32, shape (n,). ``is_trained``, bool, shape (n,), is True for tokens that the
+    target would generate and the drafter should draft, and False for the prompt.
     """
 
     tokens: NDArray[np.int32]
@@ -78,7 +76,6 @@ class TokenSequence:
 
 
 def read_items(paths: Iterable[str | Path], lines_are_prompts: bool = False) -> list[Item]:
-    """Read all texts, chats and prompts."""
     items: list[Item] = []
     for path in map(Path, paths):
         num_before = len(items)

@@ -23,9 +23,9 @@ TRAINED_PER_MEASURED = 4
 class Workload:
     """Amounts of work of a run, in tokens and, without a limit of minutes, in optimiser steps.
 
-    The target generates ``generated`` tokens for training, ``held_out`` tokens for measuring, and
-    ``written`` tokens of prompts; ``num_evaluations`` is the maximum number of measurements, the
-    first one left out.
+    The target generates ``generated`` tokens for training, ``held_out`` for measuring, and
+    ``written`` for prompts. ``num_evaluations`` is the maximum number of measurements, the first
+    one left out.
     """
 
     given: int
@@ -41,7 +41,7 @@ class Workload:
     def of(
         cls, request: TrainingRequest, given: int, generated: int, prompt: int, num_held_out: int
     ) -> Workload:
-        """Compute the work of a request, with ``prompt`` the mean number of tokens of a prompt."""
+        """Compute the work of a request; ``prompt`` is the mean number of tokens of a prompt."""
         answer, training = request.data_options.answer_tokens, request.training
         steps_per_epoch = -(-(given + generated) // training.batch_tokens)
         return cls(
@@ -61,14 +61,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class Pace:
-    """Times of the parts of a run on a machine.
+    """Times of the parts of a run on a machine, in seconds.
 
-    Attributes:
-        generating: Seconds per token that the target generates, many texts at once.
-        reading: Seconds per token that the target reads.
-        step: Seconds per optimiser step.
-        measuring: Seconds per held-out token of a measurement.
-        calibration: Seconds per held-out token of the calibration, which stops at `ENOUGH`.
+    ``generating`` is per token, many texts at once, ``reading`` per token that the target reads,
+    ``step`` per optimiser step. ``measuring`` and ``calibration`` are per held-out token;
+    calibration stops at `ENOUGH`.
     """
 
     generating: float
@@ -80,12 +77,9 @@ class Pace:
 
 @dataclass(frozen=True)
 class Timetable:
-    """Seconds of a run by stage.
+    """Seconds of a run by the name of the stage, in order, and seconds per optimiser step.
 
-    Attributes:
-        stages: Seconds by the name of the stage, in order.
-        step: Seconds per optimiser step.
-        num_evaluations: Number of measurements, the first one left out.
+    ``num_evaluations`` is the number of measurements, the first one left out.
     """
 
     stages: Mapping[str, float]
@@ -96,9 +90,9 @@ class Timetable:
     def of(cls, work: Workload, pace: Pace, minutes: float | None) -> Timetable:
         """Plan a run.
 
-        With ``minutes``, training fills the time that the other stages leave. Slow measurements are
-        made less often. Without ``minutes``, only the numbers of tokens decide how often, so that
-        equal runs are equal.
+        With ``minutes``, training fills the time that the other stages leave, and slow measurements
+        are made less often. Otherwise the numbers of tokens decide how often, so that equal runs
+        are equal.
         """
         measuring = pace.measuring * work.held_out
         # Calibration reads two predictions per token.
@@ -134,12 +128,11 @@ class Timetable:
 
 
 def format_stages(stages: Mapping[str, float]) -> str:
-    """Render the seconds of stages, by name."""
     return ", ".join(f"{name} {format_time(seconds)}" for name, seconds in stages.items())
 
 
 def format_time(seconds: float) -> str:
-    """Render a time in seconds, in minutes from 100 seconds on, or in hours from 100 minutes on."""
+    """Render seconds, or minutes from 100 seconds on, or hours from 100 minutes on."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = seconds / 60

@@ -1,22 +1,32 @@
-"""Files of a training run: arrays and JSON, written atomically."""
+"""Files of a training run, written atomically, and what tells runs apart.
+
+A quantised copy, an adapter or a later checkpoint of the same name has other hidden states, so
+drafters and caches made with one of them must not be used with another.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from mlx_redrafter.checkpoint_files import write_atomically, write_text
+from mlx_redrafter.checkpoint_files import (
+    INCOMPLETE,
+    named_parameters,
+    write_atomically,
+    write_text,
+)
 from mlx_redrafter.errors import CheckpointError
 
 Arrays = dict[str, mx.array]
 
-# Names of the incomplete files of `write_atomically`.
-LEFTOVER = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|md)")
+# Unsigned integer dtypes by the size of an element, in bytes.
+_UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None) -> None:
@@ -54,8 +64,22 @@ def find_difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> st
     return None
 
 
+def fingerprint_weights(model: nn.Module) -> str:
+    """Hash names, shapes, dtypes and values of all weights; blocks until MLX has evaluated them."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named_parameters(model).items()):
+        digest.update(f"{name} {tensor.shape} {tensor.dtype} {_checksums(tensor)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _checksums(tensor: mx.array) -> object:
+    """Sum the bit patterns, and the products of neighbouring ones, modulo 2^32."""
+    bits = tensor.flatten().view(_UNSIGNED[tensor.dtype.size]).astype(mx.uint32)
+    return mx.stack([mx.sum(bits), mx.sum(bits[1:] * bits[:-1])]).tolist()
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete the incomplete files of killed runs, in subfolders too."""
     for path in folder.rglob(".*"):
-        if LEFTOVER.fullmatch(path.name):
+        if INCOMPLETE.fullmatch(path.name):
             path.unlink(missing_ok=True)

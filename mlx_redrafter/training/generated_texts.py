@@ -1,16 +1,15 @@
 """Self-generated texts in a shard: the tokens after each token, and posterior Gumbel noise.
 
 Decoding with a seed ranks drafts with the Gumbel noise that the target will sample with. A sampled
-text does not determine its noise, but it restricts the noise to values with which the target
-chooses these tokens. Drafting with noise from this posterior gives, on average, the result of
-decoding.
+text restricts this noise to values with which the target chooses its tokens. Drafting with noise
+from this posterior gives, on average, the result of decoding.
 
 Axes: n choices, p roots, k kept tokens, V vocabulary, L beam length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import mlx.core as mx
@@ -34,18 +33,19 @@ def find_generated(shard: Shard) -> list[tuple[int, NDArray[np.int64]]]:
     return [(start, where) for start, where in texts if len(where) > 1 and where[0] > 0]
 
 
-def iterate_texts(shard: Shard) -> Iterator[ReadSequence]:
+def iterate_texts(shards: Iterable[Shard]) -> Iterator[ReadSequence]:
     """Iterate over the texts with a generated part, with the target's outputs and states."""
-    states = shard.hidden if shard.states is None else shard.states
-    for start, generated in find_generated(shard):
-        first, end = start + int(generated[0]), start + int(generated[-1]) + 1
-        yield ReadSequence(
-            shard.tokens[start:end],
-            first - start,
-            states[start : end - 1],
-            shard.top_ids[first - 1 : end - 1],
-            shard.top_log_probs[first - 1 : end - 1],
-        )
+    for shard in shards:
+        states = shard.hidden if shard.states is None else shard.states
+        for start, generated in find_generated(shard):
+            first, end = start + int(generated[0]), start + int(generated[-1]) + 1
+            yield ReadSequence(
+                shard.tokens[start:end],
+                first - start,
+                states[start : end - 1],
+                shard.top_ids[first - 1 : end - 1],
+                shard.top_log_probs[first - 1 : end - 1],
+            )
 
 
 def read_following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDArray[np.int32]:
@@ -57,16 +57,6 @@ def read_following(shard: Shard, roots: NDArray[np.int64], length: int) -> NDArr
     return tokens[np.where(ahead < ends[:, None], ahead, -1)]
 
 
-def draw_noise(shard: Shard, states: NDArray[np.int64], vocab_size: int, temp: float) -> mx.array:
-    """Draw posterior noise, float32 (n, V), for the choices after tokens of indices (n,).
-
-    The noise after a token is the same whenever it is drawn.
-    """
-    # Past the end of the texts any noise is right, because no draft is accepted there.
-    states = np.minimum(states, shard.tokens.shape[0] - 2)
-    return sample_posterior_noise(shard, mx.array(states), vocab_size, temp)
-
-
 def sample_posterior_noise(
     shard: Shard, states: mx.array, vocab_size: int, temp: float, seed: int = 0
 ) -> mx.array:
@@ -74,20 +64,21 @@ def sample_posterior_noise(
 
     The largest noisy log-probability is Gumbel distributed and independent of its token; the other
     ones are Gumbel distributed below it (top-down sampling, arXiv 1411.0030). Tokens beyond the
-    kept ones share their probability evenly.
+    kept ones share their probability evenly. The noise after a token is the same whenever it is
+    drawn.
 
     Args:
         shard: Sampled texts.
-        states: Indices of the tokens before the choices, none of them the last, integer, shape
-            (n,).
+        states: Indices of the tokens before the choices, integer, shape (n,).
         vocab_size: V.
         temp: Sampling temperature of the target, above 0.
         seed: Random seed for the noise that the text does not determine.
 
     Returns:
-        Noise with ``argmax(log_probs / temp + noise)`` the token after each state, float32, shape
-        (n, V).
+        Noise with ``argmax(log_probs / temp + noise)`` the next token, float32, shape (n, V).
     """
+    # Past the end of the texts any noise is right, because no draft is accepted there.
+    states = mx.minimum(states, shard.tokens.shape[0] - 2)
     log_probs = _expand_log_probs(shard, states, vocab_size) / temp
     log_probs = log_probs - mx.logsumexp(log_probs, axis=-1, keepdims=True)
     # One draw more than there are tokens: the last is the largest noisy log-probability.
@@ -100,7 +91,6 @@ def sample_posterior_noise(
 
 
 def _expand_log_probs(shard: Shard, states: mx.array, vocab_size: int) -> mx.array:
-    """Expand the target's kept log-probabilities to all tokens, float32, shape (n, V)."""
     tail = mx.maximum(shard.tail[states], LEAST_TAIL)
     others = max(1, vocab_size - shard.top_ids.shape[-1])
     spread = mx.repeat(mx.log(tail / others)[:, None], vocab_size, axis=1)

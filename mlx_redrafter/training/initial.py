@@ -59,8 +59,7 @@ def select_frequent_tokens(
 ) -> NDArray[np.int32]:
     """Select the ids of a reduced head, ascending.
 
-    ``always`` comes first, then the tokens that are trained on most often, then the most frequent
-    ones of prompts.
+    ``always`` comes first, then the tokens trained on most often, then the most frequent others.
     """
     trained, given = np.zeros((2, vocab_size), np.int64)
     for sequence in sequences:
@@ -73,9 +72,9 @@ def select_frequent_tokens(
 
 
 def compute_head_matrix(target: Target) -> mx.array | None:
-    """Compute the matrix W of ``logits = W hidden``; blocks until MLX has evaluated it.
+    """Compute the matrix W of ``logits = W hidden``, float32, shape (V, H); blocks until evaluated.
 
-    It is float32, shape (V, H). None if the model has no linear head.
+    None if the model has no linear head.
     """
     head = _find_head(target.model)
     apply = getattr(target.modules.embedding, "as_linear", None) if head is None else head
@@ -93,7 +92,6 @@ def compute_head_matrix(target: Target) -> mx.array | None:
 
 
 def _find_head(model: Any) -> Any:
-    """Find the module ``lm_head`` of the model or of the text model inside it."""
     heads = [
         module
         for name, module in model.named_modules()

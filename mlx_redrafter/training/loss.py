@@ -39,9 +39,8 @@ TEXT_SHARE = 0.1
 class Distribution(NamedTuple):
     """Distribution of the next token under a drafter.
 
-    Attributes:
-        logits: Its logits, float32, shape (..., V).
-        total: Logarithms of the sums of their exponentials, shape (...).
+    ``logits`` are float32, shape (..., V); ``total`` is the logarithm of the sum of their
+    exponentials, shape (...).
     """
 
     logits: mx.array
@@ -55,7 +54,7 @@ class Distribution(NamedTuple):
         return cls(logits, total)
 
     def at(self, rows: mx.array) -> mx.array:
-        """Natural log-probabilities of k rows of the head, integer, shape (..., k); same shape."""
+        """Return natural log-probabilities of rows of the head, integer, same shape (..., k)."""
         return mx.take_along_axis(self.logits, rows, axis=-1) - self.total[..., None]
 
 
@@ -82,16 +81,14 @@ class TrainingBatch(NamedTuple):
             the drafter reads, shape (N, C * H).
         sequences: Number of the sequence of each position, int32, shape (N,).
         following: Token after each position, int32, shape (N,).
-        anchors: Indices of the positions that draft in the positions of their example, int32,
-            shape (B,).
+        anchors: Indices of the positions that draft in their example, int32, shape (B,).
         tokens: Root and drafts, int32, shape (B, S + 1).
-        labels: Rows of the head for the tokens after the root, -1 for tokens without a row, int32,
-            shape (B, S).
+        labels: Rows of the head for the tokens after the root, -1 without a row, int32, shape
+            (B, S).
         weights: 1 for steps that count, 0 for the others, float32, shape (B, S).
         top_ids: Rows of the head for the target's most probable tokens, int32, shape (B, S, k).
-        top_log_probs: Natural log-probabilities of the tokens of ``top_ids``, float32, shape
-            (B, S, k).
-        tail: Probability of all tokens outside ``top_ids``, float32, shape (B, S).
+        top_log_probs: Their natural log-probabilities, float32, shape (B, S, k).
+        tail: Probability of all other tokens, float32, shape (B, S).
     """
 
     states: mx.array
@@ -136,13 +133,11 @@ def draft_loss(
     Args:
         logits: The drafter's logits after the root and each draft but the last, float32, shape
             (B, S, V).
-        batch: All positions of a batch, or some of them.
-        counts: Number of positions of the whole batch whose step i counts, so that the losses of
-            its parts add up, float32, shape (S,).
+        batch: Some or all positions of a batch.
+        counts: Number of positions of the whole batch whose step i counts, float32, shape (S,).
         recipe: Training objective.
-        confidences: Natural log-probabilities that the drafts are accepted, as the drafter
-            estimates them, float32, shape (B, S), or None. Their cross-entropy with `overlap` is
-            part of l, as in DSpark.
+        confidences: Natural log-probabilities of acceptance by the drafter's own estimate, float32,
+            shape (B, S), or None. Their cross-entropy with `overlap` joins l, as in DSpark.
     """
     drafter = Distribution.of(logits)
     teacher = (batch.top_ids, batch.top_log_probs, batch.tail)
@@ -178,7 +173,7 @@ def divergence(
 
     Args:
         drafter: The drafter's distribution, shape (...).
-        top_ids: Rows of the head for the kept tokens, distinct, arbitrary for probability 0, shape
+        top_ids: Rows of the head for the kept tokens, distinct, arbitrary for probability 0,
             (..., k).
         top_log_probs: The target's natural log-probabilities of the kept tokens, shape (..., k).
         tail: The target's probability of all other tokens, shape (...).
@@ -212,9 +207,9 @@ def agreement(
     ``log(q_j / q_i)`` for every j. The probability of that is
     ``1 / sum_j max(p_j / p_i, q_j / q_i)`` (Gumbel coupling, arXiv 2408.07978).
 
-    The arguments and the events are those of `divergence`; the last event, any other token, never
-    counts as agreement. With the events sorted by ``q / p``, the sum over j is the sum of p up to
-    i, divided by p_i, plus the sum of q beyond i, divided by q_i.
+    The arguments and events are those of `divergence`; its last event never counts as agreement.
+    With the events sorted by ``q / p``, the sum over j is the sum of p up to i, divided by p_i,
+    plus the sum of q beyond i, divided by q_i.
     """
     log_q, log_q_tail = _log_probs_of_events(drafter, top_ids, top_log_probs)
     log_q = mx.where(top_log_probs > IMPOSSIBLE, log_q, LEAST_RATIO_LOG_PROB)
@@ -251,10 +246,7 @@ def confidence(drafter: Distribution, labels: mx.array) -> mx.array:
 
         rho_i = prod_{j < i} ((1 - a) q_j(x_{t+2+j}) + a),   a = `CONFIDENCE_FLOOR`
 
-    Args:
-        drafter: The drafter's distribution, shape (B, S).
-        labels: Rows of the head for the tokens that follow, -1 for tokens never accepted, shape
-            (B, S).
+    ``labels`` are rows of the head for the tokens that follow, -1 for those never accepted, (B, S).
     """
     probs = mx.stop_gradient(mx.exp(-cross_entropy(drafter, labels))) * (labels >= 0)
     factors = (1 - CONFIDENCE_FLOOR) * probs + CONFIDENCE_FLOOR

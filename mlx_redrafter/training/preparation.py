@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -21,9 +23,9 @@ from mlx_redrafter.training.corpus import (
     divide,
     limit_held_out,
 )
-from mlx_redrafter.training.data import Encoder, read_items
+from mlx_redrafter.training.data import Encoder, TokenSequence, read_items
 from mlx_redrafter.training.duration import Timetable, Workload
-from mlx_redrafter.training.fingerprinting import fingerprint_weights
+from mlx_redrafter.training.files import fingerprint_weights
 from mlx_redrafter.training.initial import (
     choose_slice,
     compute_head_matrix,
@@ -59,8 +61,7 @@ class Preparation:
     Attributes:
         request: The request, fitted to the target's context and the length of an earlier drafter.
         student: The drafter; a new one has no weights until `run`.
-        target_facts: Name of the target, fingerprint of its weights, and digest of its tokens if
-            they can be read, for the drafter's ``config.json``.
+        target_facts: Name, fingerprint and, if they can be read, digest of tokens of the target.
         start_fingerprint: Fingerprint of the earlier drafter's weights, None for a new drafter.
     """
 
@@ -99,15 +100,12 @@ class Preparation:
                 network = replace(request.network, length=length)
                 self.request = replace(request, network=network)
             self.start_fingerprint = fingerprint_weights(self.student.network)
-        self.target_fingerprint = fingerprint_weights(model)
-        self.target_facts = {
-            "name": shared_name(request.model),
-            "fingerprint": self.target_fingerprint,
-        }
+        fingerprint = fingerprint_weights(model)
+        self.target_facts = {"name": shared_name(request.model), "fingerprint": fingerprint}
         if (tokens := digest_tokens(find_model(request.model))) is not None:
             self.target_facts["tokens"] = tokens
         identity = {
-            "target": self.target_fingerprint,
+            "target": fingerprint,
             "texts": self._sources.text_fingerprint,
             "chat template": str(getattr(self._tokenizer, "chat_template", None)),
             "top_k": TOP_K,
@@ -119,7 +117,7 @@ class Preparation:
     def plan(self) -> Timetable | None:
         """Report the disk, memory and time that the run needs, and check that they suffice.
 
-        Return the time, or None for a run whose training has begun, which knows its steps.
+        Return the time, or None if training has begun, which knows its steps.
         """
         request = self.request
         if self._writer is None:
@@ -152,7 +150,7 @@ class Preparation:
             self.student.holding(self.student.new_network()),
             prompts,
             work.generated,
-            lambda done, total: self._reporter.progress("rehearsal", done, total),
+            partial(self._reporter.progress, "rehearsal"),
         )
         mx.clear_cache()
         minutes = request.training.minutes
@@ -182,32 +180,26 @@ class Preparation:
                 "expected the target to continue held-out prompts, found only empty continuations; "
                 "give other prompts"
             )
-        self._fill_cache("train", corpus)
-        self._fill_cache("held-out", corpus)
+        self._fill_cache("train", corpus.train, TOP_K)
+        self._fill_cache("held-out", corpus.held_out, TOP_TOKENS)
         if self.start_fingerprint is None:
             self._initialise(corpus)
         self.student.leave_target()
         return corpus
 
-    def _fill_cache(self, split: Split, corpus: Corpus) -> None:
-        """Compute the target's outputs on the texts of a split, unless the cache has them."""
-        is_train = split == "train"
-        sequences = corpus.train if is_train else corpus.held_out
+    def _fill_cache(self, split: Split, sequences: Sequence[TokenSequence], k: int) -> None:
         total = sum(map(len, sequences))
-        cache, target, layers = self.cache, self._target, self.student.layers
 
-        def report(stage: str, done: int) -> None:
-            self._reporter.progress(stage, done, total)
+        def report(done: int) -> None:
+            self._reporter.progress(f"reading {split} text", done, total)
 
-        k, stage = TOP_K if is_train else TOP_TOKENS, f"reading {split} text"
-        fill_cache(cache, split, target, sequences, k, layers, lambda n: report(stage, n))
+        fill_cache(self.cache, split, self._target, sequences, k, self.student.layers, report)
 
     def _initialise(self, corpus: Corpus) -> None:
         student, target, token_ids = self.student, self._target, None
         if student.row_ids is not None:
-            token_ids = select_frequent_tokens(
-                corpus.train, self._special, student.head_rows, target.vocab_size
-            )
+            sizes = student.head_rows, target.vocab_size
+            token_ids = select_frequent_tokens(corpus.train, self._special, *sizes)
         student.initialise(compute_head_matrix(target), self.request.training.seed, token_ids)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from statistics import mean
 from typing import TypeVar
@@ -22,12 +23,7 @@ from mlx_redrafter.training.duration import Pace
 from mlx_redrafter.training.self_generated import GenerationJob, TextGenerator
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher import (
-    BATCH_SEQUENCES,
-    MAX_CHUNK_TOKENS,
-    TOP_K,
-    read_sequences,
-)
+from mlx_redrafter.training.teacher import BATCH_SEQUENCES, MAX_CHUNK_TOKENS, TOP_K, read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Optimiser, choose_batches
 from mlx_redrafter.training.training_request import TrainingRequest
@@ -70,22 +66,19 @@ def rehearse(
     """
     on_stage(0, NUM_STAGES)
     num_texts = -(-num_generated // request.data_options.answer_tokens)
-    sequences, generating = _generate(
-        request, target, prompts, num_texts, lambda: on_stage(0, NUM_STAGES)
-    )
+    generated = partial(on_stage, 0, NUM_STAGES)
+    sequences, generating = _generate(request, target, prompts, num_texts, generated)
     on_stage(1, NUM_STAGES)
-    beginnings = [
-        TokenSequence(one.tokens[:WARM_UP_TOKENS], one.is_trained[:WARM_UP_TOKENS])
-        for one in sequences
-    ]
-    layers = student.layers
-    read_sequences(target, beginnings, TOP_K, layers)
-    shard, seconds = _timed(lambda: read_sequences(target, sequences, TOP_K, layers), is_warm=True)
+    warm_up = slice(WARM_UP_TOKENS)
+    beginnings = [TokenSequence(one.tokens[warm_up], one.is_trained[warm_up]) for one in sequences]
+    read_sequences(target, beginnings, TOP_K, student.layers)
+    read = partial(read_sequences, target, sequences, TOP_K, student.layers)
+    shard, seconds = _timed(read, is_warm=True)
     reading = seconds / shard.tokens.shape[0]
     on_stage(2, NUM_STAGES)
     ids = None if student.row_ids is None else np.arange(student.head_rows, dtype=np.int32)
     student.initialise(None, 0, ids)
-    step = _time_step(request, student, shard, lambda: on_stage(2, NUM_STAGES))
+    step = _time_step(request, student, shard, partial(on_stage, 2, NUM_STAGES))
     on_stage(3, NUM_STAGES)
     evaluation = _time_evaluation(request, student, shard)
     on_stage(4, NUM_STAGES)
@@ -99,7 +92,7 @@ def _generate(
     num_texts: int,
     on_step: Callable[[], None],
 ) -> tuple[list[TokenSequence], float]:
-    """Let the target generate sequences of one length, and time it, in seconds per token."""
+    """Let the target generate sequences of one length; also return the seconds per token."""
     options = request.data_options
     temps, longest = (0.0, options.temp), options.sequence_length
     generator = TextGenerator(target.model, (), 0)  # no text ends early
@@ -114,10 +107,7 @@ def _generate(
         on_step()
 
     texts = generator.generate_round(
-        jobs,
-        replace(options, answer_tokens=ANSWER_TOKENS),
-        0,
-        on_tokens,
+        jobs, replace(options, answer_tokens=ANSWER_TOKENS), 0, on_tokens
     )
     tokens = np.concatenate([text.tokens for text in texts])
     size = min(min(len(tokens), MAX_CHUNK_TOKENS) // BATCH_SEQUENCES, longest)
@@ -154,26 +144,17 @@ def _time_evaluation(
     request: TrainingRequest, student: Student, shard: Shard
 ) -> tuple[float, float]:
     """Time a measurement and a calibration, in seconds per token."""
-    few, fewer = (_first_tokens(shard, n) for n in (MEASURED_TOKENS, CALIBRATED_TOKENS))
+    few, fewer = shard.text(0, MEASURED_TOKENS), shard.text(0, CALIBRATED_TOKENS)
     length = request.network.length
     # Half of the held-out texts are greedy, half are sampled.
-    chains = [
-        _timed(lambda temp=temp: simulate(student, [few], length, temp))[1]  # type: ignore[misc]
-        for temp in (0.0, request.data_options.temp)
-    ]
-    _, calibration = _timed(lambda: student.calibrate([fewer]))
+    temps = 0.0, request.data_options.temp
+    chains = [_timed(partial(simulate, student, [few], length, temp))[1] for temp in temps]
+    _, calibration = _timed(partial(student.calibrate, [fewer]))
     return mean(chains) / few.tokens.shape[0], calibration / fewer.tokens.shape[0]
 
 
-def _first_tokens(shard: Shard, count: int) -> Shard:
-    """Cut a shard to its first tokens, as one sequence."""
-    arrays = {name: array[:count] for name, array in shard.arrays().items() if name != "starts"}
-    starts = mx.array([0, arrays["tokens"].shape[0]], dtype=mx.int32)
-    return replace(shard, starts=starts, **arrays)
-
-
 def _timed(work: Callable[[], Result], is_warm: bool = False) -> tuple[Result, float]:
-    """Return a result and its seconds, after an untimed call, in which MLX may compile."""
+    """Return a result and its seconds; MLX may compile in an untimed call before."""
     if not is_warm:
         work()
     start = time.perf_counter()

@@ -37,7 +37,7 @@ PROMPT_TOKENS = 32
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """Upper estimates of the resources of a run: tokens of all sequences, and sizes in bytes.
+    """Upper estimates: tokens of all sequences, and sizes in bytes.
 
     ``cache`` is for the target's outputs, ``disk`` for cache, state and drafter; ``memory`` is the
     peak.
@@ -68,7 +68,6 @@ class TargetSize:
 
     @classmethod
     def of(cls, target: Target) -> TargetSize:
-        """Measure a loaded target."""
         return cls(
             target.hidden_size,
             target.vocab_size,
@@ -107,14 +106,10 @@ def estimate(
     num_layers: int = 0,
     keeps_target: bool = False,
 ) -> ResourceEstimate:
-    """Estimate the resources for training a drafter.
+    """Estimate the resources for training a drafter of ``num_weights`` weights.
 
-    Args:
-        work: Amounts of work.
-        size: Sizes of the target.
-        num_weights: Number of the drafter's weights.
-        num_layers: Number of the target's layers whose inputs are stored for it.
-        keeps_target: Whether the target stays in memory while it is trained.
+    It reads the inputs of ``num_layers`` layers. With ``keeps_target`` the target stays in memory
+    while it is trained.
     """
     hidden, vocab = size.hidden_size, size.vocab_size
     k = min(teacher.TOP_K, vocab)

@@ -1,17 +1,20 @@
-"""A whole training run, from files to a drafter folder."""
+"""A whole training run, from files to a drafter folder with its card."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
 
+from mlx_redrafter.checkpoint_files import shared_name, write_text
+from mlx_redrafter.checkpoints.cards import CARD_FILE, render_card
 from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.corpus import Corpus
+from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import remove_leftovers
 from mlx_redrafter.training.preparation import Preparation
 from mlx_redrafter.training.simulated_decoding import simulate
@@ -19,18 +22,39 @@ from mlx_redrafter.training.state import TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Trainer, choose_batches
-from mlx_redrafter.training.training_report import write_training_card
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
+from mlx_redrafter.version import __version__
+
+# Training objective of each recipe, as the card describes it.
+OBJECTIVES = {
+    "soft": "KL divergence from the target's distributions (most probable tokens and the rest)",
+    "coupled": "probability of sampling the target's token with the same Gumbel noise",
+    "overlap": "total variation from the target's distributions, and cross-entropy on the text "
+    "(DSpark)",
+    "apple": "cross-entropy on the text, as in Apple's released code",
+}
+# Paragraphs after the table of facts.
+_MEASURED = """## Accepted drafts
+
+Simulated on {num_texts} texts that the target generated from held-out beginnings, half greedily,
+half sampled. The training text may include other parts of the files that the beginnings come from.
+Drafts for sampled texts are ranked with the target's Gumbel noise, as in decoding with a seed.
+
+| drafts | tokens/step | acceptance rate by position |
+|---|---|---|
+| chain of {num_drafts} | {rate:.2f} | {by_position} |
+
+## Training curve
+
+| step | seconds | loss (nats) | tokens/step |
+|---|---|---|---|
+{curve}
+"""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a run.
-
-    Attributes:
-        student: The drafter in ``out``, but in float32.
-        measured: Statistics of simulated decoding of held-out texts with chains.
-    """
+    """The drafter in ``out``, but in float32, and its simulated decoding of held-out texts."""
 
     student: Student
     measured: DecodingStats
@@ -41,11 +65,9 @@ def train_drafter(
 ) -> TrainingResult | None:
     """Train a drafter and write it to ``request.out``; return it, or None for a dry run.
 
-    ``on_begin`` is called after all checks, before the first file is written.
-
-    Raises:
-        RedrafterError: The files, the target, the options, the disk or the memory do not allow the
-            run; checked before any long computation, as far as possible.
+    ``on_begin`` is called after all checks, before the first file is written. Raise
+    `RedrafterError` if the files, the target, the options, the disk or the memory do not allow the
+    run, as far as possible before any long computation.
     """
     begun = time.monotonic()
     request.check_output()
@@ -57,7 +79,7 @@ def train_drafter(
     remove_leftovers(request.out)
     corpus, request = preparation.run(), preparation.request
     student, cache = preparation.student, preparation.cache
-    fingerprint, target = preparation.target_fingerprint, preparation.target_facts
+    target = preparation.target_facts
     identity = _describe_run(request, preparation, corpus)
     del preparation
     mx.clear_cache()  # nothing refers to the target now, except students that need it
@@ -89,7 +111,7 @@ def train_drafter(
     best.calibrate(watched())
     measured = simulate(best, watched(), request.network.length, request.data_options.temp)
     _save(best, request, target)
-    write_training_card(request, fingerprint, corpus, best, trainer.progress, measured)
+    _write_card(request, target["fingerprint"], corpus, best, trainer.progress, measured)
     return TrainingResult(best, measured)
 
 
@@ -99,7 +121,7 @@ def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Co
         **asdict(request.data_options),
         **asdict(request.network),
         **asdict(request.training),
-        "target": preparation.target_fingerprint,
+        "target": preparation.target_facts["fingerprint"],
         "start_from": preparation.start_fingerprint,
         "trained tokens": sum(map(len, corpus.train)),
     }
@@ -118,3 +140,52 @@ def _report_step(progress: TrainingProgress, reporter: Reporter) -> None:
 
 def _save(student: Student, request: TrainingRequest, target: Mapping[str, str]) -> None:
     student.in_dtype(mx.float16).save(request.out, {"target": target})
+
+
+def _write_card(
+    request: TrainingRequest,
+    target_fingerprint: str,
+    corpus: Corpus,
+    student: Student,
+    progress: TrainingProgress,
+    measured: DecodingStats,
+) -> None:
+    """Write the card to ``README.md``, with statistics of simulated decoding of held-out texts."""
+    target, options = shared_name(request.model), request.training
+    start = request.network.start_from
+    files = [path.name for path in (*request.data, *request.prompts)]
+    rows = {
+        "target": f"`{target}`, weights {target_fingerprint}",
+        "started from": "new weights" if start is None else f"`{shared_name(start)}`",
+        "head": student.summary,
+        "objective": OBJECTIVES[options.recipe],
+        "files": ", ".join(f"`{name}`" for name in files),
+        "tokens": f"{_count_trained(corpus.given):,} given, "
+        f"{_count_trained(corpus.self_generated):,} self-generated by the target",
+        "steps": f"{progress.step:,} of {progress.total_steps:,}, of "
+        f"{options.batch_tokens:,} positions, in {progress.seconds / 60:.1f} minutes; the weights "
+        f"are the averaged ones of step {progress.best_step:,}",
+        "learning rate": f"{options.lr or student.learning_rate:g}, seed {options.seed}",
+        "made with": f"mlx-redrafter {__version__}",
+    }
+    summary = (
+        f"{student.name[0].upper() + student.name[1:]} that makes this model decode faster without "
+        "changing its text, for these weights only."
+    )
+    rest = _MEASURED.format(
+        num_drafts=request.network.length - 1,
+        rate=measured.tokens_per_step or 1.0,
+        by_position=" ".join(f"{rate:.0%}" for rate in measured.acceptance_rate_by_depth),
+        num_texts=len(corpus.held_out),
+        curve="\n".join(
+            f"| {p.step:,} | {p.seconds:.0f} | {'' if p.step == 0 else f'{p.loss:.3f}'} | "
+            f"{p.tokens_per_step:.2f} |"
+            for p in progress.curve
+        ),
+    )
+    card = render_card(f"Drafter for {target}", target, summary, rows, rest)
+    write_text(request.out / CARD_FILE, card)
+
+
+def _count_trained(sequences: Sequence[TokenSequence]) -> int:
+    return sum(int(sequence.is_trained.sum()) for sequence in sequences)

@@ -1,8 +1,8 @@
 """Self-generated training data: texts by the target, which the drafter learns to predict.
 
-Half of the texts are greedy, half are sampled at the temperature in `DataOptions`. The target
-generates them in rounds, the texts of a round at once. Each round is stored whole in its own file,
-so that an interrupted run continues with the next round.
+Half of them are greedy, half are sampled. The target generates them in rounds, the texts of a round
+at once. Each round is stored whole in its own file, so that an interrupted run continues with the
+next one.
 """
 
 from __future__ import annotations
@@ -35,15 +35,11 @@ NUM_BEGINNINGS = 28
 
 
 class GenerationJob(NamedTuple):
-    """One text to generate."""
-
     prompt: list[int]
     temp: float
 
 
 class TextGenerator:
-    """Generator of texts by the target."""
-
     def __init__(self, model: nn.Module, stop_tokens: Iterable[int], seed: int):
         self.model = model
         self.stop_tokens = sorted(stop_tokens)
@@ -97,7 +93,6 @@ class TextGenerator:
         number: int,
         on_tokens: OnTokens = lambda count: None,
     ) -> list[TokenSequence]:
-        """Generate the texts of one round. Seeds MLX's global random state."""
         mx.random.seed(self.seed + 1_000_003 * number)
         answers: list[list[int]] = []
         # mlx-lm cannot decode some models in batches.
@@ -112,8 +107,11 @@ class TextGenerator:
                 self.stop_tokens,
                 partial(report_after, sum(map(len, answers)), on_tokens),
             )
-        pairs = zip(jobs, answers, strict=True)
-        return [_as_sequence(job.prompt, answer) for job, answer in pairs]
+        sequences = []
+        for job, reply in zip(jobs, answers, strict=True):
+            tokens = np.array([*job.prompt, *reply], dtype=np.int32)
+            sequences.append(TokenSequence(tokens, np.arange(len(tokens)) >= len(job.prompt)))
+        return sequences
 
 
 def count_texts(model: nn.Module) -> int:
@@ -125,23 +123,11 @@ def count_texts(model: nn.Module) -> int:
 
 
 def report_after(before: int, on_tokens: OnTokens, count: int) -> None:
-    """Report a count of tokens after those before."""
     on_tokens(before + count)
 
 
-def _as_sequence(prompt: list[int], answer: list[int]) -> TokenSequence:
-    tokens = np.array([*prompt, *answer], dtype=np.int32)
-    return TokenSequence(tokens, np.arange(len(tokens)) >= len(prompt))
-
-
 class PromptSource(NamedTuple):
-    """A source of prompts.
-
-    Attributes:
-        tokens: Token ids.
-        is_fixed: Whether the prompt is always all of ``tokens``; otherwise the prompt is a
-            beginning of random length.
-    """
+    """A source of prompts: all of its tokens if it is fixed, else a beginning of random length."""
 
     tokens: list[int]
     is_fixed: bool
@@ -158,8 +144,8 @@ def plan_jobs(
 ) -> Iterator[GenerationJob]:
     """Plan jobs that use the sources alternately, half of them greedy, half sampled.
 
-    A third greedy answer to a fixed prompt would repeat an earlier one, so fixed prompts are only
-    sampled after two passes.
+    A third greedy answer to a fixed prompt would repeat an earlier one, so these are only sampled
+    after two passes.
     """
     rng = np.random.default_rng(seed)
     for turn in range(num_passes):
@@ -178,7 +164,6 @@ def pack_sequences(sequences: Sequence[TokenSequence]) -> dict[str, mx.array]:
 
 
 def unpack_sequences(arrays: dict[str, mx.array]) -> list[TokenSequence]:
-    """Split the arrays of `pack_sequences` into sequences."""
     tokens, is_trained = np.array(arrays["tokens"]), np.array(arrays["is_trained"])
     starts = np.array(arrays["starts"])
     return [TokenSequence(tokens[a:b], is_trained[a:b]) for a, b in pairwise(starts)]

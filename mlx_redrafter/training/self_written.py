@@ -48,9 +48,8 @@ ORIGIN = "the model's own text"
 class PromptWriter:
     """Writer of prompts by a target.
 
-    Attributes:
-        prefix: Tokens before a user's message or a text, () if random tokens take their place.
-        stop_tokens: Tokens that end a message; none end a beginning.
+    ``prefix`` has the tokens before a user's message or a text, () if random tokens take their
+    place, and ``stop_tokens`` those that end a message; none end a beginning.
     """
 
     model: nn.Module
@@ -60,11 +59,7 @@ class PromptWriter:
 
     @classmethod
     def of(cls, model: nn.Module, tokenizer: TokenizerWrapper, vocab_size: int) -> PromptWriter:
-        """Prepare for a model.
-
-        Raises:
-            ConfigError: Its chat template does not contain the user's message.
-        """
+        """Prepare; raise `ConfigError` if the chat template lacks the user's message."""
         if not tokenizer.has_chat_template:
             bos = getattr(tokenizer, "bos_token_id", None)
             return cls(model, tokenizer, () if bos is None else (bos,), ())
@@ -77,8 +72,7 @@ class PromptWriter:
     ) -> Sources:
         """Write the prompts of a run, none of them empty or twice; those in ``folder`` are read.
 
-        Raises:
-            DataError: The model writes too few.
+        Raise `DataError` if the model writes too few.
         """
         wanted = count_prompts(options)
         longest = QUESTION_TOKENS if self.stop_tokens else SHORTEST_BEGINNING + NUM_BEGINNINGS

@@ -1,11 +1,8 @@
 """Simulated decoding of self-generated texts: tokens per step, without running the target.
 
-Decoding reproduces a text x_1 .. x_n of the target: at each position the target chooses the next
-token of the text. So drafting from the cached hidden states, and comparing the drafts with the
-text, gives the steps of decoding. Sampled texts are drafted with posterior Gumbel noise, because
-decoding with a seed ranks drafts with the noise that the target samples with.
-
-Axes: n tokens of a shard.
+Decoding reproduces a text of the target. So drafting from the cached hidden states, and comparing
+the drafts with the text, gives the steps of decoding. Sampled texts are drafted with posterior
+Gumbel noise, as decoding with a seed ranks drafts with the target's.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ def simulate(
             Gumbel noise, like decoding with one of mlx-lm's samplers.
 
     Returns:
-        Counts over all texts as if they were one text. The first token of a text belongs to no
-        step; only one such token is counted, which makes ``tokens_per_step`` exact.
+        Counts as if all texts were one; the first token of a text belongs to no step, and only one
+        such token is counted.
     """
     total = DecodingStats(num_tokens=1)
     for shard in shards:
@@ -51,13 +48,12 @@ def simulate(
 
 
 def _is_greedy(shard: Shard, generated: NDArray[np.int64]) -> bool:
-    """Tell whether tokens were generated greedily; in low precision a few tokens may differ."""
+    # In low precision a few tokens may differ.
     best = np.array(shard.top_ids[:, 0])[generated - 1]
     return bool(np.mean(best == np.array(shard.tokens)[generated]) > GREEDY_SHARE)
 
 
 def _walk(accepted: Sequence[int], length: int, total: DecodingStats) -> None:
-    """Count the steps over a text with so many accepted drafts after each of its tokens."""
     root = 0
     while root < len(accepted):
         # The token after the accepted drafts is the bonus token, unless the text ends before it.

@@ -1,8 +1,7 @@
 """The state that training carries from one step to the next, in one file.
 
-The file is replaced as a whole, so a run that is killed at any moment continues from a finished
-step. Since batches and learning rate depend on the step alone, a resumed run ends in the same
-weights as an undisturbed one.
+The file is replaced as a whole, so a killed run continues from a finished step. Batches and
+learning rate depend on the step alone, so it ends in the same weights as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ FORMAT = "5"
 class CurvePoint:
     """One measurement of the training curve.
 
-    Attributes:
-        seconds: Training time so far, in seconds.
-        loss: Mean loss since the last measurement, not comparable between recipes, in nats.
-        tokens_per_step: Simulated tokens per step on held-out texts, with chains of ``L - 1``
-            drafts.
+    ``loss`` is the mean since the last measurement, in nats, not comparable between recipes.
+    ``tokens_per_step`` is simulated on held-out texts, with chains of L - 1 drafts.
     """
 
     step: int
@@ -41,11 +37,10 @@ class CurvePoint:
 class TrainingProgress:
     """Counters and measurements of a run.
 
-    Attributes:
-        num_evaluations: Number of measurements of the whole run, the first one left out.
-        best: Maximum tokens per step measured so far, at ``best_step``.
-        since_best: Number of measurements without improvement in the second half of the run.
-        loss_sum: Sum of the ``loss_count`` losses since the last measurement, in nats.
+    ``num_evaluations`` is the number of measurements of the whole run, the first one left out.
+    ``best`` is the maximum of tokens per step so far, at ``best_step``; ``since_best`` counts the
+    measurements without improvement in the second half of the run. ``loss_sum`` is the sum of the
+    ``loss_count`` losses since the last measurement, in nats.
     """
 
     total_steps: int

@@ -58,9 +58,7 @@ def fill_cache(
     for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS)):
         if not (cache.has(split, number) and cache.has(split, number, layers)):
             shard = read_sequences(target, group, k, layers, partial(report_after, done, on_tokens))
-            if shard.states is not None:
-                cache.save_states(split, number, layers, shard.states)
-            cache.save(split, number, shard)
+            cache.save(split, number, shard, layers)
         done += sum(map(len, group))
         on_tokens(done)
 
@@ -88,7 +86,7 @@ def read_sequences(
 ) -> Shard:
     """Compute hidden states, inputs of layers and most probable next tokens at every token.
 
-    ``on_tokens`` receives, after every pass, the number of tokens of the sequences that are done.
+    ``on_tokens`` receives the number of tokens done, after every pass.
     """
     total = sum(map(len, sequences))
     k = min(k, target.vocab_size)
@@ -154,10 +152,7 @@ def _read_batch(
 
 
 def summarise(outputs: TargetOutputs, k: int) -> TokenOutputs:
-    """Keep the k most probable next tokens, 1 to V, and the probability of the rest.
-
-    Blocks until MLX has evaluated them.
-    """
+    """Keep the k most probable next tokens, and the rest's probability; blocks until evaluated."""
     logits, hidden = outputs.logits, outputs.hidden_states
     states = hidden[..., :0] if outputs.states is None else outputs.states
     batch, size, vocab = logits.shape

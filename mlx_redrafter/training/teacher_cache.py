@@ -1,8 +1,7 @@
 """The teacher cache: the target's outputs at every token of every sequence, on disk.
 
-One pass of the target over the sequences computes all that training needs, for every unroll step,
-so the target runs once however long the drafter trains. A cache belongs to one target, one set of
-texts and one set of options; opening it with others is an error.
+One pass of the target computes all that training needs, however long the drafter trains. A cache
+belongs to one target, one set of texts and one set of options; opening it with others is an error.
 
 Axes: n tokens of a shard, d sequences, H hidden size, C layers of the target, k kept tokens, L beam
 length of a drafter.
@@ -48,11 +47,10 @@ class Shard:
         starts: Index of the first token of each sequence, and n, int32, shape (d + 1,).
         hidden: The target's last hidden state after the final norm, float16, shape (n, H).
         top_ids: The k most probable next tokens, most probable first, int32, shape (n, k).
-        top_log_probs: Natural log-probabilities of the tokens of ``top_ids``, float16, shape
-            (n, k).
-        tail: Probability of all next tokens outside ``top_ids``, float32, shape (n,).
-        states: The concatenated inputs of C of the target's layers, which only some drafters read
-            and which have a file of their own, or None, float16, shape (n, C * H).
+        top_log_probs: Their natural log-probabilities, float16, shape (n, k).
+        tail: Probability of all other next tokens, float32, shape (n,).
+        states: Inputs of C of the target's layers, for the drafters that read them, float16, shape
+            (n, C * H), or None; they have a file of their own.
     """
 
     tokens: mx.array
@@ -68,22 +66,21 @@ class Shard:
         """Return the arrays in the shard's file, by name."""
         return {name: value for name, value in vars(self).items() if name != "states"}
 
+    def text(self, start: int, end: int) -> Shard:
+        """Return the tokens from ``start`` to ``end`` as one sequence."""
+        parts = {name: one[start:end] for name, one in vars(self).items() if one is not None}
+        parts["starts"] = mx.array([0, parts["tokens"].shape[0]], dtype=mx.int32)
+        return Shard(**parts)
+
     def texts(self) -> Iterator[Shard]:
         """Iterate over the sequences, each as a shard of its own."""
-        names = [name for name in self.arrays() if name != "starts"]
-        for start, end in pairwise(to_ints(self.starts)):
-            arrays = {name: getattr(self, name)[start:end] for name in names}
-            states = None if self.states is None else self.states[start:end]
-            starts = mx.array([0, end - start], dtype=mx.int32)
-            yield Shard(starts=starts, states=states, **arrays)
+        return (self.text(start, end) for start, end in pairwise(to_ints(self.starts)))
 
 
 class TeacherCache:
     """A folder of shards.
 
-    Args:
-        identity: Target, texts and options that the cache depends on, as strings and numbers by
-            name.
+    ``identity`` has the target, texts and options that the cache depends on, by name.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, object]):
@@ -114,16 +111,12 @@ class TeacherCache:
     def has(self, split: Split, number: int, layers: Sequence[int] = ()) -> bool:
         return self.path(split, number, layers).exists()
 
-    def save(self, split: Split, number: int, shard: Shard) -> None:
-        """Store a shard; blocks until MLX has evaluated its arrays."""
+    def save(self, split: Split, number: int, shard: Shard, layers: Sequence[int] = ()) -> None:
+        """Store a shard with the inputs of layers; blocks until MLX has evaluated its arrays."""
         self.begin()
+        if shard.states is not None:
+            save_arrays(self.path(split, number, layers), {"states": shard.states})
         save_arrays(self.path(split, number), shard.arrays())
-
-    def save_states(
-        self, split: Split, number: int, layers: Sequence[int], states: mx.array
-    ) -> None:
-        """Store the inputs of layers at a shard's tokens; blocks until MLX has evaluated them."""
-        save_arrays(self.path(split, number, layers), {"states": states})
 
     def load(self, split: Split, number: int, layers: Sequence[int] = ()) -> Shard:
         """Read a shard, with the inputs of some layers if any are given."""

@@ -54,7 +54,10 @@ def answer(
                     is_open.remove(i)
         if is_open and len(rows) - len(is_open) > ENDED_SHARE * len(rows):
             kept = [row for row, i in enumerate(rows) if i in is_open]
-            tokens, rows = _keep(caches, tokens, kept), [rows[row] for row in kept]
+            where, rows = mx.array(kept), [rows[row] for row in kept]
+            tokens = tokens[where]
+            for cache in caches:
+                cache.filter(where)
         on_tokens(sum(map(len, answers)))
     return answers
 
@@ -104,11 +107,3 @@ def _read_prompts(
         for cache in caches:
             cache.finalize()
     return caches
-
-
-def _keep(caches: Sequence[Any], tokens: mx.array, rows: list[int]) -> mx.array:
-    """Leave only some rows in the caches, and return their tokens."""
-    kept = mx.array(rows)
-    for cache in caches:
-        cache.filter(kept)
-    return tokens[kept]

@@ -48,13 +48,7 @@ Event = Callable[[TrainingProgress], None]
 class Optimiser:
     """AdamW with warm-up, cosine, clipping, and a moving average of the weights."""
 
-    def __init__(
-        self,
-        student: Student,
-        stretch: int,
-        options: TrainingOptions,
-        total_steps: int,
-    ):
+    def __init__(self, student: Student, stretch: int, options: TrainingOptions, total_steps: int):
         self.student = student
         self.network = student.network
         self.stretch = stretch
@@ -94,7 +88,6 @@ class Optimiser:
         return dict(tree_flatten(state))
 
     def restore(self, arrays: Arrays) -> None:
-        """Restore the state that `arrays` returned."""
         self.network.load_weights(list(_select_prefix("weights.", arrays).items()), strict=False)
         state = tree_unflatten(list(_select_prefix("optimiser.", arrays).items()))
         self.adam.state = state
@@ -178,11 +171,9 @@ class Trainer:
     def run(self, on_step: Event, on_best: Callable[[Student], None]) -> Student:
         """Train to the end, and return the drafter with the best averaged weights.
 
-        Args:
-            on_step: Called with the progress after every step. A KeyboardInterrupt from the call
-                passes on after the state is written, so that no step is lost.
-            on_best: Called with the averaged drafter after each measurement at least as good as all
-                before.
+        ``on_step`` receives the progress after every step; the state is written before a
+        KeyboardInterrupt from it passes on. ``on_best`` receives the averaged drafter after each
+        measurement at least as good as all before.
         """
         progress = self.progress
         if not progress.curve:

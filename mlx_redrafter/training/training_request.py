@@ -26,11 +26,10 @@ class TrainingRequest:
     """The files, models and options of a training run.
 
     Attributes:
-        model: Folder or hub repository of the target.
         data: Files of texts, chats or prompts; without ``data`` and ``prompts``, the target writes
             the prompts itself.
-        cache: Folder of the teacher cache, by default inside ``out``. Runs with the same target,
-            files and data options may share a cache.
+        cache: Folder of the teacher cache, by default inside ``out``; runs with the same target,
+            files and data options may share it.
         trust_remote_code: Whether to run code from the target's checkpoint.
         dry_run: Whether to stop before anything is written, once time, disk and memory are known.
         overwrite: Whether ``out`` and ``cache`` may hold files that no training wrote.
@@ -64,7 +63,6 @@ class TrainingRequest:
 
     @property
     def is_begun(self) -> bool:
-        """Whether an earlier call has begun a run in ``out``."""
         return has_state(self.state_folder) or any(
             (self.out / name).exists() for name in (RUN_FILE, f"{CACHE_FOLDER}/{MANIFEST}")
         )

@@ -21,14 +21,13 @@ from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import FAMILIES
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
-from tests.helpers import mimo
 from tests.helpers.cli import run
 from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import tiny_llama
-from tests.helpers.mtp import family_config, module_tensors
+from tests.helpers.mtp import MIMO_PREFIX, family_config, module_tensors, write
 from tests.unit.proposers.test_mtp import own_folder
 
-MODULE = mimo.module_tensors()
+MODULE = module_tensors()
 
 
 def convert(source: Path | str, out: Path, **options: Any) -> Any:
@@ -38,7 +37,7 @@ def convert(source: Path | str, out: Path, **options: Any) -> Any:
 def published(folder: Path, model_type: str = "mimo") -> Path:
     """A folder with a config and the tensors of a module alone."""
     config = family_config(model_type)
-    return mimo.write(folder, module_tensors(config), config)
+    return write(folder, module_tensors(config), config)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -110,7 +109,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
 ) -> None:
     files = dict.fromkeys(MODULE, "model-00002.safetensors")
     index = {"weight_map": {**files, "lm_head.weight": "model-00001.safetensors"}}
-    folder = mimo.write(tmp_path / "cache", {})
+    folder = write(tmp_path / "cache", {})
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     asked: list[list[str]] = []
@@ -138,7 +137,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
 
 
 def changed(name: str, tensor: mx.array | None) -> dict[str, mx.array]:
-    tensors = {**MODULE, mimo.PREFIX + name: tensor}
+    tensors = {**MODULE, MIMO_PREFIX + name: tensor}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -159,7 +158,7 @@ BAD: dict[str, tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], st
 @pytest.mark.parametrize("case", BAD)
 def test_bad_sources_are_refused(tmp_path: Path, case: str) -> None:
     tensors, options, kind, message = BAD[case]
-    source = mimo.write(tmp_path / "source", tensors)
+    source = write(tmp_path / "source", tensors)
     with pytest.raises(kind, match=message):
         convert(source, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

@@ -155,7 +155,7 @@ def test_a_failure_leaves_or_brings_back_the_earlier_output(
             raise OSError("disk full")
         rename(*paths)  # type: ignore[arg-type]
 
-    broken = {"output.render_card": fail, "publication.os.rename": fail_once}
+    broken = {"conversion.render_card": fail, "publication.os.rename": fail_once}
     for name, function in broken.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"mlx_redrafter.convert.{name}", function)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.conversion import Conversion, convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
-from mlx_redrafter.convert.output import Conversion
 from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.proposers.redrafter import load as load_drafter

@@ -16,9 +16,8 @@ import pytest
 
 from mlx_redrafter import load_drafter
 from mlx_redrafter.bench.lab.contexts import prefill
-from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.conversion import Conversion, convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
-from mlx_redrafter.convert.output import Conversion
 from mlx_redrafter.convert.selftest import MIN_ACCEPTANCE, TOKENS_PER_PROMPT
 from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
 from mlx_redrafter.draft_plan import DraftShape

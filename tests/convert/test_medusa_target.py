@@ -14,9 +14,8 @@ import pytest
 from mlx_redrafter import generate, load, stream_generate
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.recognition import recognise
-from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.conversion import Conversion, convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
-from mlx_redrafter.convert.output import Conversion
 from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.convert.selftest import MIN_ACCEPTANCE
 from mlx_redrafter.errors import CheckpointError, ConfigError

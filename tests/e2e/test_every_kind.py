@@ -29,7 +29,7 @@ from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.specformer.config import SpecFormerConfig
 from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.trees.tree import TokenTree
-from tests.helpers import mimo, toy
+from tests.helpers import mtp, toy
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.cli import Cli
 from tests.helpers.few_shapes import compile_passes
@@ -38,7 +38,7 @@ from tests.helpers.models import fast_tokenizer, random_drafter
 from tests.server.serving import KEY, serving
 
 VOCAB_SIZE = 264
-CONFIG = {**mimo.CONFIG, "vocab_size": VOCAB_SIZE, "eos_token_id": 0}
+CONFIG = {**mtp.MIMO, "vocab_size": VOCAB_SIZE, "eos_token_id": 0}
 PROMPTS = ["Once upon a time", "abc abc abc abc", "Lily"]
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -51,8 +51,8 @@ CALIBRATION: dict[str, Any] = {"inverse_temperature": 1.7, "coupling_weight": 0.
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
     """A random MiMo with a tokenizer and the tensors of its MTP module."""
-    model = named_parameters(mimo.tiny_mimo(config=config))
-    mimo.write(folder, {**model, **mimo.module_tensors(config)}, config)
+    model = named_parameters(mtp.tiny_mimo(config=config))
+    mtp.write(folder, {**model, **mtp.module_tensors(config)}, config)
     fast_tokenizer()._tokenizer.save_pretrained(folder)
     return folder
 

@@ -67,20 +67,18 @@ YARN: Config = {
 }
 SLIDING = ["sliding_attention"] * LAYERS
 MIXED = ["full_attention", "sliding_attention"]
-SLIDING_LAYERS: Config = {
-    "layer_types": SLIDING,
-    "sliding_window": WINDOW,
-    "use_sliding_window": True,
-}
+BOUNDED: Config = {"layer_types": SLIDING, "sliding_window": WINDOW}
+SLIDING_LAYERS: Config = {**BOUNDED, "use_sliding_window": True}
+Shapes = dict[str, tuple[int, ...]]
 
 
-def backbone(taps: int = 2) -> dict[str, tuple[int, ...]]:
+def per_layer(shapes: Shapes) -> Shapes:
+    """Return the shapes of one layer's tensors for every layer."""
+    return {f"layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in shapes.items()}
+
+
+def backbone(taps: int = 2) -> Shapes:
     """Return the shapes of Qwen 3's decoder layers and of what reads the target."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, taps * HIDDEN),
-        "hidden_norm.weight": (HIDDEN,),
-        "norm.weight": (HIDDEN,),
-    }
     layer = {
         "self_attn.q_proj": (HEADS * HEAD_SIZE, HIDDEN),
         **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (GROUPS * HEAD_SIZE, HIDDEN)),
@@ -90,29 +88,36 @@ def backbone(taps: int = 2) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj": (HIDDEN, WIDTH),
         **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (HIDDEN,)),
     }
-    for i in range(LAYERS):
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes
+    return {
+        "fc.weight": (HIDDEN, taps * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+        **per_layer({f"{name}.weight": shape for name, shape in layer.items()}),
+    }
 
 
-def selector() -> dict[str, tuple[int, ...]]:
+def selector() -> Shapes:
     """Return the shapes of DFlash 2's selector and convolutions."""
-    shapes: dict[str, tuple[int, ...]] = {
+    return {
         "candidate_selector.predecessor_codebook": (VOCAB, RANK),
         "candidate_selector.successor_codebook": (VOCAB, RANK),
         "candidate_selector.hidden_projection.weight": (RANK, HIDDEN),
+        **per_layer(
+            {
+                f"{part}_conv.{name}": shape
+                for part in ("attention", "mlp")
+                for name, shape in (
+                    ("base_kernel", (2, TAPS, HIDDEN)),
+                    ("kernel_projection.weight", (2 * TAPS * GROUPS_OF_KERNELS, HIDDEN)),
+                )
+            }
+        ),
     }
-    for i in range(LAYERS):
-        for part in ("attention_conv", "mlp_conv"):
-            name = f"layers.{i}.{part}"
-            shapes[f"{name}.base_kernel"] = (2, TAPS, HIDDEN)
-            shapes[f"{name}.kernel_projection.weight"] = (2 * TAPS * GROUPS_OF_KERNELS, HIDDEN)
-    return shapes
 
 
-def markov(kind: str = "vanilla", rows: int = VOCAB) -> dict[str, tuple[int, ...]]:
+def markov(kind: str = "vanilla", rows: int = VOCAB) -> Shapes:
     """Return the shapes of DSpark's Markov head and confidence head."""
-    shapes: dict[str, tuple[int, ...]] = {
+    shapes: Shapes = {
         "markov_head.markov_w1.weight": (VOCAB, RANK),
         "markov_head.markov_w2.weight": (rows, RANK),
         "confidence_head.proj.weight": (1, HIDDEN + RANK),
@@ -187,15 +192,6 @@ SELECTOR_KEYS: Config = {
     "selector_rank": RANK,
     "selector_top_k": 16,
 }
-SANDWICH: dict[str, tuple[int, ...]] = {
-    f"layers.{i}.{name}": shape
-    for i in range(LAYERS)
-    for name, shape in (
-        ("pre_feedforward_layernorm.weight", (HIDDEN,)),
-        ("post_feedforward_layernorm.weight", (HIDDEN,)),
-        ("layer_scalar", (1,)),
-    )
-}
 LFM: Config = {
     **LAYER,
     "architectures": ["Lfm2DSparkDraftModel"],
@@ -212,42 +208,48 @@ SPECFORGE_CONFIG: Config = {
 SPECFORGE_CONFIG["dflash_config"].pop("block_size")
 
 
-def _gated() -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the Qwen 3.5 fork, whose queries have gates."""
-    shapes = {**backbone(), **markov(), **OWN}
-    for i in range(LAYERS):
-        shapes[f"layers.{i}.self_attn.q_proj.weight"] = (2 * HEADS * HEAD_SIZE, HIDDEN)
-    return shapes
+# The Qwen 3.5 fork, whose queries have gates.
+GATED = per_layer({"self_attn.q_proj.weight": (2 * HEADS * HEAD_SIZE, HIDDEN)})
+# DeepSpec's Gemma 4, whose values are its keys before their norm.
+GEMMA = per_layer(
+    {
+        "self_attn.k_proj.weight": (HEAD_SIZE, HIDDEN),
+        "self_attn.v_proj.weight": (),
+        "pre_feedforward_layernorm.weight": (HIDDEN,),
+        "post_feedforward_layernorm.weight": (HIDDEN,),
+        "layer_scalar": (1,),
+    }
+)
+# NVIDIA's Nemotron drafter, which has the target's head and sinks.
+SINKS = {
+    "embed_tokens.weight": (VOCAB, HIDDEN),
+    **per_layer({"self_attn.attention_sink_bias": (HEADS,)}),
+}
 
 
-def _gemma() -> dict[str, tuple[int, ...]]:
-    """Return the shapes of DeepSpec's Gemma 4, whose values are its keys before their norm."""
-    shapes = {**backbone(), **markov(), **OWN, **SANDWICH}
-    for i in range(LAYERS):
-        del shapes[f"layers.{i}.self_attn.v_proj.weight"]
-        shapes[f"layers.{i}.self_attn.k_proj.weight"] = (HEAD_SIZE, HIDDEN)
-    return shapes
+def layout(config: Config, *references: str, more: Shapes | None = None) -> Layout:
+    """Return a layout of the backbone and more; tensors without axes are left out."""
+    shapes = {**backbone(), **(more or {})}
+    return Layout(config, {name: shape for name, shape in shapes.items() if shape}, references)
 
 
-def _sinks() -> dict[str, tuple[int, ...]]:
-    """Return the shapes of NVIDIA's Nemotron drafter, which has the target's head and sinks."""
-    shapes = {**backbone(), **markov(), "embed_tokens.weight": (VOCAB, HIDDEN)}
-    for i in range(LAYERS):
-        shapes[f"layers.{i}.self_attn.attention_sink_bias"] = (HEADS,)
-    return shapes
+def of_speculators(kind: str) -> Layout:
+    """Return the layout of a DSpark drafter of speculators with a Markov head of this kind."""
+    is_reduced = kind == "gated"
+    rows = REDUCED if is_reduced else VOCAB
+    keys = {**MARKOV_KEYS, "markov_head_type": kind, "sample_from_anchor": not is_reduced}
+    more = {**markov(kind, rows), **(REDUCED_HEAD if is_reduced else {})}
+    return layout(speculators("dspark", draft_vocab_size=rows, **keys), SPECULATORS, more=more)
 
 
+WITH_HEAD = {**markov(), **OWN}
 LAYOUTS: dict[str, Layout] = {
     # mlx-vlm reads a block_size at the top only.
-    "z-lab": Layout(zlab(block_size=6), backbone(), (ZLAB, VLM)),
-    "z-lab sliding": Layout(zlab(layer_types=MIXED, sliding_window=WINDOW), backbone(), (ZLAB,)),
-    "z-lab causal": Layout(
-        zlab(layer_types=SLIDING, sliding_window=WINDOW, is_causal=True), backbone(), (ZLAB,)
-    ),
-    "z-lab sliding, not causal": Layout(
-        zlab(layer_types=SLIDING, sliding_window=WINDOW, is_causal=False), backbone(), (ZLAB,)
-    ),
-    "z-lab scales": Layout(
+    "z-lab": layout(zlab(block_size=6), ZLAB, VLM),
+    "z-lab sliding": layout(zlab(**{**BOUNDED, "layer_types": MIXED}), ZLAB),
+    "z-lab causal": layout(zlab(**BOUNDED, is_causal=True), ZLAB),
+    "z-lab sliding, not causal": layout(zlab(**BOUNDED, is_causal=False), ZLAB),
+    "z-lab scales": layout(
         zlab(
             nested={
                 "input_embedding_scale": 2.5,
@@ -256,31 +258,26 @@ LAYOUTS: dict[str, Layout] = {
             },
             rope_parameters=YARN,
         ),
-        backbone(),
-        (ZLAB,),
+        ZLAB,
     ),
-    "incoai": Layout(
-        zlab("DFlash2DraftModel", SELECTOR_KEYS), {**backbone(), **selector()}, (ZLAB, VLM)
-    ),
-    "incoai sliding": Layout(
-        zlab("DFlash2DraftModel", SELECTOR_KEYS, layer_types=SLIDING, sliding_window=WINDOW),
-        {**backbone(), **selector()},
-        (ZLAB,),
+    "incoai": layout(zlab("DFlash2DraftModel", SELECTOR_KEYS), ZLAB, VLM, more=selector()),
+    "incoai sliding": layout(
+        zlab("DFlash2DraftModel", SELECTOR_KEYS, **BOUNDED), ZLAB, more=selector()
     ),
     "Meta": Layout(
         {
             **LAYER,
             "model_type": "muse_glimmer_assistant",
             "architectures": ["MuseGlimmerAssistantForCausalLM"],
-            **{"layer_types": SLIDING, "sliding_window": WINDOW},
+            **BOUNDED,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
             **{"block_size": 6, "mask_token_id": 47, "target_layer_ids": [0, 2], **NUM_LAYERS},
         },
         {META_NAMES.get(name, name): shape for name, shape in backbone().items()},
         (VLM,),
     ),
-    "DeepSpec": Layout(deepspec(), {**backbone(), **markov(), **OWN}, (DSPARK,)),
-    "DeepSpec Gemma 4": Layout(
+    "DeepSpec": layout(deepspec(), DSPARK, more=WITH_HEAD),
+    "DeepSpec Gemma 4": layout(
         {
             **deepspec("Gemma4DSparkModel", model_type="gemma4_text"),
             "hidden_activation": "gelu_pytorch_tanh",
@@ -296,80 +293,61 @@ LAYOUTS: dict[str, Layout] = {
                 }
             },
         },
-        _gemma(),
-        (DSPARK,),
+        DSPARK,
+        more={**WITH_HEAD, **GEMMA},
     ),
-    "NVIDIA": Layout(
+    "NVIDIA": layout(
         {
-            **deepspec(sliding_window=WINDOW, attention_sink_bias=True, dflash_query_causal=True),
-            "layer_types": SLIDING,
+            **deepspec(**BOUNDED, attention_sink_bias=True, dflash_query_causal=True),
             "sample_from_anchor": False,
             "dspark_bonus_anchor": True,
             "has_lm_head": False,
         },
-        _sinks(),
-        (DSPARK,),
+        DSPARK,
+        more={**markov(), **SINKS},
     ),
-    "SpecForge": Layout(SPECFORGE_CONFIG, {**backbone(), **markov()}, (DSPARK, VLM)),
-    "SpecForge YaRN": Layout(
-        {**SPECFORGE_CONFIG, "rope_parameters": YARN}, {**backbone(), **markov()}, (DSPARK, VLM)
+    "SpecForge": layout(SPECFORGE_CONFIG, DSPARK, VLM, more=markov()),
+    "SpecForge YaRN": layout(
+        {**SPECFORGE_CONFIG, "rope_parameters": YARN}, DSPARK, VLM, more=markov()
     ),
-    "LFM2.5": Layout(LFM, {**backbone(), **markov()}, (DSPARK, VLM)),
-    "Qwen3.5": Layout(
+    "LFM2.5": layout(LFM, DSPARK, VLM, more=markov()),
+    "Qwen3.5": layout(
         {
             **deepspec("Qwen35DSparkModel", model_type="qwen3_5"),
             "enable_qwen35_gated_q_proj": True,
             "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000.0},
         },
-        _gated(),
-        (DSPARK,),
+        DSPARK,
+        more={**WITH_HEAD, **GATED},
     ),
-    "speculators DFlash": Layout(
-        speculators("dflash", sample_from_anchor=False), backbone(), (SPECULATORS,)
+    "speculators DFlash": layout(speculators("dflash", sample_from_anchor=False), SPECULATORS),
+    "speculators DFlash at the anchor": layout(
+        speculators("dflash", sample_from_anchor=True), SPECULATORS
     ),
-    "speculators DFlash at the anchor": Layout(
-        speculators("dflash", sample_from_anchor=True), backbone(), (SPECULATORS,)
-    ),
-    "speculators DFlash 2": Layout(
+    "speculators DFlash 2": layout(
         speculators("dflash2", sample_from_anchor=False, **SELECTOR_KEYS),
-        {**backbone(), **selector()},
-        (SPECULATORS,),
+        SPECULATORS,
+        more=selector(),
     ),
-    "speculators DFlash sliding": Layout(
-        speculators("dflash", SLIDING_LAYERS, sample_from_anchor=False), backbone(), (SPECULATORS,)
+    "speculators DFlash sliding": layout(
+        speculators("dflash", SLIDING_LAYERS, sample_from_anchor=False), SPECULATORS
     ),
-    "speculators DFlash 2 sliding": Layout(
+    "speculators DFlash 2 sliding": layout(
         speculators("dflash2", SLIDING_LAYERS, sample_from_anchor=False, **SELECTOR_KEYS),
-        {**backbone(), **selector()},
-        (SPECULATORS,),
+        SPECULATORS,
+        more=selector(),
     ),
-    "speculators DSpark sliding": Layout(
+    "speculators DSpark sliding": layout(
         speculators(
             "dspark",
             {**SLIDING_LAYERS, "layer_types": MIXED},
             sample_from_anchor=True,
             **MARKOV_KEYS,
         ),
-        {**backbone(), **markov()},
-        (SPECULATORS,),
+        SPECULATORS,
+        more=markov(),
     ),
-    **{
-        f"speculators DSpark {kind}": Layout(
-            speculators(
-                "dspark",
-                sample_from_anchor=kind != "gated",
-                draft_vocab_size=REDUCED if kind == "gated" else VOCAB,
-                **{**MARKOV_KEYS, "markov_head_type": kind},
-            ),
-            {
-                **backbone(),
-                **markov(kind, REDUCED if kind == "gated" else VOCAB),
-                **(REDUCED_HEAD if kind == "gated" else {}),
-            },
-            (SPECULATORS,),
-        )
-        for kind in ("vanilla", "gated", "rnn")
-    },
+    **{f"speculators DSpark {kind}": of_speculators(kind) for kind in ("vanilla", "gated", "rnn")},
 }
 # Token ids of a reduced head's rows.
 REDUCED_IDS = np.arange(REDUCED) * 2 + 1
@@ -398,7 +376,6 @@ def tensor(layout: Layout, name: str) -> NDArray[Any]:
 
 
 def tensors(layout: Layout) -> dict[str, NDArray[Any]]:
-    """Make all tensors of a drafter."""
     return {name: tensor(layout, name) for name in layout.shapes}
 
 

@@ -82,7 +82,6 @@ class FakeTarget:
 
 
 def of_dflash(layout: Layout) -> list[Recorded]:
-    """Run z-lab's MLX model."""
     import mlx.core as mx
 
     package = importlib.import_module("dflash.model_mlx")
@@ -103,7 +102,6 @@ def of_dflash(layout: Layout) -> list[Recorded]:
 
 
 def of_mlx_dspark(layout: Layout) -> list[Recorded]:
-    """Run mlx-dspark's model."""
     import mlx.core as mx
 
     load = importlib.import_module("mlx_dspark.load").load_drafter
@@ -128,7 +126,6 @@ def of_mlx_dspark(layout: Layout) -> list[Recorded]:
 
 
 def of_mlx_vlm(layout: Layout) -> list[Recorded]:
-    """Run mlx-vlm's models."""
     import mlx.core as mx
 
     is_dspark = "markov_rank" in layout.config

@@ -69,7 +69,6 @@ def record(
 
 
 def main() -> None:
-    """Write the file."""
     rows = [
         {
             "shape": list(shape),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.helpers.mtp import family_config, module_tensors
+from tests.helpers.mtp import family_config, module_tensors, write
 from tests.helpers.published_heads import (
     ASSISTANTS,
     DRAFT_VOCAB,
@@ -29,7 +29,6 @@ from tests.helpers.published_heads import (
     pairs,
     speculators_head,
     text_and_states,
-    write,
 )
 
 # Numbers of entries of a target, within and beyond the window of 8 tokens.
@@ -99,7 +98,7 @@ def record_sidecar(name: str) -> np.ndarray:
     config = family_config(model_type)
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder, "model"), Path(folder, "mtp")
-        write(source, config, {k: np.array(v) for k, v in module_tensors(config).items()})
+        write(source, module_tensors(config), config)
         splitter = get_mtp_splitter(model_type)
         assert splitter is not None
         splitter.split(str(source), str(out), q_mode=mode)
@@ -188,7 +187,6 @@ def _transfers() -> ModuleType:
 
 
 def main() -> None:
-    """Write the file."""
     found = {name: record_speculators(name) for name in SPECULATORS}
     found |= {name: record_sidecar(name) for name in SIDECARS}
     for name in ASSISTANTS:

@@ -104,7 +104,6 @@ class Scripted:
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> ScriptedDrafting:
-        """Begin a text."""
         return ScriptedDrafting(self)
 
 
@@ -132,7 +131,6 @@ class ScriptedDrafting:
         return make_tree(tokens, parents, plan.shape.levels)
 
     def skip(self, flight: Pass) -> None:
-        """Count the tokens."""
         self.num_tokens += len(flight.tokens)
 
     def trim_to(self, length: int) -> None:

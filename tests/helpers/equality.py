@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_redrafter import stream_generate
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.engine.responses import ResponseStream
+from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.model_parts import find_parts
 from tests.helpers.models import wrapped_tokenizer
 
@@ -31,7 +32,6 @@ def stock_tokens(
 
 
 def ids(scored: Iterable[Scored]) -> list[int]:
-    """The tokens alone."""
     return [token for token, _ in scored]
 
 
@@ -88,8 +88,9 @@ def assert_turns(
         given = [*cache, *own]
         found = tokens(model, turn, drafter, max_tokens=max_tokens, prompt_cache=given, **shape)
         assert_same_tokens(expected, found, turn)
-        assert [layer.offset for layer in cache] == [layer.offset for layer in stock]
-        assert {layer.offset for layer in own} <= {cache[0].offset - behind * number}
+        held = [num_tokens([layer]) for layer in cache]
+        assert held == [num_tokens([layer]) for layer in stock]
+        assert {layer.offset for layer in own} <= {(num_tokens(cache) or 0) - behind * number}
 
 
 def batch_texts(stream: Iterable[Any], count: int) -> list[str]:

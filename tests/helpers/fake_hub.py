@@ -39,7 +39,6 @@ class FakeHub:
         self.pause = 0.0
 
     def add(self, name: str, folder: Path, **card: Any) -> None:
-        """Publish a folder."""
         self.folders[name], self.cards[name] = folder, card
 
     @contextmanager

@@ -66,16 +66,16 @@ def tiny_llama(
     """A random float32 llama with grouped queries, hidden size 32."""
     own = {"num_hidden_layers": layers, "head_dim": head_size}
     sizes = _sizes("llama", vocab_size, context) | own
-    return _randomised(llama.Model(llama.ModelArgs(**sizes)), seed, spread)
+    return randomised(llama.Model(llama.ModelArgs(**sizes)), seed, spread)
 
 
 def tiny_qwen3(seed: int = 0, vocab_size: int = 64, spread: float = 6.0) -> nn.Module:
     """A random float32 qwen3 with normalised queries, hidden size 32."""
     sizes = _sizes("qwen3", vocab_size) | {"rope_theta": 10000.0}
-    return _randomised(qwen3.Model(qwen3.ModelArgs(**sizes)), seed, spread)
+    return randomised(qwen3.Model(qwen3.ModelArgs(**sizes)), seed, spread)
 
 
-def _randomised(model: nn.Module, seed: int, spread: float) -> nn.Module:
+def randomised(model: nn.Module, seed: int, spread: float) -> nn.Module:
     """Give matrices normal weights of unit gain, and the LM head ``spread`` times that.
 
     Fresh mlx-lm models predict nearly uniformly, which hides wrong tokens and makes greedy ties.
@@ -89,8 +89,9 @@ def _randomised(model: nn.Module, seed: int, spread: float) -> nn.Module:
         return mx.random.normal(weight.shape, scale=weight.shape[-1] ** -0.5, key=key)
 
     model.update(tree_map(draw, model.parameters()))
-    head: Any = model["lm_head"]
-    head.weight = head.weight * spread
+    if "lm_head" in model:
+        head: Any = model["lm_head"]
+        head.weight = head.weight * spread
     mx.eval(model.parameters())
     model.eval()
     return model
@@ -142,15 +143,12 @@ class ByteTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of the characters."""
         return [min(max(ord(character) - 31, 1), self.vocab_size - 1) for character in text]
 
     def decode(self, tokens: list[int]) -> str:
-        """The characters of the ids."""
         return "".join(chr(token + 31) for token in tokens)
 
     def get_vocab(self) -> dict[str, int]:
-        """Characters and their ids."""
         return {chr(token + 31): token for token in range(self.vocab_size)}
 
 

@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models import mimo
 
-from tests.helpers import mimo
+from tests.helpers.models import randomised
 from tests.models.tiny_models import tiny_config
 
 Shapes = dict[str, tuple[int, ...]]
+# The config of a tiny MiMo, and what the names of its module begin with.
+MIMO: dict[str, Any] = {
+    "model_type": "mimo", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 64,
+    "rope_theta": 10000.0, "max_position_embeddings": 512, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+MIMO_PREFIX = "model.mtp_layers.0."
 # Classes of the families in transformers.
 TORCH_NAMES = {
     "mimo": "Qwen2",
@@ -33,7 +44,7 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 def family_config(model_type: str) -> dict[str, Any]:
     """The config of a tiny model of one of these families."""
     if model_type == "mimo":
-        return mimo.CONFIG
+        return MIMO
     config = dict(tiny_config(model_type))
     values = dict(config.get("text_config", config))
     values |= {"model_type": model_type, "vocab_size": 64, "num_key_value_heads": 4}
@@ -59,10 +70,12 @@ def _mlp(prefix: str, hidden: int, width: int) -> Shapes:
 
 
 def _attention(config: Mapping[str, Any], has_gate: bool, has_bias: bool) -> Shapes:
-    hidden, heads, size = (config[k] for k in ("hidden_size", "num_attention_heads", "head_dim"))
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    size = config.get("head_dim", hidden // heads)
     rows = config["num_key_value_heads"] * size
     shapes: Shapes = {"o_proj.weight": (hidden, heads * size)}
-    shapes |= {"q_norm.weight": (size,), "k_norm.weight": (size,)}
+    if config["model_type"] != "mimo":
+        shapes |= {"q_norm.weight": (size,), "k_norm.weight": (size,)}
     for name, width in (("q", heads * size * (2 if has_gate else 1)), ("k", rows), ("v", rows)):
         shapes[f"{name}_proj.weight"] = (width, hidden)
         if has_bias:
@@ -82,6 +95,17 @@ def _latent_attention(config: Mapping[str, Any]) -> Shapes:
         "kv_a_layernorm.weight": (keys,),
         "kv_b_proj.weight": (heads * (nope + value), keys),
         "o_proj.weight": (hidden, heads * value),
+    }
+
+
+def _mimo_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden = config["hidden_size"]
+    names = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    return {
+        **{f"{name}.weight": (hidden,) for name in names},
+        "input_proj.weight": (hidden, 2 * hidden),
+        **{f"self_attn.{n}": s for n, s in _attention(config, False, True).items()},
+        **_mlp("mlp", hidden, config["intermediate_size"]),
     }
 
 
@@ -166,21 +190,20 @@ def prefix_of(config: Mapping[str, Any]) -> str:
     """What the published names begin with."""
     model_type = config["model_type"]
     if model_type == "mimo":
-        return mimo.PREFIX
+        return MIMO_PREFIX
     has_own = model_type.startswith(("qwen", "nemotron"))
     return "mtp." if has_own else f"model.layers.{config['num_hidden_layers']}."
 
 
-def module_tensors(config: Mapping[str, Any]) -> dict[str, mx.array]:
+def module_tensors(config: Mapping[str, Any] = MIMO) -> dict[str, mx.array]:
     """Random float32 weights of an MTP module under their published names."""
-    if config["model_type"] == "mimo":
-        return mimo.module_tensors(config)
     is_qwen = config["model_type"].startswith("qwen")
     offset = 0.0 if is_qwen else 1.0
     if config["model_type"] == "nemotron_h":
         shapes = _nemotron_shapes(config)
     else:
-        shapes = _qwen_shapes(config) if is_qwen else _deepseek_shapes(config)
+        others = _mimo_shapes if config["model_type"] == "mimo" else _deepseek_shapes
+        shapes = _qwen_shapes(config) if is_qwen else others(config)
         inner = "layers.0." if is_qwen else ""
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{inner}{name}.weight"] = (config["hidden_size"],)
@@ -190,6 +213,20 @@ def module_tensors(config: Mapping[str, Any]) -> dict[str, mx.array]:
         + (offset if "norm" in name else 0.0)
         for (name, shape), key in zip(shapes.items(), keys, strict=True)
     }
+
+
+def tiny_mimo(config: Mapping[str, Any] = MIMO) -> nn.Module:
+    model = mimo.Model(mimo.ModelArgs.from_dict(dict(config)))
+    return randomised(model, seed=4, spread=6.0)
+
+
+def write(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any] = MIMO) -> Path:
+    """Write a published folder; ``write_checkpoint`` would say that it is one of MLX."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {name: mx.array(tensor) for name, tensor in tensors.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    return folder
 
 
 class TorchModule:

@@ -5,9 +5,13 @@ Axes: W beam width, L beam length (root included), V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten
 
 from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -26,11 +30,9 @@ class NumpyDrafter:
         self.weights = {name: np.array(leaf, dtype=np.float64) for name, leaf in leaves.items()}
 
     def start(self) -> Array:
-        """The zero state."""
         return np.zeros(self.config.hidden_size)
 
     def advance(self, state: Array, embedding: Array) -> Array:
-        """The state after one more token."""
         if not self.config.rnn:
             return state + embedding
         return silu(
@@ -54,7 +56,6 @@ class NumpyDrafter:
 
 
 def silu(x: Array) -> Array:
-    """``x * sigmoid(x)``."""
     return np.asarray(0.5 * x * (1 + np.tanh(x / 2)))  # exp would overflow
 
 
@@ -108,6 +109,28 @@ def dedup_and_pack(beams: Array) -> tuple[list[int], list[int]]:
                 tokens.append(int(beams[i, j]))
                 parents.append(index[first[i, j - 1], j - 1] if j else 0)
     return tokens, parents
+
+
+def node_paths(parents: Sequence[int]) -> list[list[int]]:
+    """The nodes from the root to each node, both included."""
+    paths = [[0]]
+    for node in range(1, len(parents)):
+        paths.append([*paths[parents[node]], node])
+    return paths
+
+
+def assert_scores(model: nn.Module, text: Sequence[int], tree: TokenTree, tolerance: float) -> None:
+    """Every node's score is the sum of the log-probabilities that a model gives to its path."""
+    tokens: list[int] = np.array(tree.tokens).tolist()
+    assert tokens[0] == text[-1]
+    for path, score in zip(
+        node_paths(np.array(tree.parents).tolist())[1:], tree.read().scores, strict=True
+    ):
+        drafts = [tokens[node] for node in path[1:]]
+        logits = model(mx.array([[*text, *drafts]]))[0].astype(mx.float32)
+        log_probs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        expected = sum(log_probs[len(text) - 1 + i, draft] for i, draft in enumerate(drafts))
+        assert score == pytest.approx(expected, abs=tolerance)
 
 
 def paths_of(tokens: list[int], parents: list[int]) -> list[Path]:

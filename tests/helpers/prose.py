@@ -35,8 +35,6 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Offence(NamedTuple):
-    """One finding."""
-
     where: str
     rule: str
     words: str

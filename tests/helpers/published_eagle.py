@@ -192,7 +192,6 @@ class PublishedHead:
         return torch.log_softmax(torch.cat(found), dim=-1)
 
     def to_ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """Token ids of rows of the head."""
         return rows + self.tensors["d2t"][rows] if "d2t" in self.tensors else rows
 
     def _fuse(self, states: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,9 @@ Axes: H hidden size, C states of the target, n tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 Tensors = dict[str, np.ndarray]
@@ -228,12 +225,3 @@ def pairs(hidden_size: int, count: int = 6) -> np.ndarray:
     """Draw states and embeddings of an MTP module, float32, shape (2, ``count``, H)."""
     random = np.random.RandomState(6)
     return random.standard_normal((2, count, hidden_size)).astype(np.float32)
-
-
-def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
-    """Write a published folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    arrays = {name: mx.array(tensor) for name, tensor in tensors.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    (folder / "config.json").write_text(json.dumps(dict(config)))
-    return folder

@@ -32,7 +32,7 @@ from mlx_redrafter.kernels.variant import (
     DenseVariant,
     Variant,
 )
-from tests.golden import record_dense, record_small_t, record_tree_attention
+from tests.golden.record_metal import RECORDS
 from tests.helpers.sources import print_generated_source
 from tests.kernels.emulator import (
     FUSED,
@@ -222,8 +222,8 @@ def test_orders_of_dense_matrices() -> None:
 
 
 def test_sources_are_those_on_record() -> None:
-    for kernel in (record_dense, record_small_t, record_tree_attention):
-        assert kernel.record() == kernel.FILE.read_text(encoding="utf-8")
+    for file, record in RECORDS.items():
+        assert record() == file.read_text(encoding="utf-8")
 
 
 @pytest.mark.metal

@@ -25,10 +25,9 @@ from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.machines.following import Follower
 from tests.e2e.test_every_kind import KINDS, PROMPTS, SHAPES, VOCAB_SIZE, write_heads
-from tests.helpers import mimo
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.models import fast_tokenizer
-from tests.helpers.mtp import family_config, module_tensors
+from tests.helpers.mtp import family_config, module_tensors, write
 from tests.models.tiny_models import build
 
 TARGET = "target"
@@ -72,9 +71,9 @@ TRIED |= {f"DSpark ({link})": partial(_make_block, link) for link in MARKOV}
 
 def store(folder: Path) -> None:
     """Write the target and a drafter of every kind, and another target with an MTP module."""
-    mimo.write(folder / MTP, module_tensors(MTP_CONFIG), MTP_CONFIG)
+    write(folder / MTP, module_tensors(MTP_CONFIG), MTP_CONFIG)
     for name, config in ((TARGET, CONFIG), (MTP_TARGET, MTP_CONFIG)):
-        mimo.write(folder / name, named_parameters(build(copy.deepcopy(config))), config)
+        write(folder / name, named_parameters(build(copy.deepcopy(config))), config)
         fast_tokenizer()._tokenizer.save_pretrained(folder / name)
     for name, make in TRIED.items():
         (folder / name).mkdir()

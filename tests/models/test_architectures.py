@@ -41,12 +41,12 @@ from tests.models.tiny_models import (
     COMMON,
     THRESHOLD,
     VOCAB_SIZE,
+    WITHOUT_POSITIONS,
     build,
     main_rope,
     tiny_config,
     wrapper_config,
 )
-from tests.models.tiny_recurrent import WITHOUT_POSITIONS
 from tests.models.trees import (
     PLAN,
     PROMPT,

@@ -30,8 +30,14 @@ from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.few_shapes import use_few_shapes
 from tests.models.test_architectures import TEXT_MODELS, TOLERANCE, disagreement
-from tests.models.test_quantised_rows import GROUP_SIZE, wide_config
-from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config
+from tests.models.tiny_models import (
+    GROUP_SIZE,
+    VOCAB_SIZE,
+    build,
+    main_rope,
+    tiny_config,
+    wide_config,
+)
 from tests.models.trees import DRAFT_LENGTH, PLAN, ScriptedDrafts, read_by_stock, rows_of
 
 NUM_TEXTS = 3

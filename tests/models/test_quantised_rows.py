@@ -10,12 +10,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter import DraftModel
 from mlx_redrafter.engine import engine, profiling, stored_costs
@@ -25,21 +23,26 @@ from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.target.caches.quantised import QuantisingCache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
-from tests.helpers.drafts import RandomShapes, Scripted, use_policy
+from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
 from tests.helpers.models import random_drafter, wrapped_tokenizer
 from tests.models.test_architectures import VISIBLE, disagreement
-from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config, windowed_config
+from tests.models.test_texts import assert_continues_alike
+from tests.models.tiny_models import (
+    GROUP_SIZE,
+    VOCAB_SIZE,
+    build,
+    tiny_config,
+    wide_config,
+    windowed_config,
+)
 from tests.models.trees import PROMPT, branching_tree, decode_paths, verify_after_prompt
 
-GROUP_SIZE = 32
 NUM_TOKENS = 50
 # From the first token on, inside the prompt, at its end, inside the text.
 STARTS = [0, 5, len(PROMPT), len(PROMPT) + 20]
 # Latent attention, learned positions, one head of keys, chunks, layers without rows, and others.
 FAMILIES = ["deepseek_v2", "gpt2", "gpt_bigcode", "llama4", "nemotron-nas", "phi3", "qwen3_moe"]
-# Share of codes that may differ.
-FEW = 1e-3
 TOKENIZER = wrapped_tokenizer(VOCAB_SIZE)
 
 
@@ -48,26 +51,9 @@ def options_of(bits: int, start: int) -> dict[str, Any]:
     return {"kv_bits": bits, "kv_group_size": GROUP_SIZE, "quantized_kv_start": start}
 
 
-def wide_config(model_type: str) -> dict[str, Any]:
-    """A config whose heads are as large as a group, and no limit to speak of."""
-    sizes = {"head_dim": 32, "hidden_size": 128, "n_embd": 128, "v_head_dim": 32}
-    sizes |= {"qk_rope_head_dim": 32, "max_position_embeddings": 4096, "n_positions": 400}
-    if model_type == "llama4":
-        config = windowed_config(model_type)
-        return {**config, "text_config": {**config["text_config"], **sizes}}
-    return {**tiny_config(model_type, main_rope(model_type)), **sizes}
-
-
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
     return build(wide_config("llama"))
-
-
-class AnyShapes(RandomShapes):
-    """Trees of any shape, some of which are not verified."""
-
-    def observe(self, step: Any) -> None:
-        """Nothing: a tree that the cache does not take is none of the policy's choice."""
 
 
 def test_options_are_those_of_mlx_lm() -> None:
@@ -99,23 +85,6 @@ DRAFTERS: Drafters = {
 FIXED = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
 
 
-def assert_continues_alike(model: nn.Module, found: list[Any], expected: list[Any]) -> None:
-    """Two caches hold the same codes but for a few, and mlx-lm goes on from both alike."""
-    for layer, other in zip(found, expected, strict=True):
-        assert (type(layer), layer.offset) == (QuantizedKVCache, other.offset)
-        assert (layer.bits, layer.group_size) == (other.bits, other.group_size)
-        for rows, truth in zip(layer.keys_and_values(), other.keys_and_values(), strict=True):
-            codes, others = (codes_of(part[0], layer.bits) for part in (rows, truth))
-            assert mx.mean(codes != others).item() <= FEW
-    stock = stock_tokens(model, [9, 8, 7, 6], 12, prompt_cache=expected)
-    assert_same_tokens(stock, ids(stock_tokens(model, [9, 8, 7, 6], 12, prompt_cache=found)))
-
-
-def codes_of(packed: mx.array, bits: int) -> mx.array:
-    """Codes of 8 or 4 bits, one a number."""
-    return (packed[..., None] >> mx.arange(0, 32, bits)) & (2**bits - 1)
-
-
 @pytest.mark.parametrize(
     ("drafter", "bits", "start"),
     [
@@ -142,43 +111,12 @@ def test_texts_and_the_caches_after_them(
     assert_continues_alike(model, cache, stock_cache)
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_texts_of_any_shapes(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, bits: int, start: int
-) -> None:
-    options = options_of(bits, start)
-    stock = stock_tokens(model, PROMPT, 60, **options)
-    use_policy(monkeypatch, AnyShapes(start))
-    drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)
-    assert_same_tokens(stock, tokens(model, PROMPT, drafter, max_tokens=60, **options))
-
-
 @pytest.mark.parametrize("drafter", ["recurrent", "lookup", "draft model"])
 def test_the_default_policy(model: nn.Module, drafter: str) -> None:
     options = options_of(8, STARTS[-1])
     stock = stock_tokens(model, PROMPT, NUM_TOKENS, **options)
     options |= {"max_tokens": NUM_TOKENS}
     assert_same_tokens(stock, tokens(model, PROMPT, DRAFTERS[drafter](ids(stock)), **options))
-
-
-@pytest.mark.parametrize("start", [0, STARTS[-1]])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_sampled_texts(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, bits: int, start: int
-) -> None:
-    options = options_of(bits, start)
-    mx.random.seed(5)
-    stock = stock_tokens(model, PROMPT, NUM_TOKENS, sampler=make_sampler(temp=0.8), **options)
-    options |= {"max_tokens": NUM_TOKENS}
-    keyed = {"temp": 0.8, "seed": 5, **options}
-    plain = tokens(model, PROMPT, **keyed)
-    use_policy(monkeypatch, AnyShapes(bits))
-    assert tokens(model, PROMPT, Scripted(plain, VOCAB_SIZE, 0.8), **keyed) == plain
-    mx.random.seed(5)
-    drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)
-    found = tokens(model, PROMPT, drafter, sampler=make_sampler(temp=0.8), **options)
-    assert_same_tokens(stock, found)
 
 
 def test_no_tree_has_nodes_on_both_sides_of_the_start(
@@ -217,18 +155,6 @@ def test_a_tree_across_the_start_would_be_noticed(
     assert disagreement(last, stock[-1][1]) > VISIBLE
 
 
-@pytest.mark.parametrize("start", [0, 40])
-def test_conversations_of_several_turns(model: nn.Module, start: int) -> None:
-    options = options_of(8, start)
-    ours, stock = make_prompt_cache(model), make_prompt_cache(model)
-    for turn, question in enumerate([[5, 17, 3], [8], [40, 2], PROMPT, [7], [1, 2]]):
-        expected = stock_tokens(model, question, 5 + turn, prompt_cache=stock, **options)
-        drafter = Scripted(ids(expected), VOCAB_SIZE)
-        given = {"max_tokens": 5 + turn, "prompt_cache": ours, **FIXED, **options}
-        assert_same_tokens(expected, tokens(model, question, drafter, **given), turn)
-    assert_continues_alike(model, ours, stock)
-
-
 def quantised_cache(model: nn.Module, **options: Any) -> list[Any]:
     """A cache that stock mlx-lm has quantised, and the text that it holds."""
     cache = make_prompt_cache(model)
@@ -251,33 +177,6 @@ def test_a_plain_cache_from_outside_gives_its_rows_away(model: nn.Module) -> Non
     tokens(model, [9], prompt_cache=cache, max_tokens=2, **options_of(8, 0))
     assert [type(layer) for layer in cache] == [QuantizedKVCache] * len(layers)
     assert all(layer.empty() and layer.offset == 0 for layer in layers)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 9])
-def test_a_text_that_is_closed_in_the_middle(model: nn.Module, count: int) -> None:
-    options = options_of(8, len(PROMPT) + 4)
-    stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
-    stock = stock_tokens(model, PROMPT, 20, **options)
-    stock_tokens(model, PROMPT, count, prompt_cache=stock_cache, **options)
-    drafter: Any = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.95)
-    with stream(model, PROMPT, drafter, prompt_cache=cache, **FIXED, **options) as responses:
-        assert [next(responses).token for _ in range(count)] == ids(stock)[:count]
-    assert [layer.offset for layer in cache] == [layer.offset for layer in stock_cache]
-    again = stock_tokens(model, [9], 9, prompt_cache=cache, **options)
-    assert_same_tokens(stock_tokens(model, [9], 9, prompt_cache=stock_cache, **options), ids(again))
-
-
-@pytest.mark.parametrize("length", [3, 600])
-def test_blank_caches(model: nn.Module, length: int) -> None:
-    target = Target(model)
-    cache = blank_cache(target, length, Quantisation(8, GROUP_SIZE, 0))
-    for shorter in (length, length - 1):
-        cache.trim_to(shorter)
-        assert {(type(layer), layer.offset) for layer in cache.stock} == {
-            (QuantizedKVCache, shorter)
-        }
-        outputs = target.verify(branching_tree(), cache)
-        assert mx.all(mx.isfinite(outputs.logits)).item()
 
 
 @pytest.mark.parametrize(("start", "kind"), [(len(PROMPT), QuantizedKVCache), (13, KVCache)])

@@ -11,7 +11,6 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.proposers.draft_model import DraftModel
@@ -19,7 +18,9 @@ from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target
 from tests.helpers.flights import flight_of
+from tests.helpers.oracles import assert_scores
 from tests.models.tiny_models import (
+    WITH_STATES,
     WITH_WINDOWS,
     build,
     flat_parameters,
@@ -27,7 +28,6 @@ from tests.models.tiny_models import (
     tiny_config,
     windowed_config,
 )
-from tests.models.tiny_recurrent import WITH_STATES
 from tests.models.trees import PROMPT, branching_tree, verify_after_prompt
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -82,7 +82,6 @@ def test_copies_of_a_hooked_model_are_stock(model_type: str, way: str) -> None:
 
 
 def classes(model: nn.Module) -> list[type]:
-    """The classes of all modules of a model."""
     return [type(module) for module in model.modules()]
 
 
@@ -111,20 +110,8 @@ def test_scores_are_sums_of_the_models_log_probabilities(model_type: str) -> Non
     path, bonus = [PROMPT[-1], 7, 8, 9], 30
     flight = flight_of(path, 2, bonus, len(PROMPT) - 1)
     tree = drafting.propose(flight, DraftPlan.of(2, 4, 8), None)
-    tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
-    scores, depths, *_ = tree.read()
-    assert max(depths) > 1
-    for node in range(1, len(tokens)):
-        drafts, above = [tokens[node]], parents[node]
-        while above:
-            drafts.insert(0, tokens[above])
-            above = parents[above]
-        text = [*PROMPT, 7, 8, bonus]
-        logits = model(mx.array([[*text, *drafts]]))[0].astype(mx.float32)
-        log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        rows = mx.arange(len(text) - 1, len(text) - 1 + len(drafts))
-        expected = mx.sum(log_probs[rows, mx.array(drafts)]).item()
-        assert scores[node - 1] == pytest.approx(expected, abs=TOLERANCE)
+    assert max(tree.read().depths) > 1
+    assert_scores(model, [*PROMPT, 7, 8, bonus], tree, TOLERANCE)
 
 
 @pytest.mark.parametrize("model_type", sorted(WITH_WINDOWS.keys() - {"smollm3"}))

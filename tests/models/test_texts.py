@@ -1,10 +1,11 @@
-"""Layers with windows, chunks or states: texts and prompt caches against stock mlx-lm."""
+"""Texts through windows, chunks, states and quantised rows, and their caches: stock mlx-lm's."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import random
+from dataclasses import astuple
 from typing import Any
 
 import mlx.core as mx
@@ -14,12 +15,14 @@ from mlx_lm.models.cache import (
     ArraysCache,
     ChunkedKVCache,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
     make_prompt_cache,
 )
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.engine.profiling import blank_cache
+from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
@@ -30,25 +33,42 @@ from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, stream, tokens
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import random_drafter
-from tests.models.test_architectures import TOLERANCE, disagreement
-from tests.models.test_recurrent import KINDS, long_config
+from tests.models.test_architectures import TOLERANCE, VISIBLE, disagreement
+from tests.models.test_layer_kinds import KINDS, long_config
 from tests.models.tiny_models import (
+    GROUP_SIZE,
     VOCAB_SIZE,
     WINDOW,
+    WITH_STATES,
     WITH_WINDOWS,
     Config,
     build,
     tiny_config,
+    wide_config,
     windowed_config,
 )
-from tests.models.tiny_recurrent import WITH_STATES
-from tests.models.trees import PROMPT, branching_tree, rows_of
+from tests.models.trees import PROMPT, branching_tree, read_by_stock, rows_of
 
 NUM_TOKENS = 22
 # What continues a text: single tokens, then chunks.
 CHUNK = [9, 8, 7, 6, 5, 4, 3]
 WITH_ROWS = [name for name in KINDS if name not in ("mamba", "mamba2")]
 SAMPLERS: list[dict[str, Any]] = [{"temp": 0.7}, {"temp": 1.0, "top_p": 0.9}]
+# Llamas whose rows are quantised from the first token on, inside the prompt, at its end, and later.
+QUANTISED = {
+    f"{bits} bits from {start}": Quantisation(bits, GROUP_SIZE, start)
+    for bits in (8, 4)
+    for start in (0, 5, len(PROMPT), len(PROMPT) + 8)
+}
+# Share of codes that may differ: a row that differs by rounding may get another one.
+FEW_CODES = 1e-3
+
+
+class AnyShapes(RandomShapes):
+    """Trees of any shape, of which a cache does not take those across the first quantised row."""
+
+    def observe(self, step: Any) -> None:
+        """Nothing: what was verified instead is none of the policy's choice."""
 
 
 def config_of(name: str) -> Config:
@@ -58,17 +78,26 @@ def config_of(name: str) -> Config:
     if name == "states around rows":
         types = ["mamba", "mamba", "attention", "mamba"]
         return {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4, "layer_types": types}
+    if name in QUANTISED:
+        return wide_config("llama")
     return windowed_config(name) if name in WITH_WINDOWS else long_config(name)
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Options of this package and of mlx-lm that say which rows are quantised."""
+    if name not in QUANTISED:
+        return {}
+    bits, group_size, start = astuple(QUANTISED[name])
+    return {"kv_bits": bits, "kv_group_size": group_size, "quantized_kv_start": start}
 
 
 @functools.cache
 def written(name: str) -> list[int]:
     """What stock mlx-lm writes after `PROMPT`, greedily."""
-    return ids(stock_tokens(build(config_of(name)), PROMPT, 40))
+    return ids(stock_tokens(build(config_of(name)), PROMPT, 40, **options_of(name)))
 
 
 def prompt_of(length: int) -> list[int]:
-    """A prompt of some length."""
     rng = random.Random(length)
     return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
 
@@ -79,25 +108,46 @@ def continue_with_stock(model: nn.Module, cache: list[Any]) -> list[Scored]:
     return single + stock_tokens(model, CHUNK, 4, prompt_cache=cache, prefill_step_size=3)
 
 
+def codes_of(packed: mx.array, bits: int) -> mx.array:
+    """Codes of 8 or 4 bits, one a number."""
+    return (packed[..., None] >> mx.arange(0, 32, bits)) & (2**bits - 1)
+
+
 def assert_continues_alike(
     model: nn.Module, found: list[Any], expected: list[Any], oldest: int = 0
 ) -> None:
-    """Two caches hold the same rows from ``oldest`` on, and mlx-lm goes on from both alike."""
+    """Two caches hold the same rows from ``oldest`` on, and mlx-lm goes on from both alike.
+
+    Of quantised rows, which are in layers of that kind alone, nearly all codes are the same.
+    """
+    is_quantised = isinstance(expected[0], QuantizedKVCache)
     for layer, other in zip(found, expected, strict=True):
-        assert num_tokens([layer]) == num_tokens([other])
+        assert (type(layer), num_tokens([layer])) == (type(other), num_tokens([other]))
+        if is_quantised:
+            assert (layer.bits, layer.group_size) == (other.bits, other.group_size)
+            for rows, truth in zip(layer.keys_and_values(), other.keys_and_values(), strict=True):
+                codes, others = (codes_of(part[0], layer.bits) for part in (rows, truth))
+                assert mx.mean(codes != others).item() <= FEW_CODES
+            continue
         for rows, truth in zip(rows_of(layer), rows_of(other), strict=True):
             assert disagreement(rows[..., oldest:, :], truth[..., oldest:, :]) <= TOLERANCE
     expected_text, text = (continue_with_stock(model, cache) for cache in (expected, found))
     assert_same_tokens(expected_text, ids(text), "continued")
     for (_, log_probs), (_, truth) in zip(text, expected_text, strict=True):
-        assert disagreement(log_probs, truth) <= TOLERANCE
+        assert disagreement(log_probs, truth) <= (VISIBLE if is_quantised else TOLERANCE)
 
 
-def assert_holds(model: nn.Module, cache: list[Any], held: list[int], oldest: int = 0) -> None:
+def assert_holds(
+    model: nn.Module,
+    cache: list[Any],
+    held: list[int],
+    oldest: int = 0,
+    quantisation: Quantisation | None = None,
+) -> None:
     """A cache is that of stock mlx-lm, which read the same text token by token."""
     stock = make_prompt_cache(model)
     for token in held:
-        model(mx.array([[token]]), cache=stock)
+        read_by_stock(model, [token], stock, quantisation)
     assert_continues_alike(model, cache, stock, oldest)
 
 
@@ -126,6 +176,7 @@ LENGTHS = WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW
             for few in (False, True)
         ),
         *zip(WITH_STATES, itertools.cycle([1, 2, 17]), itertools.repeat(False)),
+        *((name, len(PROMPT), False) for name in QUANTISED),
     ],
 )
 def test_texts_of_any_shapes(
@@ -138,13 +189,16 @@ def test_texts_of_any_shapes(
         compile_passes(monkeypatch, uses=2)
     model, prompt = build(config_of(name)), prompt_of(length)
     stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
-    stock = stock_tokens(model, prompt, NUM_TOKENS, prompt_cache=stock_cache)
-    use_policy(monkeypatch, RandomShapes(length))
+    options, is_quantised = options_of(name), name in QUANTISED
+    stock = stock_tokens(model, prompt, NUM_TOKENS, prompt_cache=stock_cache, **options)
+    use_policy(monkeypatch, AnyShapes(length) if is_quantised else RandomShapes(length))
     drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)
-    found = list(stream(model, prompt, drafter, max_tokens=NUM_TOKENS, prompt_cache=cache))
+    options |= {"max_tokens": NUM_TOKENS, "prompt_cache": cache}
+    found = list(stream(model, prompt, drafter, **options))
     assert_same_tokens(stock, [response.token for response in found])
     for response, (_, log_probs) in zip(found, stock, strict=True):
-        assert disagreement(response.logprobs, log_probs) <= TOLERANCE
+        tolerance = VISIBLE if is_quantised else TOLERANCE
+        assert disagreement(response.logprobs, log_probs) <= tolerance
     assert_continues_alike(model, cache, stock_cache)
 
 
@@ -152,21 +206,22 @@ def test_texts_of_any_shapes(
     ("name", "sampling"),
     [
         *itertools.product(["gemma3_text", "gpt_oss", "llama"], SAMPLERS),
-        *zip(KINDS, itertools.cycle(SAMPLERS)),
+        *zip([*KINDS, *QUANTISED], itertools.cycle(SAMPLERS)),
     ],
 )
 def test_sampled_texts(
     monkeypatch: pytest.MonkeyPatch, name: str, sampling: dict[str, Any]
 ) -> None:
     """With seeds and with a sampler of mlx-lm, drafts or not."""
-    model, options = build(config_of(name)), {"seed": 5, "max_tokens": NUM_TOKENS, **sampling}
+    model, own = build(config_of(name)), options_of(name)
+    options = {"seed": 5, "max_tokens": NUM_TOKENS, **sampling, **own}
     plain = tokens(model, PROMPT, **options)
     mx.random.seed(5)
-    stock = stock_tokens(model, PROMPT, NUM_TOKENS, sampler=make_sampler(**sampling))
-    use_policy(monkeypatch, RandomShapes(3))
+    stock = stock_tokens(model, PROMPT, NUM_TOKENS, sampler=make_sampler(**sampling), **own)
+    use_policy(monkeypatch, AnyShapes(3) if own else RandomShapes(3))
     assert tokens(model, PROMPT, Scripted(plain, VOCAB_SIZE, 0.8), **options) == plain
     mx.random.seed(5)
-    options = {"sampler": make_sampler(**sampling), "max_tokens": NUM_TOKENS}
+    options = {"sampler": make_sampler(**sampling), "max_tokens": NUM_TOKENS, **own}
     assert_same_tokens(stock, tokens(model, PROMPT, Scripted(ids(stock), VOCAB_SIZE), **options))
 
 
@@ -176,16 +231,18 @@ def test_sampled_texts(
         *itertools.product(["gemma3_text", "gemma3n", "iquestloopcoder", "llama4"], [False, True]),
         *((name, True) for name in WITH_ROWS),
         *((name, False) for name in WITH_ROWS[::3]),
+        *((name, True) for name in ("8 bits from 0", "8 bits from 20")),
     ],
 )
 def test_conversations_of_several_turns(name: str, has_drafts: bool) -> None:
     model = build(config_of(name))
     ours, stock = make_prompt_cache(model), make_prompt_cache(model)
     for turn, question in enumerate([[5, 17, 3], [8], [40, 2], prompt_of(20), [7], [1, 2]]):
-        expected = stock_tokens(model, question, 5 + turn, prompt_cache=stock)
+        own = options_of(name)
+        expected = stock_tokens(model, question, 5 + turn, prompt_cache=stock, **own)
         drafter = Scripted(ids(expected), VOCAB_SIZE) if has_drafts else None
         shape = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
-        options = {"max_tokens": 5 + turn, "prompt_cache": ours, **shape}
+        options = {"max_tokens": 5 + turn, "prompt_cache": ours, **shape, **own}
         assert_same_tokens(expected, tokens(model, question, drafter, **options), turn)
     assert_continues_alike(model, ours, stock)
 
@@ -200,19 +257,23 @@ def test_conversations_of_several_turns(name: str, has_drafts: bool) -> None:
         *(("plain", count) for count in (1, 2)),
     ],
 )
-@pytest.mark.parametrize("name", ["gemma3_text", "llama4", "olmo_hybrid", "mamba2", *KINDS[-3:]])
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", "llama4", "olmo_hybrid", "mamba2", *KINDS[-3:], "8 bits from 20"]
+)
 def test_a_text_that_is_closed_in_the_middle(
     monkeypatch: pytest.MonkeyPatch, name: str, count: int, policy: str
 ) -> None:
     model, text = build(config_of(name)), written(name)
     cache = make_prompt_cache(model)
     if policy == "both":
-        use_policy(monkeypatch, RandomShapes(count))
+        use_policy(monkeypatch, (AnyShapes if name in QUANTISED else RandomShapes)(count))
     shape = {"beam_width": 4, "beam_length": 6, "tree_nodes": 16} if policy == "trees" else {}
     drafter = None if policy == "plain" else Scripted(text, VOCAB_SIZE, accuracy=0.95)
-    with stream(model, PROMPT, drafter, prompt_cache=cache, **shape) as responses:
+    options = {"prompt_cache": cache, **shape, **options_of(name)}
+    with stream(model, PROMPT, drafter, **options) as responses:
         assert [next(responses).token for _ in range(count)] == text[:count]
-    assert_holds(model, cache, [*PROMPT, *text[:count]])
+    held = [*PROMPT, *text[:count]]
+    assert_holds(model, cache, held, quantisation=QUANTISED.get(name))
 
 
 def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
@@ -300,10 +361,10 @@ def test_a_recurrent_drafter_and_lookup(name: str) -> None:
 
 
 @pytest.mark.parametrize("length", [3, WINDOW, 600])
-@pytest.mark.parametrize("name", ["gemma3_text", "llama4", *KINDS])
+@pytest.mark.parametrize("name", ["gemma3_text", "llama4", *KINDS, "8 bits from 0"])
 def test_blank_caches_of_any_length(name: str, length: int) -> None:
     target = Target(build(config_of(name)))
-    cache = blank_cache(target, length)
+    cache = blank_cache(target, length, QUANTISED.get(name))
     for shorter in (length, length - 1):
         cache.trim_to(shorter)
         with_rows = [layer for layer in parts_of(cache.stock) if not isinstance(layer, ArraysCache)]

@@ -17,7 +17,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
 from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
-from tests.models.tiny_recurrent import DELTA_NET, RECURRENT, WRAPPER_OVERRIDES
 
 Config = dict[str, Any]
 
@@ -25,7 +24,28 @@ VOCAB_SIZE = 96
 THRESHOLD = 14
 # Tokens of a sliding window; the prompt of the tests has more.
 WINDOW = 8
+# Numbers of a row that have a scale in common.
+GROUP_SIZE = 32
 SCALING_FACTOR = 4.0
+
+# Gated delta nets.
+DELTA_NET: Config = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+}  # fmt: skip
+
+# Mamba-2; two groups of heads share keys and queries.
+MAMBA_2: Config = {
+    "conv_kernel": 4, "n_groups": 2, "state_size": 16, "ssm_state_size": 16,
+    "time_step_limit": [0.001, 100.0], "time_step_rank": "auto", "use_bias": False,
+    "use_conv_bias": True,
+}  # fmt: skip
+
+# Short convolutions between layers with rows.
+SHORT_CONVOLUTIONS: Config = {
+    "num_hidden_layers": 3, "full_attn_idxs": [1], "conv_bias": True, "conv_L_cache": 3,
+    "norm_eps": 1e-5,
+}  # fmt: skip
 
 # Model files take what they know from a config and ignore the rest, so most share this one.
 COMMON: Config = {
@@ -66,7 +86,6 @@ SHARED_ROWS: Config = {
 GPT: Config = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 64, "n_positions": 56}
 
 OVERRIDES: dict[str, Config] = {
-    **RECURRENT,
     "afm7": {"hidden_dim": 64, "num_layers": 3, "num_kv_reuse_layers": 1, "num_heads": 4,
         "num_kv_heads": 2, "hidden_dim_scale_factor": 1.0},
     "afmoe": {**WINDOWED, "num_dense_layers": 1},
@@ -152,6 +171,60 @@ OVERRIDES: dict[str, Config] = {
         "partial_rotary_factors": [1.0, 0.5], "moe_num_experts": 8, "moe_top_k": 2,
         "share_expert_dim": 32, "swiglu_limits": [0, 1.5]},
     "youtu_llm": {"tie_word_embeddings": True},
+    # With recurrent layers.
+    "baichuan_m1": {"sliding_window_layers": [1], "conv_window": 2},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 16,
+        "mamba_n_groups": 2, "mamba_rms_norm": True},
+    "bailing_moe_v3": {"moe_shared_expert_intermediate_size": 32, "n_group": 2, "topk_group": 1,
+        "layer_group_size": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16},
+    "gear": {"num_hidden_layers": 4, "layer_types": ["conv_mixer", "sliding_attention",
+        "conv_mixer", "full_attention"]},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_offset": 1, "attn_layer_period": 2,
+        "expert_layer_offset": 1, "expert_layer_period": 2, "mamba_d_conv": 4, "mamba_d_state": 8,
+        "mamba_expand": 2},
+    "kimi_linear": {"num_hidden_layers": 3, "linear_attn_config": {"kda_layers": [1, 3],
+        "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}, "model_max_length": 56,
+        "num_experts_per_token": 2, "num_expert_group": 1, "topk_group": 1},
+    "mamba": {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True,
+        "time_step_rank": 4},
+    "recurrent_gemma": {"num_hidden_layers": 3, "attention_bias": False, "conv1d_width": 4,
+        "logits_soft_cap": 30.0, "attention_window_size": 8, "block_types": ["recurrent",
+        "attention"]},
+    "granitemoehybrid": {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 32, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16,
+        "mamba_d_conv": 4, "mamba_n_groups": 2, "mamba_proj_bias": False, "mamba_conv_bias": True},
+    "lfm2": {**SHORT_CONVOLUTIONS, "block_dim": 64, "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True},
+    "lfm2_moe": {**SHORT_CONVOLUTIONS, "num_dense_layers": 1, "use_expert_bias": True},
+    "mamba2": {**MAMBA_2, "num_heads": 4},
+    "nemotron_h": {**MAMBA_2, "mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_proj_bias": False,
+        "hybrid_override_pattern": ["M", "*", "-", "M", "E"],
+        "moe_shared_expert_intermediate_size": 32},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"],
+        "linear_allow_neg_eigval": True},
+    "plamo2": {"hidden_size_per_head": 16, "mamba_d_state": 16, "mamba_d_conv": 4,
+        "mamba_num_heads": 4},
+    "qwen3_5": {"num_experts": 0},
+}  # fmt: skip
+
+# Families with layers that have a state instead of rows.
+WITH_STATES = (
+    "baichuan_m1", "bailing_moe_v3", "falcon_h1", "gear", "granitemoehybrid", "jamba",
+    "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid",
+    "plamo2", "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma",
+)  # fmt: skip
+
+# Families without positions: the order of their tokens is in states and masks alone.
+WITHOUT_POSITIONS = ("jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h")
+
+# What models with a vision tower need beside a language model's config.
+PACKED = {"path": "model.layers.0.mlp.down_proj", "embedding": False, "dtype": "float16"}
+WRAPPER_OVERRIDES: dict[str, Config] = {
+    "prism_hadamard_qwen35": {"tensor_namespace": "mlx-vlm-qwen3_5", "quantization": {"bits": 2,
+        "group_size": 128, "mode": "affine"}, "modules": [{**PACKED, "block": 512}],
+        "text_config": {"intermediate_size": 512}},
+    "qwen3_5_moe": {"text_config": {"num_experts": 8}},
 }  # fmt: skip
 
 # Families whose layers have windows or chunks, with what some of them need for it.
@@ -194,14 +267,12 @@ for _yarn in ("yarn", "deepseek_yarn", "telechat3-yarn"):
 
 
 def tiny_config(model_type: str, rope: str = "default") -> Config:
-    """A config as ``config.json`` would hold it."""
     if model_type in WRAPPERS:
         return wrapper_config(model_type, WRAPPERS[model_type][0], rope)
     return text_config(model_type, rope)
 
 
 def text_config(model_type: str, rope: str = "default") -> Config:
-    """The config of a language model."""
     config = {**COMMON, **OVERRIDES.get(model_type, {}), "model_type": model_type}
     scaling = {"type": rope, "rope_type": rope, **ROPE_SCALING[rope]}
     if rope == "dynamic":
@@ -235,6 +306,16 @@ def windowed_config(model_type: str, window: int = WINDOW) -> Config:
     return {**config, **sizes}
 
 
+def wide_config(model_type: str) -> dict[str, Any]:
+    """A config whose heads are as large as a group, and no limit to speak of."""
+    sizes = {"head_dim": GROUP_SIZE, "hidden_size": 128, "n_embd": 128, "v_head_dim": 32}
+    sizes |= {"qk_rope_head_dim": 32, "max_position_embeddings": 4096, "n_positions": 400}
+    if model_type == "llama4":
+        config = windowed_config(model_type)
+        return {**config, "text_config": {**config["text_config"], **sizes}}
+    return {**tiny_config(model_type, main_rope(model_type)), **sizes}
+
+
 def main_rope(model_type: str) -> str:
     """The kind of rope scaling that one test per architecture uses."""
     kinds = SUPPORTED[model_type]
@@ -263,7 +344,6 @@ def build(config: Config, seed: int = 0) -> nn.Module:
 
 
 def flat_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
-    """Names and arrays of all parameters."""
     return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
 
 

@@ -135,7 +135,6 @@ class _Drafts:
         """There is always something to propose."""
 
     def next_num_right(self, most: int) -> int:
-        """Number of drafts of the next tree that are right."""
         self.num_drafted += 1
         return (self.num_drafted - 1) % (most + 1)
 
@@ -159,7 +158,6 @@ class ScriptedDrafts(_Drafts):
         self.num_known = 0
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree:
-        """The next tree."""
         self.skip(flight)
         num_right = self.next_num_right(DRAFT_LENGTH - 1)
         return scripted_tree(flight.tokens[-1], self.stock[self.num_known :], num_right)

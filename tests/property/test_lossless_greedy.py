@@ -37,6 +37,7 @@ from tests.helpers.equality import (
     tokens,
 )
 from tests.helpers.models import random_drafter, shared_model
+from tests.helpers.oracles import node_paths
 
 GOLDEN_TOKENS = 200
 # Random drafts are wrong nearly always, so that every token is a step.
@@ -202,15 +203,12 @@ def test_half_precision_logits_are_bitwise_those_of_single_tokens(
     prefill(target, mx.array(text), cache, 512)
     tokens, parents = grow(random.Random(0), 7, [], DraftPlan.of(4, 5, 9), VOCAB_SIZE, accuracy=0)
     logits = target.verify(make_tree(tokens, parents, 4), cache).logits
-    for node in range(len(tokens)):
-        path = [node]
-        while path[-1]:
-            path.append(parents[path[-1]])
+    for path in node_paths(parents):
         alone = target.caches.new()
         prefill(target, mx.array(text), alone, 512)
-        for above in path[::-1]:
-            last = target.advance(mx.array([tokens[above]]), alone).logits[0]
-        first, second = (np.array(row.astype(mx.float32)) for row in (last, logits[node]))
+        for node in path:
+            last = target.advance(mx.array([tokens[node]]), alone).logits[0]
+        first, second = (np.array(row.astype(mx.float32)) for row in (last, logits[path[-1]]))
         assert np.array_equal(first, second)
 
 

@@ -26,11 +26,9 @@ from mlx_redrafter.server.prefix_store import PrefixStore
 from mlx_redrafter.server.protocols.openai_completions import read
 from tests.helpers.agent_trace import Trace
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
-from tests.models.test_quantised_rows import wide_config
-from tests.models.test_recurrent import long_config
-from tests.models.tiny_models import VOCAB_SIZE, build, windowed_config
-from tests.property.test_lossless_block import network_for
-from tests.property.test_lossless_eagle import _head
+from tests.models.test_layer_kinds import long_config
+from tests.models.tiny_models import VOCAB_SIZE, build, wide_config, windowed_config
+from tests.property.test_lossless_networks import block, eagle
 
 STEP = 32
 OPTIONS = GenerationOptions(max_tokens=9, prefill_step_size=STEP)
@@ -56,8 +54,8 @@ TOKENIZER = wrapped_tokenizer(VOCAB_SIZE)
 KINDS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "plain": lambda: (_llama(), random_drafter(VOCAB_SIZE, 32)),
     "draft model": lambda: (_llama(), DraftModel(_llama(), TOKENIZER)),
-    "EAGLE": lambda: _with(_head, "EAGLE-3"),
-    "block": lambda: _with(network_for, "DFlash 2"),
+    "EAGLE": lambda: _with(eagle, "EAGLE-3"),
+    "block": lambda: _with(block, "DFlash 2"),
     "windows": lambda: (_long(windowed_config("gemma3_text")), "lookup"),
     "chunks": lambda: (_long(windowed_config("llama4")), "lookup"),
     "hybrid": lambda: (build(long_config("qwen3_5")), "lookup"),

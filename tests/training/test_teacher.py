@@ -15,7 +15,7 @@ from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import teacher
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.fingerprinting import fingerprint_weights
+from mlx_redrafter.training.files import fingerprint_weights
 from mlx_redrafter.training.teacher import fill_cache, read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from tests.helpers.models import layer_inputs, tiny_llama, tiny_qwen3

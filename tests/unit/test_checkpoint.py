@@ -35,7 +35,6 @@ from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A small checkpoint."""
     tensors = {"a": mx.arange(6, dtype=mx.float32).reshape(2, 3), "b": mx.ones(4, mx.bfloat16)}
     write_checkpoint(tmp_path / "checkpoint", {"model_type": "x"}, tensors)
     return tmp_path / "checkpoint"

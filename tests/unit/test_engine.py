@@ -6,7 +6,6 @@ import gc
 import logging
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -62,31 +61,6 @@ def _plain(model: nn.Module, prompt: list[int], max_tokens: int, **options: Any)
     return [response.token for response in responses]
 
 
-def test_texts_are_those_of_plain_decoding(engine: Engine, model: nn.Module) -> None:
-    samplings: list[dict[str, Any]] = [{}, {"temp": 1.0, "seed": 5, "top_p": 0.8}]
-    shapes: list[dict[str, Any]] = [{}, {"beam_width": 3, "beam_length": 5}, {"beam_width": 1}]
-    for options in samplings:
-        plain = _plain(model, PROMPT, 20, **options)
-        for shape in shapes:
-            found = [r.token for r in engine.stream(PROMPT, max_tokens=20, **options, **shape)]
-            assert found == plain
-
-
-def test_four_threads_have_their_own_texts(engine: Engine, model: nn.Module) -> None:
-    prompts = [[3, 1, 4, 1], [5, 9], [2, 6, 5], [35, 8, 9, 7]]
-    options: list[dict[str, Any]] = [{}, {"temp": 0.7, "seed": 1}] * 2
-    start = threading.Barrier(4)
-
-    def work(i: int) -> list[int]:
-        start.wait()
-        return [r.token for r in engine.stream(prompts[i], max_tokens=20, **options[i])]
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(work, range(4)))
-    pairs = zip(prompts, options, strict=True)
-    assert found == [_plain(model, prompt, 20, **more) for prompt, more in pairs]
-
-
 def test_a_stream_belongs_to_one_thread(engine: Engine) -> None:
     stream = engine.stream(PROMPT, max_tokens=3)
     next(stream)
@@ -130,18 +104,6 @@ def test_a_closed_engine_ends_its_texts_and_begins_none(engine: Engine) -> None:
     assert len(list(stream)) < 16
     with pytest.raises(ConfigError, match="the engine is closed"):
         engine.stream(PROMPT)
-
-
-def test_estimates_are_carried_from_text_to_text(model: nn.Module) -> None:
-    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
-    known = [engine.memory.policy]
-    for options in ({}, {}, {"temp": 0.5, "couple": False}):
-        engine.generate(PROMPT, max_tokens=20, **options)
-        known.append(engine.memory.policy)
-    assert known[0] is None
-    assert known[1] is not None
-    assert known[2] is not known[1]
-    assert known[3] is known[2], "uncoupled drafts say nothing of coupled ones"
 
 
 def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:
@@ -210,7 +172,6 @@ class ChatTokenizer(ByteTokenizer):
         self.kept = kept
 
     def apply_chat_template(self, messages: Any, **_: Any) -> str:  # type: ignore[override]
-        """All messages, and the beginning of an answer."""
         *earlier, last = [f"[{one['role'][0].upper()}]{one['content']}" for one in messages]
         return "".join(text[: self.kept] for text in earlier) + last + "[A]"
 

@@ -102,9 +102,9 @@ class LookupFirst(Wrapper[Proposer]):
     ) -> LookupDrafting:
         drafting = self._lookup.open(target, prompt, couple_noise, [])
         drafting.network = self.proposer.open(target, prompt, couple_noise, cached)
+        drafting.most_best = 0
         # K/V entries of a network are those of its own drafts.
         drafting.may_merge = self.proposer.num_layers == 0
-        drafting.most_best *= drafting.may_merge
         return drafting
 
 
@@ -135,17 +135,12 @@ class LookupDrafting:
     # Drafts after the newest token that the host has read, and whether that was one before.
     _tree: DraftTree | None = field(default=None, init=False)
     _is_draft: bool = field(default=True, init=False)
-    # Probability below which no draft can pay at present.
-    _least: float = field(default=0.0, init=False)
+    # Whether a draft may pay at present; while none can, no candidates are found on the device.
+    _may_pay: bool = field(default=True, init=False)
 
     @property
     def num_best(self) -> int:
-        """Number of candidates to find on the device: none while no draft can pay.
-
-        Beside a network they gain in a merged tree only, for which a lone text has the time.
-        """
-        most = 0.0 if self.network is not None else 1.0
-        return self.most_best if self._least <= most else 0
+        return self.most_best if self._may_pay else 0
 
     @property
     def reader(self) -> StateReader | None:
@@ -157,8 +152,8 @@ class LookupDrafting:
         If that token is no draft of the tree, there are as many as usual after such a token.
         """
         self._read()
-        self._least = least
-        if least > 1:
+        self._may_pay = least <= 1
+        if not self._may_pay:
             return []
         tree = self._tree or self._grow(FORESEEN, None, least)
         return tree.foresee(self.chances.surprised)

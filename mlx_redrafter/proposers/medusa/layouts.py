@@ -18,8 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.escaping import join_shortened, quote
+from mlx_redrafter.errors import CheckpointError, ConfigError, join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig

@@ -20,8 +20,7 @@ from mlx_redrafter.checkpoint_files import (
     weight_files,
 )
 from mlx_redrafter.checks import as_mapping
-from mlx_redrafter.errors import CheckpointError, first_line
-from mlx_redrafter.escaping import quote
+from mlx_redrafter.errors import CheckpointError, first_line, quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS, check_shapes
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,

@@ -76,8 +76,7 @@ class BlockStudent(KvStudent):
         return draft_loss(logits, batch, counts, recipe, confidences)
 
     def calibrate(self, texts: Iterable[Shard]) -> None:
-        found = (text for shard in texts for text in iterate_texts(shard))
-        self.network.config = calibrate(self.network, self.target, found)
+        self.network.config = calibrate(self.network, self.target, iterate_texts(texts))
 
 
 def _norm_weight(target: Target) -> mx.array:

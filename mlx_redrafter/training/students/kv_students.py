@@ -101,8 +101,6 @@ class MtpStudent(AutoregressiveStudent):
 
 
 class SpecFormerStudent(KvStudent):
-    """A SpecFormer."""
-
     name = "a SpecFormer"
     network: SpecFormer
 
@@ -127,7 +125,6 @@ class LevelEntries:
         self._entries: tuple[mx.array, mx.array] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add entries and return all of them."""
         if self._entries is not None:
             before = self._entries
             keys = mx.concatenate([before[0], keys], axis=2)
@@ -136,7 +133,6 @@ class LevelEntries:
         return keys, values
 
     def make_mask(self, *arguments: Any, **options: Any) -> mx.array | None:
-        """Return the newest level's mask, whatever the arguments of mlx-lm are."""
         return self.mask
 
 

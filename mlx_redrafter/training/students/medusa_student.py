@@ -42,6 +42,6 @@ class MedusaStudent(Student):
     def calibrate(self, texts: Iterable[Shard]) -> None:
         """Fit the scalars, and the acceptance rates by rank that choose the static tree."""
         network = self.network
-        found = [text for shard in texts for text in iterate_texts(shard)]
+        found = list(iterate_texts(texts))
         config = calibrate(network, found).applied(network.config)
         network.config = replace(config, rank_accuracies=rank_accuracies(network, found))

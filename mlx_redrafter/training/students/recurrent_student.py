@@ -1,9 +1,9 @@
 """The recurrent drafter as a student.
 
-A new drafter's head starts as the target's head, projected on its leading singular directions if
-the drafter's is narrower; the residual blocks start as the identity. The projection to the head
-starts random. If the target's state reached the head as in the target, the drafter would first
-predict the root, which is known; unlearning that took longer than learning from random weights.
+A new drafter's head starts as the target's head, projected on its leading singular directions if it
+is narrower, and the residual blocks as the identity. The projection to the head starts random: if
+the target's state reached the head as in the target, the drafter would first predict the root,
+which is known, and unlearning that took longer.
 
 Axes: B positions, S unroll steps, V rows of the head, H hidden size, D exit_dim.
 """
@@ -25,8 +25,6 @@ from mlx_redrafter.training.teacher_cache import Shard
 
 
 class RecurrentStudent(Student):
-    """A recurrent drafter."""
-
     name = "a recurrent drafter (ReDrafter, arXiv 2403.09919)"
     network: Drafter
 
@@ -75,9 +73,8 @@ class RecurrentStudent(Student):
             yield state
 
     def calibrate(self, texts: Iterable[Shard]) -> None:
-        network = self.network
-        found = (text for shard in texts for text in iterate_texts(shard))
-        network.config = calibrate(network, self.embed, found).applied(network.config)
+        fitted = calibrate(self.network, self.embed, iterate_texts(texts))
+        self.network.config = fitted.applied(self.network.config)
 
 
 def _project_head(head: NDArray[np.float32], random: NDArray[np.float32]) -> mx.array:

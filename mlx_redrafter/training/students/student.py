@@ -1,8 +1,7 @@
 """The interface that training needs from every kind of drafter.
 
-Every kind is measured by chains. A draft of a chain is accepted if this draft and all before it are
-the tokens of the text. The drafter then made it after the tokens of the text. So the logits that
-training unrolls along the text are those of decoding.
+Every kind is measured by chains. A draft of a chain is accepted if it and all before it are the
+tokens of the text. So the logits that training unrolls along the text are those of decoding.
 
 Axes: B positions, S unroll steps, p roots, H hidden size, V rows of the head, L beam length.
 """
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.training.batches import HeadRows, ShardGroup, gather
-from mlx_redrafter.training.generated_texts import draw_noise, read_following
+from mlx_redrafter.training.generated_texts import read_following, sample_posterior_noise
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import Recipe
@@ -82,7 +81,6 @@ class Student(ABC):
 
     @property
     def rows(self) -> HeadRows:
-        """Mapping from token ids to rows of the head."""
         ids = self.row_ids
         return HeadRows(None if ids is None else np.array(ids), self.vocab_size)
 
@@ -135,7 +133,6 @@ class Student(ABC):
     def loss(
         self, network: Any, batch: TrainingBatch, counts: mx.array, recipe: Recipe
     ) -> mx.array:
-        """Compute the loss of a network; the other arguments are those of `draft_loss`."""
         return draft_loss(self.logits(network, batch), batch, counts, recipe)
 
     def leave_target(self) -> None:  # noqa: B027
@@ -151,17 +148,13 @@ class Student(ABC):
     def count_accepted(
         self, shard: Shard, roots: NDArray[np.int64], length: int, temp: float
     ) -> NDArray[np.int64]:
-        """Count the drafts of a chain accepted in a step from each of the given roots.
+        """Count the drafts of a chain accepted in a step from each root, int64, shape (p,).
 
         Args:
             shard: Texts.
-            roots: Indices of the root tokens of one text in the shard, consecutive, none the first
-                token of the text, shape (p,).
+            roots: Indices of consecutive tokens of one text, none the first one, shape (p,).
             length: L.
             temp: Sampling temperature of the text; 0 drafts without Gumbel noise.
-
-        Returns:
-            Number of accepted drafts of each root, int64, shape (p,).
         """
         starts = np.array(shard.starts)
         # A drafter that attends to the context needs all of it.
@@ -169,12 +162,12 @@ class Student(ABC):
         first = int(begin) if self.reads_context else int(roots[0]) - 1
         positions = np.arange(first, int(roots[-1]))
         group = ShardGroup(shard, roots, np.ones((shard.tokens.shape[0], length - 1), np.bool_))
-        batch = gather(group, positions, len(positions), length, HeadRows(None, 0))
+        batch = gather(group, positions, len(positions), length, HeadRows())
         following = read_following(shard, roots, length)
         noise: mx.array | None = None
         if temp:
-            states = np.arange(roots[0], roots[-1] + length - 1)
-            noise = draw_noise(shard, states, self.vocab_size, temp)
+            states = mx.arange(int(roots[0]), int(roots[-1]) + length - 1)
+            noise = sample_posterior_noise(shard, states, self.vocab_size, temp)
             noise = noise[:, : self.head_rows] if self.row_ids is None else noise[:, self.row_ids]
         is_right = np.ones(len(roots), np.bool_)
         count = np.zeros(len(roots), np.int64)
@@ -188,7 +181,6 @@ class Student(ABC):
         return count
 
     def _choose(self, logits: mx.array) -> NDArray[np.int32]:
-        """Choose the most probable draft of each row of logits; ids, shape (p,)."""
         rows, ids = mx.argmax(logits, axis=-1), self.row_ids
         return np.array((rows if ids is None else ids[rows]).astype(mx.int32))
 

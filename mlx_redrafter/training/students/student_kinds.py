@@ -25,11 +25,7 @@ from mlx_redrafter.proposers.specformer.network import SpecFormer
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.students.block_student import BlockStudent
-from mlx_redrafter.training.students.kv_students import (
-    EagleStudent,
-    MtpStudent,
-    SpecFormerStudent,
-)
+from mlx_redrafter.training.students.kv_students import EagleStudent, MtpStudent, SpecFormerStudent
 from mlx_redrafter.training.students.medusa_student import MedusaStudent
 from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
 from mlx_redrafter.training.students.student import Student
@@ -135,19 +131,12 @@ def _new_medusa(target: Target, options: NetworkOptions) -> Student:
 
 
 def _new_eagle(target: Target, options: NetworkOptions) -> Student:
-    """Create an EAGLE-3 head."""
-    config = EagleConfig(
-        version=3,
-        captured_layers=_captured_layers(target),
-        draft_vocab_size=options.draft_vocab,
-        **_layer_sizes(target),
-    )
-    return EagleStudent(Eagle(config), target)
-
-
-def _new_eagle_1(target: Target, options: NetworkOptions) -> Student:
-    config = EagleConfig(version=1, fc_bias=True, **_layer_sizes(target))
-    return EagleStudent(Eagle(config), target)
+    """Create a head of EAGLE-3, or of EAGLE-1."""
+    own: dict[str, Any] = {"version": 1, "fc_bias": True}
+    if options.head == "eagle":
+        layers = _captured_layers(target)
+        own = {"version": 3, "captured_layers": layers, "draft_vocab_size": options.draft_vocab}
+    return EagleStudent(Eagle(EagleConfig(**own, **_layer_sizes(target))), target)
 
 
 def _new_mtp(target: Target, options: NetworkOptions) -> Student:
@@ -239,7 +228,7 @@ KINDS: Mapping[Head, Callable[[Target, NetworkOptions], Student]] = {
     "redrafter": _new_recurrent,
     "medusa": _new_medusa,
     "eagle": _new_eagle,
-    "eagle1": _new_eagle_1,
+    "eagle1": _new_eagle,
     "mtp": _new_mtp,
     "specformer": _new_specformer,
     "dflash": _new_block,

@@ -41,8 +41,6 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Toy:
 
 @dataclass(frozen=True)
 class ToyConfig(StoredConfig):
-    """Sizes of the target."""
-
     model_type: ClassVar[str] = "toy_pairs"
     draft_vocab_size: ClassVar[None] = None
     vocab_size: int
@@ -64,8 +62,6 @@ class Toy(DraftNetwork):
 
 
 class ToyDrafting:
-    """Drafts of one sequence."""
-
     reader = None
 
     def __init__(self, network: Toy, couple_noise: bool):

@@ -256,7 +256,6 @@ CHUNK = 256
 
 
 def _write(folder: Path, model_type: str, bits: int | None) -> nn.Module:
-    """Write a random model, and return it."""
     config: dict[str, Any] = tiny_config(model_type)
     config["torch_dtype"] = "float32"
     for values in (config, config.get("text_config", {})):

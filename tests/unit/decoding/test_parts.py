@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.decoding import delivery
-from mlx_redrafter.decoding.delivery import DecodingStats, ShapeStats, StepClock
+from mlx_redrafter.decoding.delivery import ShapeStats, StepClock
 from mlx_redrafter.decoding.passes import accept
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.sampling import KeyedSampler, StockSampler, gumbel_noise, normalise
@@ -52,19 +52,6 @@ def test_processors_run_in_order_and_may_write_in_place() -> None:
     tree = make_tree([0, 1], [0, 0], 1)
     assert np.array(chain.process_tree(both, tree)).tolist() == [[10, 2, 2], [10, 10, 2]]
     assert np.array(both).tolist() == [[1, 1, 1], [1, 1, 1]]
-
-
-def test_four_steps_that_accept_drafts() -> None:
-    """They yield 3 + 1 + 3 + 2 tokens after the first."""
-    stats = DecodingStats(num_tokens=10)
-    for num_accepted in (2, 0, 2, 1):
-        stats.count_step(num_accepted, num_verified=9, num_unmerged=17)
-    assert stats.accepted_counts == [1, 1, 2]
-    assert stats.steps == 4
-    assert stats.tokens_per_step == pytest.approx(9 / 4)
-    assert stats.acceptance_rate_by_depth == [0.75, 0.5]
-    assert (stats.num_verified, stats.num_unmerged) == (36, 68)
-    assert DecodingStats().accepted_counts == [], "requests do not share counts"
 
 
 def test_a_kind_of_step_shows_what_was_found_and_expected() -> None:

@@ -6,7 +6,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import log
+from operator import mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +31,7 @@ from mlx_redrafter.policy.plans import (
     StepCosts,
 )
 from mlx_redrafter.policy.state import PolicyState
-from mlx_redrafter.trees.tree import Drafts, TokenTree
+from mlx_redrafter.trees.tree import TokenTree
 
 TOKENS = 200
 
@@ -52,8 +54,6 @@ def _policy(costs: StepCosts, before: PolicyState | None = None) -> AdaptivePoli
 
 
 class Watched:
-    """A policy, and what it chose."""
-
     reads_drafts = True
     least_chance = 0.0
 
@@ -120,21 +120,15 @@ def test_sizes_at_which_kernels_change_are_avoided() -> None:
     assert not sizes & {10, 12}, "8 and 16 take less time"
 
 
-def _tree(*chances: float) -> Any:
-    """A chain of drafts, each of this probability."""
-    scores = np.cumsum(np.log(chances)).tolist()
-    count = len(chances)
-    known = Drafts(scores, list(range(1, count + 1)), list(range(count)), list(range(count)))
-    return SimpleNamespace(
-        size=count + 1,
-        read=lambda: known,
-        first=_kept,
-        subtree=lambda drafts, among: _kept(len(drafts) + 1),
-    )
+def _chain(path_chances: Sequence[float]) -> TokenTree:
+    """A chain of drafts that are right, with all before them, with these probabilities."""
+    count = len(path_chances)
+    return TokenTree.of(range(count + 1), [0, *range(count)], [*map(log, path_chances)])
 
 
-def _kept(size: int) -> Any:
-    return SimpleNamespace(size=size, padded=_kept)
+def _tree(*chances: float) -> TokenTree:
+    """A chain of drafts, each of this probability if those before it are right."""
+    return _chain([*accumulate(chances, mul)])
 
 
 def test_drafts_out_of_the_text_are_taken_where_they_promise_more() -> None:
@@ -410,8 +404,8 @@ def _decode_batch(
     return watched.steps
 
 
-def _slower(factor: float, num_slots: int = SLOTS) -> StepCosts:
-    timed = batch_costs(COSTS, num_slots)
+def _slower(factor: float) -> StepCosts:
+    timed = batch_costs(COSTS, SLOTS)
     return replace(timed, verify={k: factor * seconds for k, seconds in timed.verify.items()})
 
 
@@ -422,14 +416,6 @@ def _drafted(steps: list[Step]) -> int:
 def test_more_sequences_draft_fewer_tokens_each() -> None:
     sizes = [np.mean([step.num_nodes for step in _decode_batch({}, slots)]) for slots in (1, 4, 16)]
     assert sizes[0] > sizes[1] > sizes[2]
-
-
-def test_the_next_batch_knows_what_steps_of_this_one_cost() -> None:
-    batches: dict[int, PolicyState] = {}
-    for _ in range(5):
-        assert 0 < _drafted(_decode_batch(batches, costs=_slower(2.5))) <= BATCH_TOKENS // 10
-    assert max(batches[SLOTS].ratios.of(size) for size in SIZES) > 1.3
-    assert batches[SLOTS].ratios.of(1) < 1.5, "what slows trees down is not the machine"
 
 
 def test_a_new_batch_times_plain_steps_before_it_trusts_drafts() -> None:
@@ -444,9 +430,11 @@ def test_a_new_batch_times_plain_steps_before_it_trusts_drafts() -> None:
 
 
 def test_another_number_of_sequences_has_times_of_its_own() -> None:
+    """The next batch of as many knows what steps of this one cost."""
     batches: dict[int, PolicyState] = {}
     for _ in range(5):
-        _decode_batch(batches, costs=_slower(2.5))
+        assert 0 < _drafted(_decode_batch(batches, costs=_slower(2.5))) <= BATCH_TOKENS // 10
+    assert batches[SLOTS].ratios.of(1) < 1.5, "what slows trees down is not the machine"
     assert _drafted(_decode_batch(batches, SLOTS // 2)) > BATCH_TOKENS // 10
     assert sorted(batches) == [SLOTS // 2, SLOTS]
     assert max(batches[SLOTS].ratios.of(size) for size in SIZES) > 1.3
@@ -487,11 +475,6 @@ def test_no_batch_is_slower_than_plain_decoding(num_slots: int, ease: float) -> 
         watched = WatchedMember(BatchPolicy(lambda: COSTS, lambda: num_slots, batches))
         plain = run_fixed(text, None, start, stop)
         assert run_policy(text, watched, start, stop) < 1.04 * plain
-
-
-def _chain(chances: list[float]) -> TokenTree:
-    """Return a chain of drafts with these probabilities."""
-    return TokenTree.of([0, *[1] * len(chances)], [0, *range(len(chances))], [*map(log, chances)])
 
 
 def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them() -> None:

@@ -41,7 +41,7 @@ from tests.golden.record_block import FILE
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.flights import flight_of
 from tests.helpers.models import layer_inputs, tiny_llama, wrapped_tokenizer
-from tests.helpers.oracles import paths_of
+from tests.helpers.oracles import node_paths, paths_of
 from tests.models.tiny_models import build, tiny_config
 
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -197,13 +197,12 @@ def test_a_search_scores_every_path_by_the_one_formula(link: str) -> None:
         found = search_all(new_levels(network, count), shape).alone
         again = new_levels(network, None)
         tokens, parents = to_ints(found.tokens), to_ints(found.parents)
-        for node in range(0, len(tokens), 5):
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
+        # Without the root, of which the search has no node.
+        paths = node_paths([0, *(parent + 1 for parent in parents)])[1:]
+        for path in paths[::5]:
             assert network.link is not None
             total, state, previous = 0.0, None, mx.array([7])
-            for depth, step in enumerate(path):
+            for depth, step in enumerate(node - 1 for node in path[1:]):
                 row = slice(depth, depth + 1)
                 feature, state = network.link.feature(previous, again.outputs[0, row], state)
                 scale, unary = again.scales[row], again.unary[0, row]
@@ -214,7 +213,7 @@ def test_a_search_scores_every_path_by_the_one_formula(link: str) -> None:
                 scores = scale * (unary + linked)
                 total += (scores[0, tokens[step]] - mx.logsumexp(scores)).item()
                 previous = mx.array([tokens[step]])
-            assert found.scores[node].item() == pytest.approx(total, abs=1e-3)
+            assert found.scores[path[-1] - 1].item() == pytest.approx(total, abs=1e-3)
 
 
 @pytest.mark.parametrize("link", [None, *LINKS])

@@ -35,7 +35,7 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 from tests.helpers.flights import flight_of
 from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
-from tests.helpers.oracles import paths_of
+from tests.helpers.oracles import assert_scores, paths_of
 
 PLAN = DraftPlan(DraftShape(4, 16), 16)
 
@@ -234,7 +234,6 @@ def test_filters_leave_out_candidates_that_cannot_be_drawn() -> None:
 
 
 def _network() -> tuple[Any, list[tuple[str, list[int]]]]:
-    """A network, and what it is asked."""
     seen: list[tuple[str, list[int]]] = []
     propose = lambda flight, *_: seen.append(("propose", flight.tokens))  # noqa: E731
     skip = lambda flight: seen.append(("skip", flight.tokens))  # noqa: E731
@@ -384,22 +383,6 @@ def _open_model(
     return proposer.open(Target(model), prompt, True, cached)
 
 
-def _assert_scores(model: nn.Module, text: Sequence[int], tree: Any) -> None:
-    """Every node's score is the sum of log-probabilities that the model gives to its path."""
-    tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
-    scores = tree.read().scores
-    assert tokens[0] == text[-1]
-    for node in range(1, len(tokens)):
-        path = [node]
-        while parents[path[0]]:
-            path.insert(0, parents[path[0]])
-        drafts = [tokens[n] for n in path]
-        logits = model(mx.array([[*text, *drafts]]))[0]
-        log_probs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-        expected = sum(log_probs[len(text) - 1 + i, draft] for i, draft in enumerate(drafts))
-        assert scores[node - 1] == pytest.approx(expected, abs=2e-4)
-
-
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 7))
 @settings(max_examples=25)
 def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(
@@ -427,7 +410,7 @@ def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(
             plan = DraftPlan(shape, min(rng.choice((2, 4, 12)), shape.max_nodes))
             with patch.object(draft_model, "READ_STEP_SIZE", 3):  # texts are read in chunks
                 tree = drafting.propose(flight, plan, None)
-            _assert_scores(model, text, tree)
+            assert_scores(model, text, tree, 2e-4)
 
 
 MODELS: dict[str, nn.Module] = {"llama": tiny_llama(seed=3), "qwen3": tiny_qwen3(seed=3)}

@@ -1,4 +1,4 @@
-"""MTP modules: their levels against torch, texts that stay the target's, and their files."""
+"""MTP modules: their levels against torch, and their files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_redrafter import generate, load, stream_generate
+from mlx_redrafter import generate, load
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.convert.recognition import inspect_checkpoint
@@ -26,36 +25,21 @@ from mlx_redrafter.proposers.mtp.families import QWEN
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.flights import flight_of
-from tests.helpers.mimo import CONFIG, PREFIX, module_tensors, tiny_mimo, write
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
-from tests.helpers.mtp import TORCH_NAMES, TorchModule, family_config
-from tests.helpers.mtp import module_tensors as family_tensors
+from tests.helpers.mtp import (
+    MIMO,
+    MIMO_PREFIX,
+    TORCH_NAMES,
+    TorchModule,
+    family_config,
+    module_tensors,
+    tiny_mimo,
+    write,
+)
 from tests.models.tiny_models import build
 
 PROMPT = [5, 17, 3, 60, 9]
-SHAPES: list[dict[str, Any]] = [
-    {},
-    {"beam_width": 1, "beam_length": 5},
-    {"beam_width": 3, "beam_length": 4, "tree_nodes": 12},
-]
-TIED = {**CONFIG, "tie_word_embeddings": True}
-
-
-@pytest.fixture(scope="module", params=["tied mimo", "nemotron_h", *TORCH_NAMES])
-def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return TIED if request.param == "tied mimo" else family_config(request.param)
-
-
-@pytest.fixture(scope="module")
-def model(config: dict[str, Any]) -> nn.Module:
-    return tiny_mimo(config=config) if config["model_type"] == "mimo" else build(config)
-
-
-@pytest.fixture(scope="module")
-def module(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_mtp(write(tmp_path_factory.mktemp("mtp"), family_tensors(config), config))
 
 
 def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
@@ -66,13 +50,16 @@ def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("name", ["tied mimo", *TORCH_NAMES])
 def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
-    model: nn.Module, module: Any, config: dict[str, Any]
+    name: str, tmp_path: Path
 ) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    if config["model_type"] == "nemotron_h":
-        pytest.skip("test_published_heads compares it with mlx-vlm")
-    tensors, target = family_tensors(config), Target(model)
+    is_tied = name == "tied mimo"
+    config = {**MIMO, "tie_word_embeddings": True} if is_tied else family_config(name)
+    model = tiny_mimo(config) if name.endswith("mimo") else build(config)
+    tensors, target = module_tensors(config), Target(model)
+    module: Any = load_mtp(write(tmp_path, tensors, config))
     published = TorchModule(torch, config, tensors)
     drafting = module.open(target, PROMPT, True, [])
     embed = lambda tokens: np.array(target.modules.embed(mx.array(tokens)))  # noqa: E731
@@ -104,33 +91,9 @@ def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
             pairs = np.concatenate([pairs, np.concatenate([fed, embed([token])], axis=1)])
 
 
-def _tokens(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
-    tokenizer, prompt = wrapped_tokenizer(64), options.pop("prompt", PROMPT)
-    return [r.token for r in stream_generate(model, tokenizer, prompt, drafter=drafter, **options)]
-
-
-def test_texts_are_those_of_plain_decoding(model: nn.Module, module: Any) -> None:
-    expected = stock_tokens(model, PROMPT, 12)
-    sampling: dict[str, Any] = {"temp": 0.9, "seed": 3, "max_tokens": 12}
-    sampled = _tokens(model, None, **sampling)
-    # How much to draft is the same code for all.
-    for shape in SHAPES if module.config.model_type == "mimo" else SHAPES[2:]:
-        assert_same_tokens(expected, _tokens(model, module, max_tokens=12, **shape), shape)
-        assert _tokens(model, module, **sampling, **shape) == sampled
-
-
-def test_turns_on_one_prompt_cache(model: nn.Module, module: Any) -> None:
-    for own in ([], module.make_cache()):
-        stock, cache = make_prompt_cache(model), make_prompt_cache(model)
-        for turn in (PROMPT, [7, 8, 9]):
-            expected = ids(stock_tokens(model, turn, 5, prompt_cache=stock))
-            options = {"max_tokens": 5, "prompt_cache": cache + own, **SHAPES[2]}
-            assert _tokens(model, module, prompt=turn, **options) == expected
-
-
 def own_folder(stories: Trained, folder: Path, tensors: Mapping[str, mx.array]) -> Path:
     """A published MiMo: the model, its MTP module and a tokenizer."""
-    config = {**CONFIG, "vocab_size": 512, "eos_token_id": 2}
+    config = {**MIMO, "vocab_size": 512, "eos_token_id": 2}
     model = named_parameters(tiny_mimo(config=config))
     write(folder, {**model, **tensors}, config)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -141,7 +104,7 @@ def own_folder(stories: Trained, folder: Path, tensors: Mapping[str, mx.array]) 
 
 def test_a_models_own_module_and_one_beside_it(stories: Trained, tmp_path: Path) -> None:
     folder = own_folder(stories, tmp_path / "mimo", module_tensors())
-    sidecar = write(tmp_path / "mtp", module_tensors(), {**CONFIG, "vocab_size": 512})
+    sidecar = write(tmp_path / "mtp", module_tensors(), {**MIMO, "vocab_size": 512})
     assert recognise(sidecar)[0].NAME == "MTP module"
     assert "an MTP module of a model of type" in inspect_checkpoint(sidecar).kind
     for drafter in ("mtp", sidecar):
@@ -176,7 +139,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()
     for file, message in (("../x.safetensors", "name of a safetensors file"), (None, "no tensors")):
-        names = {} if file is None else {PREFIX + "input_proj.weight": file}
+        names = {} if file is None else {MIMO_PREFIX + "input_proj.weight": file}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
         with pytest.raises(CheckpointError, match=message):
             load_mtp("org/model")
@@ -184,7 +147,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
 
 def test_norms_and_experts_of_mlx_files_stay_as_they_are(tmp_path: Path) -> None:
     config = family_config("qwen3_next")
-    published = load_mtp(write(tmp_path / "published", family_tensors(config), config))
+    published = load_mtp(write(tmp_path / "published", module_tensors(config), config))
     own = {f"mtp.layers.0.{n}": t for n, t in named_parameters(published.block).items()}
     names = {"join": "fc", "norm": "norm"}
     names |= {f"{part}_norm": f"pre_fc_norm_{part}" for part in ("embedding", "hidden")}
@@ -221,7 +184,7 @@ GLM_SIDECAR = {
 @pytest.mark.parametrize("quantisation", [None, (64, 4, "affine"), (32, 8, "mxfp8")], ids=str)
 def test_a_folder_of_glm_has_names_of_its_own(quantisation: Any, tmp_path: Path) -> None:
     config = family_config("glm4_moe_lite")
-    published = load_mtp(write(tmp_path / "published", family_tensors(config), config))
+    published = load_mtp(write(tmp_path / "published", module_tensors(config), config))
     values: dict[str, Any] = {"model_type": "glm4_moe_lite_mtp", "text_config": config}
     if quantisation is not None:
         size, bits, mode = quantisation
@@ -245,7 +208,7 @@ def test_a_folder_of_glm_has_names_of_its_own(quantisation: Any, tmp_path: Path)
 def test_fp8_weights_of_deepseek_are_unpacked_and_others_refused(tmp_path: Path) -> None:
     for model_type in ("deepseek_v3", "qwen3_next"):
         config = family_config(model_type)
-        tensors = family_tensors(config)
+        tensors = module_tensors(config)
         name = next(name for name in tensors if name.endswith("o_proj.weight"))
         weight = tensors[name]
         tensors |= {name: mx.to_fp8(weight), f"{name}_scale_inv": mx.full((1, 1), 2.0)}
@@ -259,7 +222,7 @@ def test_fp8_weights_of_deepseek_are_unpacked_and_others_refused(tmp_path: Path)
 
 
 def changed(name: str, tensor: mx.array | None) -> dict[str, mx.array]:
-    tensors = {**module_tensors(), PREFIX + name: tensor}
+    tensors = {**module_tensors(), MIMO_PREFIX + name: tensor}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -276,15 +239,15 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         (module_tensors(), {"vocab_size": 0}, "vocab_size 0"),
         (module_tensors(), {"quantization": mode}, r"mxfp4 needs .* \(32, 4\), got \(32, 8\)"),
         (
-            family_tensors(nemotron),
+            module_tensors(nemotron),
             {**nemotron, "mtp_hybrid_override_pattern": "*M"},
             r"expected mtp_hybrid_override_pattern of attention .* found '\*M'",
         ),
-        (module_tensors(), dict.fromkeys(CONFIG) | {"model_type": "mimo"}, "does not describe"),
+        (module_tensors(), dict.fromkeys(MIMO) | {"model_type": "mimo"}, "does not describe"),
     ]
     for tensors, changes, message in bad:
         with pytest.raises(RedrafterError, match=message):
-            load_mtp(write(tmp_path, tensors, {**CONFIG, **changes}))
+            load_mtp(write(tmp_path, tensors, {**MIMO, **changes}))
     module = load_mtp(write(tmp_path, module_tensors()))
     target = Target(tiny_llama(vocab_size=65))
     with pytest.raises(CheckpointError, match="vocab_size 64 does not match"):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +15,11 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_redrafter import stream_generate
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedTargetError
-from mlx_redrafter.proposers import autoregressive
 from mlx_redrafter.proposers.assistant import load as load_assistant
 from mlx_redrafter.proposers.assistant.config import FULL, SLIDING
 from mlx_redrafter.proposers.assistant.network import Assistant
@@ -47,10 +44,10 @@ from mlx_redrafter.target.target import Target
 from tests.golden.block_layouts import LAYOUTS, tensors
 from tests.golden.record_heads import FILE, LONG, SHORT
 from tests.helpers.block import LINKS, block_config, random_block
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import ids, stock_tokens, tokens
 from tests.helpers.flights import flight_of
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
-from tests.helpers.mtp import family_config, module_tensors
+from tests.helpers.mtp import family_config, module_tensors, write
 from tests.helpers.published_heads import (
     ASSISTANTS,
     NUM_DRAFTS,
@@ -61,64 +58,18 @@ from tests.helpers.published_heads import (
     pairs,
     speculators_head,
     text_and_states,
-    write,
 )
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
+from tests.property.test_lossless_networks import PROMPT, TREE, tip
 
-PROMPT = [5, 17, 3, 60, 9, 12, 5, 17, 3, 60, 8, 30, 5, 17, 3]
-NUM_TOKENS, CLUSTERED = 12, "assistant with clusters"
+CLUSTERED = "assistant with clusters"
 MODELS = {name: build(tiny_config(name)) for name in ("gemma4_text", "gemma4")}
-SHAPES: list[dict[str, Any]] = [
-    {"beam_width": 1, "beam_length": 6},
-    {"beam_width": 3, "beam_length": 5, "tree_nodes": 12},
-    {"beam_width": 3, "beam_length": 4, "select": "beam"},
-]
 
 
 @pytest.fixture(params=ASSISTANTS)
 def assistant(request: pytest.FixtureRequest, tmp_path: Path) -> Assistant:
     name = request.param
-    return load_assistant(write(tmp_path, ASSISTANTS[name], assistant_tensors(name)))
-
-
-def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]]) -> None:
-    """Make the drafts likely that followed the same token in some texts: many are accepted."""
-    bonus = np.zeros((VOCAB_SIZE, VOCAB_SIZE), dtype=np.float32)
-    for text in texts:
-        for one, other in pairwise(text):
-            bonus[one, other] = 4.0
-    table = mx.array(bonus)
-    first, following = autoregressive._Levels.first, autoregressive._Levels.following
-
-    def tipped_first(levels: Any) -> mx.array:
-        return first(levels) + table[mx.concatenate([one.root for one in levels.flights])]
-
-    def tipped_following(levels: Any, beams: Any, tokens: mx.array, depth: int) -> mx.array:
-        return following(levels, beams, tokens, depth) + table[tokens]
-
-    patch.setattr(autoregressive._Levels, "first", tipped_first)
-    patch.setattr(autoregressive._Levels, "following", tipped_following)
-
-
-def tokens_of(model: nn.Module, drafter: Any, **options: Any) -> list[int]:
-    prompt, tokenizer = options.pop("prompt", PROMPT), wrapped_tokenizer(VOCAB_SIZE)
-    return [r.token for r in stream_generate(model, tokenizer, prompt, drafter=drafter, **options)]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_texts_are_those_of_plain_decoding(
-    name: str, assistant: Assistant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = MODELS[name]
-    expected = stock_tokens(model, PROMPT, NUM_TOKENS)
-    sampling = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
-    sampled = tokens_of(model, None, **sampling)
-    tip(monkeypatch, [PROMPT[-1:] + ids(expected), PROMPT[-1:] + sampled])
-    for shape in SHAPES if name == "gemma4_text" else SHAPES[1:2]:
-        options = {"max_tokens": NUM_TOKENS, "prefill_step_size": 4, **shape}
-        found = tokens_of(model, assistant, **options)
-        assert_same_tokens(expected, found, shape)
-        assert tokens_of(model, assistant, **sampling, **shape) == sampled
+    return load_assistant(write(tmp_path, assistant_tensors(name), ASSISTANTS[name]))
 
 
 def test_the_copied_entries_are_the_targets(
@@ -132,9 +83,9 @@ def test_the_copied_entries_are_the_targets(
     text: list[int] = []
     for turn in (PROMPT, [60, 7]):
         expected = ids(stock_tokens(model, turn, 12, prompt_cache=stock))
-        tip(monkeypatch, [turn[-1:] + expected])
+        tip(monkeypatch, [turn[-1:] + expected], VOCAB_SIZE)
         options = {"max_tokens": 12, "prompt_cache": cache + own, "prefill_step_size": 4}
-        assert tokens_of(model, assistant, prompt=turn, **options, **SHAPES[1]) == expected
+        assert tokens(model, turn, assistant, **options, **TREE) == expected
         text += turn + expected
         if turn is PROMPT:
             fresh = make_prompt_cache(model)
@@ -165,7 +116,7 @@ def test_an_assistant_is_written_and_read_back(assistant: Assistant, tmp_path: P
     again = load_assistant(tmp_path / "own")
     rows, target = mx.random.normal((2, 24), key=mx.random.key(3)), Target(MODELS["gemma4"])
     assert mx.array_equal(*(one.logits(rows, target) for one in (again, assistant))).item()
-    assert tokens_of(MODELS["gemma4"], again, max_tokens=4, **SHAPES[1])
+    assert tokens(MODELS["gemma4"], PROMPT, again, max_tokens=4, **TREE)
 
 
 def test_other_targets_are_refused(assistant: Assistant) -> None:
@@ -198,12 +149,12 @@ def test_contradicting_configs_are_refused(tmp_path: Path) -> None:
         (changed(enable_moe_block=True), "enable_moe_block must be absent or 0"),
         (changed(intermediate_size=41), r"mlp.gate_proj.weight' has shape \[40, 24\], expected"),
     ):
-        write(tmp_path, config, assistant_tensors(CLUSTERED))
+        write(tmp_path, assistant_tensors(CLUSTERED), config)
         with pytest.raises(CheckpointError, match=message):
             load_assistant(tmp_path)
     tensors = assistant_tensors(CLUSTERED)
     tensors["masked_embedding.token_ordering"][0] += 1
-    write(tmp_path, ASSISTANTS[CLUSTERED], tensors)
+    write(tmp_path, tensors, ASSISTANTS[CLUSTERED])
     with pytest.raises(CheckpointError, match="expected every id from 0 to 95 once"):
         load_assistant(tmp_path)
     with pytest.raises(CheckpointError, match="vocab_size 96 does not match the target's 90"):
@@ -218,7 +169,7 @@ RECORDED = mx.load(str(FILE))
 def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None:
     """After texts within and beyond the window, and after one to three drafts."""
     tensors = speculators_head(name)
-    write(tmp_path, SPECULATORS[name], tensors)
+    write(tmp_path, tensors, SPECULATORS[name])
     assert recognise(tmp_path)[0].NAME == "EAGLE head"
     head = load_eagle(tmp_path)
     table = mx.array(tensors["embed_tokens.weight"])
@@ -247,8 +198,7 @@ def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name: str, tmp_path: P
     """From codes as well, which MLX computes alike in the splitter and here."""
     model_type, mode = SIDECARS[name]
     config = family_config(model_type)
-    weights = {name: np.array(weight) for name, weight in module_tensors(config).items()}
-    module, stored = load_mtp(write(tmp_path / "published", config, weights)), None
+    module, stored = load_mtp(write(tmp_path / "published", module_tensors(config), config)), None
     if mode is not None:
         size, bits = FLOAT_MODES[mode]
         stored = {"group_size": size, "bits": bits, "mode": mode}
@@ -274,7 +224,7 @@ def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(
     name: str, reference: str, tmp_path: Path
 ) -> None:
     """Within the window, and in mlx-vlm beyond it; transformers' window is two tokens wider."""
-    write(tmp_path, ASSISTANTS[name], assistant_tensors(name))
+    write(tmp_path, assistant_tensors(name), ASSISTANTS[name])
     assert recognise(tmp_path)[0].NAME == "Gemma 4 assistant"
     assistant = load_assistant(tmp_path)
     assistant.hook()
@@ -312,7 +262,6 @@ def arrays_of(tensors: Mapping[str, Any]) -> dict[str, mx.array]:
 
 
 def eagle_files(version: int) -> Files:
-    """A published EAGLE head."""
     head = Eagle(EagleConfig(version=version, **SIZES, **HEADS))
     return {"model_type": "llama", "bias": False, **SIZES, **HEADS}, named_parameters(head)
 

@@ -36,6 +36,7 @@ from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 from tests.helpers.flights import drafts_after_any_steps, flight_of
 from tests.helpers.models import layer_inputs, tiny_llama, wrapped_tokenizer
+from tests.helpers.oracles import node_paths
 from tests.models.tiny_models import build, tiny_config
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -48,7 +49,6 @@ PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4)]
 
 
 def _torch(*names: str) -> Iterator[torch.Tensor]:
-    """Weights of the target."""
     for name, weight in named_parameters(MODEL).items():
         if name.removeprefix("model.").removesuffix(".weight") in names:
             yield torch.from_numpy(np.array(weight))
@@ -61,11 +61,8 @@ def _assert_scores(
     tokens, parents = to_ints(tree.tokens), to_ints(tree.parents)
     scores = [0.0, *tree.read().scores]
     assert tokens[0] == text[-1]
-    for node in range(1, len(tokens)):
-        drafts, above = [], parents[node]
-        while above:
-            drafts.insert(0, tokens[above])
-            above = parents[above]
+    for node, path in enumerate(node_paths(parents)[1:], start=1):
+        drafts = [tokens[above] for above in path[1:-1]]
         log_probs = published.log_probs(torch.from_numpy(np.array(states)), text[1:], drafts)[-1]
         ids = published.to_ids(torch.arange(len(log_probs)))
         (row,) = (ids == tokens[node]).nonzero()[0].tolist()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mlx_redrafter.target.ancestor_matrix import BranchStates, follow_delta_rule, follow_updates
 from mlx_redrafter.target.caches.tree_pass import Paths
 from mlx_redrafter.trees.tree import TokenTree, TreeBatch
+from tests.helpers.oracles import node_paths
 
 Array = NDArray[np.float64]
 
@@ -81,13 +82,6 @@ def state_after(branches: BranchStates, path: list[int]) -> mx.array:
     return branches.array_after(Paths([path], len(PARENTS)))[0]
 
 
-def path_to(node: int, parents: list[int]) -> list[int]:
-    path = [node]
-    while path[0]:
-        path.insert(0, parents[path[0]])
-    return path
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("is_delta", [False, True])
 @pytest.mark.parametrize(
@@ -99,8 +93,8 @@ def test_what_nodes_read_and_their_states(seed: int, is_delta: bool, parents: li
     tree = TokenTree.of(range(len(parents)), parents)
     read, branches = by_matrix(inputs, tree, is_delta)
     np.testing.assert_allclose(np.array(read), expected, atol=TOLERANCE)
-    for node, state in enumerate(states):
-        found = state_after(branches, path_to(node, parents))
+    for path, state in zip(node_paths(parents), states, strict=True):
+        found = state_after(branches, path)
         np.testing.assert_allclose(np.array(found), state, atol=TOLERANCE)
 
 
@@ -119,15 +113,15 @@ def test_keys_that_are_alike(length: int) -> None:
 
 @pytest.mark.parametrize("is_delta", [False, True])
 def test_a_draft_that_is_not_a_number_spoils_its_branch_alone(is_delta: bool) -> None:
-    tree, nodes = TokenTree.of(range(len(PARENTS)), PARENTS), range(len(PARENTS))
+    tree, paths = TokenTree.of(range(len(PARENTS)), PARENTS), node_paths(PARENTS)
     read = np.array(by_matrix(random_inputs(1, PARENTS), tree, is_delta)[0])
     names = ["keys", "values", "log_gates", "queries", *(["strengths"] if is_delta else [])]
     values = [(name, np.nan) for name in names]
     for name, value in [*values, *(("values", one) for one in (np.inf, -np.inf, 3e38))]:
         inputs = random_inputs(1, PARENTS)
         getattr(inputs, name)[:, 3] = value
-        below = [3] if name == "queries" else [n for n in nodes if 3 in path_to(n, PARENTS)]
-        others = [n for n in nodes if n not in below]
+        below = [3] if name == "queries" else [path[-1] for path in paths if 3 in path]
+        others = [path[-1] for path in paths if path[-1] not in below]
         spoiled, branches = by_matrix(inputs, tree, is_delta)
         if np.isnan(value):
             assert mx.all(mx.isnan(spoiled[:, mx.array(below)])).item()

@@ -35,8 +35,8 @@ from mlx_redrafter.target.caches.tree_pass import TreePass
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TreeBatch
 from tests.helpers.drafts import grow, make_tree
-from tests.helpers.models import tiny_llama, tiny_qwen3
-from tests.helpers.oracles import paths_of
+from tests.helpers.models import tiny_llama
+from tests.helpers.oracles import node_paths
 
 VOCAB_SIZE = 64
 PLAN = DraftPlan.of(4, 5, 9)
@@ -71,14 +71,6 @@ def _decode_tree(
     cache.commit(path)
 
 
-def _random_path(rng: random.Random, parents: list[int]) -> list[int]:
-    node = rng.randrange(len(parents))
-    path = [node]
-    while path[-1]:
-        path.append(parents[path[-1]])
-    return path[::-1]
-
-
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 6))
 @settings(max_examples=25)
 def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, steps: int) -> None:
@@ -95,7 +87,7 @@ def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, 
             path = [0]
             continue
         tokens, parents = grow(rng, root, [], PLAN, VOCAB_SIZE, accuracy=0)
-        path = _random_path(rng, parents)
+        path = rng.choice(node_paths(parents))
         _decode_tree(target, cache, tokens, parents, path)
         text += [tokens[node] for node in path]
         assert cache.length == len(text)
@@ -108,27 +100,6 @@ def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, 
     assert_same_rows(cache.stock, prefilled(target.model, text))
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3])
-def test_every_node_is_scored_as_if_decoded_alone(build: Any) -> None:
-    model = build(seed=2)
-    target = Target(model)
-    rng = random.Random(3)
-    text = [5, 9, 11, 40]
-    cache = target.caches.new()
-    prefill(target, mx.array(text), cache, 512)
-    for _ in range(3):  # the second and third trees also write the rows of a path
-        tokens, parents = grow(rng, 7, [], DraftPlan.of(4, 5, 20), VOCAB_SIZE, accuracy=0)
-        tree = make_tree(tokens, parents, 4)
-        logits = np.array(target.verify(tree, cache).logits)
-        for node, path in enumerate(paths_of(tokens, parents)):
-            history = [*text, *path]
-            alone = np.array(model(mx.array([history]))[0, -1])
-            np.testing.assert_allclose(logits[node], alone, atol=1e-4, rtol=0)
-        nodes = _random_path(rng, parents)
-        cache.commit(nodes)
-        text += [tokens[n] for n in nodes]
-
-
 def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) -> None:
     """At most plain decoding's rows + N + L, rounded up to one block of 256."""
     block = KVCache.step
@@ -139,7 +110,7 @@ def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) 
     prefill(target, mx.array([1, 2, 3]), plain, 512)
     while cache.length < 2 * block:
         tokens, parents = grow(rng, 7, [], PLAN, VOCAB_SIZE, accuracy=0)
-        path = _random_path(rng, parents)
+        path = rng.choice(node_paths(parents))
         _decode_tree(target, cache, tokens, parents, path)
         for _ in path:
             target.advance(mx.array([7]), plain)
@@ -207,19 +178,16 @@ class Reading:
         self.next = 1
 
     def numbers(self, count: int) -> list[int]:
-        """Numbers of new tokens."""
         self.next += count
         return list(range(self.next - count, self.next))
 
     def prompt(self, sizes: Sequence[int]) -> None:
-        """Read chunks, as mlx-lm does."""
         numbers = self.numbers(sum(sizes))
         read_in_chunks(self.layer.stock, numbers, sizes)
         self.text += numbers
         self.cache.length += len(numbers)
 
     def token(self) -> None:
-        """Read one token."""
         (number,) = self.numbers(1)
         self.cache.expect(None)
         (seen,) = feed(self.layer, [number])
@@ -228,15 +196,12 @@ class Reading:
         assert sorted(seen) == self.text[-self.window :]
 
     def tree(self, size: int, depth: int, is_kept: bool = True) -> None:
-        """Read a tree and keep a path of it."""
         parents, depths = [0], [0]
         while len(parents) < size:
             parent = self.rng.choice([n for n in range(len(parents)) if depths[n] < depth])
             parents.append(parent)
             depths.append(depths[parent] + 1)
-        numbers, paths = self.numbers(size), [[0]]
-        for node in range(1, size):
-            paths.append([*paths[parents[node]], node])
+        numbers, paths = self.numbers(size), node_paths(parents)
         self.cache.expect(make_tree(numbers, parents, depth))
         for path, seen in zip(paths, feed(self.layer, numbers), strict=True):
             text = [*self.text, *(numbers[node] for node in path)]
@@ -341,7 +306,6 @@ Rows = tuple[mx.array, mx.array]
 
 
 def random_rows(count: int) -> Rows:
-    """Keys and values of some tokens."""
     return mx.random.normal((1, HEADS, count, SIZE)), mx.random.normal((1, HEADS, count, SIZE))
 
 
@@ -349,9 +313,7 @@ def decode(cache: TreeCache, stock: KVCache | QuantizedKVCache, rng: random.Rand
     """A random tree and a path of it; mlx-lm's cache gets the path's rows token by token."""
     size = rng.randrange(2, 12)
     parents = [0, *(rng.randrange(node) for node in range(1, size))]
-    path = [rng.randrange(size)]
-    while path[0]:
-        path.insert(0, parents[path[0]])
+    path = rng.choice(node_paths(parents))
     keys, values = random_rows(size)
     cache.expect(make_tree(range(size), parents, size))
     cache.layers[0].update_and_fetch(keys, values)  # type: ignore[attr-defined]
@@ -362,7 +324,6 @@ def decode(cache: TreeCache, stock: KVCache | QuantizedKVCache, rng: random.Rand
 
 
 def assert_same_codes(found: QuantizedKVCache, expected: QuantizedKVCache) -> None:
-    """Two caches hold the same codes, scales and biases."""
     assert found.offset == expected.offset
     for rows, truth in zip(found.keys_and_values(), expected.keys_and_values(), strict=True):
         for part, other in zip(rows, truth, strict=True):

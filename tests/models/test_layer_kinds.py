@@ -1,4 +1,4 @@
-"""Layers with a state: trees, texts and prompt caches against stock mlx-lm."""
+"""Layers with windows, chunks or states: trees, memory and caches against stock mlx-lm."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_redrafter import Engine
 from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.target.caches.tree_pass import Layout
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
+from tests.helpers.equality import assert_same_tokens, stock_tokens
+from tests.helpers.memory import peak_of
+from tests.helpers.models import wrapped_tokenizer
 from tests.models import trees
 from tests.models.test_architectures import (
     TOLERANCE,
@@ -26,13 +31,16 @@ from tests.models.test_architectures import (
 from tests.models.tiny_models import (
     COMMON,
     VOCAB_SIZE,
+    WINDOW,
+    WITH_STATES,
+    WITH_WINDOWS,
     Config,
     build,
     flat_parameters,
     tiny_config,
+    windowed_config,
     wrapper_config,
 )
-from tests.models.tiny_recurrent import WITH_STATES
 from tests.models.trees import PROMPT, branching_tree, decode_paths, verify_after_prompt, wide_tree
 
 # One of each kind: three convolutions, one, groups of heads, no layer with rows, convolutions
@@ -210,3 +218,82 @@ def test_the_whole_config_of_a_text_model(num_experts: int) -> None:
     """Files without ``text_config`` have its values at the top."""
     inner: Config = wrapper_config("qwen3_5", "qwen3_5")["text_config"]
     assert_tree_agrees(build({**inner, "model_type": "qwen3_5", "num_experts": num_experts}))
+
+
+# One model of each kind of mask.
+MASKS = "gemma3_text", "gpt_oss", "llama4", "smollm3"
+
+
+# The prompt ends before the window is full, when it is, after it, and has wrapped several times;
+# some windows are smaller than the tree is deep. The `MASKS` have all windows.
+@pytest.mark.parametrize(
+    ("model_type", "window"),
+    [
+        (name, window)
+        for number, name in enumerate(WITH_WINDOWS)
+        for place, window in enumerate([1, 3, 6, 11, 12, 13, 15, 30])
+        if name in MASKS or (number - place) % 4 == 0
+    ],
+)
+def test_tree_logits_around_the_window(model_type: str, window: int) -> None:
+    assert_tree_agrees(build(windowed_config(model_type, window)))
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+@pytest.mark.parametrize("model_type", MASKS)
+def test_a_mask_off_by_one_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, wrong: int
+) -> None:
+    model = build(windowed_config(model_type, 6))
+    tree = branching_tree()
+    expected = decode_paths(model, tree).logits
+    for name in ("window_mask", "chunk_mask"):
+        mask = getattr(Layout, name)
+        monkeypatch.setattr(
+            Layout, name, lambda self, size, mask=mask: mask(self, size and size + wrong)
+        )
+    found = verify_after_prompt(Target(model), tree).logits
+    assert disagreement(found, expected) > VISIBLE
+
+
+def test_memory_of_windows_does_not_grow_with_the_text() -> None:
+    config = {**windowed_config("muse_glimmer", 100), "layer_types": ["sliding_attention"] * 2}
+    target = Target(build(config))
+
+    def peak(length: int) -> int:
+        cache, tree = blank_cache(target, length), branching_tree()
+        for _ in range(2):  # the first tree makes the buffers
+            mx.eval(target.verify(tree, cache).logits)
+            cache.commit([0, 1])
+        return peak_of(lambda: mx.eval(target.verify(tree, cache).logits))
+
+    # A bool for each position would be a million bytes; other threads' arrays are some thousands.
+    assert peak(10**6) < peak(1000) + 10**5
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama4"])
+def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    model, shapes, compute = build(windowed_config(model_type, 20)), [], Target.compute
+
+    def counted(target: Target, chunks: mx.array, *others: Any) -> Any:
+        shapes.append(chunks.shape)
+        return compute(target, chunks, *others)
+
+    monkeypatch.setattr(Target, "compute", counted)
+    prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (17, 40, 18, 41)]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
+    for response in engine.stream_batch(prompts, max_tokens=40):
+        tokens[response.number].append(response.response.token)
+    assert shapes[:3] == [(4, 16), (2, 23), (4, 2)]
+    for prompt, found in zip(prompts, tokens, strict=True):
+        assert_same_tokens(stock_tokens(model, prompt, 40), found)
+
+
+def test_caches_of_other_kinds_are_refused() -> None:
+    target = Target(build(windowed_config("gemma3_text")))
+    for wrong in (RotatingKVCache(WINDOW, keep=4), RotatingKVCache(WINDOW + 1)):
+        _, full = make_prompt_cache(target.model)
+        found = rf"found RotatingKVCache\(max_size={wrong.max_size}, keep={wrong.keep}\)"
+        with pytest.raises(UnsupportedTargetError, match=found):
+            target.caches.new([wrong, full])
