@@ -164,6 +164,7 @@ def compare(
     from mlx_redrafter.bench.turns import arm_name
     from mlx_redrafter.checkpoints.loading import load
 
+    assert settings.drafter is not None
     plans = [plan.within(settings.drafter.max_length) for plan in plans]
     encoded = prompts.encode(settings)
     recording = output.begin(

@@ -151,6 +151,7 @@ class Output:
         from mlx_redrafter.bench.recording import Recording
         from mlx_redrafter.bench.result_file import pair_names
 
+        assert settings.drafter is not None
         names = pair_names(pair.model, pair.drafter_name, settings.drafter)
         described = {**names, **describe_prompts(prompts, encoded), **others}
         return Recording(self.out, kind, described, self.resume, self.overwrite)

@@ -252,7 +252,10 @@ class Planner:
                 among[0], probabilities[0] = candidates[0][0][-1].with_others()
         _, tokens, kept = self._worth(probabilities, count)
         self._revise(tokens=tokens, waits=True)
-        return [tree.subtree(*drafts) for tree, *drafts in zip(trees, kept, among, strict=True)]
+        return [
+            tree.subtree(drafts, all_drafts)
+            for tree, drafts, all_drafts in zip(trees, kept, among, strict=True)
+        ]
 
     def _revise(self, **changes: Any) -> None:
         """Change the newest choice, whose step has not been observed yet."""

@@ -232,8 +232,9 @@ class ScoredDrafts:
         """
         if self._tree.find_others is None:
             return None, self.probabilities
-        found, chances = Drafts(*map(list, self.drafts)), list(self.probabilities)
-        edges = zip(found.parents, found.tokens, strict=True)
+        drafts, chances = self.drafts, list(self.probabilities)
+        found = list(zip(*drafts, strict=True))
+        edges = zip(drafts.parents, drafts.tokens, strict=True)
         nodes = {edge: node for node, edge in enumerate(edges, start=1)}
         places = [0]  # node of each of the others' nodes among all
         for score, depth, parent, token in zip(*self._tree.find_others(), strict=True):
@@ -243,11 +244,10 @@ class ScoredDrafts:
             if node <= len(chances):
                 chances[node - 1] = max(chances[node - 1], chance)
                 continue
-            for column, value in zip(found, (score, depth, above, token), strict=True):
-                column.append(value)
+            found.append((score, depth, above, token))
             chances.append(chance)
-        has_others = len(chances) > len(self.probabilities)
-        return found if has_others else None, chances
+        has_others = len(found) > len(drafts.tokens)
+        return Drafts(*map(list, zip(*found, strict=True))) if has_others else None, chances
 
     def follow(self, calibration: Calibration) -> None:
         """Compare the next tokens with the drafts, and learn from every sibling up to the right."""

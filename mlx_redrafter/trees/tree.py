@@ -37,8 +37,12 @@ class Drafts(NamedTuple):
     def chosen(self, drafts: Sequence[int]) -> Drafts:
         """Return some drafts, by their indices, parents before children."""
         place = {0: 0} | {draft + 1: i for i, draft in enumerate(drafts, start=1)}
-        scores, depths, parents, tokens = ([column[i] for i in drafts] for column in self)
-        return Drafts(scores, depths, [place[parent] for parent in parents], tokens)
+        return Drafts(
+            scores=[self.scores[draft] for draft in drafts],
+            depths=[self.depths[draft] for draft in drafts],
+            parents=[place[self.parents[draft]] for draft in drafts],
+            tokens=[self.tokens[draft] for draft in drafts],
+        )
 
 
 @dataclass(frozen=True)

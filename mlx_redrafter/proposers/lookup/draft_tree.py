@@ -49,8 +49,7 @@ class DraftTree:
     @property
     def drafts(self) -> Drafts:
         """The drafts, the most probable first."""
-        columns = self._scores, self._depths, self._parents, self._tokens
-        return Drafts(*(column[1:] for column in columns))
+        return Drafts(self._scores[1:], self._depths[1:], self._parents[1:], self._tokens[1:])
 
     def build(self) -> TokenTree | None:
         """Build the tree for the target; None if there are no drafts."""
