@@ -135,6 +135,31 @@ def test_imports_go_down() -> None:
     assert offenders == []
 
 
+def test_classes_of_the_core_are_small() -> None:
+    """At most 14 attributes and 22 methods; objects of decoding write to nobody else's."""
+    for module, source in SOURCES.items():
+        room = _room(module)
+        if room not in ("decoding", "engine", "policy", "target", "trees"):
+            continue
+        assert room != "decoding" or _written(source.tree) == _own(source.tree), module
+        for one in ast.walk(source.tree):
+            if isinstance(one, ast.ClassDef):
+                fields = [node for node in one.body if isinstance(node, ast.AnnAssign)]
+                methods = [node for node in one.body if isinstance(node, ast.FunctionDef)]
+                assert len(_own(one)) + len(fields) <= 14, one.name
+                assert len(methods) <= 22, one.name
+
+
+def _written(tree: ast.AST) -> set[str]:
+    """Return the attributes that a source assigns to, such as ``self.status``."""
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {ast.unparse(node) for node in attributes if isinstance(node.ctx, ast.Store)}
+
+
+def _own(tree: ast.AST) -> set[str]:
+    return {name for name in _written(tree) if re.fullmatch(r"self\.\w+", name)}
+
+
 def test_no_shipped_module_imports_the_laboratory() -> None:
     offenders = [
         name

@@ -141,7 +141,7 @@ class Batch(Lane):
             try:
                 found[sequence] = sequence.choose(one, own, None)
             except Exception as error:
-                sequence.outbox.error = error
+                sequence.outbox.fail(error)
         return found
 
     def _commit(self, sequence: SequenceDecoder, tokens: mx.array, outputs: TargetOutputs) -> None:
@@ -164,7 +164,7 @@ class Batch(Lane):
             try:
                 processed = sequence.processors.process_after(one, logits[start:end])
             except Exception as error:  # of the user's processors
-                sequence.outbox.error = error
+                sequence.outbox.fail(error)
                 continue
             rows[slot] = mx.concatenate(
                 [logits[:start], processed.astype(logits.dtype), logits[end:]]

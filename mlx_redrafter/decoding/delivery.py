@@ -64,6 +64,9 @@ class DecodingStats:
     num_unmerged: int = 0
     shapes: list[ShapeStats] = field(default_factory=list)
 
+    def count_token(self) -> None:
+        self.num_tokens += 1
+
     def count_step(self, num_accepted: int, num_verified: int, num_unmerged: int) -> None:
         missing = num_accepted + 1 - len(self.accepted_counts)
         self.accepted_counts.extend([0] * missing)
@@ -140,6 +143,9 @@ class Outbox:
                 self._tokens.append(Token(token, i < len(rows) - 1, newest.log_probs[row], end))
         return reason is not None
 
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
     def take(self) -> list[Token]:
         """Return the tokens, and leave none; raise the error, if there are no tokens before it."""
         tokens, self._tokens = self._tokens, []
@@ -207,7 +213,7 @@ class Delivery:
         """Yield tokens, and count them and the time that the caller spends with each."""
         for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
             self.num_ready = left
-            self.stats.num_tokens += 1
+            self.stats.count_token()
             start = time.perf_counter()
             try:
                 yield token

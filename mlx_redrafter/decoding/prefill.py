@@ -73,7 +73,7 @@ def process_chunk(sequence: SequenceDecoder, most: int | None = None) -> None:
         left -= size
     if left <= 0 or sequence.is_cancelled:
         is_over = sequence.is_cancelled
-        sequence.status = Status.FINISHED if is_over else Status.RUNNING
+        sequence.enter(Status.FINISHED if is_over else Status.RUNNING)
 
 
 def prefill(
@@ -111,7 +111,7 @@ def _prefill_together(
             try:
                 one.request.on_progress(done, len(one.request.prompt))
             except Exception as error:
-                one.outbox.error = error
+                one.outbox.fail(error)
         most = limit() or group[0].request.prefill_step_size
         end = min(len(group[-1].request.prompt) - 1, done + max(1, most // len(group)))
         tokens = mx.array([one.request.prompt[done:end] for one in group])

@@ -99,7 +99,7 @@ class Scheduler:
                 self._step_begun(active)
             except Exception as error:  # no single sequence has caused it
                 for one in active:
-                    one.outbox.error = error
+                    one.outbox.fail(error)
 
     def leave(self, sequence: SequenceDecoder) -> None:
         """Let a sequence go, for whatever reason; its caches are its own again."""
@@ -143,7 +143,7 @@ class Scheduler:
         except Exception as error:  # no single sequence has caused it
             failed = [one for one in group if one in self._unread]
             for one in failed:
-                one.outbox.error = error
+                one.outbox.fail(error)
             yield failed
 
     def _chunk_limit(self, most: int) -> int:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -42,6 +43,13 @@ class Status(IntEnum):
     CLOSED = 4
 
 
+class Place(NamedTuple):
+    """A cache for a sequence, and the policy that goes with it."""
+
+    cache: TreeCache | Slot
+    policy: DraftPolicy | None
+
+
 class SequenceDecoder:
     """A sequence being decoded, with drafts or without; its tokens are the same.
 
@@ -49,8 +57,7 @@ class SequenceDecoder:
     ends, for whatever reason.
 
     Attributes:
-        own_cache: Its own K/V cache, which is empty while it is in a batch.
-        cache, policy: Those in use: its own, or a slot of a batch and the policy there.
+        place: Its cache, which may be a slot of a batch, and its policy there.
         last: The newest pass.
         committed: The newest pass that is read and committed: `last` or the one before.
         is_cancelled: Whether it ends before its next step; any thread may set this.
@@ -72,9 +79,7 @@ class SequenceDecoder:
         self.request = request
         self.drafting = drafting
         self.processors = processors
-        self.own_cache = cache
-        self.cache: TreeCache | Slot = cache
-        self.policy = self._own_policy = policy
+        self.place = self._own = Place(cache, policy)
         self.last: Pass | None = None
         self.committed: Pass | None = None
         # The newest pass that the drafting was given.
@@ -83,6 +88,20 @@ class SequenceDecoder:
         self.delivery = Delivery(on_close)
         self.status = Status.WAITING
         self.is_cancelled = False
+
+    @property
+    def cache(self) -> TreeCache | Slot:
+        return self.place.cache
+
+    @property
+    def policy(self) -> DraftPolicy | None:
+        return self.place.policy
+
+    @property
+    def own_cache(self) -> TreeCache:
+        """Its own cache, which is empty while it is in a batch."""
+        assert isinstance(self._own.cache, TreeCache)
+        return self._own.cache
 
     @property
     def is_finished(self) -> bool:
@@ -104,10 +123,12 @@ class SequenceDecoder:
         reader = None if self.drafting is None else self.drafting.reader
         return () if reader is None else reader.layers
 
+    def enter(self, status: Status) -> None:
+        self.status = status
+
     def move(self, slot: Slot | None, policy: DraftPolicy | None = None) -> None:
         """Continue in a slot of a batch with its policy there, or in the sequence's own cache."""
-        self.cache = self.own_cache if slot is None else slot
-        self.policy = self._own_policy if slot is None else policy
+        self.place = self._own if slot is None else Place(slot, policy)
 
     def pass_for_drafts(self) -> Pass:
         assert self.last is not None
@@ -195,6 +216,10 @@ class SequenceDecoder:
         """End the sequence before its next step or chunk of the prompt; from any thread."""
         self.is_cancelled = True
 
+    def fail(self) -> None:
+        """Give up the drafts after an error: their caches may be half-way."""
+        self.drafting = None
+
     def close(self) -> None:
         """End the sequence; with ``keeps_cache`` the caches hold what the caller has taken."""
         is_whole, self.status = self.status is not Status.VERIFYING, Status.FINISHED
@@ -236,4 +261,4 @@ def attempt(do: Callable[[SequenceDecoder], object], sequence: SequenceDecoder) 
     try:
         do(sequence)
     except Exception as error:
-        sequence.outbox.error = error
+        sequence.outbox.fail(error)

@@ -125,7 +125,7 @@ def decode(
     except GeneratorExit:
         raise
     except BaseException:
-        sequence.drafting = None  # its caches may be half-way
+        sequence.fail()
         raise
     finally:
         leave(sequence)
@@ -167,7 +167,7 @@ class _Step:
         self._select()
         if self._inputs:
             for one in self._inputs:
-                one.status = Status.VERIFYING
+                one.enter(Status.VERIFYING)
             self._found = self._lane.verify(self._inputs, self._noises)
         self._each(self._commit, self._live)
 
@@ -214,7 +214,7 @@ class _Step:
                 arrays += self._propose(group)
             except Exception as error:  # no single sequence has caused it
                 for one in group:
-                    one.outbox.error = error
+                    one.outbox.fail(error)
         if arrays:
             mx.async_eval(arrays)
 
