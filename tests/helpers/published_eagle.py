@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.helpers import torch_heads
+from tests.helpers.mtp import write
 from tests.helpers.published_heads import (
     DRAFT_VOCAB,
     HIDDEN,
@@ -19,7 +20,6 @@ from tests.helpers.published_heads import (
     draft_vocabulary,
     layer_shapes,
     seeded,
-    write,
 )
 
 
@@ -74,7 +74,7 @@ def write_head(folder: Path, layout: Layout, seed: int = 0) -> dict[str, torch.T
     is_nested = "speculators_model_type" in layout.config
     config = {"transformer_layer_config": layer} if is_nested else layer
     tensors = random_tensors(layout, layer, seed)
-    write(folder, {**config, **layout.config}, tensors)
+    write(folder, tensors, {**config, **layout.config})
     return {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
 
 

@@ -247,18 +247,29 @@ def test_conversations_of_several_turns(name: str, has_drafts: bool) -> None:
     assert_continues_alike(model, ours, stock)
 
 
+FROM_20 = "8 bits from 20"
+CLOSED = {"trees": (1, 2, 3, 5, 7, 12), "both": (2, 6, 13), "plain": (1, 2)}
+
+
 # In the prompt's token, inside a path, behind one, and with a token or a root after them. Steps
 # without drafts are all alike after the first.
+# Rows may be quantised already if the path that is cut went beyond their start.
 @pytest.mark.parametrize(
-    ("policy", "count"),
+    ("name", "policy", "count"),
     [
-        *(("trees", count) for count in (1, 2, 3, 5, 7, 12)),
-        *(("both", count) for count in (2, 6, 13)),
-        *(("plain", count) for count in (1, 2)),
+        (name, policy, count)
+        for name in (
+            "gemma3_text",
+            "llama4",
+            "olmo_hybrid",
+            "mamba2",
+            *KINDS[-3:],
+            "8 bits from 20",
+        )
+        for policy, counts in CLOSED.items()
+        for count in counts
+        if policy != "both" or name not in QUANTISED
     ],
-)
-@pytest.mark.parametrize(
-    "name", ["gemma3_text", "llama4", "olmo_hybrid", "mamba2", *KINDS[-3:], "8 bits from 20"]
 )
 def test_a_text_that_is_closed_in_the_middle(
     monkeypatch: pytest.MonkeyPatch, name: str, count: int, policy: str
@@ -266,7 +277,7 @@ def test_a_text_that_is_closed_in_the_middle(
     model, text = build(config_of(name)), written(name)
     cache = make_prompt_cache(model)
     if policy == "both":
-        use_policy(monkeypatch, (AnyShapes if name in QUANTISED else RandomShapes)(count))
+        use_policy(monkeypatch, RandomShapes(count))
     shape = {"beam_width": 4, "beam_length": 6, "tree_nodes": 16} if policy == "trees" else {}
     drafter = None if policy == "plain" else Scripted(text, VOCAB_SIZE, accuracy=0.95)
     options = {"prompt_cache": cache, **shape, **options_of(name)}
