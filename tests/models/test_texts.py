@@ -258,14 +258,7 @@ CLOSED = {"trees": (1, 2, 3, 5, 7, 12), "both": (2, 6, 13), "plain": (1, 2)}
     ("name", "policy", "count"),
     [
         (name, policy, count)
-        for name in (
-            "gemma3_text",
-            "llama4",
-            "olmo_hybrid",
-            "mamba2",
-            *KINDS[-3:],
-            "8 bits from 20",
-        )
+        for name in ("gemma3_text", "llama4", "olmo_hybrid", "mamba2", *KINDS[-3:], FROM_20)
         for policy, counts in CLOSED.items()
         for count in counts
         if policy != "both" or name not in QUANTISED
