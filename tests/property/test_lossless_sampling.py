@@ -255,7 +255,13 @@ def test_processors_see_the_prompt_and_every_token_before(model: nn.Module) -> N
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temp": 1.0, "seed": 7}, {"temp": 0.6, "top_p": 0.9, "seed": 1}]
+    "sampling",
+    [
+        {},
+        {"temp": 1.0, "seed": 7},
+        {"temp": 1.0, "seed": 7, "couple": False},
+        {"temp": 0.6, "top_p": 0.9, "seed": 1},
+    ],
 )
 def test_text_does_not_depend_on_the_shapes(
     model: nn.Module, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch

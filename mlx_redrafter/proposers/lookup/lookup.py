@@ -160,7 +160,9 @@ class LookupDrafting:
             tree = self.network.propose(flight, plan, noise)
             if tree is None or not self.may_merge:
                 return tree
-            return replace(tree, find_others=partial(self._find, noise if self.couple else None))
+            # The noise of the target's choices is known after nodes of these depths only.
+            length = FORESEEN.shape.length if noise is None else plan.shape.length
+            return replace(tree, find_others=partial(self._find, length))
         if noise is not None and self.couple:
             mx.async_eval(noise.values)  # behind the pass, so that no other wait is for them
         self._read()
@@ -194,12 +196,10 @@ class LookupDrafting:
         if self.network is not None:
             self.network.trim_to(length)
 
-    def _find(self, noise: GumbelNoise | None) -> Drafts:
+    def _find(self, length: int) -> Drafts:
         """Find drafts beside those of the network; the host has read the pass before them."""
         self._read()
-        length = FORESEEN.shape.length if noise is None else noise.values.shape[0]
-        shape = replace(FORESEEN.shape, length=length)
-        return self._grow(replace(FORESEEN, shape=shape), noise).drafts
+        return self._grow(FORESEEN.within(length), None).drafts
 
     def _grow(self, plan: DraftPlan, noise: GumbelNoise | None, least: float = 0.0) -> DraftTree:
         """Find drafts after the newest token that the host has read."""

@@ -253,6 +253,22 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     assert drafting.contexts.end.matches[0] == (4, 4)  # after 1, 2, 3, 4
 
 
+@pytest.mark.parametrize("couple", [True, False])
+def test_drafts_beside_a_networks_are_as_deep_as_the_noise(couple: bool) -> None:
+    network: Any = SimpleNamespace(propose=lambda *_: TokenTree.of([20, 9], [0, 0], [-1.0]))
+    plan = DraftPlan(DraftShape(2, 4), 9)
+    params = SamplingParams(temp=1.0, seed=1)
+    for noise in (None, GumbelNoise(params, mx.zeros((4, 300)))):
+        drafting = _open([*range(1, 30), *range(1, 20)], couple=couple)
+        drafting.network, drafting.may_merge = network, True
+        tree = drafting.propose(_flight(20), plan, noise)
+        assert tree is not None
+        assert tree.find_others is not None
+        others = tree.find_others()
+        assert others.tokens[:3] == [21, 22, 23]
+        assert max(others.depths) == 3 if noise else max(others.depths) > 3
+
+
 def test_drafts_with_and_without_a_network_do_not_share_its_passes() -> None:
     network, seen = _network()
     one, other = _open([1, 2, 3, 4, 5, 1]), _open([1, 2, 3, 4, 5, 1])
