@@ -10,8 +10,9 @@ from itertools import islice
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import (
@@ -87,14 +88,16 @@ class Compared:
         return self.gap <= 2 * self.noise
 
 
-def conditions(batch_size: int) -> tuple[Conditions, ...]:
-    """Return the conditions under which texts are compared."""
-    quantised = {"kv_bits": 8, "quantized_kv_start": 0}
-    return (
+def conditions(batch_size: int, model: nn.Module) -> list[Conditions]:
+    """Return the conditions under which texts are compared; mlx-lm quantises no windows."""
+    found = [
         Conditions("", batch_size),
-        Conditions("8-bit K/V cache", batch_size, quantised),
         Conditions(f"{NUM_TURNS} turns, kept cache", NUM_TURNS, is_kept=True),
-    )
+    ]
+    if all(type(layer) is KVCache for layer in make_prompt_cache(model)):
+        quantised = {"kv_bits": 8, "quantized_kv_start": 0}
+        found.insert(1, Conditions("8-bit K/V cache", batch_size, quantised))
+    return found
 
 
 def decode_texts(
@@ -119,7 +122,7 @@ def decode_texts(
     """
     work = [
         (one, [Turn(one.name, 0, prompt, 0) for prompt in prompts[first : first + one.batch_size]])
-        for one in conditions(batch_size)
+        for one in conditions(batch_size, target_of(settings.model).stock_model)
         for first in range(0, len(prompts), one.batch_size)
     ]
     for done, (one, batch) in enumerate(work):
