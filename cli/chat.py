@@ -166,7 +166,6 @@ class Talk:
             typer.echo(f"{name}={number}", err=True)
 
     def _save(self, name: str) -> None:
-
         if not name:
             raise ConfigError("expected a file, found none; say /save FILE")
         path, messages = Path(name).expanduser(), self._conversation.messages

@@ -197,7 +197,6 @@ def _check_memory(
 
 
 def _say_bundled(model: nn.Module) -> None:
-
     size = sum(tensor.size for tensor in named_parameters(model).values())
     note(
         f"no --model given: using the bundled demonstration model ({size / 1e6:.1f}M parameters, "

@@ -47,7 +47,7 @@ class CallFormat:
     has_cdata: bool = False
 
     def is_bare(self, schema: Any) -> bool:
-        """Whether an argument is a string that stands between tags as it is."""
+        """Return whether an argument is a string that stands between tags as it is."""
         if not self.after or not isinstance(schema, dict):
             return False
         words = schema.keys() - NOTES

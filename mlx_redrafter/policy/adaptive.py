@@ -247,9 +247,10 @@ class Planner:
                 most = min(wanted, *(tree.size for tree in trees))
                 size = max(size for size in (1, *self._timed.verify) if size <= most)
                 return [tree.first(size) for tree in trees]
-            probabilities = [drafts[-1].score(calibration) for drafts, _ in candidates]
-            if count == 1:  # the host has no time for those of a batch
-                among[0], probabilities[0] = candidates[0][0][-1].with_others()
+            scored = [drafts[-1] for drafts, _ in candidates]
+            probabilities = [one.score(calibration) for one in scored]
+            if count == 1:  # the host has no time for the others of a batch
+                among[0], probabilities[0] = scored[0].with_others()
         _, tokens, kept = self._worth(probabilities, count)
         self._revise(tokens=tokens, waits=True)
         return [

@@ -38,7 +38,7 @@ class KvNetwork(DraftNetwork):
     Its layers attend to all pairs before, with mlx-lm's attention and rotary embeddings.
     """
 
-    # Whether its layers have an attention of their own instead.
+    # True if its layers have an attention of their own instead.
     has_own_attention: ClassVar[bool] = False
 
     @abstractmethod
@@ -113,7 +113,10 @@ class KvDrafting(CachedDrafting):
 
     @property
     def is_joint(self) -> bool:
-        """Whether the network can, with mlx-lm's own attention, as the last pass has shown."""
+        """Whether this sequence can be drafted for together with others.
+
+        With mlx-lm's attention, the last pass has shown that.
+        """
         is_plain = all(layer.is_plain for layer in self.cache.layers)
         return super().is_joint and (self.network.has_own_attention or is_plain)
 

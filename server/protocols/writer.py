@@ -195,7 +195,7 @@ class ChoiceWriter(Writer):
         return {**self._head, "choices": choices, "usage": _format_usage(self.usage())}
 
     def is_shown(self, part: Part) -> bool:
-        """Whether a stream has a chunk for a part."""
+        """Return whether a stream has a chunk for a part."""
         return bool(part.finish_reason or part.has_content)
 
     @abstractmethod

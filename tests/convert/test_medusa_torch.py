@@ -35,7 +35,7 @@ def linear(rows: int = HIDDEN, bias: bool = True) -> torch.nn.Linear:
 
 
 def log_probs(blocks: Sequence[torch.nn.Linear], final: torch.nn.Linear) -> torch.Tensor:
-    """What a head says after each of the `hidden_states`."""
+    """Compute log-probabilities of a head after each of the `hidden_states`."""
     x = torch.from_numpy(hidden_states())
     for block in blocks:
         x = x + torch.nn.functional.silu(block(x))

@@ -53,7 +53,7 @@ def record_tree_attention() -> str:
     return f"{body}\n{''.join(heads)}"
 
 
-# What records each file.
+# Function that records each file.
 RECORDS: dict[Path, Callable[[], str]] = {
     Path(__file__).with_name(f"{name}.metal"): record
     for name, record in (

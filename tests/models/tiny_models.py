@@ -218,7 +218,7 @@ WITH_STATES = (
 # Families without positions: the order of their tokens is in states and masks alone.
 WITHOUT_POSITIONS = ("jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h")
 
-# What models with a vision tower need beside a language model's config.
+# Keys that models with a vision tower need beside a language model's config.
 PACKED = {"path": "model.layers.0.mlp.down_proj", "embedding": False, "dtype": "float16"}
 WRAPPER_OVERRIDES: dict[str, Config] = {
     "prism_hadamard_qwen35": {"tensor_namespace": "mlx-vlm-qwen3_5", "quantization": {"bits": 2,

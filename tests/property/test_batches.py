@@ -32,7 +32,6 @@ VOCAB_SIZE = 64
 MODEL, TOKENIZER = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
 TREE: dict[str, Any] = {"beam_width": 2, "beam_length": 4, "tree_nodes": 6}
 SAMPLING = [{}, {"temp": 1.0, "seed": 7}, {"temp": 0.6, "top_p": 0.9, "seed": 1}]
-TREE = {"beam_width": 2, "beam_length": 4, "tree_nodes": 6}
 
 
 def _prompts(count: int) -> list[list[int]]:
@@ -110,7 +109,6 @@ def test_a_stream_that_is_closed_and_one_that_is_cancelled() -> None:
 
 
 def test_memory_does_not_grow_with_the_number_of_texts() -> None:
-
     def peak(count: int) -> int:
         options: dict[str, Any] = {"drafter": None, "batch_size": 4, "max_tokens": 20}
         return peak_of(lambda: generate_batch(MODEL, TOKENIZER, _prompts(count), **options))

@@ -61,7 +61,7 @@ class Silent:
 
 
 def random_shard(target: Target, student: Student, lengths: Sequence[int], kept: int = 4) -> Shard:
-    """What a student reads of random texts, all of whose tokens but the first are drafted."""
+    """Make a student's readings of random texts, of which all tokens but the first are drafted."""
     rng, size = np.random.default_rng(0), target.vocab_size
     texts = [
         TokenSequence(rng.integers(0, size, n).astype(np.int32), np.arange(n) > 0) for n in lengths
