@@ -181,11 +181,15 @@ class JointPolicy(Protocol):
         """Return the policy of a sequence in the batch for its own one; None to decode plainly."""
 
     def choose_all(
-        self, all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
+        self,
+        all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]],
+        count: int,
+        seconds: float,
     ) -> None:
         """Prepare `DraftPolicy.choose` of the next step of ``count`` sequences.
 
-        ``all_matches`` has the policies that choose, each with the result of `Drafting.matches`.
+        ``all_matches`` has the policies that choose, each with the result of `Drafting.matches`,
+        for all of which the host took ``seconds``.
         """
 
     def select_all(self, trees: Sequence[tuple[DraftPolicy, TokenTree]]) -> None:

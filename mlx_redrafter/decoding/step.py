@@ -9,6 +9,7 @@ the next pass.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -199,10 +200,11 @@ class _Step:
             elif one.last is one.committed:
                 one.skip_drafts()
 
+        start = time.perf_counter()
         self._each(find_matches, self._live)
         if self._lane.policy is not None:
             found = [(one.policy, chances) for one, chances in matches.items() if one.policy]
-            self._lane.policy.choose_all(found, len(self._live))
+            self._lane.policy.choose_all(found, len(self._live), time.perf_counter() - start)
         self._each(choose, self._live)
         return groups.values()
 

@@ -45,6 +45,8 @@ from mlx_redrafter.trees.tree import Drafts, TokenTree
 MARGIN = 0.03
 # Number of steps of a switch: a plain step is timed if plain ones come before and after it.
 SWITCH = 3
+# Number of plain steps that a batch begins with if its costs are estimates.
+FIRST = 6
 # Drafts of a sequence that the policy still learns from, and its newest ones.
 Candidates = tuple[list[ScoredDrafts], TokenTree]
 
@@ -106,10 +108,14 @@ class Explorer:
             self._further if self._budget.pay_drafts(self._further_cost, is_larger) else self._best
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next step is a plain one of a switch."""
+        return bool(self._switch) and self._switch[-1].plan is None
+
     def begin_plain(self) -> None:
-        """Begin with plain steps if drafting seems best, so that the guard knows their cost."""
-        if self._best.plan is not None:
-            self._switch = SWITCH * [Choice()]
+        """Begin with plain steps, so that their cost is known."""
+        self._switch = FIRST * [Choice()]
 
     def stop_switch(self) -> None:
         """Give up the switch that is under way, if there is one."""
@@ -175,7 +181,7 @@ class Planner:
         return self._least_chance if self.learner.guard.allows_drafts else math.inf
 
     def begin_plain(self) -> None:
-        """Begin with some plain steps, unless plain decoding seems best anyway."""
+        """Begin with some plain steps, of which the costs of all steps are learned."""
         self._explorer.begin_plain()
 
     def choose(self, matches: Sequence[Sequence[float]], count: int) -> Choice:
@@ -188,7 +194,8 @@ class Planner:
         """
         if self.learner.has_news:
             self.learn()
-        lookup = self._look_up(matches, count) if matches else None
+        looks_up = matches and not self._explorer.is_plain
+        lookup = self._look_up(matches, count) if looks_up else None
         self.newest = lookup or self._explorer.choose(self.learner.guard.allows_drafts)
         self._in_flight.append(self.newest)
         return self.newest
@@ -208,16 +215,18 @@ class Planner:
         size = size if size == 1 else self._timed.cheapest_size(size)
         return [tree if tree.size == 1 else tree.padded(size) for tree in kept]
 
-    def observe_time(self, step: Step, num_tokens: float) -> None:
+    def observe_time(self, step: Step, num_tokens: float, least: float) -> None:
         """Learn from the cost of a step.
 
         Args:
             step: The step.
             num_tokens: Its tokens; their mean over the sequences of a batch.
+            least: As in `Learner.observe_time`.
         """
         # The last step of a sequence is observed without having been chosen.
         choice = self._in_flight.popleft() if self._in_flight else Choice()
-        self.learner.observe_time(step, choice, num_tokens, in_row=self.newest.plan is None)
+        in_row = self.newest.plan is None
+        self.learner.observe_time(step, choice, num_tokens, least, in_row)
 
     def learn(self) -> None:
         """Learn from the drafts of all steps since the last time, and decide again."""
@@ -251,7 +260,7 @@ class Planner:
             probabilities = [one.score(calibration) for one in scored]
             if count == 1:  # the host has no time for the others of a batch
                 among[0], probabilities[0] = scored[0].with_others()
-        _, tokens, kept = self._worth(probabilities, count)
+        _, tokens, kept = self._worth(probabilities, count, plan.from_text)
         self._revise(tokens=tokens, waits=True)
         return [
             tree.subtree(drafts, all_drafts)
@@ -267,7 +276,7 @@ class Planner:
     def _find_best(self) -> Choice:
         """Find the best choice by the current estimates, and what explores next to it."""
         costs, expected = self._costs, self.state.drafts
-        costs.update(self.state.ratios)
+        costs.update(self.state.ratios, self.state.evenness.share(from_text=False))
         # A fixed number of nodes: the host is ahead of the device.
         all_tokens = 1 + expected.mean
         w, n, size = place = _largest(all_tokens[..., 1:] / costs.step[..., 1:])
@@ -282,7 +291,7 @@ class Planner:
         plain = Choice(seconds=costs.plain / (1 + MARGIN))
         best = max(plain, drafted, key=lambda choice: choice.rate)
         loss = self._loss_of_empty(best.rate) - 1
-        needed = zip(COUNTS[1:], costs.verify[1:], strict=True)
+        needed = zip(COUNTS[1:], self._verify(from_text=True)[1:], strict=True)
         self._least_chance = min((best.rate * cost + loss) / count for count, cost in needed) / 2
         self._explorer.prepare(best, drafted, fixed, all_tokens)
         return best
@@ -296,7 +305,7 @@ class Planner:
         # No verify costs less than a plain step.
         if 1 + sum(map(sum, matches)) / count - rate * plain <= least:
             return None
-        surplus, tokens, _ = self._worth(matches, count)
+        surplus, tokens, _ = self._worth(matches, count, from_text=True)
         return Choice(LOOKUP, tokens=tokens) if surplus > least else None
 
     def _loss_of_empty(self, rate: float) -> float:
@@ -304,8 +313,13 @@ class Planner:
         empty = self._timed.plain * self.state.ratios.of(EMPTY)
         return rate * max(self._timed.wait, empty - self._costs.plain)
 
+    def _verify(self, from_text: bool) -> list[float]:
+        """Return costs by entry of COUNTS for as many tokens as the slowest sequence has."""
+        share, (plain, *verify) = self.state.evenness.share(from_text), self._costs.verify
+        return [plain, *(cost / share for cost in verify)]
+
     def _worth(
-        self, candidates: Sequence[Sequence[float]], count: int
+        self, candidates: Sequence[Sequence[float]], count: int, from_text: bool
     ) -> tuple[float, float, list[list[int]]]:
         """Find the number of drafts with the most tokens beyond what their time yields otherwise.
 
@@ -314,6 +328,7 @@ class Planner:
         Args:
             candidates: Probability of each draft that it is accepted, for each sequence with any.
             count: Number of all sequences.
+            from_text: Whether the drafts are those of a lookup.
 
         Returns:
             Tokens per sequence beyond those, expected tokens per sequence, and the drafts of each
@@ -323,7 +338,7 @@ class Planner:
         ordered = ([one[i] for i in order] for one, order in zip(candidates, orders, strict=True))
         added = (sum(chances) / count for chances in zip_longest(*ordered, fillvalue=0.0))
         sums = list(accumulate(added, initial=1.0))
-        options = zip(COUNTS, self._costs.verify, strict=True)
+        options = zip(COUNTS, self._verify(from_text), strict=True)
         surplus = [sums[number] - rate * cost for number, cost in options if number < len(sums)]
         most = max(surplus)
         best = COUNTS[surplus.index(most)]
@@ -387,7 +402,8 @@ class AdaptivePolicy:
         return self._planner.select([(self._drafts, tree)], 1, is_early=True)[0]
 
     def observe(self, step: Step) -> None:
-        self._planner.observe_time(step, len(step.tokens))
+        num_tokens = len(step.tokens)
+        self._planner.observe_time(step, num_tokens, num_tokens)
         self._planner.learner.observe_tokens(self._drafts, step.tokens)
 
     def conclude(self) -> PolicyState:

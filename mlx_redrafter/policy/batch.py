@@ -2,11 +2,13 @@
 
 A forward pass has one size for all sequences, and its cost grows with the rows of all of them, so
 more sequences draft fewer tokens each. One `Planner` decides by means over all drafts, and by the
-probabilities of all drafts once they are known.
+probabilities of all drafts once they are known. Drafts must pay for the slowest sequence, too:
+a batch ends with that one, and no sequence is to be slower than in plain decoding.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from operator import attrgetter
@@ -23,6 +25,8 @@ from mlx_redrafter.trees.tree import TokenTree
 
 # Numbers of nodes whose steps are timed.
 TIMED = (1, *SIZES)
+# Maximum number of rows of a pass with drafts, as costs far beyond the timed ones are unknown.
+MOST_ROWS = 128
 
 
 def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> StepCosts:
@@ -61,7 +65,7 @@ def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> Ste
 
     return StepCosts(
         plain=verify(num_slots),
-        verify={size: verify(num_slots * size) for size in costs.verify},
+        verify={n: verify(num_slots * n) for n in costs.verify if num_slots * n <= MOST_ROWS},
         first=drafting(costs.first),
         level=drafting(costs.level),
         wait=costs.wait,  # the drafts of all sequences are dispatched before the first is read
@@ -104,15 +108,21 @@ class BatchPolicy:
         # Number of slots that it decides for.
         self._size = 0
         # Steps of the members that the host has read since the last decision.
-        self._steps: list[Step] = []
+        self._steps: list[tuple[MemberPolicy, Step]] = []
         self.plan: DraftPlan | None = None
         self.count = 1
         self.selected: dict[MemberPolicy, TokenTree] = {}
 
     @property
     def least_chance(self) -> float:
-        """Probability of `DraftPolicy.least_chance`, by the planner of the step before."""
-        return 0.0 if self._planner is None else self._planner.least_chance
+        """Probability of `DraftPolicy.least_chance`, by the planner of the step before.
+
+        Above 1 while lookups have cost the host more time than they may.
+        """
+        planner = self._planner
+        if planner is None:
+            return 0.0
+        return math.inf if planner.state.budget.lookups < 0 else planner.least_chance
 
     def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
         """Replace a policy that rests on the step times of a lone sequence."""
@@ -121,7 +131,10 @@ class BatchPolicy:
         return FixedPolicy(policy.plan) if isinstance(policy, FixedPolicy) else policy
 
     def choose_all(
-        self, all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]], count: int
+        self,
+        all_matches: Sequence[tuple[DraftPolicy, Sequence[float] | None]],
+        count: int,
+        seconds: float,
     ) -> None:
         """Decide the plan of the next step for all members."""
         members = [found for one, found in all_matches if isinstance(one, MemberPolicy)]
@@ -129,7 +142,10 @@ class BatchPolicy:
         self._learn_time()
         if members:
             self.count = count
-            self.plan = self.current().choose([one for one in members if one], count).plan
+            planner = self.current()
+            self.plan = planner.choose([one for one in members if one], count).plan
+            if self.plan is None or not self.plan.from_text:
+                planner.state.budget.lookups -= seconds
 
     def select_all(self, trees: Sequence[tuple[DraftPolicy, TokenTree]]) -> None:
         """Select the drafts of all members to verify."""
@@ -140,9 +156,9 @@ class BatchPolicy:
             selected = self.current().select(drafts, self.count)
             self.selected = dict(zip(found, selected, strict=True))
 
-    def observe(self, step: Step) -> None:
+    def observe(self, member: MemberPolicy, step: Step) -> None:
         """Note a step of a member that was chosen for it."""
-        self._steps.append(step)
+        self._steps.append((member, step))
 
     def current(self) -> Planner:
         """Return the planner for the present number of slots."""
@@ -153,33 +169,43 @@ class BatchPolicy:
 
     def _begin(self, size: int) -> Planner:
         """Begin to plan for a number of slots with what is known of it, or of another one."""
-        if self._planner is not None:
-            self._planner.learn()
+        before = self._planner
+        if before is not None:
+            before.learn()
         begin = self._batches.get(size)
         is_new = begin is None
         if begin is None:
-            before = self._before() if self._planner is None else self._planner.state
-            begin = before and before.without_times()
-        state = self._batches[size] = PolicyState() if begin is None else begin.for_next()
+            begin = before.state if before is not None else self._before() or PolicyState()
+            begin = begin.without_times()
+        state = self._batches[size] = begin.for_next()
         state.drafts.average_over(MEMORY * size)
         costs = batch_costs(self._costs(), size, self._is_joint)
         planner = Planner(costs, state, max_length=self._max_length)
-        if is_new:  # these costs were not timed: a plain step is, before drafting is trusted
+        if is_new:  # these costs were not timed: plain steps are, before drafting is trusted
             planner.begin_plain()
+        if before is not None:  # for the sequences that are left
+            planner.learner.guard.take_over(before.learner.guard)
         return planner
 
     def _learn_time(self) -> None:
         """Learn from the cost of a step, once the host has read the tokens of its sequences.
 
-        A sequence whose drafts are good or bad must not stand for all of them.
+        A sequence whose drafts are good or bad must not stand for all of them. The guard counts the
+        tokens that the slowest one has over all steps with a network's drafts, or a lookup's.
         """
         steps, self._steps = self._steps, []
         if steps and self._planner is not None:
-            largest = max(steps, key=attrgetter("num_nodes"))
-            num_tokens = sum([len(step.tokens) for step in steps]) / len(steps)
+            largest = max([step for _, step in steps], key=attrgetter("num_nodes"))
+            num_tokens = sum([len(step.tokens) for _, step in steps]) / len(steps)
+            least = 1.0
+            if largest.plan is not None:
+                kind = largest.plan.from_text
+                least = min([member.ahead[kind] + len(step.tokens) for member, step in steps])
+                for member, step in steps:
+                    member.ahead[kind] += len(step.tokens) - least
             # Texts of a batch may have fewer drafts than the best number, which was timed.
             size = TIMED[bisect_left(TIMED, largest.num_nodes)]
-            self._planner.observe_time(largest._replace(num_nodes=size), num_tokens)
+            self._planner.observe_time(largest._replace(num_nodes=size), num_tokens, least)
 
 
 class MemberPolicy:
@@ -187,6 +213,8 @@ class MemberPolicy:
 
     Attributes:
         drafts: Its drafts that are still learned from.
+        ahead: Number of its tokens beyond those that the guard has counted, in steps with the
+            drafts of a network and of a lookup.
     """
 
     reads_drafts = True
@@ -194,6 +222,7 @@ class MemberPolicy:
     def __init__(self, batch: BatchPolicy):
         self._batch = batch
         self.drafts: list[ScoredDrafts] = []
+        self.ahead = [0.0, 0.0]
         # Number of decisions whose steps have not been observed.
         self._num_chosen = 0
 
@@ -220,6 +249,6 @@ class MemberPolicy:
     def observe(self, step: Step) -> None:
         if self._num_chosen:  # the last step of a sequence is observed without having been chosen
             self._num_chosen -= 1
-            self._batch.observe(step)
+            self._batch.observe(self, step)
         if self.drafts:
             self._batch.current().learner.observe_tokens(self.drafts, step.tokens)

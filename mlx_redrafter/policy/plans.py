@@ -51,6 +51,8 @@ FITS = np.array(
 MIN_GAIN = 0.05
 # Variance, from one step to the next, of what slows all steps; one step's noise has variance 1.
 CHANGE = 0.25
+# The same before the first step if costs were not timed but estimated from those of other steps.
+ESTIMATED = 4.0
 # Variance of what slows one kind of step alone, before its first one.
 OWN = 0.5
 # Number of steps of a kind after which that variance falls no further, as costs change.
@@ -62,6 +64,11 @@ TRUST = 3.0
 # Share of all tokens, in plain steps, that drafting may lose besides; with less, bad luck stops
 # drafting that pays a little.
 LOSS = 0.05
+
+# Tokens of drafted steps that count in the evenness of a batch.
+WINDOW = 256.0
+# Tokens that count before its first one.
+ALIKE = 16.0
 
 # Kind of step with shadow drafts; other kinds, except the next one, are numbers of nodes.
 SHADOW = 0
@@ -180,10 +187,13 @@ class TimeRatios:
     Its logarithm is a part common to all kinds, such as a hot chip, other work or a long context,
     plus one of the kind's own. A filter with two gains divides a surprise by their variances. One
     slow step changes nothing: each ratio is cut to between the estimate and the one before.
+
+    ``change`` is the variance of the common part before the first step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, change: float = CHANGE) -> None:
         self._common = 0.0
+        self._change = change
         # Logarithm and variance by kind.
         self._own: dict[int, tuple[float, float]] = {}
         self._newest: dict[int, float] = {}
@@ -209,8 +219,11 @@ class TimeRatios:
         known, ratio = self._common + own, math.log(max(ratio, 1e-3))
         last, self._newest[kind] = self._newest.get(kind, min(known, ratio)), ratio
         surprise = max(min(last, known), min(ratio, max(last, known))) - known
-        total = 1 + CHANGE + variance
-        self._common += surprise * CHANGE / total
+        change = self._change
+        total = 1 + change + variance
+        self._common += surprise * change / total
+        if surprise:  # else this step was cut, and tells nothing yet
+            self._change = max(CHANGE, change - change**2 / total)
         variance, own = variance - variance**2 / total, own + surprise * variance / total
         self._own[kind] = own, max(1 / KNOWN, variance)
 
@@ -234,8 +247,37 @@ class TimeRatios:
         return found
 
 
+class Evenness:
+    """Shares of the mean tokens of a batch that its slowest sequence has in steps with drafts.
+
+    A batch ends with its slowest sequence, and no drafts of others may slow that. Lookups are less
+    even than networks: some texts repeat themselves, and some do not.
+
+    ``shares`` are those of networks and of lookups before the first step.
+    """
+
+    def __init__(self, shares: Sequence[float] = (1.0, 1.0)) -> None:
+        # Tokens of the slowest sequence, and the mean.
+        self._least, self._mean = [ALIKE * one for one in shares], [ALIKE, ALIKE]
+
+    @property
+    def shares(self) -> list[float]:
+        return [self.share(from_text) for from_text in (False, True)]
+
+    def share(self, from_text: bool) -> float:
+        return min(1.0, self._least[from_text] / self._mean[from_text])
+
+    def learn(self, from_text: bool, least: float, mean: float) -> None:
+        """Count the tokens of a step; the newest ones count for most."""
+        kept = max(0.0, 1 - mean / WINDOW)
+        self._least[from_text] = kept * self._least[from_text] + least
+        self._mean[from_text] = kept * self._mean[from_text] + mean
+
+
 class CurrentCosts:
     """Seconds that steps cost at present, by plan.
+
+    Those of a network's drafts are for as many tokens as the slowest sequence of a batch has.
 
     Args:
         costs: Seconds as timed beforehand.
@@ -263,13 +305,14 @@ class CurrentCosts:
         self._verify = np.array(verify)
         self.update(TimeRatios())
 
-    def update(self, ratios: TimeRatios) -> None:
-        """Take over the newest ratios."""
+    def update(self, ratios: TimeRatios, share: float = 1.0) -> None:
+        """Take over the newest ratios, and the share of `Evenness` of a network."""
         slowed = np.array([ratios.of(kind) for kind in (SHADOW, *SIZES)])
+        uneven = np.array([1.0, *(1 / share for _ in SIZES)])
         self.plain: float = self._costs.plain * ratios.of(1)
         verify = np.maximum(self._verify * slowed, self.plain)
         self.verify: list[float] = verify.tolist()
-        self.step: Floats = self._drafting[..., None] * slowed + self._unfit + verify
+        self.step: Floats = (self._drafting[..., None] * slowed + verify) * uneven + self._unfit
         self.waiting: Floats = self.step + self._costs.wait
 
     def timed(self, plan: DraftPlan | None, num_nodes: int, waits: bool) -> float:
@@ -311,6 +354,10 @@ class Guard:
         """
         self._seconds, self._steps = self._seconds / 2, self._steps / 2
         self._newest = self._newest[-2:]
+
+    def take_over(self, before: Guard) -> None:
+        """Go on with what drafting has lost or gained in steps of another cost."""
+        self._seconds, self._steps = 0.0, -before._lost
 
     def learn_plain(self, seconds: float) -> None:
         """Learn the cost of a plain step between plain ones."""

@@ -14,10 +14,12 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.calibration import Calibration, ExpectedDrafts, ScoredDrafts
 from mlx_redrafter.policy.plans import (
     EMPTY,
+    ESTIMATED,
     SHADOW,
     SPARE,
     Choice,
     CurrentCosts,
+    Evenness,
     Guard,
     TimeRatios,
     checked,
@@ -27,24 +29,28 @@ from mlx_redrafter.policy.plans import (
 EXPLORE = 0.01
 # Share of the time for learning on the host; the cost of one plain step is lent.
 LEARNING = 0.03
+# Share of the time for lookups of all texts of a batch, while they do not pay.
+LOOKUPS = 0.02
 # Totals of a kind of step before its first one.
 _NONE = (0.0,) * 5
 
 
 @dataclass
 class Budget:
-    """Seconds that are saved for exploration, and for learning on the host.
+    """Seconds that are saved for exploration, and for the host's work.
 
     Attributes:
         drafts: Seconds for shadow drafts and larger ones.
         switches: Seconds for switches.
         learning: Seconds for learning.
+        lookups: Seconds for lookups in a batch.
         num_larger: Number of times that larger drafts were paid for.
     """
 
     drafts: float = 0.0
     switches: float = 0.0
     learning: float = 0.0
+    lookups: float = 0.0
     num_larger: int = 0
 
     def save(self, seconds: float, most: float) -> None:
@@ -52,6 +58,7 @@ class Budget:
         self.drafts = min(most, self.drafts + EXPLORE / 2 * seconds)
         self.switches = min(most, self.switches + EXPLORE / 2 * seconds)
         self.learning = min(most, self.learning + LEARNING * seconds)
+        self.lookups = min(most, self.lookups + LOOKUPS * seconds)
 
     def pay_drafts(self, seconds: float, is_larger: bool) -> bool:
         """Pay for shadow drafts, or larger ones, if there is enough; return whether there was."""
@@ -86,6 +93,7 @@ class PolicyState:
         ratios: Ratios of measured to stored costs.
         guard: Losses of drafting; None before the first step.
         budget: Time for exploration and learning.
+        evenness: Shares of a batch's mean tokens that its slowest sequence has.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
@@ -93,6 +101,7 @@ class PolicyState:
     ratios: TimeRatios = field(default_factory=TimeRatios)
     guard: Guard | None = None
     budget: Budget = field(default_factory=Budget)
+    evenness: Evenness = field(default_factory=Evenness)
 
     def begin_guard(self, plain: float) -> Guard:
         """Return the guard, a new one for plain steps of this cost if there is none."""
@@ -108,6 +117,7 @@ class PolicyState:
             "ratios": self.ratios.stored(),
             "guard": None if self.guard is None else self.guard.stored(),
             "budget": [max(0.0, self.budget.drafts), max(0.0, self.budget.switches)],
+            "evenness": self.evenness.shares,
         }
 
     @classmethod
@@ -125,6 +135,7 @@ class PolicyState:
             TimeRatios.restored(stored["ratios"]),
             None if guard is None else Guard.restored(guard),
             Budget(drafts, switches),
+            Evenness(checked(stored["evenness"], (2,), 1e-3, 1.0).tolist()),
         )
 
     def for_next(self) -> PolicyState:
@@ -137,8 +148,8 @@ class PolicyState:
         return following
 
     def without_times(self) -> PolicyState:
-        """Return a copy for steps whose costs are others."""
-        return replace(deepcopy(self), ratios=TimeRatios(), guard=None)
+        """Return a copy for steps whose costs are others, and were not timed."""
+        return replace(deepcopy(self), ratios=TimeRatios(ESTIMATED), guard=None)
 
 
 class Learner:
@@ -176,13 +187,16 @@ class Learner:
         """Whether there are drafts to learn from."""
         return bool(self._outcomes)
 
-    def observe_time(self, step: Step, choice: Choice, num_tokens: float, in_row: bool) -> None:
+    def observe_time(
+        self, step: Step, choice: Choice, num_tokens: float, least: float, in_row: bool
+    ) -> None:
         """Learn from the cost of a step, at once: what is verified next depends on it.
 
         Args:
             step: The step.
             choice: The choice that it was made for.
             num_tokens: Its tokens; their mean over the sequences of a batch.
+            least: Tokens for which its cost was paid: those of the slowest sequence.
             in_row: Whether a plain step comes after it.
         """
         plan, kind, state = step.plan, step.num_nodes, self.state
@@ -201,7 +215,12 @@ class Learner:
         if alone is not None:
             state.ratios.learn(kind, alone / timed)
         if plan is not None:
-            self.guard.learn_drafted(expected if alone is None else alone, num_tokens)
+            cost = expected if alone is None else alone
+            self.guard.learn_drafted(cost, least)
+            if step.num_nodes > 1:
+                state.evenness.learn(plan.from_text, least, num_tokens)
+            if plan.from_text:  # what it has gained pays for further ones
+                state.budget.lookups += max(0.0, least * self._costs.plain - cost)
         elif alone is not None:
             self.guard.learn_plain(alone)
 

@@ -68,6 +68,7 @@ def _learned(weight: float = 2.0) -> PolicyState:
     state.guard.learn_plain(0.03)
     state.guard.learn_drafted(100.0, 1.0)
     state.budget.save(0.5, 1.0)
+    state.evenness.learn(True, 8.0, 16.0)
     return state
 
 
@@ -113,6 +114,8 @@ def test_old_evidence_weighs_less() -> None:
     traces = [np.trace(one.calibration.stored()["evidence"]) for one in (state, once)]
     assert traces[1] == pytest.approx(traces[0] / 2)
     assert 0.5 * np.log(1.5) < np.log(once.ratios.of(8)) <= np.log(1.5)
+    assert once.evenness.shares == pytest.approx(state.evenness.shares)
+    assert state.evenness.shares[0] == 1.0 > state.evenness.shares[1]
 
 
 def test_some_trust_is_left_whatever_was_lost() -> None:

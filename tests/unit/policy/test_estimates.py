@@ -18,6 +18,7 @@ from mlx_redrafter.policy.calibration import (
 )
 from mlx_redrafter.policy.plans import (
     COUNTS,
+    ESTIMATED,
     LENGTHS,
     LOSS,
     PLACES,
@@ -243,6 +244,14 @@ def test_a_size_that_costs_more_than_timed_is_found_out() -> None:
     first = TimeRatios()
     first.learn(1, 0.5)
     assert first.of(1) < 0.75, "other work makes a step slower, never faster"
+
+
+def test_the_first_steps_correct_all_costs_that_are_estimates() -> None:
+    timed, estimated = TimeRatios(), TimeRatios(ESTIMATED)
+    for ratios in (timed, estimated):
+        _learn(ratios, 1, 2.0, times=4)
+    assert timed.of(8) < 1.5
+    assert 1.7 < estimated.of(8) < 2.1
 
 
 def test_the_next_sequence_keeps_own_ratios_and_half_of_the_common_one() -> None:

@@ -44,7 +44,7 @@ from tests.helpers import torch_heads  # noqa: E402
 from tests.helpers.published_eagle import LAYOUTS, published_head, write_head  # noqa: E402
 from tests.helpers.published_heads import HIDDEN, VOCAB  # noqa: E402
 
-TOLERANCE = 1e-5
+TOLERANCE = 5e-5  # of sums over a path, in float32, by two libraries
 MODEL = tiny_llama(seed=4, vocab_size=VOCAB)
 PLANS = [DraftPlan.of(2, 5, 9), DraftPlan.of(1, 4, 4)]
 
