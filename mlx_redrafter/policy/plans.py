@@ -69,6 +69,8 @@ LOSS = 0.05
 WINDOW = 256.0
 # Tokens that count before its first one.
 ALIKE = 16.0
+# Share of the slowest text in the mean tokens of lookups, before a batch has used any.
+UNEVEN = 0.6
 
 # Kind of step with shadow drafts; other kinds, except the next one, are numbers of nodes.
 SHADOW = 0

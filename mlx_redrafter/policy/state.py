@@ -17,6 +17,7 @@ from mlx_redrafter.policy.plans import (
     ESTIMATED,
     SHADOW,
     SPARE,
+    UNEVEN,
     Choice,
     CurrentCosts,
     Evenness,
@@ -148,8 +149,10 @@ class PolicyState:
         return following
 
     def without_times(self) -> PolicyState:
-        """Return a copy for steps whose costs are others, and were not timed."""
-        return replace(deepcopy(self), ratios=TimeRatios(ESTIMATED), guard=None)
+        """Return a copy for another number of sequences, whose steps were not timed."""
+        of_networks, of_lookups = self.evenness.shares
+        evenness = Evenness((of_networks, min(UNEVEN, of_lookups)))
+        return replace(deepcopy(self), ratios=TimeRatios(ESTIMATED), guard=None, evenness=evenness)
 
 
 class Learner:
