@@ -175,27 +175,34 @@ class Planner:
     def least_chance(self) -> float:
         """Half of the mean probability that the drafts of a lookup need to pay.
 
-        Above 1 while the guard stops them. A less probable draft may be worth a place in a tree
-        that is verified anyway, but tells nothing of whether to verify one.
+        Above 1 while the guard stops them, or while they have cost the host more time than they
+        may. A less probable draft may be worth a place in a tree that is verified anyway, but tells
+        nothing of whether to verify one.
         """
-        return self._least_chance if self.learner.guard.allows_drafts else math.inf
+        may_look_up = self.learner.guard.allows_drafts and self.state.budget.lookups >= 0
+        return self._least_chance if may_look_up else math.inf
 
     def begin_plain(self) -> None:
         """Begin with some plain steps, of which the costs of all steps are learned."""
         self._explorer.begin_plain()
 
-    def choose(self, matches: Sequence[Sequence[float]], count: int) -> Choice:
+    def choose(
+        self, matches: Sequence[Sequence[float]], count: int, seconds: float = 0.0
+    ) -> Choice:
         """Choose the plan of the next step.
 
         Args:
             matches: For the sequences for which a prompt lookup finds something, the probabilities
                 of its drafts.
             count: Number of all sequences.
+            seconds: Time that these lookups took, which is paid for unless they are chosen.
         """
         if self.learner.has_news:
             self.learn()
         looks_up = matches and not self._explorer.is_plain
         lookup = self._look_up(matches, count) if looks_up else None
+        if lookup is None:
+            self.state.budget.pay_lookups(seconds)
         self.newest = lookup or self._explorer.choose(self.learner.guard.allows_drafts)
         self._in_flight.append(self.newest)
         return self.newest

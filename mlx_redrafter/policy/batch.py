@@ -8,7 +8,6 @@ a batch ends with that one, and no sequence is to be slower than in plain decodi
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from operator import attrgetter
@@ -115,14 +114,8 @@ class BatchPolicy:
 
     @property
     def least_chance(self) -> float:
-        """Probability of `DraftPolicy.least_chance`, by the planner of the step before.
-
-        Above 1 while lookups have cost the host more time than they may.
-        """
-        planner = self._planner
-        if planner is None:
-            return 0.0
-        return math.inf if planner.state.budget.lookups < 0 else planner.least_chance
+        """Probability of `DraftPolicy.least_chance`, by the planner of the step before."""
+        return 0.0 if self._planner is None else self._planner.least_chance
 
     def join(self, policy: DraftPolicy | None) -> DraftPolicy | None:
         """Replace a policy that rests on the step times of a lone sequence."""
@@ -142,10 +135,7 @@ class BatchPolicy:
         self._learn_time()
         if members:
             self.count = count
-            planner = self.current()
-            self.plan = planner.choose([one for one in members if one], count).plan
-            if self.plan is None or not self.plan.from_text:
-                planner.state.budget.lookups -= seconds
+            self.plan = self.current().choose([one for one in members if one], count, seconds).plan
 
     def select_all(self, trees: Sequence[tuple[DraftPolicy, TokenTree]]) -> None:
         """Select the drafts of all members to verify."""

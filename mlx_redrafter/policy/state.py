@@ -83,6 +83,10 @@ class Budget:
         """Pay for the host's time."""
         self.learning -= seconds
 
+    def pay_lookups(self, seconds: float) -> None:
+        """Pay for lookups that were not chosen."""
+        self.lookups -= seconds
+
 
 @dataclass
 class PolicyState:
