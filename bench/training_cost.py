@@ -30,7 +30,8 @@ from mlx_redrafter.training.resources import (
 from mlx_redrafter.training.self_generated import ROUND_SIZE
 from mlx_redrafter.training.students.student import ANCHOR_SHARE
 from mlx_redrafter.training.students.student_kinds import choose_drafter_config
-from mlx_redrafter.training.teacher import BATCH_SEQUENCES, LOGITS_BYTES, MAX_CHUNK_TOKENS
+from mlx_redrafter.training.teacher import BATCH_SEQUENCES
+from mlx_redrafter.training.teacher_outputs import chunk_tokens
 
 # Floating-point operations of a forward pass, per weight and position.
 FORWARD = 2
@@ -71,7 +72,7 @@ class TrainingCost:
         return Timetable.of(self.work, self._pace(shape, chip), None)
 
     def _pace(self, shape: ModelShape, chip: Chip) -> Pace:
-        at_once = min(MAX_CHUNK_TOKENS, LOGITS_BYTES // 4 // shape.vocab_size) // BATCH_SEQUENCES
+        at_once = BATCH_SEQUENCES * chunk_tokens(shape.vocab_size, BATCH_SEQUENCES)
         weights = self.num_weights
         positions = self.request.training.batch_tokens
         bandwidth = BANDWIDTH_SHARE * chip.bandwidth * 1e9
@@ -87,8 +88,7 @@ class TrainingCost:
         measuring = drafting(FORWARD)
         return Pace(
             generating=_pass_seconds(shape, chip, ROUND_SIZE) / ROUND_SIZE,
-            reading=_pass_seconds(shape, chip, at_once * BATCH_SEQUENCES)
-            / (at_once * BATCH_SEQUENCES),
+            reading=_pass_seconds(shape, chip, at_once) / at_once,
             step=ANCHOR_SHARE * positions * drafting(STEP) + optimiser,
             measuring=measuring,
             calibration=CALIBRATION_MEASUREMENTS * measuring,

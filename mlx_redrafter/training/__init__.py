@@ -1,8 +1,9 @@
 """Training a drafter for one target, on the machine that will use it.
 
-`train_drafter` trains from files to a drafter folder. A loop of your own needs an `Encoder`, texts
-of a `TextGenerator`, a `TeacherCache` with the target's outputs (`fill_cache`), a student
-(`new_student`), batches (`BatchOrder`) and `draft_loss`; `simulate` measures tokens per step.
+`train_drafter` trains from files to a drafter folder. A loop of your own needs an `Encoder`, a
+`TeacherCache` with the target's outputs on texts that a `Teacher` reads or a `TextGenerator`
+generates, a student (`new_student`), batches (`BatchOrder`) and `draft_loss`; `simulate` measures
+tokens per step.
 """
 
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
@@ -15,7 +16,7 @@ from mlx_redrafter.training.self_generated import TextGenerator
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.students.student_kinds import new_student
-from mlx_redrafter.training.teacher import fill_cache
+from mlx_redrafter.training.teacher import Teacher
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 from mlx_redrafter.training_options import DataOptions, NetworkOptions, TrainingOptions
@@ -28,6 +29,7 @@ __all__ = [
     "NetworkOptions",
     "Reporter",
     "Student",
+    "Teacher",
     "TeacherCache",
     "TextGenerator",
     "TokenSequence",
@@ -37,7 +39,6 @@ __all__ = [
     "TrainingResult",
     "compute_head_matrix",
     "draft_loss",
-    "fill_cache",
     "fingerprint_weights",
     "new_student",
     "simulate",

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from mlx_redrafter.training.data import (
     split_text,
 )
 from mlx_redrafter.training.self_generated import PromptSource, TextGenerator, plan_jobs
+from mlx_redrafter.training.teacher import Teacher
 from mlx_redrafter.training.training_request import Reporter
 from mlx_redrafter.training_options import DataOptions
 
@@ -120,40 +120,45 @@ def build_corpus(
     encoder: Encoder,
     generator: TextGenerator,
     options: DataOptions,
-    folder: Path,
+    training: Teacher,
+    held_out: Teacher,
     reporter: Reporter,
 ) -> Corpus:
-    """Tokenise the given texts and let the target generate the others.
+    """Tokenise the given texts, let the target read them, and let it generate the others.
 
-    Self-generated texts are stored in ``folder``; those in it are read instead of generated.
+    Shards of the teachers are read instead of made again.
     """
     share = options.self_generated if sources.given else 1.0
     given = list(_encode_given(sources.given, encoder, options, 1.0 - share))
+    num_given = sum(map(len, given))
+    first = training.read(given, lambda done: reporter.progress("reading text", done, num_given))
     wanted = _count_wanted(given, share, options)
 
     def encode(items: Sequence[Item]) -> list[PromptSource]:
         return [as_prompt_source(item, encoder, options) for item in items]
 
-    def generate(
-        prompts: Sequence[PromptSource], passes: int, seed: int, total: int | None, kind: str
-    ) -> list[TokenSequence]:
-        rounds = generator.rounds(
-            plan_jobs(prompts, options.temp, passes, seed),
-            options,
-            total,
-            folder,
-            f"{kind}-text",
-            lambda done: reporter.progress(f"generating {kind} text", done, total),
-        )
-        return [text for texts in rounds for text in texts]
-
     self_generated: list[TokenSequence] = []
     if wanted is None or wanted > 0:
         prompts = encode(sources.prompts)
         passes = _choose_num_passes(prompts, wanted)
-        self_generated = generate(prompts, passes, options.seed, wanted, "training")
-    held_out = generate(encode(sources.held_out), 1, options.seed + 1, None, "held-out")
-    return Corpus(given, self_generated, held_out)
+        jobs = plan_jobs(prompts, options.temp, passes, options.seed)
+        self_generated = generator.answer(
+            training,
+            jobs,
+            options,
+            wanted,
+            lambda done: reporter.progress("generating training text", done, wanted),
+            first,
+        )
+    jobs = plan_jobs(encode(sources.held_out), options.temp, 1, options.seed + 1)
+    measured = generator.answer(
+        held_out,
+        jobs,
+        options,
+        None,
+        lambda done: reporter.progress("generating held-out text", done, None),
+    )
+    return Corpus(given, self_generated, measured)
 
 
 def _encode_given(

@@ -23,9 +23,10 @@ TRAINED_PER_MEASURED = 4
 class Workload:
     """Amounts of work of a run, in tokens and, without a limit of minutes, in optimiser steps.
 
-    The target generates ``generated`` tokens for training, ``held_out`` for measuring, and
-    ``written`` for prompts. ``num_evaluations`` is the maximum number of measurements, the first
-    one left out.
+    The target reads ``given`` tokens of texts and ``prompts`` tokens of prompts. It generates
+    ``generated`` tokens for training, ``held_out`` for measuring, in texts that have
+    ``text_tokens`` with their prompts, and ``written`` for prompts. ``num_evaluations`` is the
+    maximum number of measurements, the first one left out.
     """
 
     given: int
@@ -35,6 +36,7 @@ class Workload:
     steps: int
     batch_tokens: int
     num_evaluations: int
+    text_tokens: int
     written: int = 0
 
     @classmethod
@@ -52,6 +54,7 @@ class Workload:
             training.epochs * steps_per_epoch,
             training.batch_tokens,
             training.num_evaluations,
+            prompt + answer,
         )
 
     @property
@@ -63,8 +66,8 @@ class Workload:
 class Pace:
     """Times of the parts of a run on a machine, in seconds.
 
-    ``generating`` is per token, many texts at once, ``reading`` per token that the target reads,
-    ``step`` per optimiser step. ``measuring`` and ``calibration`` are per held-out token;
+    ``generating`` is per token, many texts at once, ``reading`` per token of given texts and
+    prompts, ``step`` per optimiser step. ``measuring`` and ``calibration`` are per held-out token;
     calibration stops at `ENOUGH`.
     """
 
@@ -103,9 +106,10 @@ class Timetable:
         else:
             room = work.steps * work.batch_tokens / (TRAINED_PER_MEASURED * work.held_out)
         num_evaluations = min(work.num_evaluations, max(LEAST_EVALUATIONS, int(room)))
+        generated = work.generated + work.held_out + work.written
         stages = {
-            "generating": pace.generating * (work.generated + work.held_out + work.written),
-            "reading": pace.reading * work.tokens,
+            "reading": pace.reading * work.given,
+            "generating": pace.generating * generated + pace.reading * work.prompts,
             "training": work.steps * pace.step,
             "evaluation": (num_evaluations + 1) * measuring + finishing,
         }
@@ -128,7 +132,9 @@ class Timetable:
 
 
 def format_stages(stages: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {format_time(seconds)}" for name, seconds in stages.items())
+    return ", ".join(
+        f"{name} {format_time(seconds)}" for name, seconds in stages.items() if seconds
+    )
 
 
 def format_time(seconds: float) -> str:

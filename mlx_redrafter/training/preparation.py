@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +22,7 @@ from mlx_redrafter.training.corpus import (
     divide,
     limit_held_out,
 )
-from mlx_redrafter.training.data import Encoder, TokenSequence, read_items
+from mlx_redrafter.training.data import Encoder, read_items
 from mlx_redrafter.training.duration import Timetable, Workload
 from mlx_redrafter.training.files import fingerprint_weights
 from mlx_redrafter.training.initial import (
@@ -50,7 +49,7 @@ from mlx_redrafter.training.self_written import (
 )
 from mlx_redrafter.training.state import has_state
 from mlx_redrafter.training.students.student_kinds import load_student, new_student
-from mlx_redrafter.training.teacher import TOP_K, fill_cache
+from mlx_redrafter.training.teacher import TOP_K, Teacher
 from mlx_redrafter.training.teacher_cache import Split, TeacherCache
 from mlx_redrafter.training.training_request import Reporter, TrainingRequest
 
@@ -83,7 +82,7 @@ class Preparation:
         else:
             options = replace(options, tokens=options.tokens or SELF_WRITTEN_TOKENS)
             self.request = request = replace(request, data_options=options)
-            self._writer = PromptWriter.of(model, self._tokenizer, target.vocab_size)
+            self._writer = PromptWriter.of(target, self._tokenizer)
             self._sources = Sources([], [], [])
         self._encoder = Encoder(self._tokenizer, options.sequence_length, target.vocab_size)
         self.start_fingerprint: str | None = None
@@ -166,34 +165,30 @@ class Preparation:
         """Do all work that needs the target: build the corpus, fill the cache, initialise."""
         self.cache.begin()
         options, reporter = self.request.data_options, self._reporter
-        stop_tokens = self._tokenizer.eos_token_ids
         if self._writer is not None:
-            self._sources = self._writer.write(
-                options, self._target.vocab_size, self.cache.folder, reporter
-            )
-        generator = TextGenerator(self._target.model, stop_tokens, options.seed)
+            self._sources = self._writer.write(options, self.cache.folder, reporter)
+        generator = TextGenerator(self._target, self._tokenizer.eos_token_ids, options.seed)
         corpus = build_corpus(
-            self._sources, self._encoder, generator, options, self.cache.folder, reporter
+            self._sources,
+            self._encoder,
+            generator,
+            options,
+            self._teacher("train", TOP_K),
+            self._teacher("held-out", TOP_TOKENS),
+            reporter,
         )
         if not any(int(s.is_trained.sum()) > 1 for s in corpus.held_out):
             raise DataError(
                 "expected the target to continue held-out prompts, found only empty continuations; "
                 "give other prompts"
             )
-        self._fill_cache("train", corpus.train, TOP_K)
-        self._fill_cache("held-out", corpus.held_out, TOP_TOKENS)
         if self.start_fingerprint is None:
             self._initialise(corpus)
         self.student.leave_target()
         return corpus
 
-    def _fill_cache(self, split: Split, sequences: Sequence[TokenSequence], k: int) -> None:
-        total = sum(map(len, sequences))
-
-        def report(done: int) -> None:
-            self._reporter.progress(f"reading {split} text", done, total)
-
-        fill_cache(self.cache, split, self._target, sequences, k, self.student.layers, report)
+    def _teacher(self, split: Split, k: int) -> Teacher:
+        return Teacher(self._target, self.cache, split, k, self.student.layers)
 
     def _initialise(self, corpus: Corpus) -> None:
         student, target, token_ids = self.student, self._target, None

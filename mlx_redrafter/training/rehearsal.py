@@ -23,8 +23,9 @@ from mlx_redrafter.training.duration import Pace
 from mlx_redrafter.training.self_generated import GenerationJob, TextGenerator
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher import BATCH_SEQUENCES, MAX_CHUNK_TOKENS, TOP_K, read_sequences
+from mlx_redrafter.training.teacher import BATCH_SEQUENCES, TOP_K, read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
+from mlx_redrafter.training.teacher_outputs import MAX_CHUNK_TOKENS, TeacherOutputs
 from mlx_redrafter.training.trainer import Optimiser, choose_batches
 from mlx_redrafter.training.training_request import TrainingRequest
 
@@ -67,7 +68,9 @@ def rehearse(
     on_stage(0, NUM_STAGES)
     num_texts = -(-num_generated // request.data_options.answer_tokens)
     generated = partial(on_stage, 0, NUM_STAGES)
-    sequences, generating = _generate(request, target, prompts, num_texts, generated)
+    sequences, generating = _generate(
+        request, target, student.layers, prompts, num_texts, generated
+    )
     on_stage(1, NUM_STAGES)
     warm_up = slice(WARM_UP_TOKENS)
     beginnings = [TokenSequence(one.tokens[warm_up], one.is_trained[warm_up]) for one in sequences]
@@ -88,6 +91,7 @@ def rehearse(
 def _generate(
     request: TrainingRequest,
     target: Target,
+    layers: Sequence[int],
     prompts: Sequence[list[int]],
     num_texts: int,
     on_step: Callable[[], None],
@@ -95,7 +99,7 @@ def _generate(
     """Let the target generate sequences of one length; also return the seconds per token."""
     options = request.data_options
     temps, longest = (0.0, options.temp), options.sequence_length
-    generator = TextGenerator(target.model, (), 0)  # no text ends early
+    generator = TextGenerator(target, (), 0)  # no text ends early
     jobs = [
         GenerationJob(prompts[i % len(prompts)][:PROMPT_TOKENS], temps[i % 2])
         for i in range(min(generator.round_size, max(MIN_TEXTS, num_texts)))
@@ -103,11 +107,13 @@ def _generate(
     times: list[tuple[float, int]] = []
 
     def on_tokens(count: int) -> None:
-        times.append((time.perf_counter(), count))
+        if count:  # the prompts have been read
+            times.append((time.perf_counter(), count))
         on_step()
 
+    kept = TeacherOutputs(target, [PROMPT_TOKENS + ANSWER_TOKENS] * len(jobs), TOP_K, layers)
     texts = generator.generate_round(
-        jobs, replace(options, answer_tokens=ANSWER_TOKENS), 0, on_tokens
+        jobs, replace(options, answer_tokens=ANSWER_TOKENS), 0, on_tokens, kept
     )
     tokens = np.concatenate([text.tokens for text in texts])
     size = min(min(len(tokens), MAX_CHUNK_TOKENS) // BATCH_SEQUENCES, longest)

@@ -13,10 +13,13 @@ from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training import batches, teacher, trainer
+from mlx_redrafter.training import batches, trainer
 from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources
 from mlx_redrafter.training.data import CHARS_PER_TOKEN, Chat, Document, Encoder, Item
 from mlx_redrafter.training.duration import LEAST_SHARE, Timetable, Workload, format_stages
+from mlx_redrafter.training.self_generated import ROUND_SIZE
+from mlx_redrafter.training.teacher import SHARD_TOKENS, TOP_K
+from mlx_redrafter.training.teacher_outputs import LOGITS_BYTES
 from mlx_redrafter.training.training_request import TrainingRequest
 
 # Usable share of the machine's memory.
@@ -112,14 +115,15 @@ def estimate(
     while it is trained.
     """
     hidden, vocab = size.hidden_size, size.vocab_size
-    k = min(teacher.TOP_K, vocab)
+    k = min(TOP_K, vocab)
     per_token = 2 * hidden * (1 + num_layers) + 6 * k + 9
     held_out = work.held_out * 6 * (min(TOP_TOKENS, vocab) - k)
     cache = work.tokens * per_token + held_out
-    group = 2 * min(cache, batches.GROUP_BYTES + teacher.SHARD_TOKENS * per_token)
+    shard = max(SHARD_TOKENS, ROUND_SIZE * work.text_tokens) * per_token
+    group = 2 * min(cache, batches.GROUP_BYTES + shard)
     # Three copies of the head as a float32 matrix: joined, for numpy, and projected.
     heads = 3 * 4 * vocab * hidden
-    reading = 3 * teacher.LOGITS_BYTES + 2 * teacher.SHARD_TOKENS * per_token
+    reading = 3 * LOGITS_BYTES + 2 * min(cache, shard)
     steps = COPIES_IN_MEMORY * 4 * num_weights + COPIES_OF_LOGITS * trainer.LOGITS_BYTES
     # A rehearsal runs training steps while the target is in memory.
     filling = size.weight_bytes + max(heads, reading, steps)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.engine.prompt_encoding import encode_user_turn
 from mlx_redrafter.errors import DataError
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.corpus import Sources, limit_held_out
 from mlx_redrafter.training.data import Chat, Document, Item
+from mlx_redrafter.training.files import load_arrays, save_arrays
 from mlx_redrafter.training.initial import find_special_tokens
 from mlx_redrafter.training.self_generated import (
     NUM_BEGINNINGS,
@@ -27,6 +29,7 @@ from mlx_redrafter.training.self_generated import (
     GenerationJob,
     TextGenerator,
 )
+from mlx_redrafter.training.teacher_cache import pack_sequences, unpack_sequences
 from mlx_redrafter.training.training_request import Reporter
 from mlx_redrafter.training_options import DataOptions
 
@@ -52,51 +55,54 @@ class PromptWriter:
     place, and ``stop_tokens`` those that end a message; none end a beginning.
     """
 
-    model: nn.Module
+    target: Target
     tokenizer: TokenizerWrapper
     prefix: Sequence[int]
     stop_tokens: Sequence[int]
 
     @classmethod
-    def of(cls, model: nn.Module, tokenizer: TokenizerWrapper, vocab_size: int) -> PromptWriter:
+    def of(cls, target: Target, tokenizer: TokenizerWrapper) -> PromptWriter:
         """Prepare; raise `ConfigError` if the chat template lacks the user's message."""
         if not tokenizer.has_chat_template:
             bos = getattr(tokenizer, "bos_token_id", None)
-            return cls(model, tokenizer, () if bos is None else (bos,), ())
+            return cls(target, tokenizer, () if bos is None else (bos,), ())
         prefix, after = encode_user_turn(tokenizer)
-        stop_tokens = {*find_special_tokens(tokenizer, vocab_size), *after[:1]}
-        return cls(model, tokenizer, prefix, sorted(stop_tokens))
+        stop_tokens = {*find_special_tokens(tokenizer, target.vocab_size), *after[:1]}
+        return cls(target, tokenizer, prefix, sorted(stop_tokens))
 
-    def write(
-        self, options: DataOptions, vocab_size: int, folder: Path, reporter: Reporter
-    ) -> Sources:
+    def write(self, options: DataOptions, folder: Path, reporter: Reporter) -> Sources:
         """Write the prompts of a run, none of them empty or twice; those in ``folder`` are read.
 
         Raise `DataError` if the model writes too few.
         """
         wanted = count_prompts(options)
         longest = QUESTION_TOKENS if self.stop_tokens else SHORTEST_BEGINNING + NUM_BEGINNINGS
-        generator = TextGenerator(self.model, self.stop_tokens, options.seed + 2)
-        rounds = generator.rounds(
-            self._jobs(options.seed, vocab_size),
-            replace(options, answer_tokens=longest),
-            None,
-            folder,
-            "prompts",
-            lambda done: reporter.progress("writing prompts", len(found), wanted),
-            wanted,
-        )
+        generator = TextGenerator(self.target, self.stop_tokens, options.seed + 2)
+        jobs = self._jobs(options.seed)
+        options = replace(options, answer_tokens=longest)
         found: dict[str, Item] = {}
-        num_written = 0
-        for texts in rounds:
-            num_written += len(texts)
-            for text in texts:
+        num_written = number = 0
+        while len(found) < wanted and num_written < MAX_TRIES * wanted:
+            path = folder / f"prompts-{number:05d}.safetensors"
+            # As many as are missing, if as many of them are of use as of the earlier ones.
+            size = math.ceil((wanted - len(found)) * (num_written + 1) / (len(found) + 1))
+            size = min(size, generator.round_size)
+            round_jobs = list(islice(jobs, size))
+            if not path.exists():
+                texts = generator.generate_round(
+                    round_jobs,
+                    options,
+                    number,
+                    lambda _: reporter.progress("writing prompts", len(found), wanted),
+                )
+                save_arrays(path, pack_sequences(texts))
+            number += 1
+            num_written += size
+            for text in unpack_sequences(load_arrays(path)[0]):
                 item = self._read(text.tokens[text.is_trained].tolist())
                 if item is not None:
                     found.setdefault(str(item), item)
             reporter.progress("writing prompts", len(found), wanted)
-            if len(found) >= wanted or num_written >= MAX_TRIES * wanted:
-                break
         items = list(found.values())
         if len(items) < 2:
             raise DataError(
@@ -106,10 +112,10 @@ class PromptWriter:
         held_out = min(limit_held_out(options), len(items) // 2)
         return Sources([], items[held_out:], items[:held_out])
 
-    def _jobs(self, seed: int, vocab_size: int) -> Iterator[GenerationJob]:
-        rng = np.random.default_rng(seed)
+    def _jobs(self, seed: int) -> Iterator[GenerationJob]:
+        rng, size = np.random.default_rng(seed), self.target.vocab_size
         while True:
-            yield GenerationJob(list(self.prefix) or [int(rng.integers(vocab_size))], QUESTION_TEMP)
+            yield GenerationJob(list(self.prefix) or [int(rng.integers(size))], QUESTION_TEMP)
 
     def _read(self, tokens: list[int]) -> Item | None:
         """Read a written prompt; None if it is empty or does not end."""

@@ -1,7 +1,8 @@
 """The teacher cache: the target's outputs at every token of every sequence, on disk.
 
-One pass of the target computes all that training needs, however long the drafter trains. A cache
-belongs to one target, one set of texts and one set of options; opening it with others is an error.
+One pass of the target computes all that training needs, however long the drafter trains. Texts that
+the target generates are stored here with the outputs that chose their tokens. A cache belongs to
+one target, one set of texts and one set of options; opening it with others is an error.
 
 Axes: n tokens of a shard, d sequences, H hidden size, C layers of the target, k kept tokens, L beam
 length of a drafter.
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from mlx_redrafter.checkpoint_files import read_json
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import (
     Arrays,
     find_difference,
@@ -31,7 +33,7 @@ from mlx_redrafter.training.files import (
 )
 
 # Version of the files and of the names in the manifest; a cache of another version is an error.
-FORMAT = 3
+FORMAT = 4
 # Name of the file with the identity of a cache.
 MANIFEST = "manifest.json"
 Split = Literal["train", "held-out"]
@@ -75,6 +77,10 @@ class Shard:
     def texts(self) -> Iterator[Shard]:
         """Iterate over the sequences, each as a shard of its own."""
         return (self.text(start, end) for start, end in pairwise(to_ints(self.starts)))
+
+    def sequences(self) -> list[TokenSequence]:
+        """Return the texts without the target's outputs."""
+        return unpack_sequences(self.arrays())
 
 
 class TeacherCache:
@@ -138,6 +144,21 @@ class TeacherCache:
         while self.has(split, number):
             number += 1
         return number
+
+
+def pack_sequences(sequences: Sequence[TokenSequence]) -> Arrays:
+    """Join sequences into arrays; the inverse of `unpack_sequences`."""
+    return {
+        "tokens": mx.array(np.concatenate([s.tokens for s in sequences])),
+        "is_trained": mx.array(np.concatenate([s.is_trained for s in sequences])),
+        "starts": mx.array(np.cumsum([0] + [len(s) for s in sequences]).astype(np.int32)),
+    }
+
+
+def unpack_sequences(arrays: Arrays) -> list[TokenSequence]:
+    tokens, is_trained = np.array(arrays["tokens"]), np.array(arrays["is_trained"])
+    starts = np.array(arrays["starts"])
+    return [TokenSequence(tokens[a:b], is_trained[a:b]) for a, b in pairwise(starts)]
 
 
 def find_draftable_steps(

@@ -1,5 +1,7 @@
 """Texts of the target, many at once: plain decoding of a batch with mlx-lm's caches.
 
+The passes that generate texts also give what a drafter learns from, so nothing reads them again.
+
 mlx-lm's own generator sorts the vocabulary or normalises it for every token, and copies the cache
 whenever a text ends.
 
@@ -17,44 +19,53 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.target.target import Target
+from mlx_redrafter.training.teacher_outputs import TeacherOutputs, chunk_tokens
 
-# Maximum number of tokens of a pass over prompts, so that an interruption waits for a short one.
-PROMPT_TOKENS = 512
 # Share of the texts in the caches that have ended before these are copied without them.
 ENDED_SHARE = 0.125
 
 OnTokens = Callable[[int], None]
 
 
+def report_after(before: int, on_tokens: OnTokens, count: int) -> None:
+    on_tokens(before + count)
+
+
 def answer(
-    model: nn.Module,
+    target: Target,
     prompts: Sequence[list[int]],
     temps: Sequence[float],
     most: Sequence[int],
     stop_tokens: Sequence[int],
     on_tokens: OnTokens,
+    kept: TeacherOutputs | None = None,
 ) -> list[list[int]]:
     """Generate an answer to each prompt, greedily or at its temperature.
 
     An answer has at most ``most`` tokens, at least 1, its stop token included. ``on_tokens``
-    receives the number of tokens generated so far. Uses MLX's global random state.
+    receives the number of tokens generated so far. ``kept`` receives the outputs at all tokens but
+    the last ones, which no pass reads. Uses MLX's global random state.
     """
     answers: list[list[int]] = [[] for _ in prompts]
-    caches = _read_prompts(model, [prompt[:-1] for prompt in prompts], lambda: on_tokens(0))
+    caches = _read_prompts(target, [prompt[:-1] for prompt in prompts], lambda: on_tokens(0), kept)
     tokens = mx.array([prompt[-1] for prompt in prompts])
     rows = list(range(len(prompts)))
     is_open = set(rows)
     while is_open:
-        logits = model(tokens[:, None], cache=caches)[:, -1]
-        tokens = sample(logits, [temps[i] for i in rows])
+        outputs = target.compute(tokens[:, None], caches, kept.layers if kept else ())
+        tokens = sample(outputs.logits[:, -1], [temps[i] for i in rows])
+        if kept is not None:
+            begins = np.array([len(prompts[i]) + len(answers[i]) - 1 for i in rows])
+            kept.write(rows, begins, np.array([int(i in is_open) for i in rows]), outputs)
         for i, token in zip(rows, to_ints(tokens), strict=True):
             if i in is_open:
                 answers[i].append(token)
                 if token in stop_tokens or len(answers[i]) == most[i]:
                     is_open.remove(i)
         if is_open and len(rows) - len(is_open) > ENDED_SHARE * len(rows):
-            kept = [row for row, i in enumerate(rows) if i in is_open]
-            where, rows = mx.array(kept), [rows[row] for row in kept]
+            left = [row for row, i in enumerate(rows) if i in is_open]
+            where, rows = mx.array(left), [rows[row] for row in left]
             tokens = tokens[where]
             for cache in caches:
                 cache.filter(where)
@@ -81,29 +92,27 @@ def sample(logits: mx.array, temps: Sequence[float]) -> mx.array:
 
 
 def _read_prompts(
-    model: nn.Module, prompts: Sequence[list[int]], on_pass: Callable[[], None]
+    target: Target,
+    prompts: Sequence[list[int]],
+    on_pass: Callable[[], None],
+    kept: TeacherOutputs | None,
 ) -> list[Any]:
-    """Read prompts, padded on the right, into caches for all of them."""
-    if len(prompts) == 1 and not can_batch(model):
-        caches = make_prompt_cache(model)
-    else:
-        single = [make_prompt_cache(model) for _ in prompts]
-        caches = [layer[0].merge(list(layer)) for layer in zip(*single, strict=True)]
-    lengths = [len(prompt) for prompt in prompts]
-    longest = max(lengths)
-    padding = [longest - length for length in lengths]
-    padded = np.zeros((len(prompts), longest), np.int32)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = prompt
-    if any(padding):
-        for cache in caches:
-            cache.prepare(lengths=lengths, right_padding=padding)
-    chunk = max(1, PROMPT_TOKENS // len(prompts))
-    for begin in range(0, longest, chunk):
-        model(mx.array(padded[:, begin : begin + chunk]), cache=caches)
-        mx.eval([cache.state for cache in caches])
-        on_pass()
-    if any(padding):
-        for cache in caches:
-            cache.finalize()
-    return caches
+    """Read prompts one by one, then join their caches.
+
+    mlx-lm loses the states of some models (mamba2) if padded prompts take several passes.
+    """
+    single = []
+    size = chunk_tokens(target.vocab_size, 1)
+    for number, prompt in enumerate(prompts):
+        single.append(make_prompt_cache(target.model))
+        for begin in range(0, len(prompt), size):
+            chunk = prompt[begin : begin + size]
+            outputs = target.compute(mx.array([chunk]), single[-1], kept.layers if kept else ())
+            if kept is not None:
+                kept.write([number], np.array([begin]), np.array([len(chunk)]), outputs)
+            mx.eval([cache.state for cache in single[-1]])
+            on_pass()
+    if not can_batch(target.model):
+        (alone,) = single
+        return alone
+    return [layer[0].merge(list(layer)) for layer in zip(*single, strict=True)]

@@ -33,7 +33,8 @@ def test_the_stages_follow_from_the_hardware() -> None:
     shape = shape_of("llama 8B", 16)
     cost = TrainingCost.of(shape, 10**6)
     stages = cost.predict(shape, CHIPS["M2 Max"]).stages
-    assert set(stages) == {"generating", "reading", "training", "evaluation"}
+    assert set(stages) == {"reading", "generating", "training", "evaluation"}
     # Reading is arithmetic: two operations per parameter and token, at best.
-    least = cost.work.tokens * 2 * shape.parameters / (CHIPS["M2 Max"].teraflops * 1e12)
+    least = cost.work.given * 2 * shape.parameters / (CHIPS["M2 Max"].teraflops * 1e12)
     assert least < stages["reading"] < 2 * least
+    assert least < stages["generating"] < 2 * least * cost.work.tokens / cost.work.given

@@ -18,11 +18,11 @@ from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.initial import choose_slice, select_frequent_tokens
 from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, divergence
-from mlx_redrafter.training.self_generated import pack_sequences
 from mlx_redrafter.training.teacher_cache import (
     Shard,
     TeacherCache,
     find_draftable_steps,
+    pack_sequences,
 )
 from mlx_redrafter.training_options import Head, NetworkOptions
 

@@ -25,7 +25,14 @@ PACE = Pace(0.1, reading=0.01, step=3.0, measuring=0.02, calibration=0.05)
 
 def test_the_work_of_a_request() -> None:
     assert WORK == Workload(
-        1000, 500, held_out=200, prompts=80, steps=10, batch_tokens=300, num_evaluations=8
+        1000,
+        500,
+        held_out=200,
+        prompts=80,
+        steps=10,
+        batch_tokens=300,
+        num_evaluations=8,
+        text_tokens=110,
     )
     assert WORK.tokens == 1780
 
@@ -36,10 +43,10 @@ def test_every_stage_counts() -> None:
     # These and the first one, and after training another and a calibration.
     assert timetable.num_evaluations == 3
     evaluation = 200 * (4 * 0.02 + 0.02 + 0.05)
-    stages = {"generating": 70.0, "reading": 17.8, "training": 30.0, "evaluation": evaluation}
+    stages = {"reading": 10.0, "generating": 70.8, "training": 30.0, "evaluation": evaluation}
     assert timetable.stages == pytest.approx(stages)
     assert str(timetable) == (
-        "about 2 min: generating 70 s, reading 18 s, training 30 s, evaluation 30 s"
+        "about 2 min: reading 10 s, generating 71 s, training 30 s, evaluation 30 s"
     )
 
 
@@ -56,7 +63,7 @@ def test_minutes_are_for_all_stages() -> None:
     assert timetable.total == pytest.approx(300)
     # A quarter of the time is 75 s: after the 14 at the end, enough for 14 measurements.
     assert timetable.num_evaluations == 8
-    assert timetable.stages["training"] == pytest.approx(300 - 70 - 17.8 - 50)
+    assert timetable.stages["training"] == pytest.approx(300 - 70 - 10.8 - 50)
     check_minutes(timetable, 5)
     # 250 s before the evaluation, of which 100 are gone.
     assert timetable.count_steps(5, elapsed=100) == round(150 / 3)
@@ -68,7 +75,7 @@ def test_short_runs_are_measured_less_often_and_too_short_ones_refused() -> None
     assert Timetable.of(WORK, PACE, 3).num_evaluations == 6
     short = Timetable.of(WORK, PACE, 2)
     assert short.num_evaluations == 3
-    stages = r"\(generating 70 s, reading 18 s, evaluation 30 s\); give more --minutes"
+    stages = r"\(reading 10 s, generating 71 s, evaluation 30 s\); give more --minutes"
     with pytest.raises(ResourceError, match=rf"--minutes 2 is for the whole run.* {stages}"):
         check_minutes(short, 2)
 

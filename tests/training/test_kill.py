@@ -73,8 +73,8 @@ def test_killed_at_random_moments_and_resumed(stories_file: Path, tmp_path: Path
     undisturbed = _start(stories_file, whole)
     state = parts / "state" / STATE_FILE
     rng = random.Random(4)
-    # While the target writes, while it reads, and while the drafter learns.
-    files = ("training-text-00000.safetensors", "train-00000.safetensors")
+    # While the target reads, while it writes, and while the drafter learns.
+    files = ("train-00000.safetensors", "train-00001.safetensors")
     moments = [*(parts / "cache" / name for name in files), state]
     kills = 0
     for path in moments:

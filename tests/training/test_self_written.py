@@ -9,6 +9,7 @@ import pytest
 
 from mlx_redrafter.engine.prompt_encoding import encode_user_turn
 from mlx_redrafter.errors import ConfigError, DataError
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import DataOptions, train_drafter
 from mlx_redrafter.training.data import Chat, Document
 from mlx_redrafter.training.self_written import PromptWriter, count_prompts
@@ -41,8 +42,8 @@ def test_the_place_of_the_users_text() -> None:
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_prompts_are_whole_and_unlike(is_chat: bool, tmp_path: Path) -> None:
     model = tiny_llama(vocab_size=VOCAB, spread=1.0)
-    writer = PromptWriter.of(model, _tokenizer(is_chat), VOCAB)
-    found = writer.write(OPTIONS, VOCAB, tmp_path, Silent())
+    writer = PromptWriter.of(Target(model), _tokenizer(is_chat))
+    found = writer.write(OPTIONS, tmp_path, Silent())
     items = [*found.prompts, *found.held_out]
     assert not found.given
     assert len(found.held_out) == 2
@@ -55,15 +56,15 @@ def test_prompts_are_whole_and_unlike(is_chat: bool, tmp_path: Path) -> None:
         assert {len(text.split()) for text in texts} == {32}
     assert len(set(texts)) == len(items)
     assert all(text.strip() for text in texts)
-    again = PromptWriter.of(tiny_llama(1, VOCAB), _tokenizer(is_chat), VOCAB)
-    assert again.write(OPTIONS, VOCAB, tmp_path, Silent()) == found, "the stored ones are read"
+    again = PromptWriter.of(Target(tiny_llama(1, VOCAB)), _tokenizer(is_chat))
+    assert again.write(OPTIONS, tmp_path, Silent()) == found, "the stored ones are read"
 
 
 def test_a_model_that_asks_nothing_is_told(tmp_path: Path) -> None:
-    writer = PromptWriter.of(tiny_llama(vocab_size=VOCAB), _tokenizer(), VOCAB)
+    writer = PromptWriter.of(Target(tiny_llama(vocab_size=VOCAB)), _tokenizer())
     writer = replace(writer, stop_tokens=range(VOCAB))
     with pytest.raises(DataError, match=r"found 0 in 1.. tries; give texts with --data"):
-        writer.write(OPTIONS, VOCAB, tmp_path, Silent())
+        writer.write(OPTIONS, tmp_path, Silent())
 
 
 def test_training_needs_no_texts(stories_file: Path, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training import teacher
+from mlx_redrafter.training import teacher, teacher_outputs
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import fingerprint_weights
-from mlx_redrafter.training.teacher import fill_cache, read_sequences
+from mlx_redrafter.training.teacher import Teacher, read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from tests.helpers.models import layer_inputs, tiny_llama, tiny_qwen3
 from tests.models.tiny_models import build, tiny_config, windowed_config
@@ -41,7 +41,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(teacher, "MAX_CHUNK_TOKENS", 24)  # several chunks, several batches
+    monkeypatch.setattr(teacher_outputs, "MAX_CHUNK_TOKENS", 24)  # several chunks, several batches
     monkeypatch.setattr(teacher, "BATCH_SEQUENCES", 3)
     target = Target(MODELS[name]())
     sequences = _sequences([17, 3, 40, 9, 21])
@@ -83,8 +83,9 @@ def test_complete_shards_are_not_read_again(
     cache = TeacherCache(tmp_path, {"target": fingerprint_weights(target.model)})
     done: list[int] = []
     target.modules.watch((0,))
-    fill_cache(cache, "train", target, sequences, K, (), done.append)
-    fill_cache(cache, "train", target, sequences, K, (0,), lambda n: None)
+    assert Teacher(target, cache, "train", K, ()).read(sequences, done.append) == 3
+    with_states = Teacher(target, cache, "train", K, (0,))
+    with_states.read(sequences, lambda n: None)
     assert done == [0, 24, 24, 48, 48, 53], "before and after each shard"
     assert cache.num_shards("train") == 3
     first = cache.path("train", 0).read_bytes()
@@ -96,7 +97,7 @@ def test_complete_shards_are_not_read_again(
         return read_sequences(target, sequences, *options)
 
     monkeypatch.setattr(teacher, "read_sequences", counted)
-    fill_cache(cache, "train", target, sequences, K, (0,), lambda n: None)
+    with_states.read(sequences, lambda n: None)
     assert len(calls) == 1
     assert cache.path("train", 0).read_bytes() == first
     states = cache.load("train", 1, (0,)).states

@@ -75,17 +75,16 @@ def test_held_out_texts_keep_what_calibration_looks_at(finished: Run) -> None:
 def test_stages_are_reported(finished: Run) -> None:
     assert finished.reporter.stages == [
         "rehearsal",
+        "reading text",
         "generating training text",
         "generating held-out text",
-        "reading train text",
-        "reading held-out text",
         "evaluation",
         "training",
     ]
     needs, time = finished.reporter.lines[:2]
     sizes = r"B of disk \(the model's outputs .*B, the drafter .*B\), .*B of memory"
     assert re.fullmatch(rf"needs about [\d,]+ tokens, .*{sizes}", needs)
-    stages = "generating .*, reading .*, training .*, evaluation .*"
+    stages = "reading .*, generating .*, training .*, evaluation .*"
     assert re.fullmatch(rf"needs about .*: {stages}", time)
 
 

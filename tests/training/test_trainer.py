@@ -23,7 +23,7 @@ from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.state import STATE_FILE, TrainingProgress
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training.students.student_kinds import new_student
-from mlx_redrafter.training.teacher import fill_cache
+from mlx_redrafter.training.teacher import Teacher
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
@@ -52,8 +52,8 @@ class TrainingSetup:
         self.cache = TeacherCache(folder / "cache", {})
         for head in ("redrafter", "eagle", "dspark"):
             layers = self.new_student(head).layers
-            fill_cache(self.cache, "train", self.target, texts[:8], 8, layers, lambda n: None)
-            fill_cache(self.cache, "held-out", self.target, texts[8:], 8, layers, lambda n: None)
+            for split, part in ("train", texts[:8]), ("held-out", texts[8:]):
+                Teacher(self.target, self.cache, split, 8, layers).read(part, lambda n: None)
 
     def new_student(self, head: Head) -> Student:
         """Create an untrained student of 4 levels."""
