@@ -17,6 +17,7 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.server.counters import Counters
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Answer, Part, score_prompt
+from mlx_redrafter.server.prefixes import Prefix
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import CompletionRequest, TextRequest
 
@@ -82,43 +83,26 @@ class Job:
             yield from self._write(i)
 
     def _write(self, index: int) -> Generator[Part | None]:
-        """Yield the parts of one text, and None while the next one needs a step of the scheduler.
-
-        Keeps its cache, even if the text is cancelled.
-        """
-        engine, prefixes = self.model.engine, self.model.prefixes
-        request, totals = self.request, self.counters.totals
+        """Yield the parts of one text, and None while the next one needs a scheduler's step."""
+        request = self.request
         tokens = list(self.prompts[index // request.num_texts])
-        answer = Answer(request, engine.tokenizer, tokens, index)
-        seed = request.options.seed
-        options = replace(request.options, seed=None if seed is None else (seed + index) % 2**32)
-        num_prompt = len(tokens)
-        prefix = prefixes.take(tokens, self.owner)
-        num_cached = prefix.length
-        if index % request.num_texts == 0:
-            self.num_cached += num_cached
-        known, new = tokens[:num_cached], tokens[num_cached:]
-        totals["prompt_tokens_total"] += len(tokens)
-        totals["cached_tokens_total"] += num_cached
-        totals["prefix_hits_total"] += num_cached > 0
-        end, stats = "failed", DecodingStats()
-
+        answer = Answer(request, self.model.engine.tokenizer, tokens, index)
+        self.counters.totals["prompt_tokens_total"] += len(tokens)
         if isinstance(request, CompletionRequest) and request.echoes:
             yield from self._repeat(answer, tokens, index)
             if request.ends_there:
                 return
+        yield from self._decode(answer, tokens, index)
+
+    def _decode(self, answer: Answer, tokens: list[int], index: int) -> Generator[Part | None]:
+        """Yield the generated parts of a text, whose tokens join those of the prompt.
+
+        Keeps its cache, even if the text is cancelled.
+        """
+        num_prompt, prefix = len(tokens), self._take_prefix(tokens, index)
+        end, stats = "failed", DecodingStats()
         try:
-            self._stream = engine.stream(
-                new,
-                prompt_cache=prefix.cache,
-                history=prefix.contexts,
-                logits_processors=_penalties(request, known),
-                grammar=request.grammar,
-                prompt_progress_callback=lambda done, total: prefix.note(done),
-                prompt_chunk_size=prefix.chunk_size,
-                shared=self.model.scheduler,
-                **vars(options),
-            )
+            self._stream = self._begin(tokens, prefix, index)
             if self.is_cancelled:  # before the stream existed
                 self._stream.cancel()
             with self._stream as stream:
@@ -135,29 +119,53 @@ class Job:
                         break
                 else:
                     end = "cancelled"
-            prefixes.keep(tokens, num_prompt, prefix, self.owner)
+            self.model.prefixes.keep(tokens, num_prompt, prefix, self.owner)
         except GeneratorExit:
             end = "cancelled"
             raise
         except NonFiniteError as error:
-            if request.grammar is None:
+            if self.request.grammar is None:
                 raise
-            param = "tools" if request.format is None else request.format.param
-            raise Refusal(
-                f"{param}: no token may follow the text so far: nothing fits the schema, it is too "
-                "complex, or the model's logits are NaN; correct or simplify the schema",
-                param,
-            ) from error
+            raise _nothing_fits(self.request) from error
         finally:
-            self.counters.texts[end] += 1
-            totals["generated_tokens_total"] += stats.num_tokens
-            totals["steps_total"] += stats.steps
-            totals["drafts_total"] += stats.num_verified - stats.steps
-            totals["accepted_drafts_total"] += stats.num_accepted
-            self.model.num_steps += stats.steps
-            self.model.num_accepted += stats.num_accepted
-            if stats.shapes:
-                logger.debug("drafts, found (expected): %s", "; ".join(map(str, stats.shapes)))
+            self._count(end, stats)
+
+    def _take_prefix(self, tokens: list[int], index: int) -> Prefix:
+        prefix = self.model.prefixes.take(tokens, self.owner)
+        if index % self.request.num_texts == 0:
+            self.num_cached += prefix.length
+        totals = self.counters.totals
+        totals["cached_tokens_total"] += prefix.length
+        totals["prefix_hits_total"] += prefix.length > 0
+        return prefix
+
+    def _begin(self, tokens: list[int], prefix: Prefix, index: int) -> ResponseStream:
+        request, seed = self.request, self.request.options.seed
+        options = replace(request.options, seed=None if seed is None else (seed + index) % 2**32)
+        return self.model.engine.stream(
+            tokens[prefix.length :],
+            prompt_cache=prefix.cache,
+            history=prefix.contexts,
+            logits_processors=_penalties(request, tokens[: prefix.length]),
+            grammar=request.grammar,
+            prompt_progress_callback=lambda done, total: prefix.note(done),
+            prompt_chunk_size=prefix.chunk_size,
+            shared=self.model.scheduler,
+            **vars(options),
+        )
+
+    def _count(self, end: str, stats: DecodingStats) -> None:
+        """Count a text that has ended."""
+        totals = self.counters.totals
+        self.counters.texts[end] += 1
+        totals["generated_tokens_total"] += stats.num_tokens
+        totals["steps_total"] += stats.steps
+        totals["drafts_total"] += stats.num_verified - stats.steps
+        totals["accepted_drafts_total"] += stats.num_accepted
+        self.model.num_steps += stats.steps
+        self.model.num_accepted += stats.num_accepted
+        if stats.shapes:
+            logger.debug("drafts, found (expected): %s", "; ".join(map(str, stats.shapes)))
 
     def _repeat(self, answer: Answer, tokens: list[int], index: int) -> Generator[Part | None]:
         """Yield the part that repeats the prompt of a text, and None between its chunks.
@@ -183,6 +191,15 @@ class Job:
         part = answer.repeat(text, tokens[0], scores)
         part.finish_reason = "length" if request.ends_there else None
         yield part
+
+
+def _nothing_fits(request: TextRequest) -> Refusal:
+    param = "tools" if request.format is None else request.format.param
+    return Refusal(
+        f"{param}: no token may follow the text so far: nothing fits the schema, it is too "
+        "complex, or the model's logits are NaN; correct or simplify the schema",
+        param,
+    )
 
 
 def _penalties(request: TextRequest, known: list[int]) -> list[LogitsProcessor]:

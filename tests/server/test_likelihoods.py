@@ -48,3 +48,5 @@ def test_a_prompt_alone_is_scored(served: Served) -> None:
     assert more["text"].startswith(choice["text"])
     assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", 0)
     assert served.send("/v1/completions", {**body, "echo": False})[0] == 400
+    again = served.send("/v1/completions", body)[1]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "nothing continues it"
