@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mlx_redrafter.bench.chips import Chip
 from mlx_redrafter.bench.forecast import Forecast
@@ -203,6 +204,29 @@ def recommend(subject: Subject, forecast: Forecast, trial: float | None) -> Reco
     reasons += [f"Not used: {note}." for note in subject.notes]
     command = f'redrafter-mlx generate{model}{options} --prompt "..."'
     return Recommendation(command, speedup, source, reasons, _limits(subject.shape, forecast))
+
+
+def summarise(
+    subject: Subject,
+    machine: str,
+    forecast: Forecast,
+    recommended: Recommendation,
+    training: str,
+) -> dict[str, Any]:
+    """Return the advice as JSON values; ``training`` is the command that trains a drafter."""
+    return {
+        "supported": True,
+        "machine": machine,
+        "drafter": describe_drafter(subject),
+        "command": recommended.command,
+        "gain": {"speedup": recommended.speedup, "source": recommended.source},
+        "limits": recommended.limits,
+        "training": {
+            "seconds": forecast.training.total,
+            "speedup": forecast.speedup,
+            "command": training,
+        },
+    }
 
 
 def _choose(

@@ -16,6 +16,7 @@ from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.advice import Subject
+    from mlx_redrafter.bench.chips import Chip
     from mlx_redrafter.bench.forecast import Forecast
     from mlx_redrafter.bench.training_cost import TrainingCost
 
@@ -46,7 +47,7 @@ def advise(
     count = parse_count(tokens)
     from mlx_redrafter.bench import advice
     from mlx_redrafter.bench.chips import find_chip
-    from mlx_redrafter.bench.machine import processor_name, this_chip
+    from mlx_redrafter.bench.machine import this_chip
     from mlx_redrafter.bench.several_machines import SplitModel, describe
     from mlx_redrafter.bench.training_cost import TrainingCost
 
@@ -66,16 +67,7 @@ def advise(
         machine = advice.THIS_MACHINE
         forecast, trial = _measure(subject, cost)
     else:
-        from mlx_redrafter.bench.forecast import predict_forecast
-
-        if known is None:
-            raise ConfigError(
-                "no chip given, and no figures are known for this machine "
-                f"({processor_name()}); say --chip 'M2 Pro', or give a model's folder, to measure "
-                "it here"
-            )
-        machine, trial = known.name, None
-        forecast = predict_forecast(subject.shape, known, cost)
+        machine, forecast, trial = *_predict(subject, known, cost), None
     recommended = advice.recommend(subject, forecast, trial)
     sections = advice.advise(subject, machine, forecast, recommended, cost, known)
     if machines != 1 and known is not None:
@@ -83,26 +75,28 @@ def advise(
         headline = f"Expected speed on {machines} x {machine} over {link}"
         sections = {**sections, headline: describe(split)}
     if as_json:
-        summary = {
-            "supported": True,
-            "machine": machine,
-            "drafter": advice.describe_drafter(subject),
-            "command": recommended.command,
-            "gain": {"speedup": recommended.speedup, "source": recommended.source},
-            "limits": recommended.limits,
-            "training": {
-                "seconds": forecast.training.total,
-                "speedup": forecast.speedup,
-                "command": advice.training_command(subject, count),
-            },
-            "sections": sections,
-        }
-        typer.echo(json.dumps(summary))
+        training = advice.training_command(subject, count)
+        summary = advice.summarise(subject, machine, forecast, recommended, training)
+        typer.echo(json.dumps({**summary, "sections": sections}))
         return
     for headline, sentences in sections.items():
         typer.echo(headline)
         for sentence in sentences:
             typer.echo(f"  {sentence}")
+
+
+def _predict(subject: Subject, chip: Chip | None, cost: TrainingCost) -> tuple[str, Forecast]:
+    """Return the name of the chip, and what the cost model says of it."""
+    from mlx_redrafter.bench.forecast import predict_forecast
+    from mlx_redrafter.bench.machine import processor_name
+
+    if chip is None:
+        raise ConfigError(
+            "no chip given, and no figures are known for this machine "
+            f"({processor_name()}); say --chip 'M2 Pro', or give a model's folder, to measure it "
+            "here"
+        )
+    return chip.name, predict_forecast(subject.shape, chip, cost)
 
 
 def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, float]:

@@ -28,6 +28,7 @@ from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
 from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.model_parts import check_config
+from mlx_redrafter.target.target import Target
 from mlx_redrafter.thread_streams import end_streams_with_thread
 
 logger = logging.getLogger(__name__)
@@ -89,10 +90,7 @@ def load(
             model cannot be split over so many machines.
     """
     end_streams_with_thread()
-    check_instance("tokenizer_config", tokenizer_config, (Mapping, NoneType), "a mapping or None")
-    check_instance("adapter_path", adapter_path, (str, Path, NoneType), "a folder or None")
-    expected = "a group of mx.distributed.init() or None"
-    check_instance("group", group, (mx.distributed.Group, NoneType), expected)
+    _check_options(tokenizer_config, adapter_path, group)
     machines = None if group is None or group.size() == 1 else meet(group)
     if machines is not None:
         if not machines.leads:
@@ -105,10 +103,9 @@ def load(
     name = str(path_or_repo)
     config = read_config(find_checkpoint(name, CONFIG_ONLY))
     check_config(config)
-    if is_auto(drafter):
-        drafter = _find_drafter(name)
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise CheckpointError(f"no such adapter folder: {adapter_path}")
+    drafter = _find_drafter(name) if is_auto(drafter) else drafter
     kind = None if drafter is None else find_kind(drafter, name)
     proposer: Proposer | None = None
     if kind is not None and drafter is not None:
@@ -125,15 +122,27 @@ def load(
     mx.eval(model.parameters())
     target = target_of(model)
     if proposer is not None:
-        proposer.check_fit(target, tokenizer)
-        for network in proposer.networks if target.modules.dtype == mx.float32 else ():
-            network.set_dtype(mx.float32)
-            mx.eval(network.parameters())
+        _fit(proposer, target, tokenizer)
     if kernels:
         use_kernels(model)
     if tune and kind is not None and hasattr(kind, "tune"):
         proposer = kind.tune(proposer, target)
     return model, tokenizer, proposer
+
+
+def _check_options(tokenizer_config: object, adapter_path: object, group: object) -> None:
+    check_instance("tokenizer_config", tokenizer_config, (Mapping, NoneType), "a mapping or None")
+    check_instance("adapter_path", adapter_path, (str, Path, NoneType), "a folder or None")
+    expected = "a group of mx.distributed.init() or None"
+    check_instance("group", group, (mx.distributed.Group, NoneType), expected)
+
+
+def _fit(proposer: Proposer, target: Target, tokenizer: TokenizerWrapper) -> None:
+    """Check that a drafter is for a target, and give it float32 if the target has that."""
+    proposer.check_fit(target, tokenizer)
+    for network in proposer.networks if target.modules.dtype == mx.float32 else ():
+        network.set_dtype(mx.float32)
+        mx.eval(network.parameters())
 
 
 def _find_drafter(model: str) -> str:
