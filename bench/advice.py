@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.bench.chips import Chip
-from mlx_redrafter.bench.forecast import Forecast
+from mlx_redrafter.bench.forecast import Forecast, SimulatedDrafter
 from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
 from mlx_redrafter.bench.smaller_copy import advise_copy, find_copy
 from mlx_redrafter.bench.training_cost import TrainingCost
@@ -77,6 +77,12 @@ class Subject:
     def usable_drafter(self) -> str | None:
         """The drafter on this machine, if it fits."""
         return self.drafter if self.refusal is None else None
+
+    @property
+    def simulated(self) -> SimulatedDrafter | None:
+        """What the config of the drafter on this machine says of its tokens per step."""
+        folder = None if self.usable_drafter is None else Path(self.usable_drafter)
+        return None if folder is None or not folder.is_dir() else SimulatedDrafter.of(folder)
 
     @property
     def has_bundled_drafter(self) -> bool:
@@ -197,7 +203,7 @@ def recommend(subject: Subject, forecast: Forecast, trial: float | None) -> Reco
     ``trial`` is the measured speed of the drafter on this machine relative to plain decoding, or of
     prompt lookup without one; None if nothing was measured.
     """
-    options, speedup, source, reasons = _choose(subject, trial)
+    options, speedup, source, reasons = _choose(subject, trial, forecast.gain)
     model = "" if subject.is_bundled else f" --model {shlex.quote(subject.name)}"
     if subject.refusal is not None:
         reasons.append(f"{subject.drafter} cannot draft for this model: {subject.refusal}.")
@@ -230,7 +236,7 @@ def summarise(
 
 
 def _choose(
-    subject: Subject, trial: float | None
+    subject: Subject, trial: float | None, predicted: float | None
 ) -> tuple[str, float | str | None, str, list[str]]:
     """Choose a drafter: its option, the gain, the gain's source, and the reasons."""
     found, measured = subject.found, "measured here on three short texts"
@@ -246,6 +252,8 @@ def _choose(
         reasons = [f"The drafter is on this machine: {where}."]
         if trial is not None:
             return named, trial, measured, reasons
+        if predicted is not None:
+            return named, *_predicted_gain(subject, predicted), reasons
         return named, *_published_gain(subject), reasons
     lookup = "Prompt lookup proposes what followed the newest words earlier in the text."
     if subject.usable_drafter is not None and trial is not None:
@@ -255,6 +263,14 @@ def _choose(
     if trial is not None:
         return " --drafter lookup", trial, measured, [lookup]
     return " --drafter lookup", None, "it depends on how much a text repeats", [lookup]
+
+
+def _predicted_gain(subject: Subject, predicted: float) -> tuple[float, str]:
+    """Return the gain that is predicted with the drafter on this machine, and from what."""
+    if predicted >= WORTH_USING:
+        return predicted, f"predicted for {subject.simulated}"
+    slow = f"{subject.simulated} would be {predicted:.2f} times as fast"
+    return 1.0, f"predicted, as {slow}: the program decodes plainly"
 
 
 def _published_gain(subject: Subject) -> tuple[str | None, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.nn as nn
 import numpy as np
@@ -17,11 +18,20 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, WIDE_KERNELS, Chip
 from mlx_redrafter.bench.cost_model import Question
 from mlx_redrafter.bench.model_shape import ModelShape
-from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, assumptions, predict
+from mlx_redrafter.bench.predict import (
+    APPLE_ACCEPTANCE,
+    ShapeAcceptance,
+    assumptions,
+    predict,
+)
 from mlx_redrafter.bench.training_cost import TrainingCost
+from mlx_redrafter.checkpoint_files import read_config
+from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.engine.engine import AnyDrafter
 from mlx_redrafter.engine.generation import stream_generate
 from mlx_redrafter.engine.stored_costs import step_costs
+from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.checkpoint import SIMULATED
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.duration import Timetable
 from mlx_redrafter.training.rehearsal import rehearse
@@ -46,6 +56,8 @@ class Forecast:
         training: Time of training a drafter.
         notes: Assumptions and findings, one sentence each.
         is_narrow: Whether the chip's kernels read quantised weights once per token.
+        gain: Predicted speed with the drafter at hand relative to plain decoding, if its tokens per
+            step are known.
     """
 
     plain: float
@@ -54,9 +66,47 @@ class Forecast:
     training: Timetable
     notes: Sequence[str]
     is_narrow: bool = False
+    gain: float | None = None
 
 
-def predict_forecast(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Forecast:
+@dataclass(frozen=True)
+class SimulatedDrafter:
+    """A drafter whose config says how many tokens per step its chains have yielded.
+
+    Attributes:
+        length: Tokens of a chain, root included.
+        num_bytes: Size of its weights.
+    """
+
+    length: int
+    tokens_per_step: float
+    num_bytes: int
+
+    @classmethod
+    def of(cls, folder: Path) -> SimulatedDrafter | None:
+        """Read the config of a folder; None if it does not say, or says what cannot be."""
+        stated = as_mapping(read_config(folder).get(SIMULATED))
+        length, rate = stated.get("length"), stated.get("tokens_per_step")
+        if not isinstance(length, int) or not isinstance(rate, float) or not 1 < rate <= length:
+            return None
+        return cls(length, rate, sum(one.stat().st_size for one in folder.glob("*.safetensors")))
+
+    def predict_gain(self, shape: ModelShape, chip: Chip) -> float | None:
+        """Predict the speed relative to plain decoding; None where no verify costs are known."""
+        question = Question(chip, shape.active, shape.bits, self.num_bytes / BYTES[UNQUANTISED])
+        chain = ShapeAcceptance(self.length, self.length, self.tokens_per_step, "chain")
+        try:
+            return predict(question, [chain])[0].speedup
+        except ConfigError:
+            return None
+
+    def __str__(self) -> str:
+        return f"chains of {self.length - 1} drafts with {self.tokens_per_step:.2f} tokens per step"
+
+
+def predict_forecast(
+    shape: ModelShape, chip: Chip, cost: TrainingCost, drafter: SimulatedDrafter | None = None
+) -> Forecast:
     question = Question(chip, shape.active, shape.bits, cost.num_weights)
     best = predict(question, APPLE_ACCEPTANCE)[0]
     return Forecast(
@@ -66,6 +116,7 @@ def predict_forecast(shape: ModelShape, chip: Chip, cost: TrainingCost) -> Forec
         cost.predict(shape, chip),
         ["PREDICTION, not a measurement.", *assumptions(question)],
         is_narrow=chip.generation < WIDE_KERNELS and shape.bits < UNQUANTISED,
+        gain=None if drafter is None else drafter.predict_gain(shape, chip),
     )
 
 

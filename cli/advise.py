@@ -96,7 +96,7 @@ def _predict(subject: Subject, chip: Chip | None, cost: TrainingCost) -> tuple[s
             f"({processor_name()}); say --chip 'M2 Pro', or give a model's folder, to measure it "
             "here"
         )
-    return chip.name, predict_forecast(subject.shape, chip, cost)
+    return chip.name, predict_forecast(subject.shape, chip, cost, subject.simulated)
 
 
 def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, float]:

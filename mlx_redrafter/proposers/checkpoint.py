@@ -50,6 +50,9 @@ TOKEN_IDS = "token_ids"
 
 # Name of the offsets from rows of the head to token ids, in files of several publishers.
 OFFSETS = "d2t"
+# Key of a config for the length of a chain and its tokens per step on texts of the target, as
+# simulated after training.
+SIMULATED = "simulated"
 # Largest int32, which is the token id of no model.
 LAST_ID = 2**31 - 1
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_redrafter.checkpoint_files import shared_name, write_text
 from mlx_redrafter.checkpoints.cards import CARD_FILE, render_card
 from mlx_redrafter.decoding.delivery import DecodingStats
+from mlx_redrafter.proposers.checkpoint import SIMULATED
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
@@ -110,7 +111,7 @@ def train_drafter(
     )
     best.calibrate(watched())
     measured = simulate(best, watched(), request.network.length, request.data_options.temp)
-    _save(best, request, target)
+    _save(best, request, target, measured)
     _write_card(request, target["fingerprint"], corpus, best, trainer.progress, measured)
     return TrainingResult(best, measured)
 
@@ -138,8 +139,18 @@ def _report_step(progress: TrainingProgress, reporter: Reporter) -> None:
     reporter.progress("training", progress.step, progress.total_steps)
 
 
-def _save(student: Student, request: TrainingRequest, target: Mapping[str, str]) -> None:
-    student.in_dtype(mx.float16).save(request.out, {"target": target})
+def _save(
+    student: Student,
+    request: TrainingRequest,
+    target: Mapping[str, str],
+    measured: DecodingStats | None = None,
+) -> None:
+    """Write the drafter, with its tokens per step once they are known."""
+    facts: dict[str, object] = {"target": target}
+    if measured is not None:
+        rate = round(measured.tokens_per_step or 1.0, 3)
+        facts[SIMULATED] = {"length": request.network.length, "tokens_per_step": rate}
+    student.in_dtype(mx.float16).save(request.out, facts)
 
 
 def _write_card(

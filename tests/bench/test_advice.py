@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -98,6 +99,30 @@ def _advice(chip: str, trial: float | None = None, drafter: str | None = None) -
     predicted = predict_forecast(subject.shape, CHIPS[chip], cost)
     sections = advise(subject, chip, predicted, recommend(subject, predicted, trial), cost)
     return {headline: "\n".join(sentences) for headline, sentences in sections.items()}
+
+
+@pytest.mark.parametrize(
+    ("stated", "gain"),
+    [
+        (
+            {"length": 5, "tokens_per_step": 2.5},
+            r"1\.3\d times .*; predicted for chains of 4",
+        ),
+        ({"length": 5, "tokens_per_step": 1.05}, "Gain: 1.00 times .*; predicted, as chains of 4"),
+        ({"length": 5, "tokens_per_step": 6.0}, "Gain: unknown"),
+        ({"length": "5", "tokens_per_step": 2.5}, "Gain: unknown"),
+        ([5, 2.5], "Gain: unknown"),
+    ],
+)
+def test_the_gain_of_a_trained_drafter_is_predicted_for_a_chip(
+    tmp_path: Path, stated: object, gain: str
+) -> None:
+    config = {**read_config(find_bundled("drafter")), "simulated": stated}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    subject, chip = Subject("MODEL", SHAPE, None, drafter=str(tmp_path)), CHIPS["M4"]
+    cost = TrainingCost.of(SHAPE, 10**6)
+    predicted = predict_forecast(SHAPE, chip, cost, subject.simulated)
+    assert re.search(gain, recommend(subject, predicted, None).gain)
 
 
 def test_training_is_recommended_where_drafting_pays() -> None:
