@@ -80,7 +80,7 @@ class Subject:
 
     @property
     def simulated(self) -> SimulatedDrafter | None:
-        """What the config of the drafter on this machine says of its tokens per step."""
+        """The drafter on this machine, if its config states its tokens per step."""
         folder = None if self.usable_drafter is None else Path(self.usable_drafter)
         return None if folder is None or not folder.is_dir() else SimulatedDrafter.of(folder)
 

@@ -92,7 +92,7 @@ class SimulatedDrafter:
         return cls(length, rate, sum(one.stat().st_size for one in folder.glob("*.safetensors")))
 
     def predict_gain(self, shape: ModelShape, chip: Chip) -> float | None:
-        """Predict the speed relative to plain decoding; None where no verify costs are known."""
+        """Predict the speed relative to plain decoding; None without known verify costs."""
         question = Question(chip, shape.active, shape.bits, self.num_bytes / BYTES[UNQUANTISED])
         chain = ShapeAcceptance(self.length, self.length, self.tokens_per_step, "chain")
         try:
