@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Subject:
         """The drafter on this machine, if it fits."""
         return self.drafter if self.refusal is None else None
 
-    @property
+    @cached_property
     def simulated(self) -> SimulatedDrafter | None:
         """The drafter on this machine, if its config states its tokens per step."""
         folder = None if self.usable_drafter is None else Path(self.usable_drafter)
@@ -217,9 +218,9 @@ def summarise(
     machine: str,
     forecast: Forecast,
     recommended: Recommendation,
-    training: str,
+    cost: TrainingCost,
 ) -> dict[str, Any]:
-    """Return the advice as JSON values; ``training`` is the command that trains a drafter."""
+    """Return the advice as JSON values."""
     return {
         "supported": True,
         "machine": machine,
@@ -230,7 +231,7 @@ def summarise(
         "training": {
             "seconds": forecast.training.total,
             "speedup": forecast.speedup,
-            "command": training,
+            "command": training_command(subject, cost.tokens),
         },
     }
 
@@ -349,8 +350,7 @@ def _outlook(forecast: Forecast) -> str:
 
 
 def _training(subject: Subject, machine: str, forecast: Forecast, cost: TrainingCost) -> list[str]:
-    work, needed = cost.work, cost.needed
-    tokens = work.given + work.generated
+    work, needed, tokens = cost.work, cost.needed, cost.tokens
     memory = f"{format_bytes(needed.memory)} of memory"
     if machine == THIS_MACHINE and (total := read_total_memory()) is not None:
         memory += f" (this machine has {format_bytes(total)})"

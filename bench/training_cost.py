@@ -68,6 +68,11 @@ class TrainingCost:
         needed = estimate(work, shape.target_size, num_weights)
         return cls(work, needed, request, config, num_weights)
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens to train on."""
+        return self.work.given + self.work.generated
+
     def predict(self, shape: ModelShape, chip: Chip) -> Timetable:
         return Timetable.of(self.work, self._pace(shape, chip), None)
 

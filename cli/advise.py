@@ -75,8 +75,7 @@ def advise(
         headline = f"Expected speed on {machines} x {machine} over {link}"
         sections = {**sections, headline: describe(split)}
     if as_json:
-        training = advice.training_command(subject, count)
-        summary = advice.summarise(subject, machine, forecast, recommended, training)
+        summary = advice.summarise(subject, machine, forecast, recommended, cost)
         typer.echo(json.dumps({**summary, "sections": sections}))
         return
     for headline, sentences in sections.items():

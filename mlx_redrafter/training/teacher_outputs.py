@@ -86,21 +86,21 @@ class TeacherOutputs:
         Raises:
             NonFiniteError: Hidden states or logits are not finite, or beyond float16.
         """
-        pairs = zip(self._starts, sequences, strict=False)
-        where = np.concatenate([start + np.arange(len(sequence)) for start, sequence in pairs])
-        arrays = {name: values[where] for name, values in self._arrays.items()}
-        if not np.isfinite(arrays["hidden"]).all() or not np.isfinite(arrays["tail"]).all():
+        kept = self._arrays
+        if not np.isfinite(kept["hidden"]).all() or not np.isfinite(kept["tail"]).all():
             raise NonFiniteError(
                 "expected finite hidden states and logits within float16 from the target, found "
                 "NaN, infinity or larger values; this model cannot be used as a teacher"
             )
-        if not np.isfinite(arrays["states"]).all():
+        if not np.isfinite(kept["states"]).all():
             raise NonFiniteError(
                 f"expected finite inputs of layers {list(self.layers)} within float16 from the "
                 "target, found NaN, infinity or larger values; train a head that reads its last "
                 "hidden state"
             )
-        found = {name: mx.array(values) for name, values in arrays.items()}
+        pairs = zip(self._starts, sequences, strict=False)
+        where = np.concatenate([start + np.arange(len(sequence)) for start, sequence in pairs])
+        found = {name: mx.array(values[where]) for name, values in kept.items()}
         shard = Shard(**pack_sequences(sequences), **found)
         return shard if self.layers else replace(shard, states=None)
 

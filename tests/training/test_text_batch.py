@@ -126,13 +126,7 @@ def test_shards_of_generated_texts_are_kept_and_get_other_layers(tmp_path: Path)
 
     texts = run(())
     assert len(texts) == 10
-    assert [cache.has("train", number) for number in range(1, 6)] == [
-        False,
-        True,
-        True,
-        True,
-        False,
-    ]
+    assert [number for number in range(9) if cache.has("train", number)] == [2, 3, 4]
     before = cache.path("train", 2).read_bytes()
     cache.path("train", 3).unlink()
     assert run(()) == texts, "as a run that was killed continues"

@@ -52,7 +52,9 @@ def test_the_folder_is_a_drafter_with_a_card(finished: Run, cli: Cli, model: Pat
     # A card that is shared tells no paths.
     assert "/" not in values["target"]["name"]
     assert f"# Drafter for {values['target']['name']}" in card
-    assert "| chain of 4 |" in card
+    simulated = values["simulated"]
+    assert simulated["length"] == 5
+    assert f"| chain of 4 | {simulated['tokens_per_step']:.2f} |" in card
     assert "stories.txt" in card
     assert f"noise share {values['noise_share']:g}" in card
     rates = curve_of(out)
