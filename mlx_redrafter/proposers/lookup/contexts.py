@@ -30,7 +30,6 @@ BITS = 21
 
 # K token ids, and their log-probabilities.
 _ROW = Struct(f"{NUM_BEST}i{NUM_BEST}f")
-_MASK = (1 << BITS) - 1
 # Newest row of `_ROW` after a context, or None, and positions of tokens after it.
 Entry = tuple[Any, ...]
 _NOTHING: Entry = (None,)
@@ -102,8 +101,7 @@ class Contexts:
         if len(matches) < OCCURRENCES and not (matches and matches[0][1] > LONG):
             known = {p for p, _ in matches}
             for order, context in zip(range(LONGEST, 0, -1), _suffixes(key), strict=False):
-                positions = self._entry(context)[1:]
-                if positions:
+                if positions := self._entry(context)[1:]:
                     matches += [(p, order) for p in positions if p not in known]
                     break
         return TextEnd(key, matches[:OCCURRENCES])
@@ -114,8 +112,7 @@ class Contexts:
         Natural log-probabilities are beside them, descending.
         """
         for context in _suffixes(key):
-            row = self._entry(context)[0]
-            if row is not None:
+            if (row := self._entry(context)[0]) is not None:
                 values = _ROW.unpack(row)
                 return values[:NUM_BEST], values[NUM_BEST:]
         return (), ()
@@ -136,4 +133,4 @@ def following(key: int, token: int) -> int:
 
 def _suffixes(key: int) -> tuple[int, ...]:
     """Return the contexts of three, two and one tokens at the end of a text."""
-    return key, key & (1 << 2 * BITS) - 1, key & _MASK
+    return key, key & (1 << 2 * BITS) - 1, key & (1 << BITS) - 1

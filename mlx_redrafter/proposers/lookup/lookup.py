@@ -78,9 +78,8 @@ class Lookup:
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> LookupDrafting:
-        contexts = self.contexts
-        if contexts is None:
-            contexts = Contexts([token for text in self.history for token in (*text, NO_TOKEN)])
+        history = [token for text in self.history for token in (*text, NO_TOKEN)]
+        contexts = self.contexts or Contexts(history)
         contexts.expect(prompt, target.vocab_size)
         num_best = NUM_BEST if target.vocab_size > NUM_BEST else 0
         return LookupDrafting(contexts, self.chances, num_best, couple_noise)
@@ -217,8 +216,7 @@ class LookupDrafting:
             return
         tokens = flight.tokens
         if self._tree is not None:
-            self._is_draft = self._tree.learn(tokens)
-            self._tree = None
+            self._is_draft, self._tree = self._tree.learn(tokens), None
         best, size = array("i", flight.outcome.best), 2 * NUM_BEST
         rows = [best[start : start + size].tobytes() for start in range(0, len(best), size)]
         if rows and flight.known is not None and flight.is_finite:
