@@ -30,8 +30,10 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 # Patterns of weight files; the first pattern that matches a file of the folder counts.
 WEIGHTS_PATTERNS = ("model*.safetensors", "medusa_lm_head.safetensors")
+# Beginning of the names of incomplete files, which no file of a user has: `.eslintrc.json` is one.
+UNFINISHED = ".unfinished-"
 # Names of the incomplete files of `write_atomically`.
-INCOMPLETE = re.compile(r"\.[a-z0-9_]{8}\.(safetensors|json|md|png)")
+INCOMPLETE = re.compile(rf"{re.escape(UNFINISHED)}[a-z0-9_]{{8}}\.(safetensors|json|md|png)")
 # Maximum size of a JSON file in bytes, ten times the index of a sharded 400B model.
 MAX_JSON_BYTES = 2**24
 
@@ -228,20 +230,28 @@ def write_text(path: Path, text: str) -> None:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary path next to ``path``, then move the result into place.
 
-    The temporary name keeps the suffix, because some writers require it. An `OSError` names
+    The temporary name keeps the suffix, because some writers require it. Its content is on the disk
+    before the move, so that a power cut leaves the earlier file or the new one. An `OSError` names
     ``path``.
     """
     with naming(path):
-        handle, name = tempfile.mkstemp(prefix=".", suffix=path.suffix, dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=UNFINISHED, suffix=path.suffix, dir=path.parent)
         os.close(handle)
         temporary = Path(name)
         try:
             write(temporary)
             temporary.chmod(0o644)  # mkstemp makes it private
+            _flush(temporary)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _flush(path: Path) -> None:
+    """Wait until the content of a file is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 @contextmanager

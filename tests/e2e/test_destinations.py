@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_redrafter.checkpoint_files import write_atomically
+from mlx_redrafter.training.files import remove_leftovers
 from tests.e2e.test_hostile import nothing_changes
 from tests.helpers.cli import Cli
 
@@ -23,8 +25,9 @@ def home(untouched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     (tmp_path / "link").symlink_to("model")
     (tmp_path / "broken").symlink_to("nothing")
     shutil.copytree(tmp_path / "model", tmp_path / "hard", copy_function=os.link)
-    for name in ("foreign", "with data", "maps"):
+    for name in ("foreign", "with data", "maps", "lint"):
         (tmp_path / name).mkdir()
+    (tmp_path / "lint" / ".eslintrc.json").write_text("{}")
     (tmp_path / "foreign" / "thesis.txt").write_text("mine")
     maps = ("maps/sweep.json", "maps/speedup-best-nodes-greedy.png")
     for name in ("texts.txt", "with data/texts.txt", "p.png", *maps):
@@ -48,6 +51,7 @@ TRAINING = [
     (["model", "--out", "drafter", "--start-from", "drafter"], INPUT),
     (["model", "--out", "foreign"], OTHERS),
     (["model", "--out", "foreign", "--dry-run"], OTHERS),
+    (["model", "--out", "lint"], OTHERS),
     (["model", "--out", "."], INPUT),
     (["model", "--out", "texts.txt"], "found a file"),
     (["model", "--out", "broken"], "found a broken link"),
@@ -115,6 +119,22 @@ def test_training_that_continues_nothing_says_so(home: Path, cli: Cli) -> None:
     begun = ("--model", "model", "--data", "texts.txt", "--tokens", 1000, "--dry-run")
     found = cli("train", "--out", "new", "--resume", *begun)
     assert found.err.startswith("no run was begun in new; this one begins at its first step\n")
+
+
+def test_leftovers_of_a_killed_run_are_told_from_files_of_others(tmp_path: Path) -> None:
+    names = (".eslintrc.json", ".markdown.md", "state/.previous.safetensors")
+    (tmp_path / "state").mkdir()
+    for name in names:
+        (tmp_path / name).write_text("mine")
+
+    def end(temporary: Path) -> None:
+        shutil.copy(temporary, temporary.with_name(f"{temporary.stem[:-8]}leftover.json"))
+
+    write_atomically(tmp_path / "state" / "run.json", end)  # leaves a copy, as a killed run would
+    assert len([*(tmp_path / "state").iterdir()]) == 3
+    remove_leftovers(tmp_path)
+    assert all((tmp_path / name).read_text() == "mine" for name in names)
+    assert len([*(tmp_path / "state").iterdir()]) == 2
 
 
 def test_overwriting_keeps_other_files(home: Path, cli: Cli) -> None:

@@ -55,6 +55,28 @@ def test_round_trip(folder: Path) -> None:
     assert set(read_shapes(folder)) == set(read_tensors(folder)) == {"a", "b", "c"}
 
 
+def test_a_file_is_on_the_disk_before_it_replaces_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a power cut may leave an empty file in place of both."""
+    calls: list[tuple[str, int]] = []
+    sync, replace = os.fsync, os.replace
+
+    def noting_sync(descriptor: int) -> None:
+        sync(descriptor)
+        calls.append(("sync", os.fstat(descriptor).st_ino))
+
+    def noting_replace(source: Path, destination: Path) -> None:
+        calls.append(("replace", os.stat(source).st_ino))
+        replace(source, destination)
+
+    monkeypatch.setattr("os.fsync", noting_sync)
+    monkeypatch.setattr("os.replace", noting_replace)
+    write_checkpoint(tmp_path, {"model_type": "x"}, {"a": mx.ones(2)})
+    inodes = [(tmp_path / name).stat().st_ino for name in ("model.safetensors", "config.json")]
+    assert calls == [(what, one) for one in inodes for what in ("sync", "replace")]
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_pipe_in_a_folder_is_rejected_and_not_read(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
