@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, naming, read_config
 from mlx_redrafter.checkpoints.cards import CARD_FILE
-from mlx_redrafter.destinations import check_destination
+from mlx_redrafter.destinations import FINDER, check_destination
 from mlx_redrafter.errors import CheckpointError, describe_error
 
 # Key in config.json for the provenance of the weights; it marks a folder as an output.
@@ -33,7 +33,7 @@ def check_output(destination: Path, *inputs: str | Path | None, overwrite: bool 
 
 def _holds_output_alone(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return CONFIG_FILE in names and names <= _OUTPUT_FILES
+    return CONFIG_FILE in names and names - {FINDER} <= _OUTPUT_FILES
 
 
 @contextmanager

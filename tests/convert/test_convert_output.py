@@ -120,6 +120,14 @@ def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source: Path) ->
     assert files(out.parent) == ["out", "source"]
 
 
+def test_a_folder_that_the_finder_has_shown_is_still_an_earlier_conversion(source: Path) -> None:
+    out = source.parent / "out"
+    convert_drafter(source, out)
+    (out / ".DS_Store").write_text("")
+    convert_drafter(source, out, ConversionOptions(dtype="float32"))
+    assert json.loads((out / "config.json").read_text())["conversion"]["source"] == "source"
+
+
 def test_a_failure_leaves_or_brings_back_the_earlier_output(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
