@@ -23,6 +23,7 @@ import typer
 from mlx_redrafter.checkpoint_files import shared_name
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.agents import AGENTS, Address, Settings
+from mlx_redrafter.cli.model_options import Yes
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.server.limits import Limits
 
@@ -44,6 +45,7 @@ class ServerOptions:
         str | None, "Model, as for serve. By default that of the server that runs already."
     ] = None
     drafter: Annotated[str | None, "Drafter of a server to start."] = None
+    yes: Yes = False
     port: Annotated[int, "Port of the server."] = 8080
     api_key: Annotated[
         str | None,
@@ -139,7 +141,7 @@ def _serve_command(server: ServerOptions) -> list[str]:
     command += ["--host", HOST]
     for name, value in (("model", server.model), ("drafter", server.drafter)):
         command += [] if value is None else [f"--{name}", value]
-    return command
+    return [*command, "--yes"] if server.yes else command
 
 
 def _wait(

@@ -89,6 +89,8 @@ def test_settings_are_printed_as_a_command(cli: Cli) -> None:
     assert 'model_providers.redrafter.base_url="http://127.0.0.1:1/v1"' in words
     assert "model_context_window=1024" in words
     assert "start it first: redrafter-mlx serve --port 1 " in result.err
+    result = cli("launch", "codex", "--port", "1", "--print", "--yes", "--model", "org/none")
+    assert result.err.rstrip().endswith("--model org/none --yes"), "no terminal answers a server"
     result = cli("launch", "emacs", "--print")
     assert "agent must be claude or codex or opencode or qwen" in result.err
 
