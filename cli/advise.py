@@ -12,7 +12,7 @@ from mlx_redrafter.cli.bench_output import parse_count, progress
 from mlx_redrafter.cli.check import PROMPTS
 from mlx_redrafter.cli.model_options import AnyDrafter
 from mlx_redrafter.cli.names import complete_name, refuse_drafter
-from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, printable
 
 if TYPE_CHECKING:
     from mlx_redrafter.bench.advice import Subject
@@ -81,7 +81,7 @@ def advise(
     for headline, sentences in sections.items():
         typer.echo(headline)
         for sentence in sentences:
-            typer.echo(f"  {sentence}")
+            typer.echo(f"  {printable(sentence)}")
 
 
 def _predict(subject: Subject, chip: Chip | None, cost: TrainingCost) -> tuple[str, Forecast]:

@@ -11,7 +11,7 @@ import typer
 from mlx_redrafter.checkpoint_files import find_checkpoint, named_parameters
 from mlx_redrafter.cli.choose_drafter import AUTO, LOOKUP, choose_drafter
 from mlx_redrafter.cli.machines import launched_group
-from mlx_redrafter.cli.names import find_model
+from mlx_redrafter.cli.names import ask_for_drafter, find_model
 from mlx_redrafter.cli.progress import note
 from mlx_redrafter.cli.text_options import MODEL
 from mlx_redrafter.errors import (
@@ -88,11 +88,20 @@ class Pair:
         return None if self.model is None else find_model(self.model, self.yes)
 
     @cached_property
+    def given_drafter(self) -> str | None:
+        """The drafter given; asks before it is downloaded."""
+        if self.drafter not in (None, AUTO, NO_DRAFTER):
+            ask_for_drafter(self.drafter, self.yes)
+        return self.drafter
+
+    @cached_property
     def drafter_name(self) -> str | None:
         """The drafter given, or the one chosen for the model; None for the bundled one."""
         if self.place is None:
-            return None if self.drafter == AUTO else self.drafter
-        return choose_drafter(self.place, self.drafter, self.yes) if self._chooses else self.drafter
+            return None if self.drafter == AUTO else self.given_drafter
+        if self._chooses:
+            return choose_drafter(self.place, self.drafter, self.yes)
+        return self.given_drafter
 
     @property
     def _chooses(self) -> bool:

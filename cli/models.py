@@ -12,7 +12,7 @@ import typer
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_json
 from mlx_redrafter.cli.bench_output import show_lines
 from mlx_redrafter.cli.names import agrees, complete_name
-from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, quote
+from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, one_line, quote
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import (
     StoredModel,
@@ -100,7 +100,7 @@ def show_model(
         return
     for key, value in facts.items():
         text = f"{value:,}" if type(value) is int else value
-        typer.echo(f"{key.replace('_', ' ')}: {'-' if value is None else text}")
+        typer.echo(one_line(f"{key.replace('_', ' ')}: {'-' if value is None else text}"))
 
 
 def _has_template(folder: Path) -> bool:
@@ -128,7 +128,7 @@ def pull(model: Name = None) -> None:
     size = format_bytes(repository.size(patterns))
     is_here = find_stored(full, patterns) is not None
     doing = "checking the files of" if is_here else "downloading"
-    typer.echo(f"{doing} {full} ({size}, licence {licence})", err=True)
+    typer.echo(one_line(f"{doing} {full} ({size}, licence {licence})"), err=True)
     folder = download(repository, patterns)
     typer.echo(f"{full} is in {folder}", err=True)
     drafter = _drafter_of(folder)

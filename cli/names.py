@@ -9,13 +9,23 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, read_config
-from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, ResourceError
+from mlx_redrafter.errors import (
+    CheckpointError,
+    ConfigError,
+    RedrafterError,
+    ResourceError,
+    one_line,
+)
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
 from mlx_redrafter.model_store import find_stored, repository_of, stored_names
+
+if TYPE_CHECKING:
+    from mlx_redrafter.hub import Repository
 
 # Owner of the repositories that a name without an owner stands for, if it is not on this machine.
 DEFAULT_OWNER = "mlx-community"
@@ -110,11 +120,34 @@ def _download(full: str, yes: bool) -> None:
             f"{full} has {format_bytes(size)}, and this machine has {format_bytes(memory)} of "
             "memory; use a copy in fewer bits, or a smaller model"
         )
+    _ask(repository, size, yes)
+    download(repository, DEFAULT_ALLOW_PATTERNS)
+
+
+def ask_for_drafter(name: str, yes: bool) -> None:
+    """Ask before a drafter is downloaded, if a name is that of one that is not on this machine.
+
+    Raises:
+        CheckpointError: There is no such repository, or it holds no drafter.
+        ConfigError: There is no terminal to ask at.
+    """
+    from mlx_redrafter.proposers.checkpoint import PATTERNS
+
+    is_path = name.startswith((".", "/", "~")) or Path(name).expanduser().exists()
+    if yes or is_path or name.count("/") != 1 or find_stored(name, PATTERNS) is not None:
+        return
+    from mlx_redrafter.hub import find_repository
+
+    repository = find_repository(name, PATTERNS)
+    _ask(repository, repository.size(PATTERNS), yes)
+
+
+def _ask(repository: Repository, size: int, yes: bool) -> None:
+    """Ask before a download; exit if the user does not agree."""
     licence = repository.licence or "not stated"
-    if not agrees(f"Download {full} ({format_bytes(size)}, licence {licence})?", yes):
+    if not agrees(f"Download {repository.name} ({format_bytes(size)}, licence {licence})?", yes):
         typer.echo("not downloaded", err=True)
         raise typer.Exit(1)
-    download(repository, DEFAULT_ALLOW_PATTERNS)
 
 
 def agrees(question: str, yes: bool) -> bool:
@@ -127,8 +160,11 @@ def agrees(question: str, yes: bool) -> bool:
 
 
 def confirm(question: str) -> bool:
-    """Ask at the terminal; Ctrl-C is none of the answers."""
+    """Ask at the terminal; Ctrl-C is none of the answers.
+
+    The question may repeat a licence from the hub, whose signs must not move the cursor.
+    """
     try:
-        return typer.confirm(question, err=True)
+        return typer.confirm(one_line(question), err=True)
     except typer.Abort:
         raise KeyboardInterrupt from None

@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mlx_redrafter.errors import one_line
+
 _is_quiet = False
 
 
@@ -26,9 +28,9 @@ def set_quiet(is_quiet: bool) -> None:
 
 
 def note(line: str) -> None:
-    """Print a line to stderr."""
+    """Print a line to stderr; names and reasons in it may come from a downloaded file."""
     if not _is_quiet:
-        typer.echo(line, err=True)
+        typer.echo(one_line(line), err=True)
 
 
 def is_talkative() -> bool:

@@ -183,7 +183,7 @@ def _run(
     signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     pairs = models.pairs()
     for pair in pairs:
-        _ = pair.place  # asks before a download
+        _ = pair.place, pair.given_drafter  # asks before a download
     served = _name_models(pairs, address.model_name)
     is_split = launched_group() is not None
     if is_split:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -13,7 +14,7 @@ import typer
 
 from mlx_redrafter.checkpoint_files import read_json
 from mlx_redrafter.cli.model_options import AdapterPath, NamedModel, TrustRemoteCode
-from mlx_redrafter.cli.names import find_model
+from mlx_redrafter.cli.names import ask_for_drafter, find_model
 from mlx_redrafter.cli.progress import note, progress_bar
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.cli.typer_app import pack
@@ -38,7 +39,7 @@ class RunOptions:
     resume: Annotated[bool, "Continue the run in --out."] = False
     dry_run: Annotated[bool, "Estimate time, disk and memory of the run, then stop."] = False
     overwrite: Overwrite = False
-    yes: Annotated[bool, "Download the model without a question."] = False
+    yes: Annotated[bool, "Download what is not on this machine without a question."] = False
     model: NamedModel = None
     adapter_path: AdapterPath = None
     trust_remote_code: TrustRemoteCode = False
@@ -82,10 +83,13 @@ def train(
     request = _make_request(given)
     request.check_output()
     request = replace(request, model=find_model(request.model, run.yes))
+    if request.network.start_from is not None:
+        ask_for_drafter(request.network.start_from, run.yes)
     if run.resume and is_new:
         note(f"no run was begun in {run.out}; this one begins at its first step")
 
-    resume = f"stopped; continue with: redrafter-mlx train --out {run.out} --resume"
+    command = shlex.join(["redrafter-mlx", "train", "--out", str(run.out), "--resume"])
+    resume = f"stopped; continue with: {command}"
     with (
         keeping(lambda: resume if path.exists() else "stopped; nothing was begun"),
         ConsoleReporter() as reporter,
@@ -152,10 +156,16 @@ def _print_result(result: TrainingResult, request: TrainingRequest) -> None:
         f"(simulated), acceptance rate by position: {rates}"
     )
     typer.echo(f"wrote {request.out}; you may delete its cache")
-    typer.echo(
-        f"use it: redrafter-mlx generate --model {request.model} --drafter {request.out} "
-        "--prompt ..."
-    )
+    typer.echo(f"use it: {to_use(request)} --prompt ...")
+
+
+def to_use(request: TrainingRequest) -> str:
+    """Return the command that generates with the drafter, for the target that it was trained on."""
+    words = ["redrafter-mlx", "generate", "--model", request.model]
+    if request.adapter_path is not None:
+        words += ["--adapter-path", str(request.adapter_path)]
+    words += ["--trust-remote-code"] if request.trust_remote_code else []
+    return shlex.join([*words, "--drafter", str(request.out)])
 
 
 class ConsoleReporter:

@@ -153,6 +153,48 @@ def test_a_terminal_is_asked(hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyP
     assert "drafter: prompt lookup" in declined.err
 
 
+def test_a_drafter_that_is_named_is_not_downloaded_without_a_question(
+    hub: FakeHub, cli: Cli, tmp_path: Path
+) -> None:
+    _generate(cli, "--drafter", "none", "--yes")
+    texts = tmp_path / "texts.txt"
+    texts.write_text("Once upon a time.\n")
+    train = ("train", "--model", MODEL, "--data", texts, "--out", tmp_path / "out")
+    for words in (
+        ("generate", "--model", MODEL, "--prompt", "Once", "--drafter", DRAFTER),
+        ("serve", "--model", MODEL, "--drafter", DRAFTER, "--port", "0"),
+        (*train, "--start-from", DRAFTER),
+    ):
+        asked = _line(cli(*words), 2)
+        assert f"Download {DRAFTER} (" in asked
+        assert "licence mit)? There is no terminal to ask at: add --yes" in asked
+    assert not any(name.startswith(DRAFTER) for name in hub.fetched)
+    assert _tokens(_generate(cli, "--drafter", DRAFTER, "--yes"))
+    assert _tokens(_generate(cli, "--drafter", DRAFTER)), "it is here now"
+
+
+def test_a_licence_cannot_change_the_question(
+    hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signs that move the cursor would let a repository write over its size."""
+    hub.add(MODEL, hub.folders[MODEL], license="\x1b[2K\rDownload one kilobyte")
+    questions: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdin, "isatty", lambda: True)
+        patch.setattr(sys.stderr, "isatty", lambda: True)
+        confirm = "mlx_redrafter.cli.names.typer.confirm"
+        patch.setattr(confirm, lambda text, err: bool(questions.append(text)))
+        assert _generate(cli, "--drafter", "none").code == 1
+    assert "licence \\x1b[2K Download one kilobyte)?" in questions[0]
+    pulled = cli("pull", MODEL)
+    hub.add(DRAFTER, hub.folders[DRAFTER], license="\x1b[2Kmit")
+    asked = _generate(cli, "--drafter", "auto")
+    assert "licence \\x1b[2Kmit" in asked.err
+    told = cli("advise", MODEL, "--chip", "M4 Pro")
+    for result in (pulled, asked, told):
+        assert "\x1b" not in result.out + result.err
+
+
 def test_a_damaged_drafter_is_replaced_by_lookup(hub: FakeHub, cli: Cli, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(hub.folders[DRAFTER], damaged)

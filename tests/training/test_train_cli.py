@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from functools import partial
 from pathlib import Path
@@ -11,14 +12,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter.cli.train import ConsoleReporter
+from mlx_redrafter.cli.train import ConsoleReporter, to_use
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.training import preparation, resources
 from mlx_redrafter.training.teacher import TOP_K
-from mlx_redrafter.training.training_request import CACHE_FOLDER
+from mlx_redrafter.training.training_request import CACHE_FOLDER, TrainingRequest
 from tests.helpers.cli import Cli, Result
 from tests.helpers.models import random_drafter, shared_model
 from tests.training.conftest import Run, check_drafts, curve_of
@@ -140,6 +141,22 @@ def test_a_run_that_was_interrupted_is_continued_with_resume_alone(
     assert json.loads((second[1] / "run.json").read_text())["answer_tokens"] == 24
 
 
+def test_commands_to_copy_name_all_that_they_need(train: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "my drafter"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConsoleReporter, "progress", _interrupt_reading)
+        stopped = train("--out", out, "--answer-tokens", 24)
+    assert stopped.code == 130
+    command = stopped.err.splitlines()[-1].partition("continue with: ")[2]
+    assert shlex.split(command) == ["redrafter-mlx", "train", "--out", str(out), "--resume"]
+    adapter = tmp_path / "adapter"
+    request = TrainingRequest("a model", out, adapter_path=adapter, trust_remote_code=True)
+    words = shlex.split(to_use(request))
+    assert words[:4] == ["redrafter-mlx", "generate", "--model", "a model"]
+    assert words[4:7] == ["--adapter-path", str(adapter), "--trust-remote-code"]
+    assert words[7:] == ["--drafter", str(out)]
+
+
 def test_options_of_another_version_are_named(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "run.json").write_text('{"fused": true, "epochs": 3}')
     refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
@@ -149,6 +166,11 @@ def test_options_of_another_version_are_named(tmp_path: Path, cli: Cli) -> None:
 def _interrupt_training(reporter: ConsoleReporter, stage: str, done: int, _: int | None) -> None:
     """Raise what Ctrl-C raises after the first step; in the background a suite ignores Ctrl-C."""
     if stage == "training" and done:
+        raise KeyboardInterrupt
+
+
+def _interrupt_reading(reporter: ConsoleReporter, stage: str, *_: object) -> None:
+    if stage == "reading text":
         raise KeyboardInterrupt
 
 
