@@ -192,7 +192,7 @@ class Models:
         self._loading = asyncio.Lock()
         self._unknown: set[str] = set()
         for model in self.models:
-            model.keep_alive = limits.keep_alive or math.inf
+            self._reset(model)
             model.max_context = limits.max_context
 
     def __iter__(self) -> Iterator[Model]:
@@ -248,7 +248,12 @@ class Models:
         if model.loaded is not None:
             logger.info("unloaded %s", model.name)
         model.loaded = None
+        self._reset(model)  # a client has chosen for this time in memory only
         mx.clear_cache()
+
+    def _reset(self, model: Model) -> None:
+        """Let a model stay in memory as long as the limits say."""
+        model.keep_alive = self.limits.keep_alive or math.inf
 
     async def unload_idle(self) -> None:
         """Unload models that nobody has used for their time to stay, until cancelled."""

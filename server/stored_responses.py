@@ -47,11 +47,12 @@ class StoredResponses:
     def _text_of(self, response_id: str, param: str) -> str:
         text = self._kept.get(response_id)
         if text is None:
+            is_path = param == "id"  # OpenAI answers a field of a body with status 400
             raise Refusal(
                 f"{param} must be the id of a stored response, got {response_id[:100]!r}; send "
                 "the whole conversation as input",
                 param,
-                status=404,
+                status=404 if is_path else 400,
                 code="previous_response_not_found",
             )
         return text

@@ -71,9 +71,10 @@ async def answer(
     """Answer a request for a text; one without a prompt loads the model, or unloads it."""
     request, stay = await service.read(client, read)
     model = service.models.find(request.model)
-    if stay:
+    prompts = request.messages if isinstance(request, ChatRequest) else request.prompts
+    if stay or (stay == 0 and prompts):  # 0 unloads the model after its text
         model.keep_alive = stay
-    if request.messages if isinstance(request, ChatRequest) else request.prompts:
+    if prompts:
         return await service.write(client, request, partial(OllamaWriter, field))
     if stay == 0:
         service.models.unload(model)

@@ -174,11 +174,11 @@ class ResponseWriter(BlockWriter):
     def close_block(self) -> Iterator[str]:
         item, text = self._output[-1], self._text
         name, place = _TEXTS[self.kind]
-        item["status"] = "completed"
-        if self.kind == "call":
+        is_call = self.kind == "call"
+        is_cut = ToolCall("", "", text).parsed is None if is_call else self._is_cut
+        item["status"] = "incomplete" if is_cut else "completed"
+        if is_call:
             item["arguments"] = text
-            if ToolCall("", "", text).parsed is None:
-                item["status"] = "incomplete"
             done = {"name": item["name"], "arguments": text}
             yield self._event(f"response.{name}.done", **self._place, **done)
         else:
@@ -222,8 +222,8 @@ class ResponseWriter(BlockWriter):
 
     def _finished(self) -> dict[str, Any]:
         """Return the finished response, and store it unless the client has declined that."""
-        is_cut = self.last is not None and self.last.finish_reason == "length"
-        response, usage = self._response("incomplete" if is_cut else "completed"), self.usage()
+        is_cut, usage = self._is_cut, self.usage()
+        response = self._response("incomplete" if is_cut else "completed")
         response["usage"] = {
             "input_tokens": usage.num_prompt,
             "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
@@ -234,9 +234,16 @@ class ResponseWriter(BlockWriter):
         if is_cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._repeated["store"]:
-            whole = [item for item in self._output if item["status"] == "completed"]
-            self._stored.keep(response, [*self._items, *whole])
+            # No template could show the arguments of a call that is cut.
+            calls = ("function_call", "incomplete")
+            kept = [one for one in self._output if (one["type"], one["status"]) != calls]
+            self._stored.keep(response, [*self._items, *kept])
         return response
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the text has ended at its maximum length, and its last item with it."""
+        return self.last is not None and self.last.finish_reason == "length"
 
     def _event(self, kind: str, **values: Any) -> str:
         text = event({"type": kind, "sequence_number": self._sequence, **values}, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -52,6 +53,27 @@ def test_prompts_are_continued(client: Any, calling: Served) -> None:
     assert (raw.response, raw.done_reason, raw.eval_count) == ("Done", "length", 4)
     assert client.generate("tiny", "").done_reason == "load"
     assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
+
+
+def test_a_model_that_is_not_to_stay_goes_after_its_text(calling: Served) -> None:
+    def generate(**fields: Any) -> str:
+        body = {"prompt": "Hello", "stream": False, **fields}
+        status, reply = calling.send("/api/generate", body)
+        assert status == 200
+        return str(reply["response"])
+
+    def loaded() -> list[Any]:
+        found: list[Any] = calling.send("/api/ps")[1]["models"]
+        return found
+
+    assert generate(keep_alive=0) == "Done."
+    end = time.monotonic() + 30
+    while loaded():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert generate() == "Done."
+    time.sleep(1.5)  # longer than the pause between two searches for idle models
+    assert loaded()[0]["expires_at"].startswith("9999"), "this request has not asked for that"
 
 
 def test_models_are_listed(client: Any, calling: Served) -> None:

@@ -79,6 +79,9 @@ def test_formats_and_lengths(client: Any) -> None:
     assert json.loads(made.output_text)["city"] in ("Rome", "Oslo")
     cut = client.responses.create(**ASKED, max_output_tokens=2)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [one.status for one in cut.output] == ["incomplete"]
+    more = client.responses.create(model="tiny", input="Go on", previous_response_id=cut.id)
+    assert more.usage.input_tokens > cut.usage.input_tokens + 2, "it has read the cut answer"
     chosen = client.responses.create(
         **ASKED,
         tools=[TOOL, {**TOOL, "name": "fly"}],
@@ -109,6 +112,6 @@ def test_errors_have_its_shape(
     calling: Served, param: str, message: str, fields: dict[str, Any]
 ) -> None:
     status, reply = calling.send("/v1/responses", {**ASKED, **fields})
-    expected = 404 if param == "previous_response_id" else 400
-    assert (status, reply["error"]["param"]) == (expected, param)
+    assert (status, reply["error"]["param"]) == (400, param)
     assert message in reply["error"]["message"]
+    assert calling.send("/v1/responses/resp_1")[0] == 404, "the same id in a path"
