@@ -36,6 +36,7 @@ from mlx_redrafter.cli.bench_output import (
 )
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import Pair
+from mlx_redrafter.cli.names import find_model
 from mlx_redrafter.cli.text_options import Overwrite, Temp
 from mlx_redrafter.cli.typer_app import Application
 from mlx_redrafter.destinations import check_destination
@@ -158,6 +159,8 @@ def compare(
         raise ConfigError("stock_draft_model is not supported on several machines; leave it out")
     inputs = [pair.model, pair.drafter, stock_draft_model, prompts.prompts]
     output.check("compare", inputs, output.beside(".png"))
+    if stock_draft_model is not None:
+        stock_draft_model = find_model(stock_draft_model, pair.yes)
     settings = load_settings(pair, rounds.max_tokens)
     from mlx_redrafter.bench.result_file import checkpoint_name
     from mlx_redrafter.bench.speed import Comparison, Setting, all_prompts

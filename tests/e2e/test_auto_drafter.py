@@ -160,6 +160,10 @@ def test_a_drafter_that_is_named_is_not_downloaded_without_a_question(
     texts = tmp_path / "texts.txt"
     texts.write_text("Once upon a time.\n")
     train = ("train", "--model", MODEL, "--data", texts, "--out", tmp_path / "out")
+    hub.add("org/small", hub.folders[MODEL])
+    compare = ("bench", "compare", "--model", MODEL, "--prompts", texts)
+    asked = _line(cli(*compare, "--stock-draft-model", "org/small"), 2)
+    assert "Download org/small (" in asked
     for words in (
         ("generate", "--model", MODEL, "--prompt", "Once", "--drafter", DRAFTER),
         ("serve", "--model", MODEL, "--drafter", DRAFTER, "--port", "0"),
