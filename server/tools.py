@@ -117,7 +117,7 @@ def read_tools(
     for tool in fields.each("tools"):
         found = tool.typed("type", str)
         if found is not None and found.startswith(left_out):
-            logger.info("left out a tool of the type %s", shortened(found))
+            logger.info("left out a tool of the type %r", shortened(found))
             continue
         if found not in kinds:
             raise tool.refusal("type", json.dumps(kinds[0]), found)
