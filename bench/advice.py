@@ -17,7 +17,7 @@ from mlx_redrafter.bench.forecast import Forecast, SimulatedDrafter
 from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
 from mlx_redrafter.bench.smaller_copy import advise_copy, find_copy
 from mlx_redrafter.bench.training_cost import TrainingCost
-from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
+from mlx_redrafter.checkpoint_files import expand_home, find_checkpoint, read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.drafter_search import (
     DrafterSearch,
@@ -129,7 +129,7 @@ def _find_model(model: str | None) -> tuple[Subject, Identity | None]:
         return Subject("", shape, folder, is_bundled=True, drafter=drafter), None
     path = find_checkpoint(model, CONFIG_ONLY)
     identity = Identity.of_folder(path)
-    is_folder = Path(model).expanduser().is_dir()
+    is_folder = expand_home(model).is_dir()
     shape = shape_of_config(path.resolve().name if is_folder else model, identity.config)
     has_weights = is_complete(path, None)
     able = can_draft(model, identity.config)

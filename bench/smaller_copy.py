@@ -12,7 +12,7 @@ from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, Chip
 from mlx_redrafter.bench.cost_model import Question
 from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
 from mlx_redrafter.bench.predict import ShapeAcceptance, predict
-from mlx_redrafter.checkpoint_files import read_config
+from mlx_redrafter.checkpoint_files import expand_home, read_config
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, FoundDrafter
 from mlx_redrafter.checks import as_mapping
 
@@ -62,7 +62,7 @@ def advise_copy(model: str, shape: ModelShape, chip: Chip | None) -> list[str]:
     gain = predict_gain(shape, BITS, chip)
     if gain < WORTH_COPYING:
         return [f"It would not pay: {_describe(gain, chip)}."]
-    copy = model.rstrip("/") if Path(model).expanduser().is_dir() else model.rpartition("/")[2]
+    copy = model.rstrip("/") if expand_home(model).is_dir() else model.rpartition("/")[2]
     made = shlex.quote(f"{copy}-{BITS}bit")
     convert = f"python -m mlx_lm convert --hf-path {shlex.quote(model)} --mlx-path {made}"
     return [

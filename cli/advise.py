@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mlx_redrafter.checkpoint_files import expand_home
 from mlx_redrafter.cli.bench_output import parse_count, progress
 from mlx_redrafter.cli.check import PROMPTS
 from mlx_redrafter.cli.model_options import AnyDrafter
@@ -51,7 +51,7 @@ def advise(
     from mlx_redrafter.bench.several_machines import SplitModel, describe
     from mlx_redrafter.bench.training_cost import TrainingCost
 
-    if model is not None and (folder := Path(model).expanduser()).exists():
+    if model is not None and (folder := expand_home(model)).exists():
         refuse_drafter(model, folder)
     elif model is not None:
         model = complete_name(model)

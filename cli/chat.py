@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_redrafter.checkpoint_files import write_text
+from mlx_redrafter.checkpoint_files import expand_home, write_text
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import CONTEXT, NamedModel, WritingPair
@@ -24,7 +24,7 @@ from mlx_redrafter.cli.prompt_options import (
 )
 from mlx_redrafter.cli.text_options import AnswerOptions, generation_options
 from mlx_redrafter.destinations import check_destination
-from mlx_redrafter.errors import ConfigError, explain
+from mlx_redrafter.errors import ConfigError, ResourceError, explain
 from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions, SamplingParams
 from mlx_redrafter.interrupts import handling
 
@@ -119,7 +119,7 @@ class Talk:
                     self._command(message)
                 elif message:
                     self._answer(message)
-            except ConfigError as error:
+            except (ConfigError, ResourceError) as error:  # the conversation is as before
                 typer.echo(f"error: {error}", err=True)
             except OSError as error:
                 if error.filename is None:  # of stdout, not of a file to save
@@ -168,7 +168,7 @@ class Talk:
     def _save(self, name: str) -> None:
         if not name:
             raise ConfigError("expected a file, found none; say /save FILE")
-        path, messages = Path(name).expanduser(), self._conversation.messages
+        path, messages = expand_home(name), self._conversation.messages
         if path.exists() and path.resolve() not in self._saved:
             raise ConfigError(f"{path} exists; give /save another file")
         check_destination(path, (), is_own=True, is_folder=False)

@@ -70,6 +70,9 @@ def run() -> None:
     # Python has no object for a stream that the shell closed, as in `generate ... >&-`.
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack signs of a text
+            stream.reconfigure(errors="backslashreplace")
     # The library transformers would import torch for seconds; nothing here needs it.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:

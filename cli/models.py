@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mlx_redrafter.checkpoint_files import find_checkpoint, read_json
+from mlx_redrafter.checkpoint_files import expand_home, find_checkpoint, read_json
 from mlx_redrafter.cli.bench_output import show_lines
 from mlx_redrafter.cli.names import agrees, complete_name
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, one_line, quote
@@ -77,7 +77,7 @@ def show_model(
 
     if model is None:
         raise ConfigError("expected a model, found none; redrafter-mlx list shows those here")
-    name = model if Path(model).expanduser().exists() else complete_name(model)
+    name = model if expand_home(model).exists() else complete_name(model)
     folder = find_checkpoint(name, CONFIG_ONLY)
     kind, config = recognise(folder)
     facts: dict[str, Any] = {"name": name, "folder": str(folder), "type": config.get("model_type")}

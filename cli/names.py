@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mlx_redrafter.checkpoint_files import CONFIG_FILE, read_config
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, expand_home, read_config
 from mlx_redrafter.errors import (
     CheckpointError,
     ConfigError,
@@ -71,8 +71,8 @@ def find_model(name: str, yes: bool) -> str:
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if name and Path(name).expanduser().exists():
-        folder = Path(name).expanduser()
+    if name and expand_home(name).exists():
+        folder = expand_home(name)
     elif is_path and HUB.fullmatch(name) is None:
         raise CheckpointError(
             f"no such folder: {name}; give a folder or a repository like org/name"
@@ -133,7 +133,7 @@ def ask_for_drafter(name: str, yes: bool) -> None:
     """
     from mlx_redrafter.proposers.checkpoint import PATTERNS
 
-    is_path = name.startswith((".", "/", "~")) or Path(name).expanduser().exists()
+    is_path = name.startswith((".", "/", "~")) or expand_home(name).exists()
     if yes or is_path or name.count("/") != 1 or find_stored(name, PATTERNS) is not None:
         return
     from mlx_redrafter.hub import find_repository

@@ -10,12 +10,11 @@ import socket
 import sys
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from mlx_redrafter.checkpoint_files import CONFIG_FILE, shared_name
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, expand_home, shared_name
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.model_options import AdapterPath, TrustRemoteCode, WritingPair, Yes
@@ -237,7 +236,7 @@ def _for_machines(served: list[Model], limits: Limits) -> Limits:
 
 def _models_in(name: str) -> list[str]:
     """Return a model's name, or those of the models in a folder that is no model itself."""
-    folder = Path(name).expanduser()
+    folder = expand_home(name)
     if not folder.is_dir() or (folder / CONFIG_FILE).exists():
         return [name]
     found = sorted(str(one.parent) for one in folder.glob(f"*/{CONFIG_FILE}"))

@@ -61,7 +61,7 @@ def find_checkpoint(
         raise ConfigError(
             f"expected a checkpoint folder or a hub repository like org/name, got {path_or_repo!r}"
         )
-    path = Path(path_or_repo).expanduser()
+    path = expand_home(path_or_repo)
     try:
         with os.scandir(path) as entries:
             for entry in entries:
@@ -89,6 +89,16 @@ def find_checkpoint(
     return fetch(name, patterns, target)
 
 
+def expand_home(path: str | Path) -> Path:
+    """Replace a ``~`` at the beginning; raise `ConfigError` if it is the home of nobody."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"expected a path, got {str(path)!r}: nobody here has this name; your own home is ~/"
+        ) from error
+
+
 def check_regular(path: Path) -> None:
     """Raise `CheckpointError` if a path leads to a pipe, a socket or a device."""
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -100,7 +110,7 @@ def check_regular(path: Path) -> None:
 
 def shared_name(path_or_repo: str | Path) -> str:
     """Return a name to publish: a repository id, or the last part of a folder's path."""
-    path = Path(path_or_repo).expanduser()
+    path = expand_home(path_or_repo)
     return path.resolve().name if path.is_dir() else str(path_or_repo)
 
 

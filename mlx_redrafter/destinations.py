@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from mlx_redrafter.checkpoint_files import INCOMPLETE, naming
+from mlx_redrafter.checkpoint_files import INCOMPLETE, expand_home, naming
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.model_store import find_stored
 
@@ -76,7 +76,7 @@ def _foreign(path: Path) -> str:
 def _locate(given: str | Path | None) -> Path | None:
     if given is None:
         return None
-    path = Path(given).expanduser()
+    path = expand_home(given)
     try:
         if path.exists():
             return path

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from mlx_redrafter.checkpoint_files import CONFIG_FILE
+from mlx_redrafter.checkpoint_files import CONFIG_FILE, expand_home
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.model_store import find_stored
 
@@ -32,7 +32,7 @@ def local_folder(model: str | None) -> Path | None:
     """Return the folder of a model if it is on this machine, that of the bundled one for None."""
     if model is None:
         return find_bundled("target")
-    folder = Path(model).expanduser()
+    folder = expand_home(model)
     return folder if folder.is_dir() else find_stored(model, None)
 
 

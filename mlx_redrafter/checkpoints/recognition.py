@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter import proposers
-from mlx_redrafter.checkpoint_files import find_checkpoint, has_weights, read_config, read_shapes
+from mlx_redrafter.checkpoint_files import (
+    expand_home,
+    find_checkpoint,
+    has_weights,
+    read_config,
+    read_shapes,
+)
 from mlx_redrafter.errors import CheckpointError, ConfigError, quote
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
@@ -46,7 +52,7 @@ def find_kind(drafter: str | Path, target: str = "") -> Kind:
 def recognise(drafter: str | Path, target: str = "") -> tuple[Kind, dict[str, Any]]:
     """Return the kind of a folder or repository, and its config; reads no weights."""
     config = read_config(find_checkpoint(drafter, CONFIG_ONLY, target))
-    folder = Path(drafter).expanduser()
+    folder = expand_home(drafter)
     refused = find_refused(config)
     if refused is not None:
         raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import shlex
 import shutil
 import subprocess
@@ -116,6 +117,7 @@ FAILS = "{{ raise_exception('No role') }}"
 # What is done to the pair first, further words of the command, exit code, parts of the line.
 UNUSABLE: dict[str, tuple[Damage, str, int, str]] = {
     "no model": (_none, f"--model {NOWHERE}", 1, NOWHERE),
+    "no user": (_none, "--model ~no-such-user/model", 2, "nobody here has this name"),
     "no repository": (_none, "--drafter nobody/nothing", 1, "nobody/nothing"),
     "a file": (_none, "--model model/model.safetensors", 1, "checkpoint folder, found a file"),
     "a folder called lookup": (
@@ -248,6 +250,19 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
 def test_closed_streams_are_no_error() -> None:
     found = _redrafter(">&- 2>&-")
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+def test_signs_that_stdout_lacks_are_escaped() -> None:
+    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+    words = ("generate", "-p", "The", "-m", "9", "--beam-width", "2", "--regex", "[\u20ac]{2}")
+    found = subprocess.run(
+        [sys.executable, *PROGRAM, *words],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == b"\\u20ac\\u20ac\n"
 
 
 def test_grammars_that_are_too_large_are_refused(cli: Cli, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import mlx_lm
 import pytest
 
 from mlx_redrafter.engine import prompt_encoding
+from mlx_redrafter.engine.engine import Engine
+from mlx_redrafter.errors import ResourceError
 from tests.conftest import Trained
 from tests.helpers.cli import Cli
 
@@ -89,6 +91,26 @@ def test_a_chat_goes_on_at_the_end_of_its_context(
     assert len(tokenizer.encode(chat.out)) > 3 * context
 
 
+def test_a_message_that_does_not_fit_into_memory_loses_no_other(
+    chat_folder: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Engine.stream
+
+    def refusing(engine: Engine, prompt: Any, **options: Any) -> Any:
+        if len(prompt) > 60:
+            raise ResourceError("the prompt does not fit into memory")
+        return stream(engine, prompt, **options)
+
+    monkeypatch.setattr(Engine, "stream", refusing)
+    file = tmp_path / "chat.jsonl"
+    _say(monkeypatch, "Who is Tim", "word " * 60, f"/save {file}")
+    chat = cli("chat", chat_folder, "-m", 8, "--drafter", "lookup")
+    assert chat.code == 0
+    assert "error: the prompt does not fit into memory" in chat.err
+    saved = json.loads(file.read_text())["messages"]
+    assert [one["role"] for one in saved] == ["user", "assistant"]
+
+
 def test_commands_of_a_chat(
     chat_folder: Path,
     tmp_path: Path,
@@ -99,7 +121,7 @@ def test_commands_of_a_chat(
     other.write_text("mine")
     lines = ['"""Who', 'is Tim"""', f"/save {file}", f"/save {file}", f"/save {other}", "/save"]
     lines += ["/help", "/set temp 0.5", "/set temp -1", "/set no 1", "/set system Be good", "/set"]
-    lines += ["/nonsense", "/bye", "Hi"]
+    lines += ["/nonsense", "/save ~no-such-user.jsonl", "/bye", "Hi"]
     _say(monkeypatch, *lines)
     chat = cli("run", chat_folder, "-m", 8, "--temp", 0, "--drafter", "lookup")
     assert chat.code == 0
@@ -109,5 +131,5 @@ def test_commands_of_a_chat(
     assert other.read_text() == "mine"
     for part in ("other exists", "say /save FILE", "/reset ", "temp=0.5", "system=Be good"):
         assert part in chat.err
-    assert chat.err.count("error: ") == 5
+    assert chat.err.count("error: ") == 6
     assert len(chat.out.splitlines()) == len(saved[1]["content"].splitlines())

@@ -98,6 +98,8 @@ def test_no_such_folder(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=unknown) as caught:
         find_checkpoint("nobody/nothing")
     assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"got '~no-such-user/model': nobody here has this name"):
+        find_checkpoint("~no-such-user/model")
     with pytest.raises(CheckpointError, match="expected a checkpoint folder, found a file"):
         find_checkpoint(folder / "config.json")
 
