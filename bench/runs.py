@@ -181,48 +181,36 @@ def run_together(
     every turn.
     """
     start = time.perf_counter()
-    texts = [_TextInProgress() for _ in turns]
+    texts: list[list[tuple[float, int, str]]] = [[] for _ in turns]
+    last: dict[int, Any] = {}
     for number, response in stream:
-        texts[number].add(response)
+        texts[number].append((time.perf_counter(), response.token, response.text))
+        last[number] = response
     mx.clear_cache()
-    return [
-        (text.as_run(name, turn, start), text.text) for text, turn in zip(texts, turns, strict=True)
-    ]
-
-
-class _TextInProgress:
-    """Tokens of a text, and times of the first and the last one."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.text = ""
-        self._first = self._last = 0.0
-        self._response: Any = None
-
-    def add(self, response: Any) -> None:
-        self._last = time.perf_counter()
-        if not self.tokens:
-            self._first = self._last
-        self.tokens.append(response.token)
-        self.text += response.text
-        self._response = response
-
-    def as_run(self, name: str, turn: Turn, start: float) -> TimedRun:
-        counts: dict[str, Any] = {}
-        if isinstance(self._response, GenerationResponse):
-            stats = self._response.stats
-            counts = {
-                "accepted_counts": list(stats.accepted_counts),
-                "num_verified": stats.num_verified,
-                "num_unmerged": stats.num_unmerged,
-            }
-        return turn.run(
+    found = []
+    for number, (turn, text) in enumerate(zip(turns, texts, strict=True)):
+        times, tokens, pieces = zip(*text, strict=True)
+        run = turn.run(
             name,
-            prompt_seconds=self._first - start,
-            decode_seconds=self._last - self._first,
-            tokens=self.tokens,
-            **counts,
+            prompt_seconds=times[0] - start,
+            decode_seconds=times[-1] - times[0],
+            tokens=list(tokens),
+            **_counts_of(last[number]),
         )
+        found.append((run, "".join(pieces)))
+    return found
+
+
+def _counts_of(response: Any) -> dict[str, Any]:
+    """Return the counts of a text's steps by the last response; stock mlx-lm has none."""
+    if not isinstance(response, GenerationResponse):
+        return {}
+    stats = response.stats
+    return {
+        "accepted_counts": list(stats.accepted_counts),
+        "num_verified": stats.num_verified,
+        "num_unmerged": stats.num_unmerged,
+    }
 
 
 def repetition(tokens: Sequence[int], size: int = 4) -> float:
