@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_redrafter.bench.chips import BYTES
 from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.proposers.target_facts import text_values
 from mlx_redrafter.target.model_loading import make_model
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.training.resources import TargetSize
@@ -54,9 +55,8 @@ def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     parts = find_parts(model)
     weights = named_parameters(model).values()
     parameters = sum(weight.size for weight in weights)
-    text_config = config.get("text_config")
-    text_config = text_config if isinstance(text_config, Mapping) else config
-    chosen = text_config.get("num_experts_per_tok", text_config.get("moe_topk"))
+    values = text_values(config)
+    chosen = values.get("num_experts_per_tok", values.get("moe_topk"))
     idle = 0.0
     if isinstance(chosen, int):  # experts are stacked: weights of three axes
         stacked = [weight for weight in weights if weight.ndim == 3]
@@ -74,10 +74,6 @@ def _bits(config: Mapping[str, Any]) -> int:
     for key in ("quantization", "quantization_config"):
         quantization = config.get(key)
         if isinstance(quantization, Mapping) and isinstance(quantization.get("bits"), int):
-            return _nearest_bits(quantization["bits"])
+            return min(BYTES, key=lambda known: abs(known - quantization["bits"]))
     dtypes = [config.get(key) for key in ("torch_dtype", "dtype")]
     return 32 if "float32" in dtypes else 16
-
-
-def _nearest_bits(bits: int) -> int:
-    return min(BYTES, key=lambda known: abs(known - bits))
