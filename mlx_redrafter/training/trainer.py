@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -96,10 +97,6 @@ class Optimiser:
         self._apply = self._compile(self._apply_gradient, compiled)
         mx.eval(compiled)
 
-    def averaged(self) -> Student:
-        """Copy the drafter, with the averaged weights; training does not change the copy."""
-        return self.student.with_weights(self.average)
-
     def _trainable_parameters(self) -> Arrays:
         return dict(tree_flatten(self.network.trainable_parameters()))
 
@@ -112,11 +109,8 @@ class Optimiser:
 
     def _part_gradient(self, *arrays: mx.array) -> tuple[mx.array, Any]:
         *fields, counts = arrays
-        function = nn.value_and_grad(self.network, self._loss)
-        return function(TrainingBatch(*fields), counts)
-
-    def _loss(self, batch: TrainingBatch, counts: mx.array) -> mx.array:
-        return self.student.loss(self.network, batch, counts, self.recipe)
+        loss = partial(self.student.loss, self.network, recipe=self.recipe)
+        return nn.value_and_grad(self.network, loss)(TrainingBatch(*fields), counts)
 
     def _apply_gradient(self, gradient: Any) -> mx.array:
         gradient, norm = optim.clip_grad_norm(gradient, GRADIENT_NORM)
@@ -221,7 +215,9 @@ class Trainer:
 
     def _measure(self, on_best: Callable[[Student], None]) -> None:
         progress = self.progress
-        student, temp = self._optimiser.averaged(), self.request.data_options.temp
+        # Training does not change the copy.
+        student = self.student.with_weights(self._optimiser.average)
+        temp = self.request.data_options.temp
         stats = simulate(student, self.held_out(), self.order.options.beam_length, temp)
         rate = stats.tokens_per_step or 1.0
         loss = progress.loss_sum / progress.loss_count if progress.loss_count else math.nan
