@@ -163,7 +163,7 @@ def _locate_values(
     path: Path, name: str, tensor: PickledTensor, member: _Member | None
 ) -> StoredTensor:
     storage = tensor.storage
-    item_size = _item_size(storage.dtype)
+    item_size = 1 if storage.dtype == "bool" else getattr(mx, storage.dtype).size
     expected = storage.size * item_size
     if member is None or member.size != expected:
         found = "none" if member is None else f"{member.size} bytes"
@@ -173,7 +173,3 @@ def _locate_values(
     start = member.start + tensor.offset * item_size
     read = partial(read_strided, path, storage.dtype, tensor.shape, tensor.strides, start)
     return StoredTensor(storage.dtype, tensor.shape, read)
-
-
-def _item_size(dtype: str) -> int:
-    return 1 if dtype == "bool" else getattr(mx, dtype).size
