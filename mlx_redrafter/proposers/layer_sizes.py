@@ -13,7 +13,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, StoredConfig
 
 # Kinds of attention that layers have, by their names in configs.
-ATTENTION_TYPES = ("full_attention", "sliding_attention")
+FULL, SLIDING = ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 C = TypeVar("C")
 N = TypeVar("N")
@@ -84,6 +84,16 @@ def check_captured_layers(layers: object, lowest: int = 0) -> None:
         )
     for layer in layers:
         check_int("each of captured_layers", layer, lowest, MAX_DIMENSION)
+
+
+def check_layer_types(kinds: Any, count: int) -> None:
+    """Check that these are kinds of attention, one for each of ``count`` layers."""
+    is_list = isinstance(kinds, (list, tuple)) and len(kinds) == count
+    if not is_list or not all(kind in ATTENTION_TYPES for kind in kinds):
+        raise ConfigError(
+            f"layer_types must be one of {ATTENTION_TYPES} for each of {count} layers, got "
+            f"{reprlib.repr(kinds)}"
+        )
 
 
 def layer_arguments(config: LayerSizes) -> dict[str, Any]:

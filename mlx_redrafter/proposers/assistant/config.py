@@ -8,11 +8,10 @@ from typing import Any, ClassVar, Self
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.proposers.layer_sizes import check_layer_types
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-FULL = "full_attention"
-SLIDING = "sliding_attention"
 # Sizes in the object text_config.
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "sliding_window")
 
@@ -90,13 +89,7 @@ def _check_text(text: Mapping[str, Any]) -> None:
     for name in (*SIZES, "vocab_size"):
         check_int(name, text.get(name), 1, MAX_DIMENSION)
     check_int("num_hidden_layers", text.get("num_hidden_layers"), 1, MAX_COUNT)
-    kinds = text.get("layer_types")
-    is_list = isinstance(kinds, list) and len(kinds) == text["num_hidden_layers"]
-    if not is_list or not set(map(str, kinds or ())) <= {FULL, SLIDING}:
-        raise ConfigError(
-            f"layer_types must be {FULL!r} or {SLIDING!r} for each of "
-            f"{text['num_hidden_layers']} layers, got {kinds!r}"
-        )
+    check_layer_types(text.get("layer_types"), text["num_hidden_layers"])
     for name in ("enable_moe_block", "hidden_size_per_layer_input"):
         if text.get(name):
             raise ConfigError(f"{name} must be absent or 0 in an assistant, got {text[name]!r}")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mlx_redrafter.checks import as_mapping, check_int, is_number
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.checkpoint import speculative_tokens
-from mlx_redrafter.proposers.layer_sizes import ATTENTION_TYPES
+from mlx_redrafter.proposers.layer_sizes import FULL, SLIDING, check_layer_types
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, reading
 
 # End of the model type of Meta's drafters.
@@ -144,14 +144,10 @@ def masks_of(config: PublishedValues) -> dict[str, Any]:
     count = config.integer("num_hidden_layers", MAX_COUNT, in_layer=True)
     kinds = config.find("layer_types")
     if kinds is None:
-        kinds = ["sliding_attention" if config.flag("use_swa") else "full_attention"] * count
-    is_list = isinstance(kinds, list) and len(kinds) == count
-    if not is_list or not all(kind in ATTENTION_TYPES for kind in kinds):
-        raise CheckpointError(
-            f"expected layer_types of {count} layers, each one of {', '.join(ATTENTION_TYPES)}, "
-            f"found {kinds!r}"
-        )
-    sliding = [kind == "sliding_attention" for kind in kinds]
+        kinds = [SLIDING if config.flag("use_swa") else FULL] * count
+    with reading("the block drafter's config.json is"):
+        check_layer_types(kinds, count)
+    sliding = [kind == SLIDING for kind in kinds]
     window = config.find("swa_window_size") if config.flag("use_swa") else None
     window = config.find("sliding_window") if window is None else window
     if config.flag("use_sliding_window") is False:  # as in transformers' Qwen3Config

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import reprlib
 from dataclasses import dataclass
 from typing import ClassVar
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.layer_sizes import ATTENTION_TYPES, LayerSizes, check_captured_layers
+from mlx_redrafter.proposers.layer_sizes import (
+    FULL,
+    SLIDING,
+    LayerSizes,
+    check_captured_layers,
+    check_layer_types,
+)
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION
 
 MODEL_TYPE = "redrafter_eagle"
@@ -77,30 +82,18 @@ class EagleConfig(LayerSizes):
         if self.reads_hidden_state and self.captured_layers is not None:
             raise ConfigError("reads_hidden_state and captured_layers exclude each other, got both")
         if self.layer_types is not None:
-            self._check_layer_types()
+            check_layer_types(self.layer_types, self.num_hidden_layers)
+            if SLIDING in self.layer_types:
+                check_int("sliding_window", self.sliding_window, 1, MAX_DIMENSION)
         if self.mask_token_id is not None:
             check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
             check_int("max_length", self.max_length, 2, MAX_BEAM_LENGTH)
 
-    def _check_layer_types(self) -> None:
-        kinds = self.layer_types
-        if (
-            not isinstance(kinds, tuple)
-            or len(kinds) != self.num_hidden_layers
-            or not all(kind in ATTENTION_TYPES for kind in kinds)
-        ):
-            raise ConfigError(
-                f"layer_types must be one of {ATTENTION_TYPES} for each of "
-                f"{self.num_hidden_layers} layers, got {reprlib.repr(kinds)}"
-            )
-        if "sliding_attention" in kinds:
-            check_int("sliding_window", self.sliding_window, 1, MAX_DIMENSION)
-
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Number of tokens that each layer attends to; None for all of them."""
-        kinds = self.layer_types or ("full_attention",) * self.num_hidden_layers
-        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+        kinds = self.layer_types or (FULL,) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == SLIDING else None for kind in kinds)
 
     @property
     def name(self) -> str:

@@ -21,7 +21,6 @@ from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedTargetError
 from mlx_redrafter.proposers.assistant import load as load_assistant
-from mlx_redrafter.proposers.assistant.config import FULL, SLIDING
 from mlx_redrafter.proposers.assistant.network import Assistant
 from mlx_redrafter.proposers.autoregressive import _Levels
 from mlx_redrafter.proposers.block import load as load_block
@@ -32,6 +31,7 @@ from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_drafting import KvNetwork
+from mlx_redrafter.proposers.layer_sizes import FULL, SLIDING
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.quantization import FLOAT_MODES, quantization_of, quantize_drafter
