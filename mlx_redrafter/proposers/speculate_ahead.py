@@ -267,12 +267,9 @@ class ModelBranches(DraftLevels):
         self._nodes, self._tokens = nodes, tokens
 
     def first(self) -> mx.array:
-        return self._extend(self._nodes, self._tokens, 0)
+        return self.following(self._nodes, self._tokens, 0)
 
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
-        return self._extend(beams, tokens, depth)
-
-    def _extend(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         width, roots = tokens.shape[0], self._nodes.shape[0]
         # A child of a node of depth d stands at d + 2, as the tree's root is at 1.
         depths = mx.repeat(self.tree.depths[self._nodes], width // roots) + (2 + depth)
