@@ -44,10 +44,6 @@ class KvStudent(Student):
         """1e-3 for 640 wide states, inverse to their width."""
         return min(0.64 / self.target.hidden_size, 1e-2)
 
-    @property
-    def coupling_weight(self) -> float:
-        return self.network.coupling_weight
-
 
 class AutoregressiveStudent(KvStudent):
     """A network that drafts a token at a time."""

@@ -117,7 +117,7 @@ class Student(ABC):
     @property
     def coupling_weight(self) -> float:
         """Weight of the target's Gumbel noise in the ranking of drafts, 0 to 1."""
-        return float(self.network.config.coupling_weight)
+        return float(self.network.coupling_weight)
 
     @abstractmethod
     def levels(self, network: Any, batch: TrainingBatch) -> Iterator[mx.array]:
@@ -176,13 +176,10 @@ class Student(ABC):
             if noise is not None:
                 here = noise[depth : depth + len(roots)]
                 logits = logits / temp + self.coupling_weight * here
-            is_right &= self._choose(logits) == following[:, depth]
+            chosen = self.network.to_token_ids(mx.argmax(logits, axis=-1))
+            is_right &= np.array(chosen) == following[:, depth]
             count += is_right
         return count
-
-    def _choose(self, logits: mx.array) -> NDArray[np.int32]:
-        rows, ids = mx.argmax(logits, axis=-1), self.row_ids
-        return np.array((rows if ids is None else ids[rows]).astype(mx.int32))
 
     def holding(self, network: nn.Module) -> Self:
         """Copy this student, with another network of the same sizes."""
