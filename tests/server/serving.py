@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -127,6 +128,21 @@ def begin(port: int, body: dict[str, Any]) -> http.client.HTTPConnection:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
     return connection
+
+
+@contextmanager
+def sent(port: int, *lines: str) -> Iterator[socket.socket]:
+    """A connection that has sent some lines of a request, the last one without its end."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall("\r\n".join(lines).encode())
+        yield connection
+
+
+def answer_on(connection: socket.socket) -> tuple[http.client.HTTPResponse, bytes]:
+    """The response that comes on a connection, and its content."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response, response.read()
 
 
 @contextmanager

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.protocols.openai_chat import read as read_chat
 from mlx_redrafter.server.protocols.openai_completions import read as read_completion
 from mlx_redrafter.server.refusals import Refusal
-from tests.server.serving import DEFAULTS, KEY, Served, make_engine, serving
+from tests.server.serving import DEFAULTS, KEY, Served, answer_on, make_engine, sent, serving
 
 CHAT = {"messages": [{"role": "user", "content": "A"}]}
 TEXT = {"prompt": "A"}
@@ -190,18 +188,9 @@ def test_bad_requests(strict: Served, name: str) -> None:
     assert reply["error"]["message"]
 
 
-@contextmanager
-def _sent(served: Served, *lines: str) -> Iterator[socket.socket]:
-    """A connection that has sent some lines of a request, the last one without its end."""
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
-        connection.sendall("\r\n".join(lines).encode())
-        yield connection
-
-
 def _reply(connection: socket.socket) -> tuple[int, dict[str, Any]]:
-    response = http.client.HTTPResponse(connection)
-    response.begin()
-    return response.status, json.loads(response.read())["error"]
+    response, content = answer_on(connection)
+    return response.status, json.loads(content)["error"]
 
 
 HEAD = f"POST {PATH} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"
@@ -209,25 +198,25 @@ HEAD = f"POST {PATH} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}
 
 def test_a_large_body_is_refused_before_it_is_sent(strict: Served) -> None:
     lines = "Content-Length: 30000000", "Expect: 100-continue", "", ""
-    with _sent(strict, *HEAD, *lines) as connection:
+    with sent(strict.port, *HEAD, *lines) as connection:
         assert connection.recv(12) == b"HTTP/1.1 413"
 
 
 def test_a_large_header(strict: Served) -> None:
-    with _sent(strict, "GET / HTTP/1.1", f"X-Bomb: {'a' * 20_000}") as connection:
+    with sent(strict.port, "GET / HTTP/1.1", f"X-Bomb: {'a' * 20_000}") as connection:
         status, error = _reply(connection)
     assert (status, error["type"]) == (400, "invalid_request_error")
 
 
 @pytest.mark.parametrize("head", [[], ["GET / HTTP/1.1", ""]], ids=["silent", "half a header"])
 def test_slow_headers(hasty: Served, head: list[str]) -> None:
-    with _sent(hasty, *head) as connection, pytest.raises(ConnectionError):
+    with sent(hasty.port, *head) as connection, pytest.raises(ConnectionError):
         raise ConnectionError if connection.recv(1) == b"" else AssertionError
 
 
 def test_a_slow_body(hasty: Served) -> None:
     lines = "Content-Type: application/json", "Content-Length: 100", "", "{"
-    with _sent(hasty, *HEAD, *lines) as connection:
+    with sent(hasty.port, *HEAD, *lines) as connection:
         status, error = _reply(connection)
     assert status == 408
     assert "too long" in error["message"]

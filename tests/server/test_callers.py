@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from mlx_redrafter.server.listening import Server
 from mlx_redrafter.server.protocols import service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.worker import Worker
-from tests.server.serving import KEY, Served, make_engine, serving
+from tests.server.serving import KEY, Served, answer_on, make_engine, sent, serving
 
 TEXT = {"prompt": "A", "max_tokens": 2}
 PATH = "/v1/completions"
@@ -107,24 +107,14 @@ def strict_names() -> Any:
         yield one
 
 
-@contextmanager
-def _half_sent(served: Served, head: str) -> Any:
-    """A connection that has sent a head and no body, and its response."""
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
-        lines = (f"{head} HTTP/1.1", "Host: localhost", "Content-Length: 1000", "", "")
-        connection.sendall("\r\n".join(lines).encode())
-        response = http.client.HTTPResponse(connection)
-        response.begin()
-        response.read()
-        yield connection, response
-
-
 @pytest.mark.parametrize(
     ("head", "status"), [(f"POST {PATH}", 401), ("POST /nothing", 404), ("GET /health", 200)]
 )
 def test_a_body_that_never_comes(quick: Served, head: str, status: int) -> None:
     """The connection ends with the early answer, and one more byte does not keep it open."""
-    with _half_sent(quick, head) as (connection, response):
+    lines = f"{head} HTTP/1.1", "Host: localhost", "Content-Length: 1000", "", ""
+    with sent(quick.port, *lines) as connection:
+        response, _ = answer_on(connection)
         assert response.status == status
         assert response.getheader("Connection") == "close"
         begin = time.monotonic()

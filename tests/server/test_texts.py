@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import pairwise
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from mlx_redrafter.server.protocols.openai_chat import read
 from mlx_redrafter.server.protocols.openai_completions import read as read_prompt
 from mlx_redrafter.server.replies import Reply
 from mlx_redrafter.server.worker import Worker
-from tests.server.serving import KEY, Served, make_engine
+from tests.server.serving import Served, make_engine
 
 MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
 
@@ -171,7 +171,8 @@ def test_many_clients_at_once(served: Served) -> None:
         for _ in range(8):
             time.sleep(draw.random() * 0.02)
             if draw.random() < 0.3:
-                _go_away(served, draw.random() * 0.2)
+                with closing(served.begin(prompt="AB CD " * 60, max_tokens=100)):
+                    time.sleep(draw.random() * 0.2)
                 continue
             number = draw.randrange(len(cases))
             status, reply = served.send("/v1/completions", cases[number])
@@ -198,17 +199,6 @@ def test_requests_beside_others_with_several_choices_do_not_fail(served: Served)
     with ThreadPoolExecutor(4) as clients:
         assert {one for found in clients.map(ask, range(4)) for one in found} == {200}
     served.wait_until_idle()
-
-
-def _go_away(served: Served, seconds: float) -> None:
-    body = b'{"prompt": "' + b"AB CD " * 60 + b'", "max_tokens": 100, "stream": true}'
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", served.port)) as connection:
-        connection.sendall(head.encode() + body)
-        time.sleep(seconds)
 
 
 class Queue:
