@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,15 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import Student, TokenSequence
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
+from tests.helpers.models import tiny_qwen3
+from tests.models.tiny_models import build, tiny_config, windowed_config
+
+# Models whose layers keep all tokens, those of a window, or a state.
+MODELS = {
+    "full": tiny_qwen3,
+    **{name: partial(build, windowed_config(name)) for name in ("gemma3_text", "llama4")},
+    **{name: partial(build, tiny_config(name)) for name in ("mamba2", "qwen3_5")},
+}
 
 
 class WordTokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import fingerprint_weights
 from mlx_redrafter.training.teacher import Teacher, read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
-from tests.helpers.models import layer_inputs, tiny_llama, tiny_qwen3
-from tests.models.tiny_models import build, tiny_config, windowed_config
+from tests.helpers.models import layer_inputs, tiny_llama
+from tests.training.pieces import MODELS
 
 K = 8
 
@@ -30,13 +29,6 @@ def _sequences(lengths: list[int], vocab_size: int = 64) -> list[TokenSequence]:
         TokenSequence(rng.integers(0, vocab_size, n).astype(np.int32), np.arange(n) >= 2)
         for n in lengths
     ]
-
-
-MODELS = {
-    "full": tiny_qwen3,
-    **{name: partial(build, windowed_config(name)) for name in ("gemma3_text", "llama4")},
-    **{name: partial(build, tiny_config(name)) for name in ("mamba2", "qwen3_5")},
-}
 
 
 @pytest.mark.parametrize("name", MODELS)

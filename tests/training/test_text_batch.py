@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,15 +23,10 @@ from mlx_redrafter.training import (
 from mlx_redrafter.training.self_generated import GenerationJob
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.text_batch import answer, sample
-from tests.helpers.models import tiny_llama, tiny_qwen3
-from tests.models.tiny_models import build, tiny_config, windowed_config
+from tests.helpers.models import tiny_llama
+from tests.training.pieces import MODELS
 
 STOP = 7
-MODELS = {
-    "full": tiny_qwen3,
-    **{name: partial(build, windowed_config(name)) for name in ("gemma3_text", "llama4")},
-    **{name: partial(build, tiny_config(name)) for name in ("mamba2", "qwen3_5")},
-}
 
 
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - {"llama4"}))  # in no batch of mlx-lm
