@@ -25,7 +25,7 @@ from tests.helpers.cli import run
 from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import tiny_llama
 from tests.helpers.mtp import MIMO_PREFIX, family_config, module_tensors, write
-from tests.unit.proposers.test_mtp import own_folder
+from tests.unit.proposers.test_mtp import BAD_TENSORS, changed, own_folder
 
 MODULE = module_tensors()
 
@@ -107,57 +107,59 @@ def test_out_of_a_models_own_files(
 def test_of_a_repository_the_files_of_the_module_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = dict.fromkeys(MODULE, "model-00002.safetensors")
-    index = {"weight_map": {**files, "lm_head.weight": "model-00001.safetensors"}}
-    folder = write(tmp_path / "cache", {})
+    files = {name: f"model-{i % 2:05}.safetensors" for i, name in enumerate(MODULE)}
+    folder, asked = write(tmp_path / "cache", {}), list[list[str]]()
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    asked: list[list[str]] = []
+
+    def name_shards(names: dict[str, str]) -> None:
+        index = {"weight_map": {**names, "lm_head.weight": "model-00009.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
     def download(repo: str, patterns: list[str], *_: object) -> Path:
         asked.append(patterns)
-        if patterns == ["model-00002.safetensors"]:
-            mx.save_safetensors(str(folder / "model-00002.safetensors"), MODULE)
+        for file in set(files.values()) & set(patterns):
+            tensors = {n: t for n, t in MODULE.items() if files[n] == file}
+            mx.save_safetensors(str(folder / file), tensors)
         return folder
 
     monkeypatch.setattr("mlx_redrafter.hub.fetch", download)
+    name_shards(files)
+    shards = ["model-00000.safetensors", "model-00001.safetensors"]
+    assert load_mtp("org/model").config.vocab_size == 64
+    assert asked[1:] == [shards]
     convert("org/model", tmp_path / "out")
     patterns = {pattern for one in asked for pattern in one}
-    assert patterns == {"config.json", "model.safetensors.index.json", "model-00002.safetensors"}
+    assert patterns == {"config.json", "model.safetensors.index.json", *shards}
     assert read_config(tmp_path / "out")["conversion"]["target"] == "org/model"
     assert load_mtp(tmp_path / "out").config.vocab_size == 64
     # The config names a module that the shards lack: nothing else is fetched to find out.
     asked.clear()
-    (folder / "model-00002.safetensors").unlink()
-    index = {"weight_map": {"lm_head.weight": "model-00001.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"no tensors model\.mtp_layers\.0\.\*"):
-        convert("org/model", tmp_path / "none")
+    for file in shards:
+        (folder / file).unlink()
+    for names, message in (
+        ({}, r"no tensors model\.mtp_layers\.0\.\*"),
+        ({MIMO_PREFIX + "input_proj.weight": "../x.safetensors"}, "name of a safetensors file"),
+    ):
+        name_shards(names)
+        with pytest.raises(CheckpointError, match=message):
+            load_mtp("org/model")
+        with pytest.raises(CheckpointError, match=message):
+            convert("org/model", tmp_path / "none")
     assert not any("safetensors" in pattern for one in asked for pattern in one if "*" in pattern)
 
 
-def changed(name: str, tensor: mx.array | None) -> dict[str, mx.array]:
-    tensors = {**MODULE, MIMO_PREFIX + name: tensor}
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-BAD: dict[str, tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], str]] = {
-    "a model without": ({"model.embed_tokens.weight": mx.ones((64, 32))}, {}, CheckpointError,
-        r"no tensors model\.mtp_layers\.0\.\*"),
-    "missing": (changed("mlp.up_proj.weight", None), {}, CheckpointError,
-        r"model\.mtp_layers\.0\.mlp\.up_proj\.weight is missing"),
-    "shape": (changed("input_proj.weight", mx.ones((32, 32))), {}, CheckpointError,
-        r"input_proj\.weight' has shape \[32, 32\], expected \[32, 64\]"),
-    "too large": (changed("final_layernorm.weight", mx.full((32, ), 1e6)), {"dtype": "float16"},
+BAD: list[tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], str]] = [
+    *((tensors, {}, CheckpointError, message) for tensors, message in BAD_TENSORS),
+    (changed("final_layernorm.weight", mx.full((32, ), 1e6)), {"dtype": "float16"},
         NonFiniteError, r"model\.mtp_layers\.0\.final_layernorm\.weight; .* if float16 overflowed"),
-    "recurrence": (MODULE, {"rnn_activation": "silu"}, ConfigError, "is not for an MTP module"),
-    "tree": (MODULE, {"tree": "dynamic"}, ConfigError, "--tree is not for an MTP module"),
-}  # fmt: skip
+    (MODULE, {"rnn_activation": "silu"}, ConfigError, "is not for an MTP module"),
+    (MODULE, {"tree": "dynamic"}, ConfigError, "--tree is not for an MTP module"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_sources_are_refused(tmp_path: Path, case: str) -> None:
-    tensors, options, kind, message = BAD[case]
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case[3])
+def test_bad_sources_are_refused(tmp_path: Path, case: Any) -> None:
+    tensors, options, kind, message = case
     source = write(tmp_path / "source", tensors)
     with pytest.raises(kind, match=message):
         convert(source, tmp_path / "out", **options)
