@@ -97,6 +97,15 @@ def randomised(model: nn.Module, seed: int, spread: float) -> nn.Module:
     return model
 
 
+def quantize_wide(model: nn.Module, size: int = 32, bits: int = 4, mode: str = "affine") -> None:
+    """Quantise as ``mlx_lm.convert`` does: layers whose width does not divide are left alone."""
+
+    def fits(_: str, layer: Any) -> bool:
+        return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % size == 0
+
+    nn.quantize(model, size, bits, mode=mode, class_predicate=fits)
+
+
 def random_drafter(
     vocab_size: int,
     hidden_size: int,

@@ -19,7 +19,7 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.equality import assert_same_tokens, stock_tokens
 from tests.helpers.memory import peak_of
-from tests.helpers.models import wrapped_tokenizer
+from tests.helpers.models import quantize_wide, wrapped_tokenizer
 from tests.models import trees
 from tests.models.test_architectures import (
     TOLERANCE,
@@ -113,11 +113,7 @@ def test_a_wrong_ancestor_is_noticed(model_type: str, wrong: str) -> None:
 @pytest.mark.parametrize("model_type", KINDS)
 def test_quantised(model_type: str) -> None:
     model = build(tiny_config(model_type))
-
-    def is_wide(_: str, module: nn.Module) -> bool:
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
-
-    nn.quantize(model, group_size=32, bits=4, class_predicate=is_wide)
+    quantize_wide(model)
     assert_tree_agrees(model)
 
 

@@ -36,7 +36,7 @@ from tests.helpers.equality import (
     stream,
     tokens,
 )
-from tests.helpers.models import random_drafter, shared_model
+from tests.helpers.models import quantize_wide, random_drafter, shared_model
 from tests.helpers.oracles import node_paths
 
 GOLDEN_TOKENS = 200
@@ -134,15 +134,6 @@ HALVES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 BITS = {"4-bit": 4, "8-bit": 8}
 
 
-def _quantize(model: nn.Module, bits: int) -> None:
-    """As ``mlx_lm.convert`` does, layers whose width does not divide are left alone."""
-
-    def fits(name: str, module: Any) -> bool:
-        return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
-
-    nn.quantize(model, 32, bits, class_predicate=fits)
-
-
 @pytest.fixture(scope="module", params=[*HALVES, *BITS])
 def target(request: pytest.FixtureRequest, stories: Trained) -> nn.Module:
     """stories260k in another number format."""
@@ -150,7 +141,7 @@ def target(request: pytest.FixtureRequest, stories: Trained) -> nn.Module:
     if request.param in HALVES:
         model.set_dtype(HALVES[request.param])
     else:
-        _quantize(model, BITS[request.param])
+        quantize_wide(model, bits=BITS[request.param])
     mx.eval(model.parameters())
     return model
 
@@ -184,7 +175,7 @@ def test_sampled_text(target: nn.Module, stories: Trained) -> None:
 def test_quantised_half_precision(stories: Trained) -> None:
     model, _, _ = load(stories.folder)
     model.set_dtype(mx.float16)
-    _quantize(model, 4)
+    quantize_wide(model, bits=4)
     assert isinstance(model.layers[0].self_attn.q_proj, nn.QuantizedLinear)
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, dtype=mx.float16)
     _compare(model, stories, drafter, 8)

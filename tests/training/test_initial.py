@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -11,7 +10,7 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, compute_head_matrix, new_student
-from tests.helpers.models import tiny_llama, tiny_qwen3
+from tests.helpers.models import quantize_wide, tiny_llama, tiny_qwen3
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -19,7 +18,7 @@ from tests.helpers.models import tiny_llama, tiny_qwen3
 def test_the_head_matrix_gives_the_targets_logits(bits: int | None, is_tied: bool) -> None:
     model = tiny_qwen3() if is_tied else tiny_llama()
     if bits is not None:
-        nn.quantize(model, 32, bits, class_predicate=lambda _, m: _fits(m))
+        quantize_wide(model, bits=bits)
     target = Target(model)
     with captured_output() as outputs:
         logits = model(mx.array([[1, 2, 3]]))
@@ -28,10 +27,6 @@ def test_the_head_matrix_gives_the_targets_logits(bits: int | None, is_tied: boo
     np.testing.assert_allclose(
         np.array(outputs[-1][0] @ head.T), np.array(logits[0]), rtol=1e-3, atol=1e-3
     )
-
-
-def _fits(module: nn.Module) -> bool:
-    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
 def _drafter(target: Target, options: NetworkOptions, head: mx.array | None, seed: int) -> Drafter:

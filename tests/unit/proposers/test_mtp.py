@@ -25,7 +25,7 @@ from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.helpers.flights import flight_of
-from tests.helpers.models import tiny_llama, wrapped_tokenizer
+from tests.helpers.models import quantize_wide, tiny_llama, wrapped_tokenizer
 from tests.helpers.mtp import (
     MIMO,
     MIMO_PREFIX,
@@ -159,11 +159,7 @@ def test_a_folder_of_glm_has_names_of_its_own(quantisation: Any, tmp_path: Path)
     if quantisation is not None:
         size, bits, mode = quantisation
         values["quantization"] = {"group_size": size, "bits": bits, "mode": mode}
-
-        def fits(_: str, layer: Any) -> bool:
-            return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % size == 0
-
-        nn.quantize(published, size, bits, mode=mode, class_predicate=fits)
+        quantize_wide(published, size, bits, mode)
     tensors = {"lm_head.weight": mx.zeros((64, 8)), "model.embed_tokens.weight": mx.zeros((64, 8))}
     for own, tensor in named_parameters(published).items():
         old = next(filter(own.startswith, GLM_SIDECAR))
