@@ -22,6 +22,7 @@ from mlx_redrafter.kernels.variant import (
     DenseVariant,
     Variant,
 )
+from tests.helpers.oracles import node_paths
 from tests.kernels.cuda import cuda_kernel, fused_by_choice, needs_nvcc, needs_nvidia, usage
 from tests.kernels.emulator import random_matrix
 from tests.kernels.registers import MOST_REGISTERS
@@ -97,10 +98,7 @@ def test_nodes_are_those_of_their_paths_on_a_gpu(size: int, dtype: str) -> None:
         for seed, shape in enumerate([(1, 4, len(PARENTS), size), rows, rows])
     )
     y = tree_attention.tree_attention(queries, keys, values, mx.array(PARENTS), 0.1)
-    for node in range(len(PARENTS)):
-        path = [node]
-        while path[0]:
-            path.insert(0, PARENTS[path[0]])
+    for node, path in enumerate(node_paths(PARENTS)):
         seen = mx.array([*range(70), *(70 + one for one in path)])
         chain = mx.array([0, *range(len(path) - 1)])
         alone = tree_attention.tree_attention(

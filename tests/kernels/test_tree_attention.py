@@ -11,6 +11,7 @@ import pytest
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
 from mlx_redrafter.kernels.variant import DTYPES
+from tests.helpers.oracles import node_paths
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import FUSED, SIMD_ORDERS, needs_emulator
 from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated_attention
@@ -47,10 +48,7 @@ def different_nodes(
     parents, scale = mx.array(PARENTS), 0.3
     y = kernels.ours(queries, keys, values, parents=parents, scale=scale, order=order)
     found = []
-    for node in range(len(PARENTS)):
-        path = [node]
-        while path[0]:
-            path.insert(0, PARENTS[path[0]])
+    for node, path in enumerate(node_paths(PARENTS)):
         seen = mx.array([*range(committed), *(committed + one for one in path)])
         own = queries[:, :, node : node + 1], keys[:, :, seen], values[:, :, seen]
         alone = as_integers(kernels.stock(*own, scale=scale, order=order))

@@ -42,6 +42,7 @@ from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted, grow, make_tree
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import tiny_llama
+from tests.helpers.oracles import node_paths
 from tests.kernels.emulator import Kernels, needs_emulator
 from tests.kernels.stand_in import (
     check_kernels,
@@ -150,12 +151,9 @@ def logits_of_tree(model: nn.Module, follow: bool) -> list[mx.array]:
         logits = target.verify(make_tree(tokens, parents, 4), start()).logits
         return [as_integers(row) for row in logits[: len(tokens)]]
     found = []
-    for node in range(len(tokens)):
-        path = [node]
-        while path[-1]:
-            path.append(parents[path[-1]])
+    for path in node_paths(parents):
         cache = start()
-        for above in path[::-1]:
+        for above in path:
             logits = target.advance(mx.array([tokens[above]]), cache).logits
         found.append(as_integers(logits[0]))
     return found
