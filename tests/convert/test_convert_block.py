@@ -27,20 +27,12 @@ from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.cli import run
 from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import layer_inputs
-
-
-def published(folder: Path, name: str) -> Path:
-    """Write a layout as its authors publish it."""
-    folder.mkdir()
-    arrays = {key: mx.array(one) for key, one in tensors(LAYOUTS[name]).items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    (folder / "config.json").write_text(json.dumps(LAYOUTS[name].config))
-    return folder
+from tests.helpers.mtp import write
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_converted_drafter_is_the_published_one(name: str, tmp_path: Path) -> None:
-    source = published(tmp_path / "source", name)
+    source = write(tmp_path / "source", tensors(LAYOUTS[name]), LAYOUTS[name].config)
     expected = load_block(source)
     conversion = convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="float32"))
     converted = load_block(tmp_path / "out")
@@ -70,7 +62,8 @@ def test_small_layers_are_never_quantised(link: str, tmp_path: Path) -> None:
 def test_what_a_block_drafter_cannot_have_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = published(tmp_path / "source", next(iter(LAYOUTS)))
+    layout = next(iter(LAYOUTS.values()))
+    source = write(tmp_path / "source", tensors(layout), layout.config)
     with pytest.raises(ConfigError, match="is not for a block drafter"):
         convert_drafter(source, tmp_path / "out", ConversionOptions(rnn_activation="silu"))
     shown = run(capsys, "convert", source)

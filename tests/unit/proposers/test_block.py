@@ -38,6 +38,7 @@ from tests.golden.block_layouts import (
     tensors,
 )
 from tests.golden.record_block import FILE
+from tests.helpers import mtp
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.flights import flight_of
 from tests.helpers.models import layer_inputs, tiny_llama, wrapped_tokenizer
@@ -111,9 +112,7 @@ def write(folder: Path, name: str, change: Change) -> Path:
     config = json.loads(json.dumps(LAYOUTS[name].config))
     arrays: dict[str, Any] = {key: mx.array(one) for key, one in tensors(LAYOUTS[name]).items()}
     change(config, arrays)
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return mtp.write(folder, arrays, config)
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case[2])
