@@ -21,7 +21,9 @@ from tests.helpers.models import ROOT, shared_model
 SCRIPT = """
 import sys
 from pathlib import Path
-from mlx_redrafter.training import DataOptions, TrainingRequest, TrainingOptions, train_drafter
+from mlx_redrafter.training import (
+    DataOptions, NetworkOptions, TrainingOptions, TrainingRequest, train_drafter
+)
 from tests.training.pieces import Silent
 
 model, text, out = sys.argv[1:]
@@ -31,7 +33,8 @@ train_drafter(
         out=Path(out),
         data=[Path(text)],
         resume=True,
-        data_options=DataOptions(tokens=4000, answer_tokens=32, held_out=4),
+        network=NetworkOptions(exit_dim=64, layers=1),
+        data_options=DataOptions(tokens=1500, answer_tokens=32, held_out=4),
         training=TrainingOptions(
             epochs=2, batch_tokens=64, num_evaluations=3, patience=99, checkpoint_seconds=0
         ),
