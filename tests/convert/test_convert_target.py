@@ -31,6 +31,7 @@ from tests.helpers.equality import tokens
 from tests.helpers.models import random_drafter, shared_path
 from tests.helpers.recurrent_search import expand
 
+pytestmark = pytest.mark.usefixtures("texts_are_kept")
 TEXT = "text/tinystories-train.txt"
 PROMPTS = ("Once upon a time", "The big dog", "Lily wanted to go to the park")
 Convert = Callable[..., Conversion]

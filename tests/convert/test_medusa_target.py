@@ -29,6 +29,7 @@ from tests.convert.handmade import refusal
 from tests.helpers.cli import run
 from tests.helpers.models import shared_path
 
+pytestmark = pytest.mark.usefixtures("texts_are_kept")
 TEXT = "text/tinystories-train.txt"
 PROMPT = "Lily wanted to go to the park"
 
