@@ -107,7 +107,7 @@ def earlier(stories_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Tra
     request = small_request(stories_file, folder / "earlier")
     network = NetworkOptions("dspark", length=6)
     data = replace(request.data_options, tokens=4000, answer_tokens=48, held_out=6)
-    training = replace(request.training, epochs=12, num_evaluations=1)
+    training = replace(request.training, epochs=9, num_evaluations=1)
     request = replace(
         request, network=network, cache=folder / "cache", data_options=data, training=training
     )

@@ -45,7 +45,7 @@ def save_target(model_type: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "epochs", "least"),
-    [("gemma3_text", 80, 1.5), ("llama4", 2, 1), ("qwen3_5", 2, 1)],
+    [("gemma3_text", 60, 1.5), ("llama4", 2, 1), ("qwen3_5", 2, 1)],
 )
 def test_from_training_to_drafted_text(
     model_type: str, epochs: int, least: float, tmp_path: Path, cli: Cli

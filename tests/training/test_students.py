@@ -130,14 +130,16 @@ def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None
     assert steps < tokens, "some drafts are right by chance"
 
 
-@pytest.mark.parametrize("head", ["eagle", "specformer"])
+@pytest.mark.parametrize(("head", "epochs"), [("eagle", 2), ("specformer", 3)])
 def test_heads_are_trained_and_used(
-    stories_file: Path, tmp_path: Path, finished: Run, head: Head
+    stories_file: Path, tmp_path: Path, finished: Run, head: Head, epochs: int
 ) -> None:
     """On the texts of another run, of which more layers are read."""
     request, cache = small_request(stories_file, tmp_path / "head"), finished.request.cache_folder
     draft_vocab = 300 if head == "eagle" else None
-    request = replace(request, cache=cache, network=NetworkOptions(head, draft_vocab=draft_vocab))
+    training = replace(request.training, epochs=epochs)
+    network = NetworkOptions(head, draft_vocab=draft_vocab)
+    request = replace(request, cache=cache, network=network, training=training)
     result = train_drafter(request, Silent())
     assert result is not None
     assert (result.measured.tokens_per_step or 1) > 1.15
