@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import mlx.core as mx
+
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.decoding.records import Request, Token
@@ -135,12 +137,14 @@ class Outbox:
         reason, count = find_end(self._request, found, self.num_tokens)
         self.num_tokens += count
         self.num_cut = len(found) - count
-        if newest.path is None:  # `squeeze` costs the host less time than an index
-            self._tokens.append(Token(found[0], False, newest.log_probs.squeeze(0), reason))
+        if newest.path is None:
+            self._tokens.append(Token(found[0], False, newest.log_probs, reason))
         else:
-            for i, (token, row) in enumerate(zip(found[:count], rows, strict=False)):
+            all_log_probs = [newest.log_probs[row] for row in rows[:count]]
+            mx.async_eval(all_log_probs)  # another thread, which may read them, cannot compute them
+            for i, (token, log_probs) in enumerate(zip(found[:count], all_log_probs, strict=False)):
                 end = reason if i == count - 1 else None
-                self._tokens.append(Token(token, i < len(rows) - 1, newest.log_probs[row], end))
+                self._tokens.append(Token(token, i < len(rows) - 1, log_probs, end))
         return reason is not None
 
     def fail(self, error: Exception) -> None:

@@ -63,7 +63,8 @@ class Pass:
             one token, never `NOT_A_NUMBER`. The last Z numbers are those of `Outcome.best`.
         root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
         hidden_state: Target state that predicted it, shape (H,).
-        log_probs: Natural log-probabilities after the nodes, shape (N, V).
+        log_probs: Natural log-probabilities after the nodes, shape (N, V), or after one token,
+            (V,).
         states: States of the nodes that a `StateReader` asks for, shape (N, S); None without one.
         path: Accepted path, int32, shape (L,), junk after the accepted nodes; None for one token.
         read: Function that reads ``packed``, with `NOT_A_NUMBER`; None to read the array.
@@ -239,6 +240,7 @@ def sample_root(
     outcome = token
     if num_best:
         outcome = mx.concatenate([token, best_rows(log_probs, num_best).reshape(-1)])
+    log_probs = log_probs.squeeze(0)
     mx.async_eval(outcome, normaliser, token, outputs.hidden_states, log_probs, outputs.states)
 
     def read() -> list[int]:
@@ -286,14 +288,15 @@ def sample_roots(
     outcomes = tokens[:, None]
     if num_best:
         outcomes = mx.concatenate([outcomes, best_rows(log_probs, num_best)], axis=1)
-    mx.async_eval(tokens, outcomes, normalisers, log_probs, outputs.hidden_states, outputs.states)
+    rows = [one.squeeze(0) for one in mx.split(log_probs, count)]
+    mx.async_eval(tokens, outcomes, normalisers, rows, outputs.hidden_states, outputs.states)
 
     @cache
     def read() -> list[list[int]]:
         found = zip(to_rows(outcomes), to_floats(normalisers), strict=True)
         return [row if math.isfinite(one) else [NOT_A_NUMBER] for row, one in found]
 
-    return _passes(read, tokens, outputs.hidden_states, log_probs, outputs.states)
+    return _passes(read, tokens, outputs.hidden_states, rows, outputs.states)
 
 
 def sample_and_accept_all(
@@ -325,14 +328,15 @@ def sample_and_accept_all(
     # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
     read = cache(lambda: to_rows(outcomes))
     roots = mx.maximum(bonus, 0)
-    return _passes(read, roots, hidden_states, log_probs, outputs.states, outcomes, paths)
+    each = mx.split(log_probs, count)
+    return _passes(read, roots, hidden_states, each, outputs.states, outcomes, paths)
 
 
 def _passes(
     read: Callable[[], list[list[int]]],
     roots: mx.array,
     hidden_states: mx.array,
-    log_probs: mx.array,
+    log_probs: Sequence[mx.array],
     states: mx.array | None,
     outcomes: mx.array | None = None,
     paths: mx.array | None = None,
@@ -350,7 +354,7 @@ def _passes(
         own_roots if outcomes is None else split(outcomes),
         own_roots,
         split(hidden_states.reshape(count, -1)),
-        mx.split(log_probs, count),
+        log_probs,
         split(states),
         split(paths),
         strict=True,
