@@ -72,6 +72,8 @@ class Conversation:
         self._contexts = Contexts()
         # Token ids that the cache holds.
         self._tokens: list[int] = []
+        # Whether an answer has begun that has not ended.
+        self._is_answering = False
 
     def ask(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
         """Answer a message. The answer ends with the iterator, at the latest when it is closed.
@@ -81,9 +83,13 @@ class Conversation:
 
         Raises:
             ConfigError: The chat template rejects the message, or it alone is longer than the
-                model's context.
+                model's context, or another answer has not ended.
         """
         check_instance("text", text, str, "a text")
+        if self._is_answering:  # before anything is taken out of its cache
+            raise ConfigError(
+                "another answer of this conversation has not ended; read it to its end or close it"
+            )
         messages = [*self.messages, {"role": "user", "content": text}]
         tokens = self._encode(messages)
         if (limit := self._engine.target.context_length) is not None:
@@ -98,6 +104,7 @@ class Conversation:
             options["max_tokens"] = wanted if 0 < wanted <= left else left
         # A template may render earlier messages differently than the model wrote them.
         new, answer = tokens[self._keep(tokens) :], ""
+        self._is_answering = True
         try:
             with self._engine.stream(
                 new, prompt_cache=self._cache, history=self._contexts, **options
@@ -112,13 +119,15 @@ class Conversation:
             length = num_tokens(self._cache[: self._engine.target.num_layers])
             if length is None:  # such a cache does not record its length
                 self._cache, length = self._engine.new_prompt_cache(), 0
-            self._tokens = tokens[:length]
+            self._tokens, self._is_answering = tokens[:length], False
 
     def _encode(self, messages: Sequence[Message]) -> list[int]:
         """Encode the messages that fit into the context with an answer after them."""
         tokenizer, limit = self._engine.tokenizer, self._engine.target.context_length
         num_system = int(bool(messages) and messages[0]["role"] == "system")
         system, turns = messages[:num_system], messages[num_system:]
+        if self.num_left_out >= len(turns):  # the caller has taken messages away
+            self.num_left_out = 0
 
         def encode(start: int) -> list[int]:
             return encode_chat(tokenizer, [*system, *turns[start:]], self._options, limit=limit)
