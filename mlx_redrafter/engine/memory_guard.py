@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,8 +33,38 @@ def wire_memory(model: nn.Module) -> AbstractContextManager[None]:
     """Keep a model's memory where the GPU can read it, as mlx-lm does, unless `SWITCH` is "0"."""
     if os.environ.get(SWITCH) == "0":
         return nullcontext()
-    limit: AbstractContextManager[None] = wired_limit(model, [generation_stream])  # type: ignore[list-item]
-    return limit
+    return _wiring.held(model)
+
+
+class _Wiring:
+    """MLX's wired limit of the process, from the first text that is open to the last one.
+
+    Texts end in any order. If each restored the limit that it had found, the end of one would leave
+    the others without it, and the end of the last would leave it for good.
+    """
+
+    def __init__(self) -> None:
+        # A garbage collection inside may end a text of the same thread.
+        self._lock = threading.RLock()
+        self._count = 0
+        self._limit = ExitStack()
+
+    @contextmanager
+    def held(self, model: nn.Module) -> Iterator[None]:
+        with self._lock:
+            if self._count == 0:
+                self._limit.enter_context(wired_limit(model, [generation_stream]))  # type: ignore[list-item]
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+                if self._count == 0:
+                    self._limit.close()
+
+
+_wiring = _Wiring()
 
 
 class MemoryGuard:
