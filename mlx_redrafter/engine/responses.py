@@ -58,15 +58,21 @@ class Responder:
         self._detokenizer = tokenizer.detokenizer
         self._num_prompt = len(sequence.request.prompt)
         self._num_before = sequence.cache.length + self._num_prompt
-        self._start = time.perf_counter()
+        self._start: float | None = None
         self._prompt_tps = 0.0
         self._guard = MemoryGuard()
+
+    def begin(self) -> None:
+        """Begin to time the prompt, unless this was called before."""
+        if self._start is None:
+            self._start = time.perf_counter()
 
     def respond(self, token: Token) -> GenerationResponse:
         """Make the response of the next token, the last one if memory is used up."""
         stats, detokenizer = self._sequence.delivery.stats, self._detokenizer
         limit = self._sequence.target.context_length
         self.num_tokens += 1
+        assert self._start is not None
         if self.num_tokens == 1:
             now = time.perf_counter()
             self._prompt_tps, self._start = self._num_prompt / (now - self._start), now
@@ -114,7 +120,8 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
     ):
         self._sequence = sequence
         self._scheduler = scheduler
-        self._responses = _respond(sequence, tokenizer, scheduler)
+        self._responder = Responder(sequence, tokenizer)
+        self._responses = _respond(sequence, self._responder, scheduler)
         self._reader: int | None = None
 
     def __next__(self) -> GenerationResponse:
@@ -146,6 +153,7 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
         """
         sequence, scheduler = self._sequence, self._scheduler
         assert scheduler is not None, "only a text with a scheduler can wait for others"
+        self._responder.begin()
         scheduler.begin([sequence])
         while not sequence.is_closed:
             if sequence.is_ready or sequence.delivery.num_ready:
@@ -163,10 +171,10 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
 
 
 def _respond(
-    sequence: SequenceDecoder, tokenizer: TokenizerWrapper, scheduler: Scheduler | None
+    sequence: SequenceDecoder, responder: Responder, scheduler: Scheduler | None
 ) -> Generator[GenerationResponse, None, None]:
     end_streams_with_thread()
-    responder = Responder(sequence, tokenizer)
+    responder.begin()
     calls = () if scheduler is None else (scheduler.step, scheduler.leave)
     with (
         wire_memory(sequence.target.model),
@@ -233,7 +241,9 @@ class BatchStream(Iterator[BatchResponse]):
 
     def _begin(self, begun: list[tuple[int, SequenceDecoder]]) -> None:
         for number, sequence in begun:
-            self._live[sequence] = number, Responder(sequence, self._tokenizer)
+            responder = Responder(sequence, self._tokenizer)
+            responder.begin()
+            self._live[sequence] = number, responder
         self._scheduler.begin([sequence for _, sequence in begun])
 
     def _step(self) -> Iterator[BatchResponse]:

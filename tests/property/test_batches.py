@@ -17,6 +17,7 @@ from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.engine import responses
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.adaptive import Explorer
@@ -174,6 +175,21 @@ def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text()
             else:
                 texts[number] += response.text
     assert [texts[0], texts[2]] == [expected[0], expected[2]]
+
+
+def test_the_speed_of_a_prompt_counts_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**6))
+    monkeypatch.setattr(responses.time, "perf_counter", lambda: next(clock))
+    engine = Engine(MODEL, TOKENIZER, None)
+    shared = engine.share()
+    stream = engine.stream([5, 9] * 20, shared=shared, max_tokens=4, prefill_step_size=8)
+    found = []
+    for response in stream.read_ready():
+        if response is None:
+            shared.advance()
+        else:
+            found.append(response)
+    assert 0 < found[0].prompt_tps <= 40 / 5, "five chunks, each of which reads the clock"
 
 
 @pytest.mark.parametrize("drafter", ["none", "random", "lookup"])
