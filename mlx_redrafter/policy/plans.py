@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, ClassVar, NamedTuple
@@ -199,6 +200,12 @@ class TimeRatios:
         # Logarithm and variance by kind.
         self._own: dict[int, tuple[float, float]] = {}
         self._newest: dict[int, float] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TimeRatios:
+        """Copy in a way that another thread, whose batch learns meanwhile, cannot disturb."""
+        found = copy(self)
+        found._own, found._newest = self._own.copy(), self._newest.copy()
+        return found
 
     def of(self, kind: int) -> float:
         """Return the ratio of a kind: a number of nodes (1: plain), or SHADOW."""

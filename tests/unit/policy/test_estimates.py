@@ -32,6 +32,7 @@ from mlx_redrafter.policy.plans import (
     StepCosts,
     TimeRatios,
 )
+from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
 
@@ -263,6 +264,18 @@ def test_the_next_sequence_keeps_own_ratios_and_half_of_the_common_one() -> None
     ratios.fade()
     assert ratios.of(8) / ratios.of(1) == pytest.approx(own)
     assert ratios.of(4) == pytest.approx(before**0.5)
+
+
+def test_ratios_are_copied_while_another_thread_learns() -> None:
+    state = PolicyState()
+
+    class Meanwhile(float):
+        def __deepcopy__(self, memo: object) -> Meanwhile:
+            state.ratios.learn(2, 1.1)
+            return self
+
+    state.ratios._own[1] = Meanwhile(0.0), 0.5
+    assert 1 in state.for_next().ratios._own
 
 
 def test_current_costs_are_timed_ones_times_ratios() -> None:
