@@ -12,6 +12,7 @@ that reads its stream; any thread may cancel it.
 from __future__ import annotations
 
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -99,6 +100,7 @@ class Engine:
             self.proposer.check_fit(self.target, self.tokenizer)
         self._streams: weakref.WeakSet[ResponseStream | BatchStream] = weakref.WeakSet()
         self._is_closed = False
+        self._lock = threading.Lock()
         self._token_bytes: TokenBytes | None = None
 
     def stream(
@@ -178,7 +180,7 @@ class Engine:
         sequence = self._open(request, chosen, history, sampler, processors, prompt_cache, masks)
         stream = ResponseStream(sequence, self.tokenizer, shared)
         _claims.claim(layers, stream)
-        self._streams.add(stream)
+        self._register(stream)
         return stream
 
     def stream_batch(
@@ -211,7 +213,7 @@ class Engine:
             for request in requests
         )
         stream = BatchStream(self._share(chosen), sequences, self.tokenizer, batch_size)
-        self._streams.add(stream)
+        self._register(stream)
         return stream
 
     def share(self) -> Scheduler:
@@ -260,8 +262,18 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all texts, in all threads; no other text can begin."""
-        self._is_closed = True
-        for stream in list(self._streams):
+        with self._lock:
+            self._is_closed = True
+            streams = list(self._streams)
+        for stream in streams:
+            stream.cancel()
+
+    def _register(self, stream: ResponseStream | BatchStream) -> None:
+        """Let `close` cancel a stream, or cancel it now: to open one may have timed steps."""
+        with self._lock:
+            self._streams.add(stream)
+            is_closed = self._is_closed
+        if is_closed:
             stream.cancel()
 
     @property

@@ -7,9 +7,9 @@ import logging
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,35 @@ def test_a_closed_engine_ends_its_texts_and_begins_none(engine: Engine) -> None:
     assert len(list(stream)) < 16
     with pytest.raises(ConfigError, match="the engine is closed"):
         engine.stream(PROMPT)
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_an_engine_that_is_closed_while_a_text_is_opened_ends_it(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, is_batch: bool
+) -> None:
+    """To open a text may have steps timed, for seconds; then nobody would end it."""
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), "lookup")
+    name = "_share" if is_batch else "_open"
+    original = getattr(engine, name)
+    monkeypatch.setattr(engine, name, lambda *args: engine.close() or original(*args))
+    text: Any = engine.stream_batch([PROMPT]) if is_batch else engine.stream(PROMPT)
+    assert list(text) == []
+
+
+@pytest.mark.parametrize("shape", [{}, {"beam_width": 2}])
+def test_another_thread_reads_the_log_probabilities(engine: Engine, shape: dict[str, Any]) -> None:
+    """Also once the thread that made them has ended, as with mlx-lm."""
+    options: dict[str, Any] = {"max_tokens": 9, **shape}
+
+    def make() -> list[Any]:
+        batch = engine.stream_batch([PROMPT, PROMPT[1:]], **options)
+        return [*engine.stream(PROMPT, **options), *(one.response for one in batch)]
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(make).result()
+    assert len(found) == 27
+    assert all(mx.argmax(one.logprobs).item() == one.token for one in found)
+    assert {one.logprobs.shape for one in found} == {(VOCAB_SIZE,)}
 
 
 def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:
@@ -265,6 +294,36 @@ def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) 
     assert [one.token for one in found] == [one.token for one in plain]
 
 
+@pytest.mark.parametrize("num_kept", [0, 2])
+def test_a_chat_whose_messages_were_taken_away_reads_what_is_left(
+    model: nn.Module, num_kept: int
+) -> None:
+    tokenizer = _tokenizer()
+    conversation = Conversation(Engine(model, tokenizer, "lookup"))
+    while conversation.num_left_out < 3:
+        list(conversation.ask("TELL ME MORE OF THIS, PLEASE", max_tokens=40))
+    del conversation.messages[num_kept:]
+    asked = [*conversation.messages, {"role": "user", "content": "AND YOU"}]
+    prompt = encode_chat(tokenizer, asked)
+    found = [one.token for one in conversation.ask("AND YOU", max_tokens=9)]
+    assert found == _plain(model, prompt, 9)
+    assert conversation.num_left_out == 0
+
+
+def test_a_second_answer_leaves_the_first_one_alone(model: nn.Module) -> None:
+    conversation = Conversation(Engine(model, _tokenizer(), None))
+    list(conversation.ask("HELLO", max_tokens=8))
+    asked = [*conversation.messages, {"role": "user", "content": "AND YOU"}]
+    first = conversation.ask("AND YOU", max_tokens=20)
+    found = [next(first).token for _ in range(3)]
+    conversation.messages = [{"role": "user", "content": "OTHER"}]  # which the cache does not hold
+    with pytest.raises(ConfigError, match="another answer of this conversation has not ended"):
+        next(conversation.ask("ANEW", max_tokens=8))
+    found += [one.token for one in first]
+    assert found == _plain(model, encode_chat(_tokenizer(), asked), 20)
+    assert len(list(conversation.ask("ANEW", max_tokens=8))) == 8
+
+
 def test_what_is_refused_changes_nothing(model: nn.Module) -> None:
     conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
     list(conversation.ask(ASKED[0], max_tokens=8))
@@ -360,3 +419,25 @@ def test_the_wired_limit_is_a_switch(stories: Trained, monkeypatch: pytest.Monke
         monkeypatch.setenv(memory_guard.SWITCH, value)
         generate(stories.model, stories.tokenizer, TALE, max_tokens=2)
         assert len(wired) == expected
+
+
+def test_texts_that_end_in_any_order_share_the_wired_limit(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [0]
+
+    @contextmanager
+    def limit(*_: object) -> Iterator[None]:
+        before = limits[-1]
+        limits.append(100)
+        yield
+        limits.append(before)
+
+    monkeypatch.setattr(memory_guard, "wired_limit", limit)
+    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
+    first, second = (engine.stream(PROMPT, max_tokens=4) for _ in range(2))
+    next(first), next(second)
+    list(first)
+    assert limits[-1] == 100, "the second one goes on"
+    list(second)
+    assert limits[-1] == 0
