@@ -328,7 +328,7 @@ def sample_and_accept_all(
     # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
     read = cache(lambda: to_rows(outcomes))
     roots = mx.maximum(bonus, 0)
-    each = mx.split(log_probs, count)
+    each = list(mx.split(log_probs, count))
     return _passes(read, roots, hidden_states, each, outputs.states, outcomes, paths)
 
 
