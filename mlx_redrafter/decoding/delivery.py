@@ -140,11 +140,9 @@ class Outbox:
         if newest.path is None:
             self._tokens.append(Token(found[0], False, newest.log_probs, reason))
         else:
-            all_log_probs = [newest.log_probs[row] for row in rows[:count]]
-            mx.async_eval(all_log_probs)  # another thread, which may read them, cannot compute them
-            for i, (token, log_probs) in enumerate(zip(found[:count], all_log_probs, strict=False)):
+            for i, (token, row) in enumerate(zip(found[:count], rows, strict=False)):
                 end = reason if i == count - 1 else None
-                self._tokens.append(Token(token, i < len(rows) - 1, log_probs, end))
+                self._tokens.append(Token(token, i < len(rows) - 1, newest.log_probs[row], end))
         return reason is not None
 
     def fail(self, error: Exception) -> None:
@@ -155,6 +153,8 @@ class Outbox:
         tokens, self._tokens = self._tokens, []
         if not tokens and self.error is not None:
             raise self.error
+        # Another thread, which may read them, cannot compute them. The device is busy meanwhile.
+        mx.async_eval([one.log_probs for one in tokens])
         return tokens
 
 
