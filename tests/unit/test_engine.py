@@ -279,6 +279,21 @@ def test_a_turn_drafts_from_the_turns_before_it(
     assert bool(begun[0].candidates(begun[0].end.key)[0]) == (drafter == "lookup")
 
 
+def test_contexts_that_another_thread_adds_to_leave_a_text_as_it_is(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grow: Any = LookupDrafting._grow
+
+    def disturbed(one: LookupDrafting, *args: Any) -> Any:
+        one.contexts.add(7)
+        return grow(one, *args)
+
+    monkeypatch.setattr(LookupDrafting, "_grow", disturbed)
+    options = {"beam_width": 2, "beam_length": 4, "tree_nodes": 8, "history": Contexts()}
+    text = _plain(model, PROMPT, 40, drafter="lookup", **options)
+    assert text == _plain(model, PROMPT, 40)
+
+
 def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) -> None:
     tokenizer = _tokenizer()
     conversation = Conversation(Engine(model, tokenizer, "lookup"))

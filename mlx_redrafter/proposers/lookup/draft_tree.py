@@ -51,11 +51,11 @@ class DraftTree:
         """The drafts, the most probable first."""
         return Drafts(self._scores[1:], self._depths[1:], self._parents[1:], self._tokens[1:])
 
-    def build(self) -> TokenTree | None:
-        """Build the tree for the target; None if there are no drafts."""
+    def build(self, root: int) -> TokenTree | None:
+        """Build the tree behind a root; other threads may use the contexts. None without drafts."""
         if len(self._tokens) == 1:
             return None
-        return TokenTree.of(self._tokens, self._parents, self._scores[1:])
+        return TokenTree.of([root, *self._tokens[1:]], self._parents, self._scores[1:])
 
     def foresee(self, others: Sequence[float]) -> list[float]:
         """Return probabilities of drafts after the next token, the most probable first.

@@ -165,7 +165,7 @@ class LookupDrafting:
         if noise is not None and self.couple:
             mx.async_eval(noise.values)  # behind the pass, so that no other wait is for them
         self._read()
-        tree = self._grow(plan, noise if self.couple else None).build()
+        tree = self._grow(plan, noise if self.couple else None).build(flight.tokens[-1])
         if self.network is not None:
             self.network.skip(flight)
         return tree
