@@ -25,8 +25,8 @@ from mlx_redrafter.training_options import DataOptions, NetworkOptions, Training
 if TYPE_CHECKING:
     from mlx_redrafter.training import TrainingRequest, TrainingResult
 
-# Options of one call, which the record of a run leaves out.
-OF_THE_CALL = ("out", "resume", "dry_run", "overwrite", "yes")
+# Options of one call, which the record of a run leaves out. No record may say that code is run.
+OF_THE_CALL = ("out", "resume", "dry_run", "overwrite", "yes", "trust_remote_code")
 # Seconds between lines of progress if stderr is not a terminal.
 LOG_SECONDS = 20.0
 
@@ -88,8 +88,8 @@ def train(
     if run.resume and is_new:
         note(f"no run was begun in {run.out}; this one begins at its first step")
 
-    command = shlex.join(["redrafter-mlx", "train", "--out", str(run.out), "--resume"])
-    resume = f"stopped; continue with: {command}"
+    command = ["redrafter-mlx", "train", "--out", str(run.out), "--resume", *_trust(request)]
+    resume = f"stopped; continue with: {shlex.join(command)}"
     with (
         keeping(lambda: resume if path.exists() else "stopped; nothing was begun"),
         ConsoleReporter() as reporter,
@@ -164,8 +164,11 @@ def to_use(request: TrainingRequest) -> str:
     words = ["redrafter-mlx", "generate", "--model", request.model]
     if request.adapter_path is not None:
         words += ["--adapter-path", str(request.adapter_path)]
-    words += ["--trust-remote-code"] if request.trust_remote_code else []
-    return shlex.join([*words, "--drafter", str(request.out)])
+    return shlex.join([*words, *_trust(request), "--drafter", str(request.out)])
+
+
+def _trust(request: TrainingRequest) -> list[str]:
+    return ["--trust-remote-code"] if request.trust_remote_code else []
 
 
 class ConsoleReporter:

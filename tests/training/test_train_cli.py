@@ -163,6 +163,12 @@ def test_options_of_another_version_are_named(tmp_path: Path, cli: Cli) -> None:
     assert "run.json, found fused; finish the run with the version" in refusal
 
 
+def test_a_record_of_a_run_cannot_say_that_code_is_run(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "run.json").write_text('{"trust_remote_code": true, "model": "any/model"}')
+    refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
+    assert "run.json, found trust_remote_code; finish the run" in refusal
+
+
 def _interrupt_training(reporter: ConsoleReporter, stage: str, done: int, _: int | None) -> None:
     """Raise what Ctrl-C raises after the first step; in the background a suite ignores Ctrl-C."""
     if stage == "training" and done:
