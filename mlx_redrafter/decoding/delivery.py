@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import mlx.core as mx
-
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.decoding.records import Request, Token
@@ -137,12 +135,9 @@ class Outbox:
         reason, count = find_end(self._request, found, self.num_tokens)
         self.num_tokens += count
         self.num_cut = len(found) - count
-        if newest.path is None:
-            self._tokens.append(Token(found[0], False, newest.log_probs, reason))
-        else:
-            for i, (token, row) in enumerate(zip(found[:count], rows, strict=False)):
-                end = reason if i == count - 1 else None
-                self._tokens.append(Token(token, i < len(rows) - 1, newest.log_probs[row], end))
+        for i, (token, row) in enumerate(zip(found[:count], rows, strict=False)):
+            end = reason if i == count - 1 else None
+            self._tokens.append(Token(token, i < len(rows) - 1, newest.log_probs[row], end))
         return reason is not None
 
     def fail(self, error: Exception) -> None:
@@ -153,8 +148,6 @@ class Outbox:
         tokens, self._tokens = self._tokens, []
         if not tokens and self.error is not None:
             raise self.error
-        # Another thread, which may read them, cannot compute them. The device is busy meanwhile.
-        mx.async_eval([one.log_probs for one in tokens])
         return tokens
 
 

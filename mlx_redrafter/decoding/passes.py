@@ -63,8 +63,7 @@ class Pass:
             one token, never `NOT_A_NUMBER`. The last Z numbers are those of `Outcome.best`.
         root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
         hidden_state: Target state that predicted it, shape (H,).
-        log_probs: Natural log-probabilities after the nodes, shape (N, V), or after one token,
-            (V,).
+        log_probs: Natural log-probabilities after each of N nodes, shape (V,).
         states: States of the nodes that a `StateReader` asks for, shape (N, S); None without one.
         path: Accepted path, int32, shape (L,), junk after the accepted nodes; None for one token.
         read: Function that reads ``packed``, with `NOT_A_NUMBER`; None to read the array.
@@ -78,7 +77,7 @@ class Pass:
     packed: mx.array
     root: mx.array
     hidden_state: mx.array
-    log_probs: mx.array
+    log_probs: Sequence[mx.array]
     states: mx.array | None = None
     path: mx.array | None = None
     read: Callable[[], list[int]] | None = None
@@ -161,7 +160,7 @@ class Pass:
         """
         if not self.is_finite:
             if self.outcome.bonus == NOT_A_TOKEN:
-                size = self.log_probs.shape[-1]
+                size = self.log_probs[0].size
                 raise ConfigError(f"sampler must return token ids from 0 to {size - 1}")
             where = "in the text" if self.num_nodes else "after the prompt"
             raise NonFiniteError(
@@ -240,14 +239,14 @@ def sample_root(
     outcome = token
     if num_best:
         outcome = mx.concatenate([token, best_rows(log_probs, num_best).reshape(-1)])
-    log_probs = log_probs.squeeze(0)
-    mx.async_eval(outcome, normaliser, token, outputs.hidden_states, log_probs, outputs.states)
+    rows = [log_probs.squeeze(0)]
+    mx.async_eval(outcome, normaliser, token, outputs.hidden_states, rows, outputs.states)
 
     def read() -> list[int]:
         return to_ints(outcome) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
 
     hidden_state = outputs.hidden_states.squeeze(0)
-    return Pass(token, token, hidden_state, log_probs, outputs.states, read=read)
+    return Pass(token, token, hidden_state, rows, outputs.states, read=read)
 
 
 def sample_and_accept(
@@ -264,9 +263,10 @@ def sample_and_accept(
     hidden_state = outputs.hidden_states[last].squeeze(0)
     best = [best_rows(log_probs, num_best).reshape(-1)] if num_best else []
     outcome = mx.concatenate([bonus, num_accepted, path, path_tokens, *best])
-    mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
+    rows = _rows(log_probs)
+    mx.async_eval(outcome, hidden_state, rows, outputs.states)
     root = mx.maximum(bonus, 0)
-    return Pass(outcome, root, hidden_state, log_probs, outputs.states, path)
+    return Pass(outcome, root, hidden_state, rows, outputs.states, path)
 
 
 def sample_roots(
@@ -288,7 +288,7 @@ def sample_roots(
     outcomes = tokens[:, None]
     if num_best:
         outcomes = mx.concatenate([outcomes, best_rows(log_probs, num_best)], axis=1)
-    rows = [one.squeeze(0) for one in mx.split(log_probs, count)]
+    rows = _rows(log_probs)
     mx.async_eval(tokens, outcomes, normalisers, rows, outputs.hidden_states, outputs.states)
 
     @cache
@@ -311,38 +311,48 @@ def sample_and_accept_all(
     Samplers and outputs are as in `sample_roots`. All sequences have noise of the same number of
     depths, L or more, or none has any.
     """
-    count, size, rows = len(trees), trees.size, trees.depths
+    count, size, depths = len(trees), trees.size, trees.depths
     values, noise = [one.values for one in noises if one is not None], None
     if values:
         noise = GumbelNoise(samplers[0].params, mx.concatenate(values))
-        rows = rows + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
+        depths = depths + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
     num_rows = count * size
     logits = outputs.logits.reshape(num_rows, -1)
-    log_probs, sampled, normalisers = choose(samplers[0], logits, rows.reshape(-1), noise, num_rows)
+    flat = depths.reshape(-1)
+    log_probs, sampled, normalisers = choose(samplers[0], logits, flat, noise, num_rows)
     chosen = mark_nan(sampled, normalisers).reshape(count, size)
     paths, num_accepted, bonus, last, tokens = _accept_all(trees, chosen)
     hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
     best = [best_rows(log_probs, num_best).reshape(count, -1)] if num_best else []
     outcomes = mx.concatenate([bonus, num_accepted, paths, tokens, *best], axis=1)
-    mx.async_eval(outcomes, hidden_states, log_probs, outputs.states)
+    rows = _rows(log_probs)
+    mx.async_eval(outcomes, hidden_states, rows, outputs.states)
     # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
     read = cache(lambda: to_rows(outcomes))
     roots = mx.maximum(bonus, 0)
-    each = list(mx.split(log_probs, count))
-    return _passes(read, roots, hidden_states, each, outputs.states, outcomes, paths)
+    return _passes(read, roots, hidden_states, rows, outputs.states, outcomes, paths)
+
+
+def _rows(log_probs: mx.array) -> list[mx.array]:
+    """Split log-probabilities, (N, V), into N of shape (V,), to be computed with the pass.
+
+    Another thread, which may read those of a token, could not compute them.
+    """
+    return [one.squeeze(0) for one in mx.split(log_probs, log_probs.shape[0])]
 
 
 def _passes(
     read: Callable[[], list[list[int]]],
     roots: mx.array,
     hidden_states: mx.array,
-    log_probs: Sequence[mx.array],
+    rows: Sequence[mx.array],
     states: mx.array | None,
     outcomes: mx.array | None = None,
     paths: mx.array | None = None,
 ) -> list[Pass]:
     """Make the passes of G sequences, over one token each without outcomes and paths of trees."""
     count = roots.size
+    size = len(rows) // count
 
     def split(array: mx.array | None) -> list[Any]:
         if array is None:
@@ -354,14 +364,14 @@ def _passes(
         own_roots if outcomes is None else split(outcomes),
         own_roots,
         split(hidden_states.reshape(count, -1)),
-        log_probs,
+        [rows[start : start + size] for start in range(0, len(rows), size)],
         split(states),
         split(paths),
         strict=True,
     )
     return [
-        Pass(packed, root, hidden_state, one, state, path, partial(_item, read, number))
-        for number, (packed, root, hidden_state, one, state, path) in enumerate(parts)
+        Pass(packed, root, hidden_state, own_rows, state, path, partial(_item, read, number))
+        for number, (packed, root, hidden_state, own_rows, state, path) in enumerate(parts)
     ]
 
 

@@ -12,8 +12,12 @@ from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, StoredConfig
 
-# Kinds of attention that layers have, by their names in configs.
-FULL, SLIDING = ATTENTION_TYPES = ("full_attention", "sliding_attention")
+# Attention to all tokens, by its name in configs.
+FULL = "full_attention"
+# Attention to the tokens of a window, by its name in configs.
+SLIDING = "sliding_attention"
+# Kinds of attention that layers have.
+ATTENTION_TYPES = (FULL, SLIDING)
 
 C = TypeVar("C")
 N = TypeVar("N")
