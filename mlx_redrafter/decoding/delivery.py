@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from mlx_redrafter.decoding.passes import Pass
@@ -137,7 +138,8 @@ class Outbox:
         self.num_cut = len(found) - count
         for i, (token, row) in enumerate(zip(found[:count], rows, strict=False)):
             end = reason if i == count - 1 else None
-            self._tokens.append(Token(token, i < len(rows) - 1, newest.log_probs[row], end))
+            log_probs = partial(newest.log_probs.__getitem__, row)
+            self._tokens.append(Token(token, i < len(rows) - 1, log_probs, end))
         return reason is not None
 
     def fail(self, error: Exception) -> None:

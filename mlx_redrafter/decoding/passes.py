@@ -10,7 +10,7 @@ its sequence has alone, so that the tokens are those of each sequence alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ class Pass:
             one token, never `NOT_A_NUMBER`. The last Z numbers are those of `Outcome.best`.
         root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
         hidden_state: Target state that predicted it, shape (H,).
-        log_probs: Natural log-probabilities after each of N nodes, shape (V,).
+        log_probs: Natural log-probabilities after the nodes, shape (N, V).
         states: States of the nodes that a `StateReader` asks for, shape (N, S); None without one.
         path: Accepted path, int32, shape (L,), junk after the accepted nodes; None for one token.
         read: Function that reads ``packed``, with `NOT_A_NUMBER`; None to read the array.
@@ -77,7 +77,7 @@ class Pass:
     packed: mx.array
     root: mx.array
     hidden_state: mx.array
-    log_probs: Sequence[mx.array]
+    log_probs: mx.array
     states: mx.array | None = None
     path: mx.array | None = None
     read: Callable[[], list[int]] | None = None
@@ -160,7 +160,7 @@ class Pass:
         """
         if not self.is_finite:
             if self.outcome.bonus == NOT_A_TOKEN:
-                size = self.log_probs[0].size
+                size = self.log_probs.shape[-1]
                 raise ConfigError(f"sampler must return token ids from 0 to {size - 1}")
             where = "in the text" if self.num_nodes else "after the prompt"
             raise NonFiniteError(
@@ -239,14 +239,13 @@ def sample_root(
     outcome = token
     if num_best:
         outcome = mx.concatenate([token, best_rows(log_probs, num_best).reshape(-1)])
-    rows = [log_probs.squeeze(0)]
-    mx.async_eval(outcome, normaliser, token, outputs.hidden_states, rows, outputs.states)
+    mx.async_eval(outcome, normaliser, token, outputs.hidden_states, log_probs, outputs.states)
 
     def read() -> list[int]:
         return to_ints(outcome) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
 
     hidden_state = outputs.hidden_states.squeeze(0)
-    return Pass(token, token, hidden_state, rows, outputs.states, read=read)
+    return Pass(token, token, hidden_state, log_probs, outputs.states, read=read)
 
 
 def sample_and_accept(
@@ -263,10 +262,9 @@ def sample_and_accept(
     hidden_state = outputs.hidden_states[last].squeeze(0)
     best = [best_rows(log_probs, num_best).reshape(-1)] if num_best else []
     outcome = mx.concatenate([bonus, num_accepted, path, path_tokens, *best])
-    rows = _rows(log_probs)
-    mx.async_eval(outcome, hidden_state, rows, outputs.states)
+    mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
     root = mx.maximum(bonus, 0)
-    return Pass(outcome, root, hidden_state, rows, outputs.states, path)
+    return Pass(outcome, root, hidden_state, log_probs, outputs.states, path)
 
 
 def sample_roots(
@@ -288,15 +286,15 @@ def sample_roots(
     outcomes = tokens[:, None]
     if num_best:
         outcomes = mx.concatenate([outcomes, best_rows(log_probs, num_best)], axis=1)
-    rows = _rows(log_probs)
-    mx.async_eval(tokens, outcomes, normalisers, rows, outputs.hidden_states, outputs.states)
+    each = mx.split(log_probs, count)
+    mx.async_eval(tokens, outcomes, normalisers, each, outputs.hidden_states, outputs.states)
 
     @cache
     def read() -> list[list[int]]:
         found = zip(to_rows(outcomes), to_floats(normalisers), strict=True)
         return [row if math.isfinite(one) else [NOT_A_NUMBER] for row, one in found]
 
-    return _passes(read, tokens, outputs.hidden_states, rows, outputs.states)
+    return _passes(read, tokens, outputs.hidden_states, each, outputs.states)
 
 
 def sample_and_accept_all(
@@ -311,48 +309,38 @@ def sample_and_accept_all(
     Samplers and outputs are as in `sample_roots`. All sequences have noise of the same number of
     depths, L or more, or none has any.
     """
-    count, size, depths = len(trees), trees.size, trees.depths
+    count, size, rows = len(trees), trees.size, trees.depths
     values, noise = [one.values for one in noises if one is not None], None
     if values:
         noise = GumbelNoise(samplers[0].params, mx.concatenate(values))
-        depths = depths + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
+        rows = rows + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
     num_rows = count * size
     logits = outputs.logits.reshape(num_rows, -1)
-    flat = depths.reshape(-1)
-    log_probs, sampled, normalisers = choose(samplers[0], logits, flat, noise, num_rows)
+    log_probs, sampled, normalisers = choose(samplers[0], logits, rows.reshape(-1), noise, num_rows)
     chosen = mark_nan(sampled, normalisers).reshape(count, size)
     paths, num_accepted, bonus, last, tokens = _accept_all(trees, chosen)
     hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
     best = [best_rows(log_probs, num_best).reshape(count, -1)] if num_best else []
     outcomes = mx.concatenate([bonus, num_accepted, paths, tokens, *best], axis=1)
-    rows = _rows(log_probs)
-    mx.async_eval(outcomes, hidden_states, rows, outputs.states)
+    each = mx.split(log_probs, count)
+    mx.async_eval(outcomes, hidden_states, each, outputs.states)
     # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
     read = cache(lambda: to_rows(outcomes))
     roots = mx.maximum(bonus, 0)
-    return _passes(read, roots, hidden_states, rows, outputs.states, outcomes, paths)
-
-
-def _rows(log_probs: mx.array) -> list[mx.array]:
-    """Split log-probabilities, (N, V), into N of shape (V,), to be computed with the pass.
-
-    Another thread, which may read those of a token, could not compute them.
-    """
-    return [one.squeeze(0) for one in mx.split(log_probs, log_probs.shape[0])]
+    return _passes(read, roots, hidden_states, each, outputs.states, outcomes, paths)
 
 
 def _passes(
     read: Callable[[], list[list[int]]],
     roots: mx.array,
     hidden_states: mx.array,
-    rows: Sequence[mx.array],
+    log_probs: Iterable[mx.array],
     states: mx.array | None,
     outcomes: mx.array | None = None,
     paths: mx.array | None = None,
 ) -> list[Pass]:
     """Make the passes of G sequences, over one token each without outcomes and paths of trees."""
     count = roots.size
-    size = len(rows) // count
 
     def split(array: mx.array | None) -> list[Any]:
         if array is None:
@@ -364,14 +352,14 @@ def _passes(
         own_roots if outcomes is None else split(outcomes),
         own_roots,
         split(hidden_states.reshape(count, -1)),
-        [rows[start : start + size] for start in range(0, len(rows), size)],
+        log_probs,
         split(states),
         split(paths),
         strict=True,
     )
     return [
-        Pass(packed, root, hidden_state, own_rows, state, path, partial(_item, read, number))
-        for number, (packed, root, hidden_state, own_rows, state, path) in enumerate(parts)
+        Pass(packed, root, hidden_state, one, state, path, partial(_item, read, number))
+        for number, (packed, root, hidden_state, one, state, path) in enumerate(parts)
     ]
 
 

@@ -47,11 +47,12 @@ class Token(NamedTuple):
     Attributes:
         id: Token id.
         is_draft: Whether it is an accepted draft, rather than the target's own addition.
-        log_probs: Natural log-probabilities after logits processors, shape (V,).
+        log_probs: Function that takes natural log-probabilities after logits processors, shape
+            (V,), out of those of the pass.
         finish_reason: "stop" or "length" on the last token, else None.
     """
 
     id: int
     is_draft: bool
-    log_probs: mx.array
+    log_probs: Callable[[], mx.array]
     finish_reason: str | None

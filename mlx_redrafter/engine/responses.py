@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import islice
 from threading import get_ident
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse as StockResponse
@@ -41,6 +42,17 @@ class GenerationResponse(StockResponse):
     tokens_per_step: float | None = None
     stats: DecodingStats = field(default_factory=DecodingStats)
 
+    # A property, as a row that one thread has not computed yet no other one can compute.
+    @property  # type: ignore[misc]
+    def logprobs(self) -> mx.array:
+        """Natural log-probabilities of the token, shape (V,); computed by the thread that reads."""
+        found = self._logprobs
+        return found if isinstance(found, mx.array) else found()
+
+    @logprobs.setter
+    def logprobs(self, given: Any) -> None:
+        self._logprobs: mx.array | Callable[[], mx.array] = given
+
 
 class BatchResponse(NamedTuple):
     """One token of one of several texts, with the number of that text, from 0."""
@@ -58,21 +70,15 @@ class Responder:
         self._detokenizer = tokenizer.detokenizer
         self._num_prompt = len(sequence.request.prompt)
         self._num_before = sequence.cache.length + self._num_prompt
-        self._start: float | None = None
+        self._start = time.perf_counter()
         self._prompt_tps = 0.0
         self._guard = MemoryGuard()
-
-    def begin(self) -> None:
-        """Begin to time the prompt, unless this was called before."""
-        if self._start is None:
-            self._start = time.perf_counter()
 
     def respond(self, token: Token) -> GenerationResponse:
         """Make the response of the next token, the last one if memory is used up."""
         stats, detokenizer = self._sequence.delivery.stats, self._detokenizer
         limit = self._sequence.target.context_length
         self.num_tokens += 1
-        assert self._start is not None
         if self.num_tokens == 1:
             now = time.perf_counter()
             self._prompt_tps, self._start = self._num_prompt / (now - self._start), now
@@ -92,7 +98,7 @@ class Responder:
         return GenerationResponse(
             text=detokenizer.last_segment,
             token=token.id,
-            logprobs=token.log_probs,
+            logprobs=token.log_probs,  # type: ignore[arg-type]
             from_draft=token.is_draft,
             prompt_tokens=self._num_prompt,
             prompt_tps=self._prompt_tps,
@@ -120,7 +126,8 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
     ):
         self._sequence = sequence
         self._scheduler = scheduler
-        self._responder = Responder(sequence, tokenizer)
+        # Made when the text begins, as it times the prompt.
+        self._responder = cache(partial(Responder, sequence, tokenizer))
         self._responses = _respond(sequence, self._responder, scheduler)
         self._reader: int | None = None
 
@@ -153,7 +160,7 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
         """
         sequence, scheduler = self._sequence, self._scheduler
         assert scheduler is not None, "only a text with a scheduler can wait for others"
-        self._responder.begin()
+        self._responder()
         scheduler.begin([sequence])
         while not sequence.is_closed:
             if sequence.is_ready or sequence.delivery.num_ready:
@@ -171,10 +178,12 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
 
 
 def _respond(
-    sequence: SequenceDecoder, responder: Responder, scheduler: Scheduler | None
+    sequence: SequenceDecoder,
+    responder_of: Callable[[], Responder],
+    scheduler: Scheduler | None,
 ) -> Generator[GenerationResponse, None, None]:
     end_streams_with_thread()
-    responder.begin()
+    responder = responder_of()
     calls = () if scheduler is None else (scheduler.step, scheduler.leave)
     with (
         wire_memory(sequence.target.model),
@@ -241,9 +250,7 @@ class BatchStream(Iterator[BatchResponse]):
 
     def _begin(self, begun: list[tuple[int, SequenceDecoder]]) -> None:
         for number, sequence in begun:
-            responder = Responder(sequence, self._tokenizer)
-            responder.begin()
-            self._live[sequence] = number, responder
+            self._live[sequence] = number, Responder(sequence, self._tokenizer)
         self._scheduler.begin([sequence for _, sequence in begun])
 
     def _step(self) -> Iterator[BatchResponse]:

@@ -34,7 +34,7 @@ def flight_of(
         packed=mx.array(outcome, dtype=mx.int32),
         root=mx.array([bonus], dtype=mx.int32),
         hidden_state=mx.zeros((1,)),
-        log_probs=[mx.zeros((1,))] * len(path),
+        log_probs=mx.zeros((len(path), 1)),
         length=length,
         path=mx.arange(len(path), dtype=mx.int32),
         plan=None,

@@ -116,8 +116,7 @@ def test_a_step_that_chooses_its_drafts_reads_what_is_known_of_them_as_well(
     read: list[list[str]] = [[], ["read by tolist"]]
     middle = ["dispatch", "read by tolist"]
     kinds = [[*one, *middle, *other, "dispatch"] for one in read for other in read]
-    # The others are plain: on a busy machine the policy tries more of them.
-    assert sum(steps.count(kind) for kind in kinds) > STEPS // 2
+    assert sum(steps.count(kind) for kind in kinds) > STEPS - 10
 
 
 @pytest.mark.parametrize("options", [{}, {"temp": 0.9, "seed": 1}], ids=str)
