@@ -70,10 +70,9 @@ def find_model(name: str, yes: bool) -> str:
     """
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if name and expand_home(name).exists():
         folder = expand_home(name)
-    elif is_path and HUB.fullmatch(name) is None:
+    elif _is_path(name) and HUB.fullmatch(name) is None:
         raise CheckpointError(
             f"no such folder: {name}; give a folder or a repository like org/name"
         )
@@ -86,6 +85,10 @@ def find_model(name: str, yes: bool) -> str:
         name, folder = full, stored
     refuse_drafter(name, folder)
     return name
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def refuse_drafter(name: str, folder: Path) -> None:
@@ -133,8 +136,8 @@ def ask_for_drafter(name: str, yes: bool) -> None:
     """
     from mlx_redrafter.proposers.checkpoint import PATTERNS
 
-    is_path = name.startswith((".", "/", "~")) or expand_home(name).exists()
-    if yes or is_path or name.count("/") != 1 or find_stored(name, PATTERNS) is not None:
+    is_repository = "/" in name and not _is_path(name) and not expand_home(name).exists()
+    if yes or not is_repository or find_stored(name, PATTERNS) is not None:
         return
     from mlx_redrafter.hub import find_repository
 

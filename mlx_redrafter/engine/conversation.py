@@ -72,7 +72,7 @@ class Conversation:
         self._contexts = Contexts()
         # Token ids that the cache holds.
         self._tokens: list[int] = []
-        # Whether an answer has begun that has not ended.
+        # True while an answer goes on.
         self._is_answering = False
 
     def ask(self, text: str, **options: Any) -> Iterator[GenerationResponse]:

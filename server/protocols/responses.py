@@ -242,7 +242,7 @@ class ResponseWriter(BlockWriter):
 
     @property
     def _is_cut(self) -> bool:
-        """Whether the text has ended at its maximum length, and its last item with it."""
+        """True if the text has ended at its maximum length, and its last item with it."""
         return self.last is not None and self.last.finish_reason == "length"
 
     def _event(self, kind: str, **values: Any) -> str:

@@ -8,7 +8,7 @@ a suffix tree; here the newest few occurrences of a context count, and know how 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class Contexts:
     with `NO_TOKEN` between texts.
     """
 
-    def __init__(self, text: Sequence[int] = ()) -> None:
+    def __init__(self, text: Iterable[int] = ()) -> None:
         self.tokens = array("i")
         self._waiting = list(text)
         self.end = TextEnd(0, ())

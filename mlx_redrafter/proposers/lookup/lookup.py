@@ -78,7 +78,7 @@ class Lookup:
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> LookupDrafting:
-        history = [token for text in self.history for token in (*text, NO_TOKEN)]
+        history = (token for text in self.history for token in (*text, NO_TOKEN))
         contexts = self.contexts or Contexts(history)
         contexts.expect(prompt, target.vocab_size)
         num_best = NUM_BEST if target.vocab_size > NUM_BEST else 0
