@@ -99,7 +99,11 @@ BAD: list[tuple[str, Change, str]] = [
     ("DeepSpec", set_value("log_snr_conditioning", to=True), "log_snr_conditioning"),
     ("z-lab", put("layers.0.self_attn.qkv_proj.weight", lambda _: mx.zeros(4)), "a joint proj"),
     ("z-lab", set_value("hidden_act", to="gelu"), "hidden_act 'gelu', not 'silu'"),
-    ("z-lab", set_value("layer_types", to=["linear_attention"] * 2), "layer_types must be one of .* for each of 2 layers"),
+    (
+        "z-lab",
+        set_value("layer_types", to=["linear_attention"] * 2),
+        "layer_types must be one of .* for each of 2 layers",
+    ),
     ("z-lab", shift_norm(-1), "norms that are stored as factors"),
     ("Qwen3.5", shift_norm(1), "norms that are stored less one"),
     ("DeepSpec", set_value("dspark_block_size", to=5), "expected a drafter, found a"),
