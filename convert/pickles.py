@@ -22,14 +22,16 @@ from mlx_redrafter.errors import CheckpointError, describe_error, quote
 
 # Maximum size of a pickle in bytes; a drafter's has about 2 kB, a 70B model's about 100 kB.
 MAX_PICKLE_BYTES = 2**20
-# Maximum number of elements, offset or stride of a tensor.
+# Maximum number of elements, offset or stride of a tensor, and of a number that is a key.
 MAX_ELEMENTS = 2**48
+# Maximum number of arguments of a call; a tensor has seven.
+MAX_ARGUMENTS = 8
 
 # Opcodes of ``torch.save`` (pickle protocols 2 to 4) that the standard library may interpret.
 _HARMLESS = """
     PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE
     SHORT_BINUNICODE EMPTY_TUPLE EMPTY_DICT EMPTY_LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS
-    BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID REDUCE
+    BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID
 """.split()
 # Errors of the standard library for malformed input.
 _MALFORMED = (
@@ -116,6 +118,13 @@ class _Reader(pickle._Unpickler):
             "Do not load it elsewhere, or, if it is your own, save the model's state_dict() alone"
         )
 
+    def reduce(self) -> None:
+        """Call a function that `find_class` has returned; calls with many arguments copy them."""
+        arguments = self.stack.pop()
+        if type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+            raise ValueError("a call has unexpected arguments")
+        self.stack[-1] = self.stack[-1](*arguments)
+
     def build(self) -> None:
         """Drop the attributes of a state dict: torch's ``_metadata``, which is not needed."""
         state, target = self.stack.pop(), self.stack[-1]
@@ -134,8 +143,9 @@ class _Reader(pickle._Unpickler):
         if type(target) is not dict or len(values) % 2:
             raise ValueError("sets items of something that is not a dict")
         for key, value in zip(values[::2], values[1::2], strict=True):
-            if type(key) not in (str, int):
-                raise ValueError("a dict has a key that is neither text nor a number")
+            # Python gives many large numbers the same hash, which makes a dict of them slow.
+            if type(key) is not str:
+                _check_count(key)
             if key in target:
                 raise ValueError(f"a dict has the key {quote(str(key))} twice")
             target[key] = value
@@ -143,7 +153,12 @@ class _Reader(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {}
 
 
-_REPLACED = {"BUILD": _Reader.build, "SETITEM": _Reader.set_item, "SETITEMS": _Reader.set_items}
+_REPLACED = {
+    "REDUCE": _Reader.reduce,
+    "BUILD": _Reader.build,
+    "SETITEM": _Reader.set_item,
+    "SETITEMS": _Reader.set_items,
+}
 
 
 def _choose_step(opcode: pickletools.OpcodeInfo) -> Callable[[Any], None]:

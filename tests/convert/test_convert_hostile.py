@@ -25,6 +25,11 @@ MAX_SECONDS = 10.0
 MAX_EXTRA_BYTES = 300 * 2**20
 PROTO, STOP = b"\x80\x02", b"."
 SYSTEM = b"cposix\nsystem\n" + b"(" + text("touch executed") + b"tR"
+# A function and 500,000 arguments, which every call would copy, in the memo.
+PARAMETER = b"]ctorch._utils\n_rebuild_parameter\nq\x00"
+MANY_ARGUMENTS = b"(" + tensor(storage("0", 1), (1,), (1,)) + b"N" * 500_000 + b"tq\x01"
+# Python hashes numbers modulo this one, so its multiples are all alike to a dict.
+HASHED = 2**61 - 1
 
 
 @pytest.fixture
@@ -129,6 +134,8 @@ def test_no_way_to_a_call(source: Path, opcodes: bytes) -> None:
         PROTO + b"I" + b"9" * 900_000 + b"\n" + STOP,
         PROTO + b"c" + b"a" * 900_000 + STOP,
         PROTO + b"X\x03\x00\x00\x00\xed\xa0\x80" + STOP,
+        PROTO + PARAMETER + MANY_ARGUMENTS + b"h\x00h\x01R" * 100_000 + STOP,
+        PROTO + b"}(" + b"".join(number(k * HASHED) + b"N" for k in range(1, 70_000)) + b"u" + STOP,
         b"\x80\xff" + STOP,
         b"",
     ],
