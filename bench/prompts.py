@@ -60,7 +60,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     elif path.suffix == ".parquet":
         rows = _read_parquet(path)
     elif path.suffix == ".jsonl":
-        lines = enumerate(_read_text(path).splitlines(), start=1)
+        # `splitlines` also divides at characters that JSON allows in a text, such as U+2028.
+        lines = enumerate(_read_text(path).split("\n"), start=1)
         rows = [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]
     else:
         blocks = [block.strip() for block in _read_text(path).split("\n\n")]
@@ -74,7 +75,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             f"{missing} of the {len(prompts)} prompts in {path} are not published there; fill them "
             "in with prepare_data.py of NVIDIA's specdec_bench, and give the file that it writes"
         )
-    return _as_spec_bench(prompts)
+    return _as_spec_bench(_with_own_names(prompts))
 
 
 def fit_prompts(
@@ -90,7 +91,7 @@ def fit_prompts(
         missing = length - len(encode_question(tokenizer, prompt.text))
         if missing < 0:
             ids = tokenizer.encode(prompt.text, add_special_tokens=False)
-            text = tokenizer.decode(ids[: len(ids) + missing])
+            text = tokenizer.decode(ids[: max(0, len(ids) + missing)])
         else:
             text = _filler(tokenizer, prompt, fillers, missing) + prompt.text
         if not text:
@@ -206,6 +207,13 @@ def _as_prompt(values: Any, path: Path, number: int) -> Prompt:
         raise ConfigError(f'{place}: expected a text in "turns", "prompt" or "text"')
     name = values.get("question_id", values.get("id", number))
     return Prompt(str(name), str(values.get("category", NO_CATEGORY)), text)
+
+
+def _with_own_names(prompts: list[Prompt]) -> list[Prompt]:
+    """Number all prompts if some share a name, as in files that were joined."""
+    if len({prompt.name for prompt in prompts}) == len(prompts):
+        return prompts
+    return [replace(prompt, name=str(number)) for number, prompt in enumerate(prompts, start=1)]
 
 
 def _as_spec_bench(prompts: list[Prompt]) -> list[Prompt]:

@@ -29,6 +29,12 @@ def test_mt_bench_and_spec_bench_have_their_categories(tmp_path):
     assert categories == ["multi_turn", "multi_turn", "translation", "rag"]
 
 
+def test_every_prompt_has_a_name_of_its_own(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(f'{{"id": {one}, "text": "x"}}\n' for one in ("null", "null", 1)))
+    assert [prompt.name for prompt in read_prompts(path)] == ["1", "2", "3"]
+
+
 @pytest.mark.parametrize(("name", "count", "categories"), [("mt", 80, 8), ("spec", 480, 6)])
 def test_published_files(name, count, categories):
     prompts = read_prompts(shared_path(f"prompts/{name}_bench.jsonl"))
@@ -40,6 +46,8 @@ def test_plain_lines_and_text(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a", "id": "x"}\n{"text": "b"}\n"c"\n')
     assert [(p.name, p.text) for p in read_prompts(path)] == [("x", "a"), ("2", "b"), ("3", "c")]
+    path.write_text('{"text": "a\u2028b\x85c"}\n', encoding="utf-8")
+    assert [prompt.text for prompt in read_prompts(path)] == ["a\u2028b\x85c"]
     path = tmp_path / "p.txt"
     path.write_text("one\nstill one\n\n\n\ntwo\n")
     assert [prompt.text for prompt in read_prompts(path)] == ["one\nstill one", "two"]
@@ -72,6 +80,17 @@ def test_prompts_of_the_same_length():
     assert [one.text for one in fitted] == ["ree  one", "two and "]
     with pytest.raises(ConfigError, match="more or longer prompts"):
         fit_prompts(tokenizer, prompts, prompts, 99)
+
+
+def test_no_prompt_is_shorter_than_its_chat_template(monkeypatch):
+    def templated(tokenizer, text):
+        return [0] * 10 + tokenizer.encode(text)
+
+    monkeypatch.setattr("mlx_redrafter.bench.prompts.encode_question", templated)
+    tokenizer, long = TokenizerWrapper(ByteTokenizer(256)), [Prompt("a", "x", "y" * 100)]
+    assert [one.text for one in fit_prompts(tokenizer, long, long, 12)] == ["yy"]
+    with pytest.raises(ConfigError, match="more tokens than a chat has, got 8"):
+        fit_prompts(tokenizer, long, long, 8)
 
 
 def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
