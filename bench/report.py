@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
@@ -90,9 +90,9 @@ def _row(
     verified = sum(run.num_verified for run in runs)
     return Row(
         arm=name,
-        speedup=ratios((a.seconds_per_token, b.seconds_per_token) for a, b in pairs),
-        tokens_per_second=ratios((1.0, run.seconds_per_token) for run in timed),
-        prompt_speedup=ratios((a.prompt_seconds, b.prompt_seconds) for a, b in pairs),
+        speedup=ratios((b.prompt, a.seconds_per_token, b.seconds_per_token) for a, b in pairs),
+        tokens_per_second=ratios((run.prompt, 1.0, run.seconds_per_token) for run in timed),
+        prompt_speedup=ratios((b.prompt, a.prompt_seconds, b.prompt_seconds) for a, b in pairs),
         tokens_per_step=sum(len(run.tokens) - 1 for run in runs) / steps if steps else None,
         acceptance_rate_by_depth=_acceptance(runs),
         nodes_per_step=verified / steps if steps and verified else None,
@@ -109,10 +109,10 @@ def _acceptance(runs: Sequence[TimedRun]) -> list[float]:
     ]
 
 
-def ratios(pairs: Iterable[tuple[float, float]]) -> MedianEstimate | None:
-    """Estimate the median of the quotients; None without pairs."""
-    samples = [a / b for a, b in pairs]
-    return estimate(samples) if samples else None
+def ratios(pairs: Iterable[tuple[Hashable, float, float]]) -> MedianEstimate | None:
+    """Estimate the median of the quotients of pairs, each with its text; None without pairs."""
+    samples = [(text, a / b) for text, a, b in pairs]
+    return estimate([one for _, one in samples], [text for text, _ in samples]) if samples else None
 
 
 def divide(runs: Sequence[TimedRun]) -> dict[str, list[TimedRun]]:

@@ -156,8 +156,8 @@ def _rows(
         mine = _batches(runs, row.arm, has_prompts)
         yield replace(
             row,
-            tokens_per_second=ratios((speed, 1.0) for speed in mine.values()),
-            speedup=ratios((mine[key], before[key]) for key in mine if key in before),
+            tokens_per_second=ratios((key[0], speed, 1.0) for key, speed in mine.items()),
+            speedup=ratios((key[0], mine[key], before[key]) for key in mine if key in before),
             setting=str(setting),
             batch_size=setting.batch_size,
             category=category,

@@ -7,25 +7,26 @@ compared sample by sample.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 OnProgress = Callable[[int, int], None]
 
 # Bootstrap resamples; more no longer move the ends of the interval visibly.
 RESAMPLES = 10_000
-# Minimum number of samples for a bootstrap interval; of fewer, the range is as informative.
-MIN_SAMPLES = 5
+# Minimum number of texts for a bootstrap interval; of fewer, the range is as informative.
+MIN_TEXTS = 5
 
 
 @dataclass(frozen=True)
 class MedianEstimate:
     """A median and its uncertainty, in the unit of the samples.
 
-    ``low`` and ``high`` are the ends of its 95% bootstrap interval, or of the range of fewer than 5
-    samples. ``quartiles`` are those of the samples.
+    ``low`` and ``high`` are the ends of its 95% bootstrap interval, or of the range of the samples
+    of fewer than 5 texts. ``quartiles`` are those of the samples.
     """
 
     median: float
@@ -33,6 +34,7 @@ class MedianEstimate:
     high: float
     quartiles: tuple[float, float]
     count: int
+    num_texts: int
 
     def span(self, form: str = ".2f") -> str:
         """Format ``low`` and ``high`` with the kind of interval; empty for one sample."""
@@ -43,21 +45,41 @@ class MedianEstimate:
         """Name of the interval from ``low`` to ``high``; empty for one sample."""
         if self.count < 2:
             return ""
-        return "95%" if self.count >= MIN_SAMPLES else f"range of {self.count}"
+        return "95%" if self.num_texts >= MIN_TEXTS else f"range of {self.count}"
 
 
-def estimate(samples: Sequence[float], seed: int = 0) -> MedianEstimate:
-    """Compute the median of at least one sample, with its bootstrap interval or the range."""
+def estimate(
+    samples: Sequence[float], texts: Sequence[Hashable] | None = None, seed: int = 0
+) -> MedianEstimate:
+    """Compute the median of at least one sample, with its bootstrap interval or the range.
+
+    ``texts`` names the text of each sample; by default every sample has its own. Repeats of a text
+    are alike, so a resample draws texts, each with all its repeats.
+    """
     values = np.asarray(samples, dtype=np.float64)
-    if len(values) < MIN_SAMPLES:
+    by_text: dict[Hashable, list[float]] = {}
+    for text, value in zip(range(len(values)) if texts is None else texts, values, strict=True):
+        by_text.setdefault(text, []).append(value)
+    if len(by_text) < MIN_TEXTS:
         low, high = values.min(), values.max()
     else:
-        draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
-        low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
+        low, high = np.quantile(_resample(list(by_text.values()), seed), [0.025, 0.975])
     first, third = np.quantile(values, [0.25, 0.75])
-    return MedianEstimate(
-        float(np.median(values)), float(low), float(high), (float(first), float(third)), len(values)
-    )
+    quartiles = float(first), float(third)
+    median, count = float(np.median(values)), len(values)
+    return MedianEstimate(median, float(low), float(high), quartiles, count, len(by_text))
+
+
+def _resample(by_text: Sequence[Sequence[float]], seed: int) -> NDArray[np.float64]:
+    """Compute the medians of resamples of texts, each with the samples of one text."""
+    table = np.full((len(by_text), max(map(len, by_text))), np.nan)
+    for row, samples in zip(table, by_text, strict=True):
+        row[: len(samples)] = samples
+    draws = np.random.default_rng(seed).integers(len(table), size=(RESAMPLES, len(table)))
+    drawn = table[draws].reshape(RESAMPLES, -1)
+    # Texts with fewer samples than others leave NaN; the plain median is faster.
+    median = np.nanmedian if np.isnan(table).any() else np.median
+    return np.asarray(median(drawn, axis=1))
 
 
 def timed(work: Callable[[], object]) -> float:

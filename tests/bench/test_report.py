@@ -102,3 +102,28 @@ def test_few_samples_have_a_range_and_more_an_interval(samples, low, high, span)
         assert (found.median, found.quartiles) == (3, (2, 4))
     else:
         assert (found.low, found.high, found.span(".0f")) == (low, high, span)
+
+
+def test_repeats_of_a_text_are_no_further_texts():
+    """Repeats differ by noise alone, so the interval is that of the texts."""
+    speeds = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    once = estimate(speeds)
+    repeated = estimate(3 * speeds, 3 * list("abcdef"))
+    assert (repeated.median, repeated.count, repeated.num_texts) == (3.5, 18, 6)
+    assert (repeated.low, repeated.high) == (once.low, once.high)
+    unequal = estimate([*speeds, 6.0], list("abcdeff"))
+    assert once.low <= unequal.low < unequal.high <= 6
+    few = estimate([1.0, 1.1, 2.0, 2.1, 3.0, 3.1], list("aabbcc"))
+    assert few.span(".1f") == "1.0 to 3.1 (range of 6)"
+
+
+def test_rows_count_a_prompt_once_in_their_intervals():
+    runs = [
+        make_run(arm, speed * seconds, prompt=prompt, repeat=repeat)
+        for prompt, speed in zip("abcdef", range(1, 7), strict=True)
+        for repeat in range(4)
+        for arm, seconds in ((STOCK, 2.0), ("a", 1.0 / speed))
+    ]
+    row = summarise(runs)[1]
+    for found in (row.speedup, row.tokens_per_second, row.prompt_speedup):
+        assert (found.count, found.num_texts) == (24, 6)
