@@ -11,7 +11,7 @@ from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
 from mlx_redrafter.bench.result_file import new_result, read_result, write_result
 from mlx_redrafter.bench.runs import TimedRun
 from mlx_redrafter.destinations import check_writable
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Parts of a result that must be equal for a benchmark to be resumed.
 FIXED = ("configuration", "versions")
@@ -34,8 +34,8 @@ class Recording:
         """Start a recording, or resume the one in the file.
 
         ``configuration`` consists of JSON values. Without a path no file is written. Raise
-        `ConfigError` if the file exists or is to be resumed with other settings, and `OSError` if
-        its folder takes no file.
+        `CheckpointError` if the file is damaged, `ConfigError` if it exists or is to be resumed
+        with other settings, and `OSError` if its folder takes no file.
         """
         self.path = path
         self.runs: list[TimedRun] = []
@@ -78,18 +78,22 @@ class Recording:
             write_result(self.path, {**self.result, "runs": [asdict(run) for run in self.runs]})
 
     def _continue(self, path: Path, kind: str) -> None:
-        before = read_result(path, kind)
-        for key in FIXED:
-            found, expected = before[key], self.result[key]
-            different = [name for name in expected if found.get(name) != expected[name]]
-            if different:
-                name = different[0]
-                raise ConfigError(
-                    f"{path} was measured with {name} {found.get(name)!r}, now it is "
-                    f"{expected[name]!r}; resume with the same settings or choose another file"
-                )
-        runs, names = before.pop("runs"), {field.name for field in fields(TimedRun)}
-        if any(set(values) != names for values in runs):
+        before, names = read_result(path, kind), {field.name for field in fields(TimedRun)}
+        try:
+            for key in FIXED:
+                found, expected = before[key], self.result[key]
+                different = [name for name in expected if found.get(name) != expected[name]]
+                if different:
+                    name = different[0]
+                    raise ConfigError(
+                        f"{path} was measured with {name} {found.get(name)!r}, now it is "
+                        f"{expected[name]!r}; resume with the same settings or choose another file"
+                    )
+            runs, sittings = before.pop("runs"), [*before["sittings"], self._sitting]
+            is_known = all(set(values) == names for values in runs)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error!r}); choose another file") from error
+        if not is_known:
             raise ConfigError(f"{path} is of another version of this program; choose another file")
         self.runs = [TimedRun(**values) for values in runs]
-        self.result = {**before, "sittings": [*before["sittings"], self._sitting]}
+        self.result = {**before, "sittings": sittings}

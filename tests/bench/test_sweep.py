@@ -1,12 +1,15 @@
 """Grids, and what survives an interruption."""
 
+from functools import partial
+
 import pytest
 
 from mlx_redrafter.bench.recording import Recording
-from mlx_redrafter.bench.runs import TimedRun
+from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt, TimedRun, Turn
 from mlx_redrafter.bench.sweep import Grid
+from mlx_redrafter.bench.turns import Interleaving, decode_in_turns
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import CheckpointError, ConfigError
 
 
 def test_grid_leaves_out_what_cannot_be():
@@ -44,6 +47,34 @@ def test_recordings_go_on(tmp_path):
     assert len(third.result["sittings"]) == 3
     with pytest.raises(ConfigError, match="measured with seed 1, now it is 2"):
         Recording(path, "sweep", {"seed": 2}, resume=True)
-    path.write_text(path.read_text().replace('"num_unmerged"', '"num_plain"'))
+    whole = path.read_text()
+    path.write_text(whole.replace('"num_unmerged"', '"num_plain"'))
     with pytest.raises(ConfigError, match="another version of this program"):
         Recording(path, "sweep", {"seed": 1}, resume=True)
+    for part in ('"runs"', '"versions"', '"sittings"'):
+        path.write_text(whole.replace(part, '"lost"'))
+        with pytest.raises(CheckpointError, match="is damaged"):
+            Recording(path, "sweep", {"seed": 1}, resume=True)
+
+
+def test_every_round_starts_with_another_method():
+    """Whatever rounds share, such as the block of a sweep's shapes."""
+    order = []
+
+    def make_methods(settings):
+        def decode(name, batch):
+            order.append(name)
+            measured = {"prompt_seconds": 1.0, "decode_seconds": 1.0, "tokens": [1, 2]}
+            return [(turn.run(name, **measured), "") for turn in batch]
+
+        return {name: partial(decode, name) for name in "abc"}
+
+    prompts = [EncodedPrompt(name, "", [1]) for name in "pqr"]
+    batches = [[Turn("g", 0, prompt, repeat)] for repeat in range(2) for prompt in prompts]
+    settings = CommonSettings(None, None, None, max_tokens=2)
+    recording = Recording(None, "sweep", {})
+    decode_in_turns([Interleaving(make_methods, settings, batches)], recording)
+    warm_up, rounds = order[:3], order[3:]
+    assert warm_up == ["a", "b", "c"]
+    assert "".join(rounds[::3]) == "abcbca"
+    assert [run.arm for run in recording.runs] == 6 * ["a", "b", "c"]
