@@ -67,9 +67,9 @@ def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_temps(text: str) -> tuple[float, ...]:
-    """Parse temperatures such as 0,0.7,1, each 0 or more and finite."""
+    """Parse temperatures such as 0,0.7,1, each 0 or more and finite, without repetitions."""
     try:
-        temps = tuple(float(part) for part in text.split(","))
+        temps = tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         raise ConfigError(f"expected temperatures such as 0,0.7,1, got {text!r}") from None
     if not all(0 <= temp < math.inf for temp in temps):
