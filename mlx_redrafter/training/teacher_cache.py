@@ -92,22 +92,30 @@ class TeacherCache:
     def __init__(self, folder: Path, identity: Mapping[str, object]):
         self.folder = folder
         self.identity = {"format": FORMAT, **identity}
-        if not self._manifest.exists():
-            return
-        if (difference := find_difference(read_json(self._manifest), self.identity)) is not None:
-            raise CheckpointError(
-                f"the cache in {folder} was made with another {difference}; give the same files "
-                "and options again, or choose another folder"
-            )
+        self._check()
 
     @property
     def _manifest(self) -> Path:
         return self.folder / MANIFEST
 
     def begin(self) -> None:
-        """Write the manifest, before the first file, unless it exists."""
-        if not self._manifest.exists():
+        """Write the manifest, before the first file, unless it exists.
+
+        Raise `CheckpointError` if another run has begun another cache here meanwhile.
+        """
+        if not self._check():
             save_json(self._manifest, self.identity)
+
+    def _check(self) -> bool:
+        """Return whether there is a manifest; raise `CheckpointError` if it is of another cache."""
+        if not self._manifest.exists():
+            return False
+        if (difference := find_difference(read_json(self._manifest), self.identity)) is not None:
+            raise CheckpointError(
+                f"the cache in {self.folder} was made with another {difference}; give the same "
+                "files and options again, or choose another folder"
+            )
+        return True
 
     def path(self, split: Split, number: int, layers: Sequence[int] = ()) -> Path:
         """Name the file of a shard, or of the inputs of layers at its tokens."""
@@ -118,11 +126,15 @@ class TeacherCache:
         return self.path(split, number, layers).exists()
 
     def save(self, split: Split, number: int, shard: Shard, layers: Sequence[int] = ()) -> None:
-        """Store a shard with the inputs of layers; blocks until MLX has evaluated its arrays."""
+        """Store a shard with the inputs of layers; blocks until MLX has evaluated its arrays.
+
+        A shard that exists stays, as other runs may share it: a second reading rounds differently.
+        """
         self.begin()
         if shard.states is not None:
             save_arrays(self.path(split, number, layers), {"states": shard.states})
-        save_arrays(self.path(split, number), shard.arrays())
+        if not self.has(split, number):
+            save_arrays(self.path(split, number), shard.arrays())
 
     def load(self, split: Split, number: int, layers: Sequence[int] = ()) -> Shard:
         """Read a shard, with the inputs of some layers if any are given."""

@@ -76,8 +76,10 @@ def test_complete_shards_are_not_read_again(
     done: list[int] = []
     target.modules.watch((0,))
     assert Teacher(target, cache, "train", K, ()).read(sequences, done.append) == 3
+    shared = cache.path("train", 0).stat()
     with_states = Teacher(target, cache, "train", K, (0,))
     with_states.read(sequences, lambda n: None)
+    assert cache.path("train", 0).stat() == shared, "a run that shares the cache keeps its outputs"
     assert done == [0, 24, 24, 48, 48, 53], "before and after each shard"
     assert cache.num_shards("train") == 3
     first = cache.path("train", 0).read_bytes()
@@ -105,6 +107,14 @@ def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:
         TeacherCache(tmp_path, {"target": other, "top_k": 8})
     with pytest.raises(CheckpointError, match="another top_k: expected 16, found 8"):
         TeacherCache(tmp_path, {"target": known, "top_k": 16})
+
+
+def test_of_two_runs_one_begins_a_cache(tmp_path: Path) -> None:
+    """Both found no manifest, as a rehearsal lies between that and the first shard."""
+    first, second = (TeacherCache(tmp_path, {"tokens": tokens}) for tokens in (1, 2))
+    first.begin()
+    with pytest.raises(CheckpointError, match="another tokens: expected 2, found 1"):
+        second.begin()
 
 
 def test_damaged_shards_are_named(tmp_path: Path) -> None:
