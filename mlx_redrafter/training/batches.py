@@ -172,11 +172,11 @@ class BatchOrder:
         # neighbours would hold one kind of text, and the drafter would forget the other.
         rng = np.random.default_rng(self.options.seed)
         for number in rng.permutation(self.cache.num_shards(self.split)).tolist():
-            shard = self.cache.load(self.split, number)
+            shard = self.cache.load(self.split, number, self.options.layers)
             count = int(self._mark_steps(shard).any(axis=1).sum())
             if count == 0:
                 continue
-            size = sum(array.nbytes for array in shard.arrays().values())
+            size = sum(array.nbytes for array in vars(shard).values() if array is not None)
             if not groups or size > room:
                 groups.append([])
                 counts.append(0)

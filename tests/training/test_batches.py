@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,20 @@ def test_a_group_mixes_shards_from_all_over_the_cache(
     assert sorted(number for group in groups for number in group) == list(range(12))
     assert [len(group) for group in groups] == [4, 4, 4]
     assert all(max(group) - min(group) > 3 for group in groups)
+
+
+def test_inputs_of_layers_count_in_the_size_of_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = TeacherCache(tmp_path, {"target": "none"})
+    shard = _shard([_sequence(0, [1] * 9)], 0)
+    for number in range(4):
+        states = mx.zeros((9, 3 * H), mx.float16)
+        cache.save("train", number, replace(shard, states=states), layers=(0, 1, 2))
+    plain = sum(array.nbytes for array in shard.arrays().values())
+    monkeypatch.setattr(batches, "GROUP_BYTES", 4 * plain)
+    for layers, count in (((), 1), ((0, 1, 2), 2)):
+        assert len(BatchOrder(cache, "train", BatchOptions(L, 4, 1, layers=layers)).groups) == count
 
 
 def test_tokens_without_a_row_join_the_tail() -> None:
