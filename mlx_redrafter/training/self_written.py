@@ -8,6 +8,7 @@ begins a text or, without one, after random tokens.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -79,7 +80,10 @@ class PromptWriter:
         longest = QUESTION_TOKENS if self.stop_tokens else SHORTEST_BEGINNING + NUM_BEGINNINGS
         generator = TextGenerator(self.target, self.stop_tokens, options.seed + 2)
         jobs = self._jobs(options.seed)
-        options = replace(options, answer_tokens=longest)
+        # The text of a template may be longer than a sequence, and the context is longer still.
+        room = min(len(self.prefix) + longest, self.target.context_length or sys.maxsize)
+        length = max(options.sequence_length, room)
+        options = replace(options, answer_tokens=longest, sequence_length=length)
         found: dict[str, Item] = {}
         num_written = number = 0
         while len(found) < wanted and num_written < MAX_TRIES * wanted:

@@ -12,7 +12,9 @@ from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import DataOptions, train_drafter
 from mlx_redrafter.training.data import Chat, Document
-from mlx_redrafter.training.self_written import PromptWriter, count_prompts
+from mlx_redrafter.training.files import load_arrays
+from mlx_redrafter.training.self_written import QUESTION_TOKENS, PromptWriter, count_prompts
+from mlx_redrafter.training.teacher_cache import unpack_sequences
 from tests.helpers.models import tiny_llama
 from tests.training.conftest import small_request
 from tests.training.pieces import Silent, WordTokenizer
@@ -58,6 +60,16 @@ def test_prompts_are_whole_and_unlike(is_chat: bool, tmp_path: Path) -> None:
     assert all(text.strip() for text in texts)
     again = PromptWriter.of(Target(tiny_llama(1, VOCAB)), _tokenizer(is_chat))
     assert again.write(OPTIONS, tmp_path, Silent()) == found, "the stored ones are read"
+
+
+def test_a_template_with_much_text_leaves_room_for_a_question(tmp_path: Path) -> None:
+    """Without room, nothing but a stop token would end a question."""
+    target = Target(tiny_llama(vocab_size=VOCAB, context=1024, spread=1.0))
+    prefix = [3] * (OPTIONS.sequence_length + 10)
+    writer = replace(PromptWriter.of(target, _tokenizer()), prefix=prefix, stop_tokens=[1])
+    writer.write(OPTIONS, tmp_path, Silent())
+    texts = unpack_sequences(load_arrays(tmp_path / "prompts-00000.safetensors")[0])
+    assert max(len(text) for text in texts) <= len(prefix) + QUESTION_TOKENS
 
 
 def test_a_model_that_asks_nothing_is_told(tmp_path: Path) -> None:
