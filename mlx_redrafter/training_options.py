@@ -180,5 +180,5 @@ class TrainingOptions:
         if self.minutes is not None:
             check_number("minutes", self.minutes, 0, 1e6)
         if self.lr is not None:
-            check_number("lr", self.lr, 0, 10)
+            check_number("lr", self.lr, 1e-9, 10)
         check_number("checkpoint_seconds", self.checkpoint_seconds, 0, math.inf)

@@ -200,6 +200,7 @@ def test_refusals_are_one_line(train: Cli, out: Path, cli: Cli, finished: Run) -
         (("--length", 1), "length must be an integer from 2 to 16"),
         (("--self-generated", 2), "self_generated must be a number from 0 to 1"),
         (("--lr", "nan"), "lr must be a number"),
+        (("--lr", 0), "lr must be a number"),
         (("--epochs", 0), "epochs must be an integer at least 1"),
         (("--tokens", 0), "tokens must be"),
         (("--tokens", 10**13, "--self-generated", 1), "of disk in"),
