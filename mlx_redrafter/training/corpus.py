@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -86,14 +87,16 @@ def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) 
     given = [given[i] for i in rng.permutation(len(given))]
     asked = [asked[i] for i in rng.permutation(len(asked))]
     pool = asked or given
-    if len(pool) < 2:
-        raise DataError(
-            f"expected at least two texts or prompts, one of them to measure on, found {len(pool)}"
-        )
     count = min(limit_held_out(options), max(1, len(pool) // 10))
-    if asked:
-        return Sources(given, asked[count:], asked[:count])
-    return Sources(given[count:], given[count:], given[:count])
+    held_out = pool[:count]
+    begun = set(map(_describe_start, held_out))
+    given, prompts = ([i for i in one if _describe_start(i) not in begun] for one in (given, pool))
+    if not prompts:
+        raise DataError(
+            "expected at least two texts or prompts that differ, one of them to measure on, found "
+            f"{len(begun)}"
+        )
+    return Sources(given, prompts, held_out)
 
 
 def limit_held_out(options: DataOptions) -> int:
@@ -101,6 +104,11 @@ def limit_held_out(options: DataOptions) -> int:
     if options.tokens is None:
         return options.held_out
     return min(options.held_out, max(2, options.tokens // (10 * options.answer_tokens)))
+
+
+def _describe_start(item: Item) -> str:
+    """Render what the target continues if an item is a prompt."""
+    return json.dumps(item.text if isinstance(item, Document) else item.asked, sort_keys=True)
 
 
 def _is_prompt(item: Item) -> bool:
@@ -129,7 +137,7 @@ def build_corpus(
     Shards of the teachers are read instead of made again.
     """
     share = options.self_generated if sources.given else 1.0
-    given = list(_encode_given(sources.given, encoder, options, 1.0 - share))
+    given = encode_given(sources.given, encoder, options, 1.0 - share, reporter)
     num_given = sum(map(len, given))
     first = training.read(given, lambda done: reporter.progress("reading text", done, num_given))
     wanted = _count_wanted(given, share, options)
@@ -161,19 +169,29 @@ def build_corpus(
     return Corpus(given, self_generated, measured)
 
 
-def _encode_given(
-    items: Sequence[Item], encoder: Encoder, options: DataOptions, share: float
-) -> Iterator[TokenSequence]:
-    if share == 0:
-        return
-    budget = None if options.tokens is None else share * options.tokens
-    total = 0
-    for item in items:
-        for sequence in encoder.encode(item):
-            if budget is not None and total >= budget:
-                return
+def encode_given(
+    items: Sequence[Item], encoder: Encoder, options: DataOptions, share: float, reporter: Reporter
+) -> list[TokenSequence]:
+    """Encode given items up to a share of the run's tokens, and report those that leave nothing."""
+    given: list[TokenSequence] = []
+    budget = math.inf if options.tokens is None else share * options.tokens
+    total = num_lost = 0
+    for item in items if share > 0 else ():
+        found = list(encoder.encode(item))
+        num_lost += not found
+        for sequence in found:
+            if total >= budget:
+                break
             total += int(sequence.is_trained.sum())
-            yield sequence
+            given.append(sequence)
+        if total >= budget:
+            break
+    if num_lost:
+        reporter.say(
+            f"{num_lost} chats are left out, as no reply begins in their first "
+            f"{options.sequence_length} tokens"
+        )
+    return given
 
 
 def _count_wanted(given: Sequence[TokenSequence], share: float, options: DataOptions) -> int | None:
@@ -197,11 +215,18 @@ def _choose_num_passes(prompts: Sequence[PromptSource], wanted: int | None) -> i
 
 
 def as_prompt_source(item: Item, encoder: Encoder, options: DataOptions) -> PromptSource:
-    """Encode a prompt, or a text whose beginning is one."""
+    """Encode a prompt, or a text whose beginning is one, and leave room for an answer.
+
+    A long prompt keeps its end, which the target answers, and its first token, which it expects.
+    """
+    half = options.sequence_length // 2
     if isinstance(item, Chat):
         tokens = encoder.encode_prompt(item)
         if len(tokens) > options.sequence_length - 8:
-            tokens = tokens[: options.sequence_length // 2]
-        return PromptSource(tokens, is_fixed=True)
-    first = next(iter(encoder.encode(item)))
-    return PromptSource([int(token) for token in first.tokens], is_fixed=False)
+            tokens = [tokens[0], *tokens[1 - half :]]
+    else:
+        first = next(iter(encoder.encode(item)), None)
+        tokens = [] if first is None else first.tokens[:half].tolist()
+    if not tokens:
+        raise DataError(f"{item.origin}: expected a text, found no token in it; leave it out")
+    return PromptSource(tokens, is_fixed=isinstance(item, Chat))

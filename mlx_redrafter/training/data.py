@@ -56,6 +56,11 @@ class Chat:
     def is_answered(self) -> bool:
         return self.messages[-1]["role"] == "assistant"
 
+    @property
+    def asked(self) -> list[Message]:
+        """The messages before the assistant's last reply, which the target would answer."""
+        return self.messages[:-1] if self.is_answered else self.messages
+
 
 Item = Document | Chat
 
@@ -139,6 +144,9 @@ def _read_documents(path: Path) -> Iterator[Document]:
 def _parse_row(line: str, origin: str) -> Item:
     try:
         row = json.loads(line)
+        # Half of a surrogate pair, which UTF-8 and tokenizers do not have, may come as an escape.
+        if "\\ud" in line.lower():
+            json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise DataError(f"{origin}: expected a JSON object, found {error}") from error
     if not isinstance(row, dict):
@@ -197,15 +205,14 @@ class Encoder:
 
     def encode_prompt(self, item: Chat) -> list[int]:
         """Encode a chat up to the beginning of the assistant's last reply."""
-        messages = item.messages[:-1] if item.is_answered else item.messages
         if self.tokenizer.has_chat_template:
-            return self._apply_template(messages, item.origin, add_generation_prompt=True)
-        if len(messages) != 1 or messages[0]["role"] != "user":
+            return self._apply_template(item.asked, item.origin, add_generation_prompt=True)
+        if len(item.asked) != 1 or item.asked[0]["role"] != "user":
             raise DataError(
                 f"{item.origin}: expected a model with a chat template for chats, found one "
                 'without; give "text" or "prompt"'
             )
-        return encode_prompt(self.tokenizer, messages[0]["content"])
+        return encode_prompt(self.tokenizer, item.asked[0]["content"])
 
     def _encode_text(self, document: Document) -> Iterator[TokenSequence]:
         for piece in split_text(document.text, CHARS_PER_TOKEN * self.sequence_length):
@@ -231,7 +238,7 @@ class Encoder:
                 item.messages[:turn], item.origin, add_generation_prompt=True
             )
             full = self._apply_template(item.messages[: turn + 1], item.origin)
-            if prompt[: len(tokens)] != tokens:
+            if any(text[: len(tokens)] != tokens for text in (prompt, full)):
                 yield from self._finish_chat(tokens, is_trained, item.origin)
                 tokens, is_trained = [], []
             pairs = enumerate(zip(prompt, full, strict=False))

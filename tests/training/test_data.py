@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.errors import DataError
-from mlx_redrafter.training.corpus import divide
+from mlx_redrafter.training.corpus import as_prompt_source, divide, encode_given
 from mlx_redrafter.training.data import (
     Chat,
     Document,
@@ -20,7 +21,7 @@ from mlx_redrafter.training.data import (
     split_text,
 )
 from mlx_redrafter.training_options import DataOptions
-from tests.training.pieces import WordTokenizer
+from tests.training.pieces import Silent, WordTokenizer
 
 
 def _encoder(tokenizer: WordTokenizer, length: int = 100, vocab_size: int = 1000) -> Encoder:
@@ -84,6 +85,7 @@ BAD_ROWS = [
     ('{"messages": [{"role": "king", "content": "x"}]}', "message 1 to have one of the roles"),
     ('{"messages": [{"role": "user", "content": [1]}]}', "message 1 to have a text"),
     ("[" * 100_000, "expected a JSON object"),
+    ('{"text": "a \\uD800 b"}', "expected a JSON object, found .* surrogates not allowed"),
 ]
 
 
@@ -144,6 +146,66 @@ def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> N
     assert _trained_text(first, tokenizer) == "*hm a1 </s>"
     assert _trained_text(second, tokenizer) == "*oh a2 </s>"
     assert "*hm" not in tokenizer.decode(second.tokens.tolist())
+
+
+class ThinkingTokenizer(WordTokenizer):
+    """Its template puts a thought before the last reply alone, as that of Qwen3."""
+
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        *earlier, last = messages
+        if last["role"] == "assistant":
+            last = {**last, "content": f"*hm {last['content']}"}
+        return super().apply_chat_template([*earlier, last], tokenize, add_generation_prompt)
+
+
+def test_two_replies_in_a_row_keep_tokens_and_marks_together() -> None:
+    tokenizer = ThinkingTokenizer()
+    chat = _chat("user: q", "assistant: a1", "assistant: a2")
+    first, second = _encoder(tokenizer).encode(chat)
+    assert _trained_text(first, tokenizer) == "*hm a1 </s>"
+    assert len(second.tokens) == len(second.is_trained)
+    assert "q" not in _trained_text(second, tokenizer)
+
+
+def test_a_long_prompt_keeps_its_question_and_leaves_room() -> None:
+    tokenizer, options = WordTokenizer(), DataOptions(sequence_length=40)
+    chat = _chat("system: " + "s " * 50, "user: why")
+    source = as_prompt_source(chat, _encoder(tokenizer, 40), options)
+    assert len(source.tokens) == 20
+    text = tokenizer.decode(source.tokens)
+    assert text.startswith("<s> s s")
+    assert text.endswith("[user] why </s> eol [assistant]")
+
+
+def test_chats_without_a_reply_in_a_sequence_are_counted() -> None:
+    """A long system prompt leaves no room for a reply to train on."""
+    encoder, options = _encoder(WordTokenizer(), 16), DataOptions(sequence_length=16)
+    long, short = (_chat(f"system: {'s ' * n}", "user: q", "assistant: a") for n in (20, 2))
+    reporter = Silent()
+    (sequence,) = encode_given([long, short, long], encoder, options, 0.5, reporter)
+    assert sequence.is_trained.sum() == 2
+    assert reporter.lines == ["2 chats are left out, as no reply begins in their first 16 tokens"]
+    few = DataOptions(tokens=2, sequence_length=16)
+    assert len(encode_given([short] * 3, encoder, few, 0.5, reporter)) == 1
+    assert not encode_given([short], encoder, options, 0.0, reporter)
+    assert len(reporter.lines) == 1
+
+
+def test_beginnings_leave_room_in_short_sequences() -> None:
+    text, rng = Document("a b c d e f g h " * 9, "x:1"), np.random.default_rng(0)
+    options = DataOptions(sequence_length=16)
+    source = as_prompt_source(text, _encoder(WordTokenizer(), 16), options)
+    assert max(len(source.draw_prompt(rng)) for _ in range(50)) == 8
+
+
+@pytest.mark.parametrize("item", [Document("\u200b", "x:1"), _chat("user: \u200b")])
+def test_a_prompt_without_tokens_is_named(item: Document | Chat) -> None:
+    tokenizer = WordTokenizer(has_chat_template=False)
+    tokenizer.encode = lambda *_, **__: []  # type: ignore[method-assign, assignment]
+    with pytest.raises(DataError, match="x:1: expected a text, found no token"):
+        as_prompt_source(item, _encoder(tokenizer), DataOptions())
 
 
 def test_prompts_are_rendered_as_served() -> None:
@@ -209,3 +271,16 @@ def test_held_out_items_are_not_trained_on() -> None:
     assert len(sources.held_out) == 2
     with pytest.raises(DataError, match="at least two texts"):
         divide(data[:1], [], DataOptions())
+
+
+def test_no_other_sequence_starts_from_a_held_out_prompt() -> None:
+    """Files repeat prompts, and may have the answer to a prompt of another file."""
+    data = [_chat(f"user: {i}", f"assistant: {reply}") for i in range(4) for reply in "ab"]
+    sources = divide(data, [_chat(f"user: {i % 4}") for i in range(40)], DataOptions(held_out=1))
+    (held_out,) = {str(item.messages) for item in sources.held_out if isinstance(item, Chat)}
+    for items, count in ((sources.prompts, 30), (sources.given, 6)):
+        assert len(items) == count
+        assert held_out not in {str(item.asked) for item in items if isinstance(item, Chat)}
+    for same in ([_chat("user: 1")] * 9, [Document("one", f"x:{i}") for i in range(9)]):
+        with pytest.raises(DataError, match=r"at least two texts or prompts that differ.* found 1"):
+            divide(data if isinstance(same[0], Chat) else [], same, DataOptions())
