@@ -12,6 +12,7 @@ from mlx_redrafter.proposers.target_facts import text_values
 from mlx_redrafter.target.model_loading import make_model
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.training.resources import TargetSize
+from mlx_redrafter.training.self_generated import CACHE_STEP
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class ModelShape:
     """Sizes of a model.
 
     ``active`` is the number of parameters read per token, fewer than all in a mixture of experts.
-    ``bits`` are those of the weights, the nearest of 32, 16, 8 and 4.
+    ``bits`` are those of the weights, the nearest of 32, 16, 8 and 4. ``cache_bytes`` are those of
+    the K/V entries of a token in all layers, 0 if the config does not say.
     """
 
     name: str
@@ -28,6 +30,7 @@ class ModelShape:
     bits: int
     hidden_size: int
     vocab_size: int
+    cache_bytes: int = 0
 
     def __str__(self) -> str:
         active = ""
@@ -42,7 +45,8 @@ class ModelShape:
     def target_size(self) -> TargetSize:
         """Sizes that the cost of training depends on."""
         weights = round(self.parameters * BYTES[self.bits])
-        return TargetSize(self.hidden_size, self.vocab_size, weights)
+        cache = CACHE_STEP * self.cache_bytes
+        return TargetSize(self.hidden_size, self.vocab_size, weights, cache_bytes=cache)
 
 
 def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
@@ -61,9 +65,19 @@ def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     if isinstance(chosen, int):  # experts are stacked: weights of three axes
         stacked = [weight for weight in weights if weight.ndim == 3]
         idle = sum(weight.size * max(0.0, 1 - chosen / weight.shape[0]) for weight in stacked)
-    return ModelShape(
-        name, parameters, parameters - idle, _bits(config), parts.hidden_size, parts.vocab_size
+    bits, hidden, vocab = _bits(config), parts.hidden_size, parts.vocab_size
+    cache = _cache_bytes(values, hidden, parts.num_layers, 4 if bits == 32 else 2)
+    return ModelShape(name, parameters, parameters - idle, bits, hidden, vocab, cache)
+
+
+def _cache_bytes(values: Mapping[str, Any], hidden: int, layers: int, number: int) -> int:
+    """Count the bytes of a token's keys and values, at most: some layers may keep none."""
+    names = "num_attention_heads", "num_key_value_heads", "head_dim"
+    heads, key_heads, size = (
+        value if isinstance(value := values.get(name), int) else 0 for name in names
     )
+    size = size or hidden // max(1, heads)
+    return 2 * layers * (key_heads or heads) * size * number
 
 
 def _format_count(count: float) -> str:

@@ -11,13 +11,15 @@ from mlx_redrafter.training.duration import format_time
 # Tokens of the training runs in the table.
 TABLE_TOKENS = 10**6
 # Models of the table, a row each for every number of bits: their billions of parameters, of those
-# that a token reads, hidden sizes and vocabularies. A token reads one row of an embedding that is
-# not the head as well.
+# that a token reads, hidden sizes, vocabularies, and numbers in the keys and values of a token. A
+# token reads one row of an embedding that is not the head as well.
 TABLE_MODELS = {
-    "llama 1B": (1.24, 1.24, 2048, 128256),
-    "qwen3 4B": (4.02, 4.02, 2560, 151936),
-    "llama 8B": (8.03, 7.5, 4096, 128256),
+    "llama 1B": (1.24, 1.24, 2048, 128256, 2 * 16 * 8 * 64),
+    "qwen3 4B": (4.02, 4.02, 2560, 151936, 2 * 36 * 8 * 128),
+    "llama 8B": (8.03, 7.5, 4096, 128256, 2 * 32 * 8 * 128),
 }
+# Size of a number in the keys and values of a token, in bytes.
+NUMBER_BYTES = 2
 # Bits of the weights.
 TABLE_BITS = (4, 16)
 # Chips of the table, a column each.
@@ -34,8 +36,9 @@ def render_table() -> str:
 
 def shape_of(name: str, bits: int) -> ModelShape:
     """Return the sizes of a model of the table."""
-    billions, read, hidden_size, vocab_size = TABLE_MODELS[name]
-    return ModelShape(name, billions * 1e9, read * 1e9, bits, hidden_size, vocab_size)
+    billions, read, hidden_size, vocab_size, numbers = TABLE_MODELS[name]
+    cache = NUMBER_BYTES * numbers
+    return ModelShape(name, billions * 1e9, read * 1e9, bits, hidden_size, vocab_size, cache)
 
 
 def _row(shape: ModelShape) -> list[str]:

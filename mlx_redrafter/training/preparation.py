@@ -133,7 +133,7 @@ class Preparation:
             len(student.layers),
             student.reads_context,
         )
-        check_resources(needed, self.cache.folder)
+        check_resources(needed, self.cache.folder, request.out)
         self._reporter.say(f"needs {needed}")
         return None if has_state(request.state_folder) else self._plan_time(work)
 

@@ -29,6 +29,8 @@ from mlx_redrafter.training_options import DataOptions
 ROUND_SIZE = 128
 # Maximum size of the caches of a round, in bytes.
 ROUND_BYTES = 2**32
+# Number of tokens for which a cache makes room at once, about those of an answer.
+CACHE_STEP = 256
 # Minimum length of the beginning of a text that serves as a prompt, in tokens.
 SHORTEST_BEGINNING = 4
 # Number of different lengths of the beginnings of a text.
@@ -45,7 +47,7 @@ class TextGenerator:
         self.target = target
         self.stop_tokens = sorted(stop_tokens)
         self.seed = seed
-        self.round_size = count_texts(target.model)
+        self.round_size = count_texts(measure_cache(target.model))
 
     def answer(
         self,
@@ -138,12 +140,16 @@ def _most_tokens(job: GenerationJob, options: DataOptions) -> int:
     return min(options.answer_tokens, options.sequence_length - len(job.prompt))
 
 
-def count_texts(model: nn.Module) -> int:
-    """Count the texts of a round, whose caches fit into `ROUND_BYTES`."""
+def measure_cache(model: nn.Module) -> int:
+    """Measure the cache of a text with room for `CACHE_STEP` tokens, in bytes."""
     caches = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 1), dtype=mx.int32), cache=caches))
-    # A cache makes room for 256 tokens at once, about those of an answer.
-    return max(1, min(ROUND_SIZE, ROUND_BYTES // (1 + sum(cache.nbytes for cache in caches))))
+    return sum(cache.nbytes for cache in caches)
+
+
+def count_texts(cache_bytes: int) -> int:
+    """Count the texts of a round, whose caches of so many bytes fit into `ROUND_BYTES`."""
+    return max(1, min(ROUND_SIZE, ROUND_BYTES // (1 + cache_bytes)))
 
 
 class PromptSource(NamedTuple):

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mlx_redrafter.checkpoint_files import UNFINISHED
 from mlx_redrafter.errors import ResourceError
-from mlx_redrafter.training import DataOptions, TrainingOptions, TrainingRequest
+from mlx_redrafter.training import DataOptions, TrainingOptions, TrainingRequest, resources
 from mlx_redrafter.training.duration import Pace, Timetable, Workload, format_time
-from mlx_redrafter.training.resources import check_minutes
+from mlx_redrafter.training.resources import (
+    GROWING_CACHES,
+    ResourceEstimate,
+    TargetSize,
+    check_minutes,
+    check_resources,
+    estimate,
+)
+from mlx_redrafter.training.self_generated import CACHE_STEP, ROUND_BYTES, ROUND_SIZE
 
 REQUEST = TrainingRequest(
     "model",
@@ -88,3 +98,47 @@ def test_times_are_short() -> None:
         "98 min",
         "10.0 h",
     ]
+
+
+def test_complete_shards_need_no_more_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ResourceEstimate(0, cache=60, drafter=0, disk=100, memory=0)
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: SimpleNamespace(free=70))
+    out = tmp_path.with_name("out")
+    (tmp_path / f"{UNFINISHED}abcdefgh.safetensors").write_bytes(bytes(40))
+    with pytest.raises(ResourceError, match=r"0\.0 MB of disk"):
+        check_resources(needed, tmp_path, out)
+    (tmp_path / "train-00000.safetensors").write_bytes(bytes(40))
+    check_resources(needed, tmp_path, out)
+
+
+def test_a_cache_on_another_disk_leaves_the_drafter_to_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    cache.mkdir()
+    out.mkdir()
+    needed = ResourceEstimate(0, cache=60, drafter=0, disk=100, memory=0)
+    free = {cache: 60, out: 40}
+    monkeypatch.setattr(resources, "read_device", lambda path: hash(path))
+    monkeypatch.setattr(
+        resources.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path])
+    )
+    check_resources(needed, cache, out)
+    for folder in free:
+        free[folder] -= 1
+        with pytest.raises(ResourceError, match=f"of disk in {folder}, found"):
+            check_resources(needed, cache, out)
+        free[folder] += 1
+
+
+def test_the_memory_of_a_run_includes_the_caches_of_a_round() -> None:
+    work = replace(WORK, text_tokens=2 * CACHE_STEP)
+    size = TargetSize(64, 100, weight_bytes=10**9)
+    peaks = [
+        estimate(work, replace(size, cache_bytes=one), num_weights=1000).memory
+        for one in (0, 2**24, 2**30)
+    ]
+    assert peaks[0] < 3e9
+    for peak, texts, one in ((peaks[1], ROUND_SIZE, 2**24), (peaks[2], 3, 2**30)):
+        assert texts * one <= ROUND_BYTES
+        assert 0 <= peak - 10**9 - 2 * GROWING_CACHES * texts * one < 10**8
