@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mlx_redrafter.checkpoint_files import (
     read_config,
     shared_name,
 )
+from mlx_redrafter.checkpoints.identity import REPOSITORY
 from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.foreign import ForeignDrafter
@@ -33,6 +35,9 @@ from mlx_redrafter.proposers.mtp.families import (
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.mtp.tensors import INDEX, find_module, open_module
 from mlx_redrafter.target.target import Target
+
+# A model's name in a conversion, which goes to the new card: a repository's, or that of a folder.
+NAME = re.compile(rf"[\w-][\w.-]*|{REPOSITORY.pattern}")
 
 
 def find_mtp(path_or_repo: str | Path) -> Source | None:
@@ -89,6 +94,6 @@ def _target_of(source: Source) -> str | None:
     """Return the name of a module's model: that of its files, or that in a conversion."""
     if PROVENANCE_KEY in source.config:
         target = as_mapping(source.config[PROVENANCE_KEY]).get("target")
-        return target if isinstance(target, str) else None
+        return target if isinstance(target, str) and NAME.fullmatch(target) else None
     is_alone = is_mtp(source.config, source.shapes) and not _has_index(source)
     return None if is_alone else source.name

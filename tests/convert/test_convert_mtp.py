@@ -102,6 +102,11 @@ def test_out_of_a_models_own_files(
     assert drafted == plain
     with pytest.raises(CheckpointError, match="hidden_size 32 does not match the target's 64"):
         convert(out, tmp_path / "other", target=stories.folder)
+    values = read_config(out)
+    values["conversion"]["target"] = "a/b\nlicense: mit"
+    (out / "config.json").write_text(json.dumps(values))
+    convert(out, tmp_path / "other")
+    assert "license" not in (tmp_path / "other" / "README.md").read_text()
 
 
 def test_of_a_repository_the_files_of_the_module_are_fetched(
