@@ -5,7 +5,13 @@ import sys
 
 import pytest
 
-from mlx_redrafter.cli.bench_output import parse_count, parse_ints, parse_names, parse_shapes
+from mlx_redrafter.cli.bench_output import (
+    parse_count,
+    parse_ints,
+    parse_names,
+    parse_shapes,
+    parse_temps,
+)
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import ConfigError
 from tests.bench.commands import run, run_lab
@@ -64,6 +70,7 @@ def test_sweep(folders, tmp_path, monkeypatch):
 def test_lists_and_counts():
     assert [parse_count(text) for text in ("12", "0.2B", "5 K")] == [12, 2 * 10**8, 5000]
     assert parse_ints("1,2, 4-6,5") == (1, 2, 4, 5, 6)
+    assert parse_temps("0,0.7,0.70,0") == (0, 0.7)
     beam = DraftPlan.of(4, 5, select="beam")
     expected = [DraftPlan.of(1, 5), DraftPlan.of(4, 5, 9), beam]
     assert parse_shapes("1x5, 4x5x9,beam:4x5,4x5") == expected
