@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from mlx_redrafter import load
 from mlx_redrafter.bench.openai_server import OpenAiServer, find_server
+from mlx_redrafter.bench.speed_page import page
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ConfigError, DataError, RedrafterError, ResourceError
 from tests.bench.commands import run
@@ -85,6 +86,26 @@ def test_a_result_that_cannot_be_shared(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="expected"):
         run("share", out, "-o", tmp_path / "page.md")
     assert not (tmp_path / "page.md").exists()
+
+
+def test_a_page_of_a_machine_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("processor", "cores", "memory_bytes", "system", "device")
+    settings = {"model": "a/b", "drafter": "c", "prompt_file": "p.jsonl", "prompts": [1]}
+    result = {
+        "machine": {**dict.fromkeys(names, "x"), "memory_bytes": None},
+        "configuration": {**settings, "servers": [], "repeats": 1, "max_tokens": 2},
+        "versions": {},
+        "commit": None,
+        "measured_at": "2026",
+        "disturbances": [],
+        "tables": ["| table |"],
+    }
+    monkeypatch.setenv("HOME", "/")
+    assert "a/b" in page(result)
+    monkeypatch.setenv("HOME", "/a/b")
+    result["configuration"]["prompt_file"] = "x/a/b/p.jsonl"
+    with pytest.raises(DataError, match="your home folder"):
+        page(result)
 
 
 def test_settings_that_cannot_be(folders: tuple[Path, Path], prompts: Path) -> None:
