@@ -188,9 +188,13 @@ def _download(repository: str, configuration: str) -> list[Path]:
 
 def _parse(line: str, place: str) -> Any:
     try:
-        return json.loads(line)
+        value = json.loads(line)
+        # Half of a surrogate pair, which tokenizers do not have, may come as an escape.
+        if "\\ud" in line.lower():
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not valid JSON: {error}") from error
+    return value
 
 
 def _as_prompt(values: Any, path: Path, number: int) -> Prompt:

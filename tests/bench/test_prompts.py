@@ -57,6 +57,7 @@ def test_plain_lines_and_text(tmp_path):
     ("text", "message"),
     [
         ("{", "line 1 is not valid JSON"),
+        (r'"a \ud800"', "line 1 is not valid JSON: .* surrogates not allowed"),
         ('{"a": 1}', "prompt 1: expected a text"),
         ("[1]", "expected an object or a string, got list"),
         ("", "no prompts"),
