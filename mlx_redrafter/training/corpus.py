@@ -178,7 +178,7 @@ def encode_given(
     total = num_lost = 0
     for item in items if share > 0 else ():
         found = list(encoder.encode(item))
-        num_lost += not found
+        num_lost += isinstance(item, Chat) and not found
         for sequence in found:
             if total >= budget:
                 break

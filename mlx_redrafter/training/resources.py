@@ -20,6 +20,7 @@ from mlx_redrafter.training.duration import LEAST_SHARE, Timetable, Workload, fo
 from mlx_redrafter.training.self_generated import CACHE_STEP, count_texts, measure_cache
 from mlx_redrafter.training.teacher import SHARD_TOKENS, TOP_K
 from mlx_redrafter.training.teacher_outputs import LOGITS_BYTES
+from mlx_redrafter.training.text_batch import can_batch
 from mlx_redrafter.training.training_request import TrainingRequest
 
 # Usable share of the machine's memory.
@@ -84,7 +85,7 @@ class TargetSize:
             target.vocab_size,
             sum(array.nbytes for array in named_parameters(target.model).values()),
             target.modules.dtype.size,
-            measure_cache(target.model),
+            measure_cache(target.model) if can_batch(target.model) else 0,
         )
 
 
@@ -158,7 +159,8 @@ def check_resources(needed: ResourceEstimate, cache: Path, out: Path) -> None:
     # Not the incomplete files of other runs and of killed ones.
     present = sum(path.stat().st_size for path in cache.rglob("[!.]*.safetensors"))
     wanted: dict[int, tuple[Path, int]] = {}
-    for folder, size in ((out, needed.disk - needed.cache), (cache, needed.cache - present)):
+    missing = max(0, needed.cache - present)
+    for folder, size in ((out, needed.disk - needed.cache), (cache, missing)):
         existing = next(path for path in [folder, *folder.absolute().parents] if path.exists())
         device = read_device(existing)
         wanted[device] = existing, size + wanted.get(device, (existing, 0))[1]

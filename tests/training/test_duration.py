@@ -109,6 +109,9 @@ def test_complete_shards_need_no_more_disk(tmp_path: Path, monkeypatch: pytest.M
         check_resources(needed, tmp_path, out)
     (tmp_path / "train-00000.safetensors").write_bytes(bytes(40))
     check_resources(needed, tmp_path, out)
+    (tmp_path / "states-0-1-2.safetensors").write_bytes(bytes(90))
+    with pytest.raises(ResourceError, match="of disk"):
+        check_resources(replace(needed, disk=140), tmp_path, out)
 
 
 def test_a_cache_on_another_disk_leaves_the_drafter_to_its_own(
