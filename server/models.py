@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import time
@@ -249,7 +250,7 @@ class Models:
             logger.info("unloaded %s", model.name)
         model.loaded = None
         self._reset(model)  # a client has chosen for this time in memory only
-        mx.clear_cache()
+        _free_memory()
 
     def _reset(self, model: Model) -> None:
         """Let a model stay in memory as long as the limits say."""
@@ -302,7 +303,7 @@ class Models:
             while left is not None and self.is_busy(left):  # its running texts end first
                 await asyncio.sleep(WAIT_SECONDS)
             left = None
-            mx.clear_cache()
+            _free_memory()
 
 
 def identify(engine: Engine) -> str:
@@ -321,6 +322,12 @@ def _sum_of_bits(tensor: mx.array) -> int:
     kinds = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
     total: Any = mx.sum(tensor.flatten().view(kinds.get(tensor.itemsize, mx.uint32))).item()
     return int(total)
+
+
+def _free_memory() -> None:
+    """Free what nobody uses now; a reply that has ended refers to itself and to its model."""
+    gc.collect()
+    mx.clear_cache()
 
 
 def _device_bytes() -> int:

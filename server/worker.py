@@ -113,10 +113,10 @@ class Worker(threading.Thread):
         """Write texts until the end; runs in the thread."""
         goes_on = self._admit()
         with ExitStack() as wired:
-            for job in self._running[:1]:
+            if self._running:
                 # Wired for all texts together: each text alone would unwire the memory at its end.
-                model = job.model.engine.target.model
-                wired.enter_context(wire_memory(model))
+                # No name here refers to the model, which may be unloaded long before the end.
+                wired.enter_context(wire_memory(self._running[0].model.engine.target.model))
             while goes_on:
                 start = time.perf_counter()
                 self._step_all()
