@@ -174,6 +174,18 @@ def test_another_models_prompts_are_not_used(tmp_path: Path) -> None:
     assert cached == 99
 
 
+def test_prompts_of_another_config_are_not_used(tmp_path: Path) -> None:
+    """The weights are the same, and the K/V entries are not."""
+    for base in (10_000.0, 20_000.0):
+        model = tiny_llama(4, VOCAB_SIZE, 4096)
+        for layer in model.layers:
+            layer.self_attn.rope.base = base
+        store = PrefixStore(1 << 30, tmp_path, 1 << 30)
+        loaded = LoadedModel(Engine(model, TOKENIZER, None), OPTIONS, store)
+        assert _write(loaded, PROMPT, OPTIONS)[1] == 0
+        store.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "damage"), [("plain", "bit"), ("hybrid", "cut"), ("plain", "foreign")]
 )
