@@ -247,6 +247,16 @@ def test_bounds_in_bytes(tmp_path: Path) -> None:
     assert _write(loaded, [1, *PROMPT], OPTIONS)[1] == 0
 
 
+def test_clients_whose_prompts_are_gone_leave_nothing() -> None:
+    store = PrefixStore(300_000)
+    loaded = _load("plain", store)
+    for number in range(40):
+        _write(loaded, PROMPT, OPTIONS, str(number))
+    num_kept = len(store._memory)
+    assert num_kept < 30
+    assert len(loaded.prefixes._roots) <= num_kept + 2
+
+
 def test_prompts_that_end_in_the_words_before_an_answer() -> None:
     """A hybrid learns where later prompts part from earlier ones, and keeps the states there."""
     loaded = _load("hybrid", PrefixStore(1 << 30))
