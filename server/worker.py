@@ -153,7 +153,7 @@ class Worker(threading.Thread):
                 end = _shutting_down()
         except Refusal as refusal:
             end = refusal
-        except Exception as error:
+        except BaseException as error:  # a panic of llguidance is no Exception
             logger.exception("a request failed")
             known = isinstance(error, RedrafterError)
             message = str(error) if known else "the request failed; see the server's log"

@@ -260,15 +260,23 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
     assert len(chunks) < 30 / 2
 
 
+class Panic(BaseException):
+    """Like a failed assertion in a library that is written in Rust."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
 def test_a_request_that_fails_in_the_worker(
-    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[BaseException],
 ) -> None:
     expected = served.send(PATH, {**TEXT, "max_tokens": 200})
     stream = served.engine.stream
 
     def fail(prompt: list[int], **options: Any) -> Any:
         if options["seed"] == 13:
-            raise RuntimeError("no memory at /secret")
+            raise kind("no memory at /secret")
         return stream(prompt, **options)
 
     monkeypatch.setattr(served.engine, "stream", fail)
