@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from contextlib import closing
@@ -12,11 +13,12 @@ import pytest
 
 from mlx_redrafter.decoding import prefill
 from mlx_redrafter.decoding.sequence import SequenceDecoder
-from mlx_redrafter.server.fields import parse_json
+from mlx_redrafter.server.fields import Fields, parse_json
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.protocols.openai_chat import read as read_chat
 from mlx_redrafter.server.protocols.openai_completions import read as read_completion
 from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.tools import read_tools
 from tests.server.serving import DEFAULTS, KEY, Served, answer_on, make_engine, sent, serving
 
 CHAT = {"messages": [{"role": "user", "content": "A"}]}
@@ -90,6 +92,24 @@ def test_messages_become_those_of_templates() -> None:
     assert [one["content"] for one in request.messages] == ["Be short.", "A", "No."]
     assert request.messages[2]["reasoning_content"] == "Hm."
     assert (request.effort, request.template_options) == ("none", {"enable_thinking": False})
+
+
+@pytest.mark.parametrize("given", [{"arguments": ""}, {"arguments": None}, {}])
+def test_calls_without_arguments_have_an_object(given: dict[str, Any]) -> None:
+    """Templates list its members."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "look", **given}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    request, _ = read_chat({"messages": [message]}, DEFAULTS)
+    assert request.messages[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_tools_that_are_left_out_have_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    tools = [{"type": f"web_search_{i % 50}"} for i in range(1000)]
+    with caplog.at_level(logging.INFO, "mlx_redrafter"):
+        assert read_tools(Fields({"tools": tools}), ("function",), ("web_search",)) == []
+    (line,) = caplog.messages
+    assert line.startswith("left out 1000 tools of the types 'web_search_0, web_search_1, ")
+    assert len(line) < 300
 
 
 def test_bad_prompts_and_bodies() -> None:
