@@ -85,12 +85,14 @@ def test_messages_become_those_of_templates() -> None:
             "role": "assistant",
             "content": [{"type": "refusal", "refusal": "No."}],
             "reasoning": "Hm.",
+            "tool_calls": None,
         },
     ]
     request, _ = read_chat({"messages": messages, "reasoning_effort": "none"}, DEFAULTS)
     assert [one["role"] for one in request.messages] == ["system", "user", "assistant"]
     assert [one["content"] for one in request.messages] == ["Be short.", "A", "No."]
     assert request.messages[2]["reasoning_content"] == "Hm."
+    assert "tool_calls" not in request.messages[2], "templates would count them"
     assert (request.effort, request.template_options) == ("none", {"enable_thinking": False})
 
 
