@@ -119,6 +119,7 @@ class Answer:
             self._kind = "reasoning"
         self._machine = states.make_state(self._kind)
         self._call, self._has_called = "", False
+        self._ids: set[object] = set()
         # White space that is part of the text unless a call follows.
         self._blank = ""
         self._num_accepted = self._num_reasoning = 0
@@ -213,14 +214,20 @@ class Answer:
             parsed = self._tokenizer.tool_parser(text, self._tools)
             return [
                 ToolCall(
-                    call.get("id") or f"call_{uuid.uuid4().hex}",
+                    self._new_id(call.get("id")),
                     str(call["name"]),
-                    json.dumps(call["arguments"], ensure_ascii=False),
+                    json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False),
                 )
                 for call in (parsed if isinstance(parsed, list) else [parsed])
             ]
         except Exception:  # mlx-lm's parsers raise exceptions of any kind for malformed calls
             return []
+
+    def _new_id(self, given: object) -> str:
+        """Return the id of a call that the model has chosen, if no call before has it."""
+        chosen = str(given) if given and given not in self._ids else f"call_{uuid.uuid4().hex}"
+        self._ids.add(chosen)
+        return chosen
 
     def repeat(self, text: str, first: int, scores: Iterable[tuple[Score, list[Score]]]) -> Part:
         """Return a part that repeats a prompt, given the scores of all but its first token."""

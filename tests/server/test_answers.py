@@ -9,7 +9,10 @@ import pytest
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
-from tests.server.serving import Served, make_engine, serving
+from mlx_redrafter.server.call_reader import ToolCall
+from mlx_redrafter.server.parts import Answer
+from mlx_redrafter.server.protocols.openai_chat import read as read_chat
+from tests.server.serving import DEFAULTS, Served, make_engine, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "WHERE ARE YOU"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -55,6 +58,28 @@ def test_reasoning_and_calls(streams: bool) -> None:
         assert reason == "length"
         without = client.chat.completions.create(**options, tool_choice="none")
         assert without.choices[0].message.tool_calls is None
+
+
+def test_arguments_that_json_lacks() -> None:
+    for value in "1e999", "NaN", "[" * 100_000:
+        assert ToolCall("1", "look", f'{{"a": {value}}}').parsed is None
+
+    assert _answer({"name": "look", "arguments": {"a": float("nan")}})._parse_calls("") == []
+
+
+def test_two_calls_with_one_id_stay_two() -> None:
+    """A model numbers its calls as it likes, and pieces with one id become one call."""
+    call = {"name": "look", "id": "functions.look:0", "arguments": {}}
+    answer = _answer(call)
+    first, second = answer._parse_calls("") + answer._parse_calls("")
+    assert first.id == "functions.look:0" != second.id
+
+
+def _answer(call: dict[str, Any]) -> Answer:
+    """An answer whose calls are all this one."""
+    tokenizer: Any = make_engine(tool_parser=lambda text, tools: call).tokenizer
+    request, _ = read_chat({"messages": MESSAGES, "tools": TOOLS}, DEFAULTS)
+    return Answer(request, tokenizer, [1], 0)
 
 
 def test_metrics_health_and_page(served: Served) -> None:
