@@ -152,29 +152,29 @@ def test_connections_beyond_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_client_that_writes_instead_of_reading_has_its_time() -> None:
     """What it sends is no sign that it reads."""
-    server = Server(_answer_never, 30, 1, Worker(Limits()))  # type: ignore[arg-type]
-    server.config.load()
 
     async def talk() -> None:
-        state = ServerState()
+        end, state = asyncio.Event(), ServerState()
+
+        async def answer(*_: Any) -> None:
+            await end.wait()
+
+        server = Server(answer, 30, 1, Worker(Limits()))  # type: ignore[arg-type]
+        server.config.load()
         one: Any = server.config.http_protocol_class(server.config, state, {})  # type: ignore[misc]
         one.connection_made(MagicMock())
         one.data_received(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await asyncio.sleep(0)  # the answer begins
         assert one._deadline is None
         one.pause_writing()
         one.data_received(b"G")
-        assert one._deadline is not None
+        is_held = one._deadline is not None
         one.resume_writing()
         assert one._deadline is None
-        for task in state.tasks:
-            task.cancel()
+        end.set()
+        await asyncio.gather(*state.tasks)
+        assert is_held
 
     asyncio.run(talk())
-
-
-async def _answer_never(*_: Any) -> None:
-    await asyncio.sleep(60)
 
 
 def test_errors_of_the_loop_are_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:
