@@ -117,14 +117,16 @@ class Worker(threading.Thread):
                 # Wired for all texts together: each text alone would unwire the memory at its end.
                 # No name here refers to the model, which may be unloaded long before the end.
                 wired.enter_context(wire_memory(self._running[0].model.engine.target.model))
-            while goes_on:
-                start = time.perf_counter()
-                self._step_all()
-                self.counters.totals["busy_seconds_total"] += time.perf_counter() - start
-                goes_on = self._admit()
-            for job in [*self._running, *self._waiting]:
-                job.close()
-                job.receive(_shutting_down())
+            try:
+                while goes_on:
+                    start = time.perf_counter()
+                    self._step_all()
+                    self.counters.totals["busy_seconds_total"] += time.perf_counter() - start
+                    goes_on = self._admit()
+            finally:  # no client waits for a thread that an error has ended
+                for job in [*self._running, *self._waiting]:
+                    job.close()
+                    job.receive(_shutting_down())
 
     def _admit(self) -> bool:
         """Start queued requests, or wait for one; return whether to go on."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_redrafter.decoding import prefill
+from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.server.fields import Fields, parse_json
 from mlx_redrafter.server.limits import Limits
@@ -280,6 +281,21 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
             time.sleep(0.01)
     strict.wait_until_idle()
     assert len(chunks) < 30 / 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_worker_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(make_engine()) as served:
+        assert served.send(PATH, TEXT)[0] == 200
+
+        def fail(*_: object, **__: object) -> None:
+            raise Panic
+
+        monkeypatch.setattr(Scheduler, "advance", fail)
+        for _ in range(2):
+            status, reply = served.send(PATH, TEXT)
+            assert (status, reply["error"]["code"]) == (503, "shutting_down")
+        assert served.send("/health")[0] == 503
 
 
 class Panic(BaseException):
