@@ -20,6 +20,18 @@ MAX_CHARACTERS = 1 << 17
 # Maximum number of rules, lines or references: llguidance recurses from one to the next, and its
 # stack ends after some thousands.
 MAX_RULES = 500
+# Maximum number of patterns that one text may have to match: with each, the time and memory of
+# llguidance may double, whatever its limits are. 16 took 0.1 s, and 40 nine minutes and 20 GB.
+MAX_PATTERNS = 16
+# Keywords of a JSON schema that add a pattern.
+PATTERNS = frozenset({"pattern", "format"})
+# Keywords whose schemas hold for the same value as the other keywords next to them.
+JOINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+# Keywords that say nothing about the value.
+SILENT = frozenset({
+    "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
+    "examples", "readOnly", "title", "writeOnly", "x-guidance",
+})  # fmt: skip
 # Maximum number of states that llguidance follows at once. A property that may be missing adds
 # four; its own limit of 2000 would end a text of 500 such properties.
 MAX_STATES = 1 << 14
@@ -109,9 +121,11 @@ class LateGrammar:
 def lark_json(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """Return a term of Lark's format that requires JSON which fits a JSON schema.
 
-    ``lenient`` leaves out keywords that llguidance does not support. Raise `ConfigError` if the
-    schema is malformed or too large.
+    ``lenient`` leaves out keywords that llguidance does not support, and patterns if there are too
+    many. Raise `ConfigError` if the schema is malformed or too large.
     """
+    if lenient and _joins_many(schema):
+        schema = _without_patterns(schema)
     _schema_text(schema)
     options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
@@ -127,7 +141,42 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"grammar must be a JSON schema: {describe_error(error)}") from error
     _check_size(text, text.count('"$ref"'), MAX_RULES, "references")
+    if _joins_many(values):
+        raise ConfigError(
+            f"grammar must have at most {MAX_PATTERNS} different patterns and formats if schemas "
+            "are combined, as by allOf or by a reference beside other keywords; leave some out"
+        )
     return text
+
+
+def _joins_many(schema: Any) -> bool:
+    """Return whether more than `MAX_PATTERNS` patterns may have to hold for one value."""
+    patterns: set[tuple[str, str]] = set()
+    is_joined, unread = False, [schema]
+    while unread:
+        one = unread.pop()
+        if isinstance(one, Mapping):
+            found = one.keys() & JOINING
+            branches = one.get("allOf")
+            has_many = isinstance(branches, list) and len(branches) > 1
+            is_joined |= has_many or (bool(found) and len(one.keys() - SILENT) > 1)
+            patterns |= {(key, one[key]) for key in PATTERNS if isinstance(one.get(key), str)}
+            unread += one.values()
+        elif isinstance(one, list):
+            unread += one
+    return is_joined and len(patterns) > MAX_PATTERNS
+
+
+def _without_patterns(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return list(map(_without_patterns, schema))
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: one if key in ("const", "enum") else _without_patterns(one)
+        for key, one in schema.items()
+        if key not in PATTERNS or not isinstance(one, str)
+    }
 
 
 def read_vocabulary(tokenizer: TokenizerWrapper, vocab_size: int) -> LLTokenizer:

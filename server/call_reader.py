@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mlx_redrafter.server.call_formats import CallFormat
 from mlx_redrafter.server.tools import Tools
+from mlx_redrafter.server.wire import to_text
 
 # Beginning of a string in XML's own quotes.
 _CDATA = "<![CDATA["
@@ -39,10 +40,11 @@ class ToolCall(NamedTuple):
 
     @property
     def parsed(self) -> dict[str, Any] | None:
-        """Its arguments; None if the end of the text has cut them."""
+        """Its arguments; None if the end of the text has cut them, or JSON has no such number."""
         try:
             found: dict[str, Any] = json.loads(self.arguments)
-        except ValueError:
+            to_text(found)
+        except (ValueError, RecursionError):
             return None
         return found
 

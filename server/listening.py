@@ -175,7 +175,7 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.IDLE and self._deadline is None:
             self._set_deadline()
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
+        if self.conn.their_state is not h11.IDLE and not self.flow.write_paused:
             self._clear_deadline()
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self.unasked.pop(self, None)

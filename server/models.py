@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import time
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_redrafter.checkpoint_files import named_parameters, weight_files
 from mlx_redrafter.checkpoints.memory_check import read_context_length
@@ -249,7 +252,7 @@ class Models:
             logger.info("unloaded %s", model.name)
         model.loaded = None
         self._reset(model)  # a client has chosen for this time in memory only
-        mx.clear_cache()
+        _free_memory()
 
     def _reset(self, model: Model) -> None:
         """Let a model stay in memory as long as the limits say."""
@@ -302,25 +305,49 @@ class Models:
             while left is not None and self.is_busy(left):  # its running texts end first
                 await asyncio.sleep(WAIT_SECONDS)
             left = None
-            mx.clear_cache()
+            _free_memory()
 
 
 def identify(engine: Engine) -> str:
-    """Identify all on which K/V entries depend: weights, tokenizer, device and versions.
+    """Identify all on which K/V entries depend: weights, config, tokenizer, device and versions.
 
     Blocks until MLX has added up the bits of all weights.
     """
     weights = map(named_parameters, engine.networks)
+    config = _settings(engine.target.model)
     sums = [_sum_of_bits(tensor) for module in weights for tensor in module.values()]
     words = sorted(engine.tokenizer.get_vocab().items())
     kinds = type(engine.target.model).__module__, type(engine.proposer).__name__
-    return fingerprint((sums, kinds, words, version("mlx-lm")), engine.networks)
+    return fingerprint((sums, config, kinds, words, version("mlx-lm")), engine.networks)
+
+
+def _settings(model: nn.Module) -> list[tuple[Any, ...]]:
+    """List the values from a config that layers keep, such as bases of rotary embeddings.
+
+    Some keep an array that they have computed from these, whose name has an underscore.
+    """
+    values = [
+        (path, name, value)
+        for path, module in model.named_modules()
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, (int, float, str))
+    ]
+    leaves: Any = tree_flatten(model)
+    arrays = [(name, one) for name, one in leaves if isinstance(one, mx.array)]
+    hidden = [(name, _sum_of_bits(one)) for name, one in arrays if "._" in f".{name}"]
+    return [*values, *hidden]
 
 
 def _sum_of_bits(tensor: mx.array) -> int:
     kinds = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
     total: Any = mx.sum(tensor.flatten().view(kinds.get(tensor.itemsize, mx.uint32))).item()
     return int(total)
+
+
+def _free_memory() -> None:
+    """Free what nobody uses now; a reply that has ended refers to itself and to its model."""
+    gc.collect()
+    mx.clear_cache()
 
 
 def _device_bytes() -> int:

@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -119,6 +120,9 @@ class Answer:
             self._kind = "reasoning"
         self._machine = states.make_state(self._kind)
         self._call, self._has_called = "", False
+        self._ids: set[object] = set()
+        # Texts of the tokens whose log-probabilities were shown: a long prompt has many of each.
+        self._texts: dict[int, str] = {}
         # White space that is part of the text unless a call follows.
         self._blank = ""
         self._num_accepted = self._num_reasoning = 0
@@ -213,14 +217,20 @@ class Answer:
             parsed = self._tokenizer.tool_parser(text, self._tools)
             return [
                 ToolCall(
-                    call.get("id") or f"call_{uuid.uuid4().hex}",
+                    self._new_id(call.get("id")),
                     str(call["name"]),
-                    json.dumps(call["arguments"], ensure_ascii=False),
+                    json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False),
                 )
                 for call in (parsed if isinstance(parsed, list) else [parsed])
             ]
         except Exception:  # mlx-lm's parsers raise exceptions of any kind for malformed calls
             return []
+
+    def _new_id(self, given: object) -> str:
+        """Return the id of a call that the model has chosen, if no call before has it."""
+        chosen = str(given) if given and given not in self._ids else f"call_{uuid.uuid4().hex}"
+        self._ids.add(chosen)
+        return chosen
 
     def repeat(self, text: str, first: int, scores: Iterable[tuple[Score, list[Score]]]) -> Part:
         """Return a part that repeats a prompt, given the scores of all but its first token."""
@@ -243,15 +253,25 @@ class Answer:
         return chosen._replace(top=tuple(top))
 
     def _name(self, token: int, value: float) -> TokenLogprob:
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._decode(token)
+        return TokenLogprob(text, max(value, MIN_LOGPROB))
+
+    def _decode(self, token: int) -> str:
         """Decode a token as it stands within a text; U+FFFD for a part of a character."""
         detokenizer = self._tokenizer.detokenizer
         # At the beginning of a text, tokenizers leave out the blank of the first token.
-        for first in self._tokenizer.encode("a", add_special_tokens=False):
+        for first in self._letter:
             detokenizer.add_token(first)
         before = len(detokenizer.text)
         detokenizer.add_token(token)
         detokenizer.finalize()
-        return TokenLogprob(detokenizer.text[before:], max(value, MIN_LOGPROB))
+        return detokenizer.text[before:]
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        return list(self._tokenizer.encode("a", add_special_tokens=False))
 
 
 def score_prompt(

@@ -279,7 +279,12 @@ class Prefixes:
 
     def _root(self, owner: str) -> _Node:
         name = _hash(self._model, owner)
-        return self._roots.setdefault(name, _Node(name, 0, []))
+        if name not in self._roots:  # clients may send any number of keys
+            for other, root in list(self._roots.items()):
+                if not any(self._store.has(child.name) for child in root.children):
+                    del self._roots[other]
+            self._roots[name] = _Node(name, 0, [])
+        return self._roots[name]
 
     def _name(self, parent: str, start: int, tokens: list[int]) -> str:
         raw = array("q", tokens).tobytes()

@@ -39,7 +39,8 @@ class RequestLog:
             await self.application(scope, receive, note_status)
         finally:
             if status != 200 or scope["path"] not in _FREQUENT:
-                reply = scope.get("state", {}).get("reply")
+                # Idle connections keep the scope of their last request, and a reply its model.
+                reply = scope.get("state", {}).pop("reply", None)
                 seconds = time.monotonic() - start
                 done = f"{seconds:.2f} s" if reply is None else _describe(reply)
                 # As it was sent: what it means could break the line.

@@ -113,13 +113,16 @@ def read_tools(
     Raises:
         Refusal: A tool has another type, or a value of another type.
     """
-    definitions = []
+    definitions, others = list[dict[str, Any]](), list[str]()
     for tool in fields.each("tools"):
         found = tool.typed("type", str)
         if found is not None and found.startswith(left_out):
-            logger.info("left out a tool of the type %r", shortened(found))
+            others.append(found)
             continue
         if found not in kinds:
             raise tool.refusal("type", json.dumps(kinds[0]), found)
         definitions.append(read_tool(tool, schema))
+    if others:
+        named = shortened(", ".join(dict.fromkeys(others)))
+        logger.info("left out %d tools of the types %r", len(others), named)
     return definitions

@@ -113,18 +113,20 @@ class Worker(threading.Thread):
         """Write texts until the end; runs in the thread."""
         goes_on = self._admit()
         with ExitStack() as wired:
-            for job in self._running[:1]:
+            if self._running:
                 # Wired for all texts together: each text alone would unwire the memory at its end.
-                model = job.model.engine.target.model
-                wired.enter_context(wire_memory(model))
-            while goes_on:
-                start = time.perf_counter()
-                self._step_all()
-                self.counters.totals["busy_seconds_total"] += time.perf_counter() - start
-                goes_on = self._admit()
-            for job in [*self._running, *self._waiting]:
-                job.close()
-                job.receive(_shutting_down())
+                # No name here refers to the model, which may be unloaded long before the end.
+                wired.enter_context(wire_memory(self._running[0].model.engine.target.model))
+            try:
+                while goes_on:
+                    start = time.perf_counter()
+                    self._step_all()
+                    self.counters.totals["busy_seconds_total"] += time.perf_counter() - start
+                    goes_on = self._admit()
+            finally:  # no client waits for a thread that an error has ended
+                for job in [*self._running, *self._waiting]:
+                    job.close()
+                    job.receive(_shutting_down())
 
     def _admit(self) -> bool:
         """Start queued requests, or wait for one; return whether to go on."""
@@ -153,7 +155,7 @@ class Worker(threading.Thread):
                 end = _shutting_down()
         except Refusal as refusal:
             end = refusal
-        except Exception as error:
+        except BaseException as error:  # a panic of llguidance is no Exception
             logger.exception("a request failed")
             known = isinstance(error, RedrafterError)
             message = str(error) if known else "the request failed; see the server's log"

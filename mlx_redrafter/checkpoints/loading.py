@@ -110,7 +110,7 @@ def load(
     proposer: Proposer | None = None
     if kind is not None and drafter is not None:
         proposer = kind.load(drafter, TargetFacts.of(name, config))
-    options = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+    options = tokenizer_config or {}
     if machines is None:
         model, tokenizer = load_model(name, options, adapter_path, trust_remote_code)
     else:

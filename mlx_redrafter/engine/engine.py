@@ -378,11 +378,12 @@ class Engine:
 
     def _share(self, options: GenerationOptions) -> Scheduler:
         scheduler, proposer = Scheduler(self.target), self.proposer
+        cache = scheduler.batch.cache
         if proposer is not None:
             memory = self._estimates(options)
             scheduler.batch.policy = BatchPolicy(
                 lambda: self._costs(self._network),
-                lambda: scheduler.batch.cache.num_slots,
+                lambda: cache.num_slots,  # the scheduler would refer to itself
                 memory.batches,
                 lambda: memory.policy,
                 proposer.max_length,

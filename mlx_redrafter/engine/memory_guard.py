@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,8 +54,12 @@ class _Wiring:
     def held(self, model: nn.Module) -> Iterator[None]:
         with self._lock:
             if self._count == 0:
-                self._limit.enter_context(wired_limit(model, [generation_stream]))  # type: ignore[list-item]
+                # mlx-lm counts the bytes at once, and would hold the model until the end.
+                counted: Any = [model]
+                self._limit.enter_context(wired_limit(counted, [generation_stream]))  # type: ignore[list-item]
+                counted.clear()
             self._count += 1
+        del model
         try:
             yield
         finally:

@@ -42,7 +42,8 @@ def load_model(
     try:
         model, tokenizer, *_ = mlx_lm.load(
             str(folder),
-            tokenizer_config=dict(tokenizer_config or {}),
+            # Else transformers asks at the terminal whether to run the checkpoint's code.
+            tokenizer_config={"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
             adapter_path=None if adapter_path is None else str(adapter_path),
             trust_remote_code=trust_remote_code,
             lazy=lazy,

@@ -78,7 +78,8 @@ def read(
     if kept:
         conversation.add_text("system", BREAK.join(kept))
     _read_messages(fields, conversation)
-    if not counts and conversation.messages[-1]["role"] == "assistant":
+    last = conversation.messages[-1:]
+    if not counts and (not last or last[0]["role"] == "assistant"):
         raise Refusal(
             "messages must end with a message of the user; the model cannot go on with an answer",
             "messages",

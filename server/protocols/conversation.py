@@ -23,6 +23,9 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         # Names of the tools by the ids of their calls.
         self._calls: dict[str, str] = {}
+        # Ids of the calls without a result, in their order: all, and by the name of the tool.
+        self._waiting: dict[str, None] = {}
+        self._waiting_by_name: dict[str, dict[str, None]] = {}
 
     def add_text(self, role: str, text: str) -> None:
         """Add a text of the "user" or the "assistant", or instructions: "system", "developer"."""
@@ -45,6 +48,7 @@ class Conversation:
     def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
         """Add a call of a tool."""
         self._calls[call_id] = name
+        self._waiting[call_id] = self._waiting_by_name.setdefault(name, {})[call_id] = None
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         self._assistant().setdefault("tool_calls", []).append(call)
@@ -60,20 +64,22 @@ class Conversation:
                 f"{param} must be the id of a call before it, got {call_id[:100]!r}", param
             )
         name = self._calls[call_id]
+        self._waiting.pop(call_id, None)
+        self._waiting_by_name.get(name, {}).pop(call_id, None)
         self.messages.append(
             {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
         )
 
     def add_result_of(self, name: str | None, text: str) -> None:
-        """Add the result of the call with an id, or of the newest call of a tool with that name.
+        """Add the result of the call with an id, or of the oldest call of a tool with that name.
 
-        Without a name, the result is that of the oldest call without one.
+        Calls that have a result do not count. If there is no such call, the oldest one has it.
         """
-        done = {one.get("tool_call_id") for one in self.messages}
-        waiting = [one for one in self._calls if one not in done]
-        named = [one for one in waiting if name in (one, self._calls[one])]
-        found = (named or waiting or [name or ""])[0]
-        self._calls.setdefault(found, name or "")
+        name, waiting = name or "", self._waiting
+        found = name
+        if name not in waiting:
+            found = next(iter(self._waiting_by_name.get(name) or waiting), name)
+        self._calls.setdefault(found, name)
         self.add_result(found, text, "tool_name")
 
     def _assistant(self) -> dict[str, Any]:

@@ -147,9 +147,13 @@ def _read_messages(fields: Fields) -> list[dict[str, Any]]:
 def _read_message(fields: Fields) -> dict[str, Any]:
     """Check a message, and make its content a text and its thinking a field of templates."""
     role = fields.one_of("role", _ROLES, is_required=True)
-    found = {**fields.values, "content": "".join(fields.texts("content"))}
+    # Templates take a field that is null for one that is given.
+    found = {name: one for name, one in fields.values.items() if one is not None}
+    found["content"] = "".join(fields.texts("content"))
     for call in fields.each("tool_calls"):
-        call.typed("function", dict)
+        function = call.typed("function", dict)
+        if function and not function.get("arguments"):  # those of a call without any
+            function["arguments"] = {}
     if role == "developer":  # OpenAI's newer word, which templates do not know
         found["role"] = "system"
     reasoning = fields.typed("reasoning", str)

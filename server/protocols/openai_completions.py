@@ -48,12 +48,12 @@ class CompletionWriter(ChoiceWriter):
     def __init__(self, request: CompletionRequest, options: StreamOptions, model: str):
         super().__init__("cmpl", "text_completion", options, model)
         self._request = request
-        # Characters of each text so far.
+        # Characters of the tokens of each text so far, if they are shown.
         self._lengths: dict[int, int] = {}
 
     def choice(self, part: Part, name: str) -> dict[str, Any]:
         offset = self._lengths.get(part.index, 0)
-        self._lengths[part.index] = offset + len(part.content)
+        self._lengths[part.index] = offset + sum(len(token.text) for token in part.logprobs)
         shows = self._request.top_logprobs is not None
         return {
             "index": part.index,

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter import Grammar, generate, generate_batch, stream_generate
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks
 from mlx_redrafter.errors import ConfigError, NonFiniteError
+from mlx_redrafter.grammar import lark_json
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
 from tests.helpers.models import fast_tokenizer, random_drafter, tiny_llama, wrapped_tokenizer
@@ -172,6 +174,7 @@ def _refs(count: int) -> dict[str, Any]:
 
 
 _ANY_OF = [{"properties": {f"x{i}": {}}} for i in range(12)]
+_PATTERNS = [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(24)]
 HOSTILE: dict[str, tuple[str, Any]] = {
     "no object": ("must be a JSON schema", "[1]"),
     "unknown type": ("cannot be used", {"type": "nothing"}),
@@ -187,6 +190,15 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "spelt otherwise": ("at most 500", json.dumps(_refs(2000)).replace('"$ref"', '"\\u0024ref"')),
     "huge": ("at most 131072 characters", {"enum": ["a" * 2**18]}),
     "exponential": ("cannot be used", {"allOf": [{"anyOf": _ANY_OF}] * 6}),
+    "joined patterns": ("at most 16 different patterns", {"allOf": _PATTERNS}),
+    "joined objects": (
+        "at most 16 different patterns",
+        {"allOf": [{"type": "object", "properties": {"x": one}} for one in _PATTERNS]},
+    ),
+    "a chain of patterns": (
+        "at most 16 different patterns",
+        reduce(lambda inner, one: {**one, "allOf": [inner]}, _PATTERNS),
+    ),
 }
 
 
@@ -195,6 +207,15 @@ def test_hostile_schemas_are_rejected_in_no_time(name: str) -> None:
     message, schema = HOSTILE[name]
     with pytest.raises(ConfigError, match=f"grammar .*{message}"):
         Grammar.json_schema(schema)
+
+
+def test_patterns_of_different_values_are_free() -> None:
+    """And those of tools that are not strict are left out if there are too many."""
+    properties: dict[str, Any] = {f"p{i}": one for i, one in enumerate(_PATTERNS)}
+    properties["pattern"] = {"anyOf": [_PATTERNS[1], {"type": "null"}], "default": None}
+    Grammar.json_schema({"type": "object", "properties": properties})
+    term = lark_json({"type": "object", "properties": {"x": {"allOf": _PATTERNS}}}, lenient=True)
+    Grammar.lark(f"start: {term}")
 
 
 @pytest.mark.parametrize("make", [Grammar.regex, Grammar.lark])

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
-from tests.server.serving import Served, make_engine, serving
+from mlx_redrafter.server.call_reader import ToolCall
+from mlx_redrafter.server.parts import Answer
+from mlx_redrafter.server.protocols.openai_chat import read as read_chat
+from tests.helpers.models import ByteTokenizer
+from tests.server.serving import DEFAULTS, Served, make_engine, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "WHERE ARE YOU"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -55,6 +60,46 @@ def test_reasoning_and_calls(streams: bool) -> None:
         assert reason == "length"
         without = client.chat.completions.create(**options, tool_choice="none")
         assert without.choices[0].message.tool_calls is None
+
+
+def test_arguments_that_json_lacks() -> None:
+    for value in "1e999", "NaN", "[" * 100_000:
+        assert ToolCall("1", "look", f'{{"a": {value}}}').parsed is None
+
+    assert _answer({"name": "look", "arguments": {"a": float("nan")}})._parse_calls("") == []
+
+
+def test_two_calls_with_one_id_stay_two() -> None:
+    """A model numbers its calls as it likes, and pieces with one id become one call."""
+    call = {"name": "look", "id": "functions.look:0", "arguments": {}}
+    answer = _answer(call)
+    first, second = answer._parse_calls("") + answer._parse_calls("")
+    assert first.id == "functions.look:0" != second.id
+
+
+def test_a_token_that_is_shown_often_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other texts wait while a prompt is repeated."""
+    answer, num_decoded = _answer({}), 0
+    decode = ByteTokenizer.decode
+
+    def counted(*given: Any, **options: Any) -> str:
+        nonlocal num_decoded
+        num_decoded += 1
+        return decode(*given, **options)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", counted)
+    answer._request = replace(answer._request, top_logprobs=2)
+    part = answer.repeat("", 7, [((8, -1.0), [(7, -1.0), (8, -2.0)])] * 1000)
+    assert len(part.logprobs) == 1001
+    assert {one.text for one in part.logprobs[1].top} == {one.text for one in part.logprobs[:2]}
+    assert num_decoded < 20
+
+
+def _answer(call: dict[str, Any]) -> Answer:
+    """An answer whose calls are all this one."""
+    tokenizer: Any = make_engine(tool_parser=lambda text, tools: call).tokenizer
+    request, _ = read_chat({"messages": MESSAGES, "tools": TOOLS}, DEFAULTS)
+    return Answer(request, tokenizer, [1], 0)
 
 
 def test_metrics_health_and_page(served: Served) -> None:

@@ -68,6 +68,7 @@ def test_a_stream_is_the_same_answer(client: Any) -> None:
 
 
 TURNS = [{"role": role, "content": "W"} for role in ("user", "assistant")]
+REDACTED = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "W"}]}
 UNKNOWN = {"type": "tool_result", "tool_use_id": "toolu_1"}
 NO_SCHEMA = {**TOOL, "input_schema": {"properties": {"a": {"type": "nothing"}}}}
 FLY = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "fly"}}
@@ -87,6 +88,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice names 'fly'", FLY),
     ("prompt is too long: ", {"messages": [*TURNS * 8_000, TURNS[0]]}),
     ("must end with a message of the user", {"messages": TURNS}),
+    ("must end with a message of the user", {"messages": [REDACTED]}),
     ("messages[0].content must be", _asking()),
 ]
 

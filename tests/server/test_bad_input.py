@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from contextlib import closing
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 
 from mlx_redrafter.decoding import prefill
+from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
-from mlx_redrafter.server.fields import parse_json
+from mlx_redrafter.server.fields import Fields, parse_json
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.protocols.openai_chat import read as read_chat
 from mlx_redrafter.server.protocols.openai_completions import read as read_completion
 from mlx_redrafter.server.refusals import Refusal
+from mlx_redrafter.server.tools import read_tools
 from tests.server.serving import DEFAULTS, KEY, Served, answer_on, make_engine, sent, serving
 
 CHAT = {"messages": [{"role": "user", "content": "A"}]}
@@ -83,13 +86,33 @@ def test_messages_become_those_of_templates() -> None:
             "role": "assistant",
             "content": [{"type": "refusal", "refusal": "No."}],
             "reasoning": "Hm.",
+            "tool_calls": None,
         },
     ]
     request, _ = read_chat({"messages": messages, "reasoning_effort": "none"}, DEFAULTS)
     assert [one["role"] for one in request.messages] == ["system", "user", "assistant"]
     assert [one["content"] for one in request.messages] == ["Be short.", "A", "No."]
     assert request.messages[2]["reasoning_content"] == "Hm."
+    assert "tool_calls" not in request.messages[2], "templates would count them"
     assert (request.effort, request.template_options) == ("none", {"enable_thinking": False})
+
+
+@pytest.mark.parametrize("given", [{"arguments": ""}, {"arguments": None}, {}])
+def test_calls_without_arguments_have_an_object(given: dict[str, Any]) -> None:
+    """Templates list its members."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "look", **given}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    request, _ = read_chat({"messages": [message]}, DEFAULTS)
+    assert request.messages[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_tools_that_are_left_out_have_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    tools = [{"type": f"web_search_{i % 50}"} for i in range(1000)]
+    with caplog.at_level(logging.INFO, "mlx_redrafter"):
+        assert read_tools(Fields({"tools": tools}), ("function",), ("web_search",)) == []
+    (line,) = caplog.messages
+    assert line.startswith("left out 1000 tools of the types 'web_search_0, web_search_1, ")
+    assert len(line) < 300
 
 
 def test_bad_prompts_and_bodies() -> None:
@@ -260,15 +283,38 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
     assert len(chunks) < 30 / 2
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_worker_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(make_engine()) as served:
+        assert served.send(PATH, TEXT)[0] == 200
+
+        def fail(*_: object, **__: object) -> None:
+            raise Panic
+
+        monkeypatch.setattr(Scheduler, "advance", fail)
+        for _ in range(2):
+            status, reply = served.send(PATH, TEXT)
+            assert (status, reply["error"]["code"]) == (503, "shutting_down")
+        assert served.send("/health")[0] == 503
+
+
+class Panic(BaseException):
+    """Like a failed assertion in a library that is written in Rust."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
 def test_a_request_that_fails_in_the_worker(
-    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[BaseException],
 ) -> None:
     expected = served.send(PATH, {**TEXT, "max_tokens": 200})
     stream = served.engine.stream
 
     def fail(prompt: list[int], **options: Any) -> Any:
         if options["seed"] == 13:
-            raise RuntimeError("no memory at /secret")
+            raise kind("no memory at /secret")
         return stream(prompt, **options)
 
     monkeypatch.setattr(served.engine, "stream", fail)

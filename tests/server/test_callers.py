@@ -10,12 +10,14 @@ import threading
 import time
 from contextlib import closing
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 pytest.importorskip("starlette", reason="the server needs mlx-redrafter[server]")
 
 from starlette.datastructures import Headers
+from uvicorn.server import ServerState
 
 from mlx_redrafter.engine.prompt_encoding import LongPromptError, encode_prompt
 from mlx_redrafter.server import listening
@@ -146,6 +148,33 @@ def test_connections_beyond_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None
             raise ConnectionError if silent[0].recv(1) == b"" else AssertionError
         for one in silent:
             one.close()
+
+
+def test_a_client_that_writes_instead_of_reading_has_its_time() -> None:
+    """What it sends is no sign that it reads."""
+
+    async def talk() -> None:
+        end, state = asyncio.Event(), ServerState()
+
+        async def answer(*_: Any) -> None:
+            await end.wait()
+
+        server = Server(answer, 30, 1, Worker(Limits()))  # type: ignore[arg-type]
+        server.config.load()
+        one: Any = server.config.http_protocol_class(server.config, state, {})  # type: ignore[misc]
+        one.connection_made(MagicMock())
+        one.data_received(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert one._deadline is None
+        one.pause_writing()
+        one.data_received(b"G")
+        is_held = one._deadline is not None
+        one.resume_writing()
+        assert one._deadline is None
+        end.set()
+        await asyncio.gather(*state.tasks)
+        assert is_held
+
+    asyncio.run(talk())
 
 
 def test_errors_of_the_loop_are_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:

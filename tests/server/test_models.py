@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import http.client
+import json
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,7 +21,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 from tests.helpers.models import random_drafter, tiny_llama
-from tests.server.serving import DEFAULTS, Served, make_engine, serving
+from tests.server.serving import DEFAULTS, KEY, Served, make_engine, serving
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "THE OLD MAN", "max_tokens": 12}
@@ -105,6 +110,41 @@ def test_idle_models_are_unloaded() -> None:
             assert time.monotonic() < end
             time.sleep(0.05)
         assert served.send(PATH, BODY)[1]["choices"] == first
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_an_unloaded_model_leaves_the_memory(streams: bool) -> None:
+    """Also the first one in use, and while its last client keeps the connection."""
+    pytest.importorskip("starlette")
+    from mlx_redrafter.server.models import Model
+
+    made: list[Any] = []
+
+    def load() -> Engine:
+        engine = _other(7)
+        made.append(weakref.ref(engine.target.model))
+        return engine
+
+    with serving(make_engine(), others=[Model("second", load)]) as served:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+        with closing(connection):
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+            body = json.dumps({**BODY, "model": "second", "stream": streams})
+            connection.request("POST", PATH, body, headers)
+            assert connection.getresponse().read()
+            end = time.monotonic() + 30
+            while made[0]() is not None:
+                assert time.monotonic() < end
+                served.send("/api/generate", {"model": "second", "keep_alive": 0})
+                time.sleep(0.05)
 
 
 def test_folders_and_names(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.serving import KEY, Served
+from tests.server.serving import DEFAULTS, KEY, Served
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -53,6 +53,23 @@ def test_prompts_are_continued(client: Any, calling: Served) -> None:
     assert (raw.response, raw.done_reason, raw.eval_count) == ("Done", "length", 4)
     assert client.generate("tiny", "").done_reason == "load"
     assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
+
+
+def test_many_results_are_read_in_no_time() -> None:
+    """Each is that of the oldest call that it fits."""
+    pytest.importorskip("starlette")
+    from mlx_redrafter.server.protocols.ollama import read_chat
+    from mlx_redrafter.server.requests import ChatRequest
+
+    calls = [{"function": {"name": name}, "id": f"{name}{i}"} for i in range(5000) for name in "ab"]
+    results = [{"role": "tool", "tool_name": name} for _ in range(8000) for name in ("b", "c", "a")]
+    messages = [{"role": "assistant", "tool_calls": calls}, *results]
+    start = time.monotonic()
+    request, _ = read_chat({"messages": messages}, DEFAULTS)
+    assert time.monotonic() - start < 5
+    assert isinstance(request, ChatRequest)
+    found = [one["tool_call_id"] for one in request.messages[1:]]
+    assert found[:5] == ["b0", "a0", "a1", "b1", "a2"]
 
 
 def test_a_model_that_is_not_to_stay_goes_after_its_text(calling: Served) -> None:

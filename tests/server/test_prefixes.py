@@ -174,6 +174,18 @@ def test_another_models_prompts_are_not_used(tmp_path: Path) -> None:
     assert cached == 99
 
 
+def test_prompts_of_another_config_are_not_used(tmp_path: Path) -> None:
+    """The weights are the same, and the K/V entries are not."""
+    for base in (10_000.0, 20_000.0):
+        model = tiny_llama(4, VOCAB_SIZE, 4096)
+        for layer in model.layers:
+            layer.self_attn.rope.base = base
+        store = PrefixStore(1 << 30, tmp_path, 1 << 30)
+        loaded = LoadedModel(Engine(model, TOKENIZER, None), OPTIONS, store)
+        assert _write(loaded, PROMPT, OPTIONS)[1] == 0
+        store.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "damage"), [("plain", "bit"), ("hybrid", "cut"), ("plain", "foreign")]
 )
@@ -233,6 +245,16 @@ def test_bounds_in_bytes(tmp_path: Path) -> None:
     store.close()
     assert 200_000 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= 400_000
     assert _write(loaded, [1, *PROMPT], OPTIONS)[1] == 0
+
+
+def test_clients_whose_prompts_are_gone_leave_nothing() -> None:
+    store = PrefixStore(300_000)
+    loaded = _load("plain", store)
+    for number in range(40):
+        _write(loaded, PROMPT, OPTIONS, str(number))
+    num_kept = len(store._memory)
+    assert num_kept < 30
+    assert len(loaded.prefixes._roots) <= num_kept + 2
 
 
 def test_prompts_that_end_in_the_words_before_an_answer() -> None:

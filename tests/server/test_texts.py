@@ -132,6 +132,16 @@ def test_completions_of_several_prompts(served: Served) -> None:
     assert [len(one) for one in shown["top_logprobs"]] == [1] * 5
 
 
+def test_offsets_of_a_stream_are_those_of_the_whole(served: Served, client: Any) -> None:
+    """Also while a text that may become a stop string is held back."""
+    prompt = "THE OLD MAN"
+    stop = _text(served, prompt)[3:6] + "\x7f"
+    options: Any = {"model": "tiny", "prompt": prompt, "stop": [stop], "logprobs": 0}
+    whole = client.completions.create(**options).choices[0].logprobs.text_offset
+    parts = [one.choices[0].logprobs for one in client.completions.create(**options, stream=True)]
+    assert [offset for one in parts for offset in one.text_offset] == whole
+
+
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 def test_stop_strings(served: Served, client: Any, streams: bool) -> None:
     prompt = "THE OLD MAN"

@@ -13,7 +13,7 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_redrafter import Drafter, generate, load, save_drafter
+from mlx_redrafter import Drafter, generate, load, load_drafter, save_drafter
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.proposers import redrafter
@@ -63,6 +63,8 @@ def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch)
     assert seen["tokenizer_config"] == {"trust_remote_code": False, "eos_token": "<s>"}
     assert seen["trust_remote_code"] is False
     assert seen["adapter_path"] is None
+    load_drafter(stories.folder)
+    assert seen["tokenizer_config"] == {"trust_remote_code": False}, "transformers would ask"
 
 
 def test_cheap_checks_come_first(
