@@ -7,12 +7,13 @@ Hub. Nothing here runs code from a file, waits for a pipe, or allocates what a h
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -259,8 +260,16 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Wait until the content of a file is on the disk."""
+    """Wait until the content of a file is on the disk.
+
+    On macOS, fsync leaves it in the cache of the drive, and some file systems refuse more.
+    """
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)
     with path.open("rb") as file:
+        if full_sync is not None:
+            with suppress(OSError):
+                fcntl.fcntl(file, full_sync)
+                return
         os.fsync(file.fileno())
 
 
