@@ -22,7 +22,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
-from mlx_redrafter.errors import CheckpointError, ConfigError, describe_error, explain, first_line
+from mlx_redrafter.errors import (
+    CheckpointError,
+    ConfigError,
+    describe_error,
+    explain,
+    first_line,
+    quote,
+)
 from mlx_redrafter.model_store import find_stored
 
 # Name of the config in a checkpoint.
@@ -91,12 +98,26 @@ def find_checkpoint(
 
 
 def expand_home(path: str | Path) -> Path:
-    """Replace a ``~`` at the beginning; raise `ConfigError` if it is the home of nobody."""
+    """Replace a ``~`` at the beginning.
+
+    Raise `ConfigError` if it is the home of nobody, or if the path is not valid UTF-8.
+    """
+    check_encoding(path)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
             f"expected a path, got {str(path)!r}: nobody here has this name; your own home is ~/"
+        ) from error
+
+
+def check_encoding(path: str | Path) -> None:
+    """Raise `ConfigError` unless a path is valid UTF-8: MLX reads and writes no other files."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:  # Python has lone surrogates for the other bytes
+        raise ConfigError(
+            f"expected a path in UTF-8, got {quote(str(path))}; rename it, or choose another"
         ) from error
 
 
