@@ -79,6 +79,11 @@ class Subject:
         """The drafter on this machine, if it fits."""
         return self.drafter if self.refusal is None else None
 
+    @property
+    def has_drafter(self) -> bool:
+        """Whether there is a drafter to use, on this machine or to download."""
+        return self.usable_drafter is not None or self.repository is not None
+
     @cached_property
     def simulated(self) -> SimulatedDrafter | None:
         """The drafter on this machine, if its config states its tokens per step."""
@@ -229,7 +234,7 @@ def summarise(
         "gain": {"speedup": recommended.speedup, "source": recommended.source},
         "limits": recommended.limits,
         "training": {
-            "seconds": forecast.training.total,
+            "seconds": None if forecast.training is None else forecast.training.total,
             "speedup": forecast.speedup,
             "command": training_command(subject, cost.tokens),
         },
@@ -320,7 +325,7 @@ def advise(
         "Recommended": [recommended.command, recommended.gain, *recommended.reasons],
         "When drafting will not pay": recommended.limits,
     }
-    if subject.usable_drafter is None and subject.repository is None:
+    if not subject.has_drafter:
         sections["No drafter was found: training one"] = _training(subject, machine, forecast, cost)
         if subject.can_draft:
             advice = advise_copy(subject.name, subject.shape, chip)
@@ -358,8 +363,9 @@ def _training(subject: Subject, machine: str, forecast: Forecast, cost: Training
         advice = f"Do not train one for {machine}: drafting costs about as much time as it saves."
     else:
         advice = "Train one if you use the model for many hours."
+    time = f"On {tokens:,} tokens: {forecast.training}."
     return [
-        f"{advice} On {tokens:,} tokens: {forecast.training}.",
+        advice if forecast.training is None else f"{advice} {time}",
         f"Text: about {format_bytes(work.given * CHARS_PER_TOKEN)} that is like your use of the "
         "model; the model generates as much again.",
         f"Disk: {format_bytes(needed.disk)} during training, {format_bytes(needed.drafter)} for "

@@ -53,7 +53,7 @@ class Forecast:
         plain: Seconds of a plain step.
         shape: Name of the fastest draft shape with a recurrent drafter.
         speedup: Speed with it relative to plain decoding, with Apple's tokens per step.
-        training: Time of training a drafter.
+        training: Time of training a drafter; None if it was not measured.
         notes: Assumptions and findings, one sentence each.
         is_narrow: Whether the chip's kernels read quantised weights once per token.
         gain: Predicted speed with the drafter at hand relative to plain decoding, if its tokens per
@@ -63,7 +63,7 @@ class Forecast:
     plain: float
     shape: str
     speedup: float
-    training: Timetable
+    training: Timetable | None
     notes: Sequence[str]
     is_narrow: bool = False
     gain: float | None = None
@@ -121,9 +121,15 @@ def predict_forecast(
 
 
 def measure_forecast(
-    model: nn.Module, shape: ModelShape, cost: TrainingCost, on_stage: Callable[[int, int], None]
+    model: nn.Module,
+    shape: ModelShape,
+    cost: TrainingCost,
+    on_stage: Callable[[int, int], None] | None = None,
 ) -> Forecast:
-    """Measure on this machine. Blocks until MLX has evaluated every step."""
+    """Measure on this machine, and with ``on_stage`` also rehearse training.
+
+    Blocks until MLX has evaluated every step.
+    """
     target = Target(model)
     costs = step_costs(target, None)
     times = {1: costs.plain, **costs.verify}
@@ -136,14 +142,17 @@ def measure_forecast(
         for one in APPLE_ACCEPTANCE
     }
     best = max(speedups, key=speedups.__getitem__)
-    student = new_student(target, cost.request.network)
-    pace = rehearse(cost.request, target, student, [TIMING_PROMPT], cost.work.generated, on_stage)
+    training = None
+    if on_stage is not None:
+        student, work = new_student(target, cost.request.network), cost.work
+        pace = rehearse(cost.request, target, student, [TIMING_PROMPT], work.generated, on_stage)
+        training = Timetable.of(work, pace, None)
     listed = ", ".join(f"a pass over {n} tokens costs {times[n] / costs.plain:.2f}" for n in LISTED)
     return Forecast(
         costs.plain,
         best,
         speedups[best],
-        Timetable.of(cost.work, pace, None),
+        training,
         [
             f"Measured here, in plain steps: {listed}. One level of drafting is assumed to cost "
             f"{level:.2f}, its share of the weights."

@@ -14,6 +14,7 @@ from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.bench.runs import EncodedPrompt
+from mlx_redrafter.checkpoint_files import TEXT_ENCODING
 from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
 
@@ -151,7 +152,7 @@ def describe_prompts(path: Path, prompts: Sequence[EncodedPrompt]) -> dict[str, 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding=TEXT_ENCODING)
     except OSError as error:
         raise ConfigError(f"cannot read the prompts in {path}: {explain(error)}") from error
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from mlx_redrafter.cli.bench_output import parse_count, progress
 from mlx_redrafter.cli.check import PROMPTS
 from mlx_redrafter.cli.model_options import AnyDrafter
 from mlx_redrafter.cli.names import complete_name, refuse_drafter
+from mlx_redrafter.cli.progress import note
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, printable
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ def advise(
     ] = "thunderbolt",
     drafter: AnyDrafter = None,
     tokens: Annotated[str, "Tokens to train on, such as 1M."] = "1M",
+    no_rehearsal: Annotated[
+        bool, "Leave out how long training takes here; to rehearse it may take minutes."
+    ] = False,
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
 ) -> None:
     """Recommend one command for a model, with the expected gain, here or on another chip."""
@@ -65,7 +69,7 @@ def advise(
     cost = TrainingCost.of(subject.shape, count)
     if chip is None and subject.folder is not None and machines == 1:
         machine = advice.THIS_MACHINE
-        forecast, trial = _measure(subject, cost)
+        forecast, trial = _measure(subject, cost, not no_rehearsal)
     else:
         machine, forecast, trial = *_predict(subject, known, cost), None
     recommended = advice.recommend(subject, forecast, trial)
@@ -98,15 +102,17 @@ def _predict(subject: Subject, chip: Chip | None, cost: TrainingCost) -> tuple[s
     return chip.name, predict_forecast(subject.shape, chip, cost, subject.simulated)
 
 
-def _measure(subject: Subject, cost: TrainingCost) -> tuple[Forecast, float]:
+def _measure(subject: Subject, cost: TrainingCost, may_rehearse: bool) -> tuple[Forecast, float]:
     from mlx_redrafter.bench.forecast import measure_forecast, try_drafter
     from mlx_redrafter.checkpoints.loading import load
 
     folder = None if subject.is_bundled else subject.folder
-    typer.echo("loading the model, to time its steps and to try drafts on it", err=True)
+    note("loading the model, to time its steps and to try drafts on it")
     model, tokenizer, loaded = load(folder, subject.usable_drafter)
     trial = try_drafter(model, tokenizer, loaded or "lookup", PROMPTS)
-    typer.echo("rehearsing the training of a drafter, to know its time", err=True)
+    if subject.has_drafter or not may_rehearse:
+        return measure_forecast(model, subject.shape, cost), trial
+    note("rehearsing the training of a drafter, to know its time; --no-rehearsal leaves that out")
     with progress("rehearsal") as on_stage:
         forecast = measure_forecast(model, subject.shape, cost, on_stage)
     return forecast, trial

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mlx_redrafter.cli.names import find_model
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 
@@ -30,6 +32,7 @@ def convert(
         "the mlx layout.",
     ] = "mlx",
     overwrite: Overwrite = False,
+    yes: Annotated[bool, "Download the model of --target without a question."] = False,
     upload_repo: Annotated[str | None, "Also upload the result to this hub repository."] = None,
 ) -> None:
     """Convert a published drafter: recurrent or block, an EAGLE or Medusa head, an MTP module.
@@ -43,8 +46,12 @@ def convert(
         _inspect(source)
         return
     from mlx_redrafter.convert.conversion import convert_drafter
+    from mlx_redrafter.convert.publication import check_output
 
     if to == "mlx":
+        if options.target is not None:
+            check_output(destination, source, options.target, overwrite=overwrite)
+            options = replace(options, target=find_model(options.target, yes))
         _report(convert_drafter(source, destination, options, overwrite), destination, options)
     elif options == ConversionOptions(options.dtype):
         from mlx_redrafter.convert.export import export_drafter

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_redrafter.checkpoint_files import TEXT_ENCODING
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, WritingPair
@@ -195,7 +196,7 @@ def _read_grammar(path: Path) -> str:
                 f"expected a grammar of at most {MAX_GRAMMAR_BYTES} bytes, found a larger file: "
                 f"{path}; give a smaller grammar"
             )
-        return content.decode("utf-8")
+        return content.decode(TEXT_ENCODING)
     except OSError as error:
         raise ConfigError(f"{path}: {explain(error)}") from error
     except UnicodeDecodeError as error:

@@ -182,7 +182,9 @@ def _describe_stored(server: ServerOptions) -> dict[str, Any]:
     from mlx_redrafter.checkpoints.bundled import local_folder
     from mlx_redrafter.checkpoints.memory_check import read_context_length
 
-    command = " ".join(map(shlex.quote, ["redrafter-mlx", *_serve_command(server)[3:]]))
+    command = shlex.join(["redrafter-mlx", *_serve_command(server)[3:]])
+    if server.api_key is not None:
+        command = f"REDRAFTER_API_KEY={shlex.quote(server.api_key)} {command}"
     typer.echo(f"no server runs at {server.url}; start it first: {command}", err=True)
     folder = local_folder(server.model)
     return {

@@ -40,9 +40,14 @@ def live_text(shows_drafts: bool) -> Iterator[Callable[[GenerationResponse], Non
 
 
 def print_text(response: GenerationResponse) -> None:
-    """Print the text of the next token at once."""
-    sys.stdout.write(response.text)
+    """Print the text of the next token at once; on a terminal, without control characters."""
+    is_terminal = sys.stdout.isatty()
+    sys.stdout.write(_harmless(response.text) if is_terminal else response.text)
     sys.stdout.flush()
+
+
+def _harmless(text: str) -> str:
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class LiveText:
@@ -64,7 +69,7 @@ class LiveText:
         self._live.start()
         self._num_drafted += response.from_draft
         self._speed = ", ".join(self._counts(response))
-        *finished, rest = CONTROL.sub("\N{REPLACEMENT CHARACTER}", response.text).split("\n")
+        *finished, rest = _harmless(response.text).split("\n")
         style = self._style if response.from_draft else ""
         for piece in finished:
             line, self._line = self._line.append(piece, style), Text()

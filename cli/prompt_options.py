@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mlx_redrafter.checkpoint_files import check_regular
+from mlx_redrafter.checkpoint_files import TEXT_ENCODING, check_regular
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.text_options import IgnoreChatTemplate
 from mlx_redrafter.errors import ConfigError
@@ -51,9 +51,9 @@ class PromptOptions:
         try:
             if self.prompt_file is not None:
                 check_regular(self.prompt_file)
-                return self.prompt_file.read_text(encoding="utf-8")
+                return self.prompt_file.read_text(encoding=TEXT_ENCODING)
             if self.prompt == "-":
-                return sys.stdin.read()
+                return sys.stdin.read().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
             raise ConfigError(f"the prompt must be UTF-8 text: {error}") from error
         text = self.prompt or ""

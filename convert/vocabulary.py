@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_redrafter.checkpoint_files import TEXT_ENCODING
 from mlx_redrafter.convert.foreign import ForeignDrafter
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
@@ -60,7 +61,7 @@ def count_tokens(tokenizer: TokenizerWrapper, texts: Iterable[Path], vocab_size:
     counts = np.zeros(vocab_size, dtype=np.int64)
     for path in texts:
         try:
-            with path.open(encoding="utf-8") as lines:
+            with path.open(encoding=TEXT_ENCODING) as lines:
                 for line in lines:
                     # Silence the warning about lines longer than the model's context.
                     ids = tokenizer.encode(line, add_special_tokens=False, verbose=False)

@@ -7,12 +7,13 @@ Hub. Nothing here runs code from a file, waits for a pipe, or allocates what a h
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
-from mlx_redrafter.errors import CheckpointError, ConfigError, describe_error, explain, first_line
+from mlx_redrafter.errors import (
+    CheckpointError,
+    ConfigError,
+    describe_error,
+    explain,
+    first_line,
+    quote,
+)
 from mlx_redrafter.model_store import find_stored
 
 # Name of the config in a checkpoint.
@@ -34,6 +42,8 @@ WEIGHTS_PATTERNS = ("model*.safetensors", "medusa_lm_head.safetensors")
 UNFINISHED = ".unfinished-"
 # Names of the incomplete files of `write_atomically`.
 INCOMPLETE = re.compile(rf"{re.escape(UNFINISHED)}[a-z0-9_]{{8}}\.(safetensors|json|md|png)")
+# Encoding of the user's texts: some editors put a byte order mark before the first character.
+TEXT_ENCODING = "utf-8-sig"
 # Maximum size of a JSON file in bytes, ten times the index of a sharded 400B model.
 MAX_JSON_BYTES = 2**24
 
@@ -90,12 +100,26 @@ def find_checkpoint(
 
 
 def expand_home(path: str | Path) -> Path:
-    """Replace a ``~`` at the beginning; raise `ConfigError` if it is the home of nobody."""
+    """Replace a ``~`` at the beginning.
+
+    Raise `ConfigError` if it is the home of nobody, or if the path is not valid UTF-8.
+    """
+    check_encoding(path)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
             f"expected a path, got {str(path)!r}: nobody here has this name; your own home is ~/"
+        ) from error
+
+
+def check_encoding(path: str | Path) -> None:
+    """Raise `ConfigError` unless a path is valid UTF-8: MLX reads and writes no other files."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:  # Python has lone surrogates for the other bytes
+        raise ConfigError(
+            f"expected a path in UTF-8, got {quote(str(path))}; rename it, or choose another"
         ) from error
 
 
@@ -259,8 +283,16 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Wait until the content of a file is on the disk."""
+    """Wait until the content of a file is on the disk.
+
+    On macOS, fsync leaves it in the cache of the drive, and some file systems refuse more.
+    """
+    full_sync = getattr(fcntl, "F_FULLFSYNC", None)
     with path.open("rb") as file:
+        if full_sync is not None:
+            with suppress(OSError):
+                fcntl.fcntl(file, full_sync)
+                return
         os.fsync(file.fileno())
 
 

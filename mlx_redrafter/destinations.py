@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from mlx_redrafter.checkpoint_files import INCOMPLETE, expand_home, naming
+from mlx_redrafter.checkpoint_files import INCOMPLETE, check_encoding, expand_home, naming
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.model_store import find_stored
 
@@ -37,13 +37,15 @@ def check_destination(
         is_folder: Whether the path is to be a folder.
 
     Raises:
-        ConfigError: The path is an input, holds one or is part of one; or it holds other files.
+        ConfigError: The path is an input, holds one or is part of one; it holds other files; or it
+            is not valid UTF-8.
         OSError: The path cannot be written to.
     """
     kind = "folder" if is_folder else "file"
     if path.is_symlink() and not path.exists():
         raise ConfigError(f"expected a {kind} to write, found a broken link: {path}; remove it")
     place = path.resolve()  # "x/../model" is the model even if there is no x
+    check_encoding(place)
     if place.exists():
         if place.is_dir() != is_folder:
             found = "file" if is_folder else "folder"

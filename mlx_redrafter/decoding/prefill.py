@@ -13,6 +13,7 @@ from functools import partial
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
 from mlx_redrafter.device_read import wait_for
 from mlx_redrafter.target.caches.cache_kinds import copy_rows
@@ -60,7 +61,9 @@ def process_chunk(sequence: SequenceDecoder, most: int | None = None) -> None:
     if left > 0 and not sequence.is_cancelled:
         size = min(left, request.prefill_step_size)
         if request.chunk_size is not None:
-            size = min(size, request.chunk_size(done))
+            given = request.chunk_size(done)
+            check_int("the result of prompt_chunk_size", given, 1)
+            size = min(size, given)
         if most is not None and cache.may_split:
             size = min(size, most)
         chunk = mx.array(request.prompt[done : done + size], dtype=mx.int32)

@@ -152,7 +152,10 @@ class Scheduler:
 
     def _step_begun(self, active: Sequence[SequenceDecoder]) -> None:
         batch = self.batch
-        if len(self._begun) == 1 == len(active):
+        for one in batch:
+            if one.is_cancelled:  # its reader may never come back
+                attempt(batch.leave, one)
+        if sum(not one.is_cancelled for one in self._begun) == 1 == len(active):
             (one,) = active
             if one in batch:
                 attempt(self._move_out, one)

@@ -19,6 +19,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
+from mlx_redrafter.checkpoint_files import TEXT_ENCODING
 from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_prompt
 from mlx_redrafter.errors import ConfigError, DataError
 
@@ -110,7 +111,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Read all lines, each with its file and number."""
     number = 0
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding=TEXT_ENCODING) as file:
             while line := file.readline(MAX_LINE_CHARS + 1):
                 number += 1
                 if len(line) > MAX_LINE_CHARS:

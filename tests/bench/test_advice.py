@@ -18,6 +18,7 @@ from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.training.duration import Pace
 from tests.helpers.cli import Cli
 
 # From the config.json of Llama-3.1-8B.
@@ -177,6 +178,30 @@ def test_the_bundled_pair_is_measured_and_tried(
     assert result.err.startswith("loading the model")
 
 
+def test_training_is_rehearsed_only_if_its_time_is_told(
+    cli: Cli, no_timing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[object] = []
+
+    def rehearse(*given: object) -> Pace:
+        rehearsed.append(given)
+        return Pace(1e-3, 1e-3, 1.0, 1e-3, 1e-3)
+
+    monkeypatch.setattr(forecast, "rehearse", rehearse)
+    monkeypatch.setattr(forecast, "try_drafter", lambda *_: 1.2)
+    lookup = ("advise", "--drafter", "lookup", "--tokens", "50K")
+    told = cli(*lookup)
+    assert "On 50,000 tokens: about " in told.out
+    assert "rehearsing the training of a drafter, to know its time; --no-rehearsal" in told.err
+    assert len(rehearsed) == 1
+    untold = cli(*lookup, "--no-rehearsal")
+    assert "Command: redrafter-mlx train" in untold.out
+    assert "On 50,000 tokens" not in untold.out
+    assert json.loads(cli("advise", "--json").out)["training"]["seconds"] is None, "has a drafter"
+    assert "rehearsing" not in untold.err
+    assert len(rehearsed) == 1
+
+
 def test_another_chip_is_told_nothing_of_this_machine(cli: Cli) -> None:
     result = cli("advise", "--chip", "M1 Max")
     assert result.code == 0
@@ -217,4 +242,6 @@ def test_the_forecast_is_of_the_question() -> None:
     cost = TrainingCost.of(SHAPE, 10**6)
     small, large = (predict_forecast(SHAPE, CHIPS[name], cost) for name in ("M4 Pro", "M4 Max"))
     assert small.plain == pytest.approx(2 * large.plain, rel=0.01)
+    assert small.training
+    assert large.training
     assert small.training.total > large.training.total

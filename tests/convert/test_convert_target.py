@@ -20,6 +20,7 @@ from mlx_redrafter.convert.conversion import Conversion, convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.selftest import MIN_ACCEPTANCE, TOKENS_PER_PROMPT
 from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
+from mlx_redrafter.convert.vocabulary import count_tokens
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
@@ -162,6 +163,14 @@ def test_padding_rows_are_dropped(stories: Trained, tmp_path: Path) -> None:
     head = load_drafter(tmp_path / "out").lm_head[-1].weight
     kept = mx.array(handmade.tensors(config)["lm_head.2.weight"][:512])
     assert mx.array_equal(head, kept).item()
+
+
+def test_a_byte_order_mark_is_not_counted(stories: Trained, tmp_path: Path) -> None:
+    counts = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "text.txt").write_text("Once upon a time", encoding=encoding)
+        counts.append(count_tokens(stories.tokenizer, [tmp_path / "text.txt"], 512).tolist())
+    assert counts[0] == counts[1]
 
 
 def test_a_vocabulary_slice_drafts_less_and_changes_no_text(

@@ -177,6 +177,20 @@ def test_a_drafter_that_is_named_is_not_downloaded_without_a_question(
     assert _tokens(_generate(cli, "--drafter", DRAFTER)), "it is here now"
 
 
+def test_the_target_of_a_conversion_is_not_downloaded_without_a_question(
+    hub: FakeHub, cli: Cli, untouched: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "thesis.txt").write_text("mine")
+    words = ("convert", untouched / "drafter", tmp_path / "new", "--target", MODEL)
+    assert f"Download {MODEL} (" in _line(cli(*words), 2)
+    refused = _line(cli(*words[:2], tmp_path / "others", *words[3:], "--yes"), 2)
+    assert "thesis.txt in" in refused
+    assert f"{MODEL}/model.safetensors" not in hub.fetched
+    result = cli(*words, "--yes")
+    assert (result.code, f" by {MODEL}" in result.out) == (0, True), result.err
+
+
 def test_a_licence_cannot_change_the_question(
     hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

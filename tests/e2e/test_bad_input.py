@@ -117,6 +117,7 @@ FAILS = "{{ raise_exception('No role') }}"
 # What is done to the pair first, further words of the command, exit code, parts of the line.
 UNUSABLE: dict[str, tuple[Damage, str, int, str]] = {
     "no model": (_none, f"--model {NOWHERE}", 1, NOWHERE),
+    "no UTF-8": (_none, "--model ./\udcff", 2, "expected a path in UTF-8, got './\\udcff'"),
     "no user": (_none, "--model ~no-such-user/model", 2, "nobody here has this name"),
     "no repository": (_none, "--drafter nobody/nothing", 1, "nobody/nothing"),
     "a file": (_none, "--model model/model.safetensors", 1, "checkpoint folder, found a file"),

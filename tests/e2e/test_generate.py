@@ -19,6 +19,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 from mlx_redrafter import __version__, load
+from mlx_redrafter.cli.prompt_options import PromptOptions
 from mlx_redrafter.engine import engine, stored_costs
 from mlx_redrafter.proposers.redrafter import precision
 from tests.conftest import Trained
@@ -180,6 +181,15 @@ def test_prompts_from_stdin_and_with_escapes(
     assert escaped == _stock_text(stories, "Lily\nand\tTom") + "\n"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT, encoding="utf-8-sig")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + PROMPT))
+    assert PromptOptions(prompt_file=path).read() == PromptOptions("-").read() == PROMPT
+
+
 def test_verbose_says_what_is_drafted_and_the_seed(
     stories: Trained, drafted: Callable[..., Result], drafter_folder: Path, cli: Cli
 ) -> None:
@@ -297,7 +307,7 @@ def test_grammars(plain: Callable[..., Result], tmp_path: Path) -> None:
     pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
     schema, rules = tmp_path / "schema.json", tmp_path / "rules.lark"
     schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}')
-    rules.write_text('start: "a" | "b"')
+    rules.write_text('start: "a" | "b"', encoding="utf-8-sig")
     found = plain("--json", "--json-schema", schema, "--max-tokens", 60)
     assert set(json.loads(json.loads(found.out)["text"])) <= {1, 2}
     assert json.loads(plain("--json", "--lark", rules).out)["text"] in ("a", "b")

@@ -109,6 +109,19 @@ def test_a_stream_that_is_closed_and_one_that_is_cancelled() -> None:
     assert before + len(list(stream)) < 5 * 50
 
 
+def test_a_cancelled_stream_that_nobody_reads_leaves_the_batch() -> None:
+    engine = Engine(MODEL, TOKENIZER, None)
+    prompts, shared = _prompts(3), engine.share()
+    expected = engine.generate(prompts[0], max_tokens=30)
+    first, *others = [engine.stream(one, shared=shared, max_tokens=30) for one in prompts]
+    text = "".join([next(first).text, *(next(one).text * 0 for one in others), next(first).text])
+    for num_left, other in ((2, others[1]), (0, others[0])):  # the last one moves out
+        other.cancel()
+        text += next(first).text + next(first).text
+        assert len(list(shared.batch)) == num_left
+    assert text + "".join(one.text for one in first) == expected
+
+
 def test_memory_does_not_grow_with_the_number_of_texts() -> None:
     def peak(count: int) -> int:
         options: dict[str, Any] = {"drafter": None, "batch_size": 4, "max_tokens": 20}

@@ -91,6 +91,9 @@ def test_settings_are_printed_as_a_command(cli: Cli) -> None:
     assert "start it first: redrafter-mlx serve --port 1 " in result.err
     result = cli("launch", "codex", "--port", "1", "--print", "--yes", "--model", "org/none")
     assert result.err.rstrip().endswith("--model org/none --yes"), "no terminal answers a server"
+    result = cli("launch", "codex", "--port", "1", "--print", "--api-key", "a b")
+    assert "start it first: REDRAFTER_API_KEY='a b' redrafter-mlx serve" in result.err
+    assert result.out.startswith("REDRAFTER_API_KEY='a b' codex ")
     result = cli("launch", "emacs", "--print")
     assert "agent must be claude or codex or opencode or qwen" in result.err
 

@@ -77,6 +77,17 @@ def test_a_prompt_file_has_one_prompt_a_line(tmp_path: Path) -> None:
     assert [i.messages[0]["content"] for i in items if isinstance(i, Chat)] == ["why", "how"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    row, text, prompts = (tmp_path / name for name in ("a.jsonl", "a.txt", "prompts.txt"))
+    row.write_text('{"text": "one"}\n', encoding="utf-8-sig")
+    text.write_text("two\n", encoding="utf-8-sig")
+    prompts.write_text("why\n", encoding="utf-8-sig")
+    assert read_items([row, text]) == [Document("one", f"{row}:1"), Document("two", f"{text}:1")]
+    (item,) = read_items([prompts], lines_are_prompts=True)
+    assert isinstance(item, Chat)
+    assert item.messages[0]["content"] == "why"
+
+
 BAD_ROWS = [
     ("{", "expected a JSON object"),
     ('{"txt": 1}', "found the keys 'txt'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from mlx_redrafter.checkpoint_files import (
     read_tensors,
     write_atomically,
     write_checkpoint,
+    write_text,
 )
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
@@ -75,6 +77,24 @@ def test_a_file_is_on_the_disk_before_it_replaces_another(
     write_checkpoint(tmp_path, {"model_type": "x"}, {"a": mx.ones(2)})
     inodes = [(tmp_path / name).stat().st_ino for name in ("model.safetensors", "config.json")]
     assert calls == [(what, one) for one in inodes for what in ("sync", "replace")]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_on_macos_the_drive_has_written_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    calls: list[object] = []
+
+    def full_sync(file: Any, command: int) -> None:
+        calls.append(command)
+        if is_refused:
+            raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr("fcntl.fcntl", full_sync)
+    monkeypatch.setattr("os.fsync", lambda descriptor: calls.append("fsync"))
+    write_text(tmp_path / "a.json", "{}")
+    assert calls == [51, "fsync"][: 1 + is_refused]
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

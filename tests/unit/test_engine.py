@@ -94,6 +94,14 @@ def test_a_text_is_cancelled_while_its_prompt_is_processed(engine: Engine) -> No
     assert done[-1] == 8
 
 
+@pytest.mark.parametrize("size", [0, -1, "4"])
+def test_a_chunk_of_no_size_is_named(engine: Engine, size: Any) -> None:
+    stream = engine.stream(PROMPT, max_tokens=3, prompt_chunk_size=lambda done: size)
+    message = f"prompt_chunk_size must be an integer at least 1, got {size!r}"
+    with pytest.raises(ConfigError, match=message):
+        list(stream)
+
+
 def test_a_closed_engine_ends_its_texts_and_begins_none(engine: Engine) -> None:
     with engine.stream(PROMPT, max_tokens=-1) as stream:
         next(stream)

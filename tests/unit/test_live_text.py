@@ -83,3 +83,13 @@ def test_drafts_are_coloured_on_request_and_controls_never_reach_the_terminal() 
     assert "\x1b[32m" not in write(pieces)
     assert "\x1b[31m" not in write(pieces)
     assert "\x07" not in write(pieces)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_controls_reach_a_pipe_alone(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    """`try` prints so, and every command on a terminal that cannot move its cursor."""
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stdout", stream)
+    module.print_text(response("a\x1b[2J\n\tb", 1, False))
+    assert stream.getvalue() == ("a\ufffd[2J\n\tb" if is_terminal else "a\x1b[2J\n\tb")
