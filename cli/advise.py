@@ -94,10 +94,11 @@ def _predict(subject: Subject, chip: Chip | None, cost: TrainingCost) -> tuple[s
     from mlx_redrafter.bench.machine import processor_name
 
     if chip is None:
+        is_here = subject.folder is not None  # several machines are never measured
+        measured = "" if is_here else ", or give a model's folder, to measure it here"
         raise ConfigError(
             "no chip given, and no figures are known for this machine "
-            f"({processor_name()}); say --chip 'M2 Pro', or give a model's folder, to measure it "
-            "here"
+            f"({processor_name()}); say --chip 'M2 Pro'{measured}"
         )
     return chip.name, predict_forecast(subject.shape, chip, cost, subject.simulated)
 

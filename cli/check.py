@@ -89,7 +89,8 @@ def check(
         typer.echo(reading)
     results = []
     for one in prompt or PROMPTS:
-        ids = PromptOptions(one, ignore_chat_template=ignore_chat_template).encode(tokenizer)
+        given = PromptOptions(one, ignore_chat_template=ignore_chat_template)
+        ids = given.encode(tokenizer, given.read())
         with progress_bar("Tokens") as bar:
             task = bar.add_task("tokens", total=2 * options.max_tokens)
             advance = partial(bar.advance, task)

@@ -153,9 +153,10 @@ def _generate(
     from mlx_redrafter.engine.generation import stream_generate
 
     context = CONTEXT + max(0, options.max_tokens)
+    given = prompt.read()
     model, tokenizer, drafter = pair.load_writer(context, options.kv_bits)
     cache = prompt.load_cache(pair.model)
-    ids = prompt.encode(tokenizer)
+    ids = prompt.encode(tokenizer, given)
     text, tokens = "", []
     with shown as write, prefill_progress() as on_progress:
         for response in stream_generate(

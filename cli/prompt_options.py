@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from mlx_redrafter.checkpoint_files import TEXT_ENCODING, check_regular
+from mlx_redrafter.checkpoint_files import TEXT_ENCODING
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.text_options import IgnoreChatTemplate
 from mlx_redrafter.errors import ConfigError
@@ -39,8 +39,10 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         parse_template_options(self.chat_template_config)  # checked before anything is loaded
-        if (self.prompt is None) == (self.prompt_file is None):
-            raise ConfigError("expected one prompt; give --prompt or --prompt-file")
+        if self.prompt is None and self.prompt_file is None:
+            raise ConfigError("expected a prompt, found none; give --prompt or --prompt-file")
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ConfigError("expected one prompt, found another in --prompt-file; leave one out")
         if self.prompt == "-" and launched_group() is not None:
             raise ConfigError(
                 "--prompt - reads an input that mlx.launch never ends; give the prompt itself"
@@ -50,7 +52,11 @@ class PromptOptions:
         """Read the prompt, from its file, or from standard input if it is ``-``."""
         try:
             if self.prompt_file is not None:
-                check_regular(self.prompt_file)
+                if self.prompt_file.exists() and not self.prompt_file.is_file():
+                    raise ConfigError(
+                        "expected a file with the prompt, found something else: "
+                        f"{self.prompt_file}; --prompt - reads standard input"
+                    )
                 return self.prompt_file.read_text(encoding=TEXT_ENCODING)
             if self.prompt == "-":
                 return sys.stdin.read().removeprefix("\ufeff")
@@ -59,8 +65,8 @@ class PromptOptions:
         text = self.prompt or ""
         return text.replace("\\n", "\n").replace("\\t", "\t")
 
-    def encode(self, tokenizer: TokenizerWrapper) -> list[int]:
-        """Encode the prompt as `mlx_lm.generate` does.
+    def encode(self, tokenizer: TokenizerWrapper, text: str) -> list[int]:
+        """Encode the text of the prompt as `mlx_lm.generate` does.
 
         After a prompt cache, the encoded prompt leaves out the beginning of the chat template.
 
@@ -69,7 +75,6 @@ class PromptOptions:
         """
         from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_question
 
-        text = self.read()
         if self.ignore_chat_template or not tokenizer.has_chat_template:
             if self.system_prompt is not None:
                 raise ConfigError(

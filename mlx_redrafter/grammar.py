@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -239,6 +240,9 @@ def _check(message: str) -> None:
 
 def _refusal(message: str) -> ConfigError:
     reason = describe_error(ValueError(message))
+    # The parser of regular expressions draws the place first.
+    if cause := re.search(r"^error: (.+)", message, re.MULTILINE):
+        reason += f" {cause[1]}"
     return ConfigError(f"grammar cannot be used: {reason}; correct or simplify it")
 
 

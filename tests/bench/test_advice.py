@@ -234,6 +234,9 @@ def test_a_machine_without_figures_says_what_to_do(
     result = cli("advise", llama)
     assert result.code == 2
     assert "no figures are known for this machine (Other CPU); say --chip" in result.err
+    assert "or give a model's folder" in result.err
+    several = cli("advise", "--machines", 2)
+    assert several.err.endswith("this machine (Other CPU); say --chip 'M2 Pro'\n")
     monkeypatch.setattr("mlx_redrafter.bench.machine.processor_name", lambda: "Apple M4 Pro")
     assert "Forecast for M4 Pro" in cli("advise", llama).out
 

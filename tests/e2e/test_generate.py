@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -190,6 +191,21 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(
     assert PromptOptions(prompt_file=path).read() == PromptOptions("-").read() == PROMPT
 
 
+def test_a_prompt_that_cannot_be_read_is_named_before_the_model_is_loaded(
+    cli: Cli, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for options, message in (
+        ((), "expected a prompt, found none; give --prompt or --prompt-file"),
+        (("-p", "a", "-f", "b"), "expected one prompt, found another in --prompt-file"),
+        (("-f", tmp_path / "none"), "none: No such file or directory"),
+        (("-f", tmp_path), "expected a file with the prompt, found something else"),
+        (("-f", tmp_path / "pipe"), "--prompt - reads standard input"),
+    ):
+        found = cli("generate", "--model", "/no/such/folder", *options)
+        assert (found.code in (1, 2), message in found.err) == (True, True), found.err
+
+
 def test_verbose_says_what_is_drafted_and_the_seed(
     stories: Trained, drafted: Callable[..., Result], drafter_folder: Path, cli: Cli
 ) -> None:
@@ -316,6 +332,7 @@ def test_grammars(plain: Callable[..., Result], tmp_path: Path) -> None:
     for bad, message in (
         (["--lark", rules], "grammar cannot be used"),
         (["--lark", tmp_path / "none"], "No such file"),
+        (["--regex", "("], "regex parse error: unclosed group; correct or simplify it"),
         (["--regex", "a", "--lark", rules], "--regex and --lark cannot be combined"),
     ):
         found = plain(*bad)
