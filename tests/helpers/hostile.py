@@ -54,7 +54,7 @@ COMMANDS: dict[str, list[str]] = {
 SHORT: dict[str, list[str]] = {
     "advise": ["--chip", "M1 Max"], "train": ["--dry-run", "--tokens", "200"],
     "bench sweep": ["--out", "new", "--widths", "1", "--lengths", "2", "-m", "2"],
-    "bench compare": ["--shapes", "1x3", "-m", "2", "--rounds", "1"],
+    "bench compare": ["--shapes", "1x3", "-m", "2", "--repeats", "1"],
     "bench throughput": ["--batch-sizes", "1", "--shapes", "1x3", "-m", "2", "--rounds", "1"],
 }  # fmt: skip
 VALUES = (
