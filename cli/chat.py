@@ -226,8 +226,9 @@ def _read_message() -> str | None:
         if not text.startswith(QUOTES):
             return text
         lines = [text.removeprefix(QUOTES)]
-        while QUOTES not in lines[-1]:
-            lines.append(input("... " if prompt else ""))
+        with suppress(EOFError):  # which ends the message as well
+            while QUOTES not in lines[-1]:
+                lines.append(input("... " if prompt else ""))
         return "\n".join(lines).replace(QUOTES, "", 1).strip()
     except EOFError:
         return None

@@ -48,6 +48,16 @@ def test_answers_are_those_to_the_whole_chat(
     assert answers.out == expected
 
 
+def test_the_end_of_the_input_ends_a_message_of_several_lines(
+    chat_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = "chat", "--model", chat_folder, "-m", 4
+    _say(monkeypatch, '"""Who', 'is Tim"""')
+    closed = cli(*chat)
+    _say(monkeypatch, '"""Who', "is Tim")
+    assert closed.out == cli(*chat).out != ""
+
+
 def test_chats_that_cannot_be(stories: Trained, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     _say(monkeypatch, "Hi")
     bundled = cli("chat")
