@@ -55,12 +55,12 @@ def read_prompts(path: Path) -> list[Prompt]:
             SPEED-Bench's prompts are not filled in.
         CheckpointError: The hub has no such dataset, or cannot be reached.
     """
-    dataset = DATASET.fullmatch(path.as_posix())
+    dataset, suffix = DATASET.fullmatch(path.as_posix()), path.suffix.lower()
     if dataset is not None and not path.exists():
         rows = list(chain.from_iterable(map(_read_parquet, _download(dataset[1], dataset[2]))))
-    elif path.suffix == ".parquet":
+    elif suffix == ".parquet":
         rows = _read_parquet(path)
-    elif path.suffix == ".jsonl":
+    elif suffix == ".jsonl":
         # `splitlines` also divides at characters that JSON allows in a text, such as U+2028.
         lines = enumerate(_read_text(path).split("\n"), start=1)
         rows = [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]

@@ -13,8 +13,12 @@ from mlx_redrafter.bench.runs import TimedRun
 from mlx_redrafter.destinations import check_writable
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
-# Parts of a result that must be equal for a benchmark to be resumed.
-FIXED = ("configuration", "versions")
+# Parts of a result that must be equal for a benchmark to be resumed, () for all of a part.
+FIXED: Mapping[str, tuple[str, ...]] = {
+    "configuration": (),
+    "versions": (),
+    "machine": ("processor", "cores", "device"),
+}
 
 
 class Recording:
@@ -80,9 +84,10 @@ class Recording:
     def _continue(self, path: Path, kind: str) -> None:
         before, names = read_result(path, kind), {field.name for field in fields(TimedRun)}
         try:
-            for key in FIXED:
+            for key, fixed in FIXED.items():
                 found, expected = before[key], self.result[key]
-                different = [name for name in expected if found.get(name) != expected[name]]
+                compared = fixed or expected
+                different = [name for name in compared if found.get(name) != expected[name]]
                 if different:
                     name = different[0]
                     raise ConfigError(

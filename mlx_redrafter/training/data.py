@@ -85,9 +85,10 @@ def read_items(paths: Iterable[str | Path], lines_are_prompts: bool = False) -> 
     items: list[Item] = []
     for path in map(Path, paths):
         num_before = len(items)
-        if path.suffix == ".jsonl":
+        suffix = path.suffix.lower()
+        if suffix == ".jsonl":
             items += [_parse_row(line, origin) for line, origin in _read_filled_lines(path)]
-        elif path.suffix in (".json", ".gz", ".xz", ".zip", ".parquet"):
+        elif suffix in (".json", ".gz", ".xz", ".zip", ".parquet"):
             raise DataError(
                 f"expected a text or .jsonl file, found {path}; convert or unpack it first"
             )

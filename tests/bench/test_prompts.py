@@ -43,7 +43,7 @@ def test_published_files(name, count, categories):
 
 
 def test_plain_lines_and_text(tmp_path):
-    path = tmp_path / "p.jsonl"
+    path = tmp_path / "p.JSONL"
     path.write_text('{"prompt": "a", "id": "x"}\n{"text": "b"}\n"c"\n', encoding="utf-8-sig")
     assert [(p.name, p.text) for p in read_prompts(path)] == [("x", "a"), ("2", "b"), ("3", "c")]
     path.write_text('{"text": "a\u2028b\x85c"}\n', encoding="utf-8")

@@ -1,5 +1,6 @@
 """Grids, and what survives an interruption."""
 
+import json
 from functools import partial
 
 import pytest
@@ -51,7 +52,11 @@ def test_recordings_go_on(tmp_path):
     path.write_text(whole.replace('"num_unmerged"', '"num_plain"'))
     with pytest.raises(ConfigError, match="another version of this program"):
         Recording(path, "sweep", {"seed": 1}, resume=True)
-    for part in ('"runs"', '"versions"', '"sittings"'):
+    machine = json.loads(whole)["machine"]
+    path.write_text(whole.replace(json.dumps(machine["processor"]), '"M1"', 1))
+    with pytest.raises(ConfigError, match="measured with processor 'M1', now it is"):
+        Recording(path, "sweep", {"seed": 1}, resume=True)
+    for part in ('"runs"', '"versions"', '"sittings"', '"machine"'):
         path.write_text(whole.replace(part, '"lost"'))
         with pytest.raises(CheckpointError, match="is damaged"):
             Recording(path, "sweep", {"seed": 1}, resume=True)

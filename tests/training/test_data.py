@@ -55,7 +55,7 @@ def test_plain_text_is_divided_at_separators(tmp_path: Path) -> None:
 def test_rows_of_all_kinds(tmp_path: Path) -> None:
     messages = _chat("user: hi", "assistant: ho").messages
     path = _rows(
-        tmp_path / "a.jsonl",
+        tmp_path / "a.JSONL",
         {"text": "one"},
         {"messages": messages},
         {"prompt": "ask"},
