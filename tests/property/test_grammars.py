@@ -174,7 +174,7 @@ def _refs(count: int) -> dict[str, Any]:
 
 
 _ANY_OF = [{"properties": {f"x{i}": {}}} for i in range(12)]
-_PATTERNS = [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(24)]
+_PATTERNS: list[Any] = [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(24)]
 HOSTILE: dict[str, tuple[str, Any]] = {
     "no object": ("must be a JSON schema", "[1]"),
     "unknown type": ("cannot be used", {"type": "nothing"}),
