@@ -122,7 +122,7 @@ async def send_file(name: str, request: Request) -> Response:
 
 
 async def _health(service: Service, request: Request) -> Response:
-    if service.worker.is_alive():
+    if service.worker.is_ready:
         return respond({"status": "ok"})
     return respond({"status": "unavailable"}, 503)
 

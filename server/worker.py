@@ -45,6 +45,11 @@ class Worker(threading.Thread):
         self._changed = threading.Condition()
         self._is_stopped = False
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the thread runs and goes on."""
+        return self.is_alive() and not self._is_stopped
+
     def submit(self, job: Job) -> None:
         """Put a request in the queue; may be called from any thread.
 
@@ -124,6 +129,7 @@ class Worker(threading.Thread):
                     self.counters.totals["busy_seconds_total"] += time.perf_counter() - start
                     goes_on = self._admit()
             finally:  # no client waits for a thread that an error has ended
+                self.end()
                 for job in [*self._running, *self._waiting]:
                     job.close()
                     job.receive(_shutting_down())

@@ -6,7 +6,8 @@ import json
 import logging
 import socket
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from mlx_redrafter.decoding import prefill
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.server import worker
 from mlx_redrafter.server.fields import Fields, parse_json
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.protocols.openai_chat import read as read_chat
@@ -285,6 +287,16 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_a_worker_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ends a moment after its replies."""
+
+    @contextmanager
+    def wire(*_: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            time.sleep(0.5)
+
+    monkeypatch.setattr(worker, "wire_memory", wire)
     with serving(make_engine()) as served:
         assert served.send(PATH, TEXT)[0] == 200
 
