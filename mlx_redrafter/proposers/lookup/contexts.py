@@ -68,17 +68,16 @@ class Contexts:
                 f"{self._vocab_size}; begin with new Contexts() for each model"
             )
 
-    def expect(self, text: Sequence[int], vocab_size: int | None = None) -> None:
+    def expect(self, text: Sequence[int], vocab_size: int) -> None:
         """Note that a text goes on; `index` adds it when there is time for that."""
-        self._vocab_size = vocab_size or self._vocab_size
+        self._vocab_size = vocab_size
         self._waiting += text
 
-    def index(self, most: int | None = None) -> bool:
-        """Add tokens that wait for it, all or at most so many; return whether none is left."""
-        for token in self._waiting[:most]:
+    def index(self) -> None:
+        """Add all tokens that wait for it."""
+        for token in self._waiting:
             self.add(token)
-        del self._waiting[:most]
-        return not self._waiting
+        self._waiting.clear()
 
     def add(self, token: int, row: bytes | None = None) -> None:
         """Add the next token, and the row of what was probable in its place, if that is known."""

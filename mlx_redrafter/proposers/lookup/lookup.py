@@ -6,6 +6,9 @@ Two sources make one tree, the most probable drafts first:
   lookup: arXiv 2304.04487 and apoorvumang/prompt-lookup-decoding);
 - tokens that the target found most probable after the same last three, two or one tokens, at any
   node that it has verified (Token Recycling, arXiv 2408.08696).
+
+With a temperature, the target's own noise is added to what it found probable: the result is what it
+draws if its distribution is the same.
 """
 
 from __future__ import annotations
@@ -34,8 +37,6 @@ from mlx_redrafter.trees.tree import NO_TOKEN, Drafts, TokenTree
 
 # Drafts to foresee if none are in flight.
 FORESEEN = DraftPlan(DraftShape(4, 16), 17, from_text=True)
-# Maximum number of tokens to index in a step, of those that waited until a draft may pay again.
-CATCH_UP = 64
 # Minimum probability of a draft that may pay, for a policy that chooses from the drafts.
 LEAST_PAYING = 0.02
 
@@ -128,8 +129,7 @@ class LookupDrafting:
     # Drafts after the newest token that the host has read, and whether that was one before.
     _tree: DraftTree | None = field(default=None, init=False)
     _is_draft: bool = field(default=True, init=False)
-    # Whether a draft may pay at present. While none can, no candidates are found on the device, and
-    # tokens wait to be indexed.
+    # Whether a draft may pay at present; while none can, no candidates are found on the device.
     _may_pay: bool = field(default=True, init=False)
 
     @property
@@ -146,7 +146,7 @@ class LookupDrafting:
         If that token is no draft of the tree, there are as many as usual after such a token.
         """
         self._read()
-        self._may_pay = least <= 1 and self.contexts.index(CATCH_UP)
+        self._may_pay = least <= 1
         if not self._may_pay:
             return []
         tree = self._tree or self._grow(FORESEEN, None, least)
@@ -203,7 +203,6 @@ class LookupDrafting:
     def _grow(self, plan: DraftPlan, noise: GumbelNoise | None, least: float = 0.0) -> DraftTree:
         """Find drafts after the newest token that the host has read."""
         least = max(least, LEAST_PAYING if plan.from_text else LEAST_PROBABILITY)
-        self.contexts.index()
         self._tree = tree = DraftTree(self.contexts, self.chances, plan, noise, least)
         if not self._is_draft:
             self.chances.note_surprise(tree.probabilities)
@@ -212,8 +211,7 @@ class LookupDrafting:
     def _read(self, newest: Pass | None = None) -> None:
         """Learn from the pass that is kept, and keep another one."""
         flight, contexts, self._flight = self._flight, self.contexts, newest
-        if self._may_pay:
-            contexts.index()
+        contexts.index()
         if flight is None:
             return
         tokens = flight.tokens
@@ -221,10 +219,6 @@ class LookupDrafting:
             self._is_draft, self._tree = self._tree.learn(tokens), None
         best, size = array("i", flight.outcome.best), 2 * NUM_BEST
         rows = [best[start : start + size].tobytes() for start in range(0, len(best), size)]
-        if not (rows or self._may_pay):
-            contexts.expect(tokens)
-            return
-        contexts.index()
         if rows and flight.known is not None and flight.is_finite:
             keys = [contexts.end.key]
             for parent, token in zip(flight.known.parents, flight.known.tokens, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable, Sequence
 from math import exp, inf
@@ -31,7 +30,7 @@ from mlx_redrafter.proposers.lookup import Lookup, contexts
 from mlx_redrafter.proposers.lookup.chances import Chances, Child
 from mlx_redrafter.proposers.lookup.contexts import LONGEST, NUM_BEST, Contexts, following
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY
-from mlx_redrafter.proposers.lookup.lookup import CATCH_UP, LookupDrafting
+from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 from tests.helpers.flights import flight_of
@@ -252,22 +251,6 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
     assert to_ints(tree.tokens)[:2] == [4, 5]
     assert seen == [("propose", [2]), ("skip", [3]), ("skip", [4])]
     assert drafting.contexts.end.matches[0] == (4, 4)  # after 1, 2, 3, 4
-
-
-def test_tokens_wait_while_no_draft_can_pay_and_are_indexed_step_by_step() -> None:
-    text = [*range(1, 100)] * 2
-    drafting = _open(text)
-    for least in (math.inf, *[2.0] * 200):
-        assert drafting.matches(least) == []
-        drafting.skip(_flight(len(text) % 99 + 1))
-        text.append(len(text) % 99 + 1)
-    assert len(drafting.contexts.tokens) == 198, "the prompt alone"
-    counts = []
-    while not drafting.matches(0.0):
-        counts.append(len(drafting.contexts.tokens))
-    assert counts == [198 + CATCH_UP * n for n in range(1, 4)]
-    assert list(drafting.contexts.tokens) == text
-    assert drafting.matches(0.0) == _open(text).matches(0.0)
 
 
 @pytest.mark.parametrize("couple", [True, False])
