@@ -94,7 +94,7 @@ def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) 
     if not prompts:
         raise DataError(
             "expected at least two texts or prompts that differ, one of them to measure on, found "
-            f"{len(begun)}"
+            f"{len(begun)}; give more with --data or --prompts"
         )
     return Sources(given, prompts, held_out)
 
