@@ -47,7 +47,7 @@ class Worker(threading.Thread):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the thread runs and goes on."""
+        """True while the thread runs and goes on."""
         return self.is_alive() and not self._is_stopped
 
     def submit(self, job: Job) -> None:
@@ -57,7 +57,7 @@ class Worker(threading.Thread):
             Refusal: The queue is full, or the worker has stopped.
         """
         with self._changed:
-            if self._is_stopped or (self.ident is not None and not self.is_alive()):
+            if self._is_stopped:
                 raise _shutting_down()
             self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
             if len(self._waiting) >= self._limits.max_waiting:
@@ -116,13 +116,13 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         """Write texts until the end; runs in the thread."""
-        goes_on = self._admit()
         with ExitStack() as wired:
-            if self._running:
-                # Wired for all texts together: each text alone would unwire the memory at its end.
-                # No name here refers to the model, which may be unloaded long before the end.
-                wired.enter_context(wire_memory(self._running[0].model.engine.target.model))
             try:
+                goes_on = self._admit()
+                if self._running:
+                    # Wired for all texts together: each text alone would unwire it at its end.
+                    # No name here refers to the model, which may be unloaded long before the end.
+                    wired.enter_context(wire_memory(self._running[0].model.engine.target.model))
                 while goes_on:
                     start = time.perf_counter()
                     self._step_all()
