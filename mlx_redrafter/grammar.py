@@ -28,11 +28,10 @@ MAX_PATTERNS = 16
 PATTERNS = frozenset({"pattern", "format"})
 # Keywords whose schemas hold for the same value as the other keywords next to them.
 JOINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+# Words of a JSON schema that do not change what fits it, and take most of its length.
+NOTES = frozenset({"$schema", "$id", "$comment", "title", "description", "examples", "default"})
 # Keywords that say nothing about the value.
-SILENT = frozenset({
-    "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
-    "examples", "readOnly", "title", "writeOnly", "x-guidance",
-})  # fmt: skip
+SILENT = NOTES | {"$defs", "definitions", "deprecated", "readOnly", "writeOnly", "x-guidance"}
 # Maximum number of states that llguidance follows at once. A property that may be missing adds
 # four; its own limit of 2000 would end a text of 500 such properties.
 MAX_STATES = 1 << 14
@@ -125,7 +124,7 @@ def lark_json(schema: Mapping[str, Any], lenient: bool = False) -> str:
     ``lenient`` leaves out keywords that llguidance does not support, and patterns if there are too
     many. Raise `ConfigError` if the schema is malformed or too large.
     """
-    if lenient and _joins_many(schema):
+    if lenient and _count_joined(schema) > MAX_PATTERNS:
         schema = _without_patterns(schema)
     _schema_text(schema)
     options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
@@ -142,16 +141,17 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"grammar must be a JSON schema: {describe_error(error)}") from error
     _check_size(text, text.count('"$ref"'), MAX_RULES, "references")
-    if _joins_many(values):
+    if (count := _count_joined(values)) > MAX_PATTERNS:
         raise ConfigError(
             f"grammar must have at most {MAX_PATTERNS} different patterns and formats if schemas "
-            "are combined, as by allOf or by a reference beside other keywords; leave some out"
+            "are combined, as by allOf or by a reference beside other keywords; found "
+            f"{count}, leave some out"
         )
     return text
 
 
-def _joins_many(schema: Any) -> bool:
-    """Return whether more than `MAX_PATTERNS` patterns may have to hold for one value."""
+def _count_joined(schema: Any) -> int:
+    """Count the patterns that may have to hold for one value, at most; 0 if none are joined."""
     patterns: set[tuple[str, str]] = set()
     is_joined, unread = False, [schema]
     while unread:
@@ -165,7 +165,7 @@ def _joins_many(schema: Any) -> bool:
             unread += one.values()
         elif isinstance(one, list):
             unread += one
-    return is_joined and len(patterns) > MAX_PATTERNS
+    return len(patterns) if is_joined else 0
 
 
 def _without_patterns(schema: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-# Words of a JSON schema that do not change what fits it, and take most of its length.
-NOTES = frozenset({"$schema", "$id", "$comment", "title", "description", "examples", "default"})
+from mlx_redrafter.grammar import NOTES
+
 # Characters of a string that templates write in a CDATA section.
 _NEEDS_CDATA = re.compile(r"[<&\n]")
 

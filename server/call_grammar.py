@@ -9,8 +9,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.grammar import Grammar, lark_json, read_vocabulary
-from mlx_redrafter.server.call_formats import NOTES, CallFormat
+from mlx_redrafter.grammar import NOTES, Grammar, lark_json, read_vocabulary
+from mlx_redrafter.server.call_formats import CallFormat
 from mlx_redrafter.server.call_rules import CallRules, QuotedValues
 from mlx_redrafter.server.tools import Tools
 
