@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.bench.runs import EncodedPrompt
 from mlx_redrafter.checkpoint_files import TEXT_ENCODING
+from mlx_redrafter.checks import parse_line
 from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.errors import CheckpointError, ConfigError, explain, first_line
 
@@ -189,13 +189,9 @@ def _download(repository: str, configuration: str) -> list[Path]:
 
 def _parse(line: str, place: str) -> Any:
     try:
-        value = json.loads(line)
-        # Half of a surrogate pair, which tokenizers do not have, may come as an escape.
-        if "\\ud" in line.lower():
-            json.dumps(value, ensure_ascii=False).encode()
+        return parse_line(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not valid JSON: {error}") from error
-    return value
 
 
 def _as_prompt(values: Any, path: Path, number: int) -> Prompt:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_redrafter.errors import ConfigError, shown
+
+
+def parse_line(line: str) -> Any:
+    """Parse a line of JSON with texts for a tokenizer.
+
+    Raise ValueError if it is not JSON or has half of a surrogate pair, which may come as an escape,
+    and RecursionError if it is too deep.
+    """
+    value = json.loads(line)
+    if "\\ud" in line.lower():  # UTF-8 and tokenizers have no halves
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None, hint: str = "") -> None:

@@ -9,7 +9,6 @@ Files are not trusted: errors in a file are reported with its name and line.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
 from mlx_redrafter.checkpoint_files import TEXT_ENCODING
+from mlx_redrafter.checks import parse_line
 from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_prompt
 from mlx_redrafter.errors import ConfigError, DataError
 
@@ -145,10 +145,7 @@ def _read_documents(path: Path) -> Iterator[Document]:
 
 def _parse_row(line: str, origin: str) -> Item:
     try:
-        row = json.loads(line)
-        # Half of a surrogate pair, which UTF-8 and tokenizers do not have, may come as an escape.
-        if "\\ud" in line.lower():
-            json.dumps(row, ensure_ascii=False).encode()
+        row = parse_line(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{origin}: expected a JSON object, found {error}") from error
     if not isinstance(row, dict):
