@@ -110,12 +110,11 @@ def load(
     proposer: Proposer | None = None
     if kind is not None and drafter is not None:
         proposer = kind.load(drafter, TargetFacts.of(name, config))
-    options = tokenizer_config or {}
     if machines is None:
-        model, tokenizer = load_model(name, options, adapter_path, trust_remote_code)
+        model, tokenizer = load_model(name, tokenizer_config, adapter_path, trust_remote_code)
     else:
         adapter = _text(adapter_path)
-        model, tokenizer = load_together(machines, name, config, options, adapter)
+        model, tokenizer = load_together(machines, name, config, tokenizer_config, adapter)
     if is_bundled:
         model.set_dtype(mx.float32)
     # MLX computes weights that were cast here: another thread could not.

@@ -20,7 +20,7 @@ def load_together(
     machines: Machines,
     name: str,
     config: Mapping[str, Any],
-    options: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
     adapter: str | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load rank 0's part of a model, which leads the parts that all other ranks load meanwhile.
