@@ -81,7 +81,7 @@ class Subject:
 
     @property
     def has_drafter(self) -> bool:
-        """Whether there is a drafter to use, on this machine or to download."""
+        """True if there is a drafter to use, on this machine or to download."""
         return self.usable_drafter is not None or self.repository is not None
 
     @cached_property

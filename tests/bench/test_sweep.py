@@ -63,7 +63,7 @@ def test_recordings_go_on(tmp_path):
 
 
 def test_every_round_starts_with_another_method():
-    """Whatever rounds share, such as the block of a sweep's shapes."""
+    """The rounds may share anything else, such as the block of a sweep's shapes."""
     order = []
 
     def make_methods(settings):

@@ -136,7 +136,7 @@ UNUSABLE: dict[str, tuple[Damage, str, int, str]] = {
     "a long prompt": (_none, f"-p '{'word ' * 1100}'", 2, "context is 1024 ... shorten the prompt"),
     # Nothing at all is left of it where the tokenizer adds no token of its own.
     "no prompt": (_tokenizer(add_bos_token=False), "-p ''", 2, "the prompt is empty; give"),
-    # How Python hands over bytes that are not UTF-8.
+    # Python hands over bytes that are not UTF-8 as such signs.
     "no text": (_none, "-p \udcff\udcfe", 2, "the prompt must be UTF-8 text"),
     "no text from stdin": (_none, "-p -", 2, "the prompt must be UTF-8 text"),
     "no template": (_none, "--system-prompt x", 2, "--system-prompt needs a chat template"),

@@ -74,7 +74,7 @@ CONVERSION = [
     (["."], INPUT),
     (["texts.txt"], "found a file"),
     (["broken", "--to", "pytorch"], "found a broken link"),
-    # How Python hands over bytes that are not UTF-8.
+    # Python hands over bytes that are not UTF-8 as such signs.
     (["new\udcff"], "new\\udcff'; rename it, or choose another"),
 ]
 # Command, prompts, out and further options of a measurement.

@@ -156,7 +156,7 @@ def test_connections_beyond_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_client_that_writes_instead_of_reading_has_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it sends is no sign that it reads."""
+    """Data that it sends is no sign that it reads."""
     monkeypatch.setattr(H11Protocol, "data_received", lambda *_: None)
 
     async def talk() -> None:
