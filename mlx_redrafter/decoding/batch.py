@@ -56,6 +56,11 @@ class Batch(Lane):
     def takes(self, sequence: SequenceDecoder) -> bool:
         return self.cache.takes(sequence.own_cache)
 
+    def make_room(self, num_sequences: int) -> None:
+        """Make the slots for sequences that join next, all at once: that moves no entries twice."""
+        with mx.stream(generation_stream):
+            self.cache.make_room(num_sequences)
+
     def join(self, sequence: SequenceDecoder) -> None:
         """Move a sequence in, whose newest pass is committed."""
         cache = self.cache

@@ -162,9 +162,10 @@ class Scheduler:
             else:
                 step_alone(one)
             return
-        for one in active:
-            if one not in batch:
-                attempt(self._move_in, one)
+        arriving = [one for one in active if one not in batch]
+        batch.make_room(sum(batch.takes(one) for one in arriving))
+        for one in arriving:
+            attempt(self._move_in, one)
         # A sequence that has brought tokens on its way waits until they are taken.
         moving = [one for one in active if one in batch]
         if moving and not any(one.is_ready for one in moving):

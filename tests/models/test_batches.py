@@ -296,3 +296,25 @@ def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
         found[i] += [token.id for token in readers[i]]
         alone = generate_step(mx.array(prompts[i]), model, max_tokens=20)
         assert found[i] == [int(token) for token, _ in alone]
+
+
+def test_texts_that_begin_together_get_their_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, resize = [], BatchCache.resize
+
+    def noted(cache: BatchCache, slots: Any, num_slots: int, num_rows: int) -> None:
+        sizes.append(num_slots)
+        resize(cache, slots, num_slots, num_rows)
+
+    monkeypatch.setattr(BatchCache, "resize", noted)
+    target = Target(build(tiny_config("llama")))
+    sampler = KeyedSampler(SamplingParams(), VOCAB_SIZE)
+    texts = [
+        SequenceDecoder(target, target.caches.new(), sampler, Request([3, 4 + i], max_tokens=2))
+        for i in range(5)
+    ]
+    scheduler = Scheduler(target)
+    scheduler.begin(texts)
+    while len(scheduler.batch.cache.slots) == 0:
+        scheduler.advance()
+    assert 8 in sizes
+    assert not {1, 2, 4} & set(sizes)

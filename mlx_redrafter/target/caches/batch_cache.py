@@ -42,6 +42,7 @@ class Slot:
         end: Position behind its last entry, of a tree or committed.
         is_new: Whether its sequence has come since the newest pass of the batch, in which it may
             have been before it left and came again: all its entries are in place.
+        is_blank: Whether no sequence has been here.
     """
 
     batch: BatchCache
@@ -51,6 +52,7 @@ class Slot:
     floor: Floor = int  # returns 0
     end: int = 0
     is_new: bool = True
+    is_blank: bool = True
 
     def commit(self, path: Sequence[int]) -> None:
         self.batch.commit(self.number, path)
@@ -86,10 +88,16 @@ class BatchCache:
         """Number of slots, B."""
         return len(self.slots)
 
+    def make_room(self, num_sequences: int) -> None:
+        """Have as many idle slots at least; the number of all slots is a power of two."""
+        needed = sum(one.own is not None for one in self.slots) + num_sequences
+        if needed > self.num_slots:
+            num_slots = 1 << (needed - 1).bit_length()
+            self.resize(range(self.num_slots), num_slots, self.capacity)
+
     def idle_slot(self) -> int:
         """Return the number of an idle slot, with twice as many slots if there was none."""
-        if all(one.own for one in self.slots):
-            self.resize(range(self.num_slots), max(1, 2 * self.num_slots), self.capacity)
+        self.make_room(1)
         return next(one.number for one in self.slots if one.own is None)
 
     def takes(self, own: TreeCache) -> bool:
@@ -124,11 +132,14 @@ class BatchCache:
         """
         if self._is_idle:
             self._begin(own)
+        is_blank = self.slots[slot].is_blank
         self.slots[slot] = Slot(self, slot, own, own.length, floor)  # and nothing at its end yet
         entries, self._history.visits[slot] = own.release()
         self._reserve(own.length + 1, self._max_nodes)
         self.slots[slot].end = own.length
         for part, one in zip(self._parts, entries, strict=True):
+            if not is_blank and isinstance(part, BatchLayer):
+                part.blank(slot)
             part.insert(slot, self.num_slots, one, own.length)
 
     def leave(self, slot: int, own: TreeCache | None) -> None:
@@ -141,7 +152,7 @@ class BatchCache:
             length = self.slots[slot].length
             entries = [part.extract(slot, length) for part in self._parts]
             own.hold(entries, self._history.visits[slot], length)
-        self.slots[slot], self._history.visits[slot] = Slot(self, slot), []
+        self.slots[slot], self._history.visits[slot] = Slot(self, slot, is_blank=False), []
 
     def shrink(self) -> None:
         """Keep a slot for each sequence, rounded up to a power of two, and the room they need."""

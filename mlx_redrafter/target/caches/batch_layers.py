@@ -73,18 +73,21 @@ class BatchLayer:
         return pair_of([buffer[..., :num_rows, :] for buffer in self._buffers])
 
     def insert(self, slot: int, num_slots: int, entries: Entries, length: int) -> None:
-        """Write the entries of a sequence of ``length`` tokens to a slot, which holds no others."""
+        """Write the entries of a sequence of ``length`` tokens to a slot, which is blank."""
         self._allocate(entries.parts, num_slots)
         capacity = self._capacity
-        for index, buffer in enumerate(self._buffers):
-            rows = mx.zeros((1, buffer.shape[1], 0, buffer.shape[3]), buffer.dtype)
-            if entries.parts:
-                rows = entries.parts[index][..., -capacity:, :]
-            missing = capacity - rows.shape[2]
-            rows = mx.pad(rows, [(0, 0), (0, 0), (0, missing), (0, 0)])
-            if start := (length - capacity + missing) % capacity:
-                rows = mx.roll(rows, start, 2)
-            buffer[slot : slot + 1, :, :capacity] = rows
+        for buffer, part in zip(self._buffers, entries.parts, strict=False):
+            rows = part[..., -capacity:, :]
+            start = (length - rows.shape[2]) % capacity
+            before = rows[..., : capacity - start, :]
+            buffer[slot : slot + 1, :, start : start + before.shape[2]] = before
+            if around := rows.shape[2] - before.shape[2]:
+                buffer[slot : slot + 1, :, :around] = rows[..., -around:, :]
+
+    def blank(self, slot: int) -> None:
+        """Remove what a slot holds: no mask would hide a NaN in it from the next sequence."""
+        for buffer in self._buffers:
+            buffer[slot] = mx.zeros((), buffer.dtype)
 
     def extract(self, slot: int, length: int) -> Entries:
         """Copy the entries of a slot with ``length`` tokens, and that of a tree's root behind them.
