@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from mlx_redrafter.proposers.checkpoint import SIMULATED
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.files import remove_leftovers
+from mlx_redrafter.training.files import locking, remove_leftovers
 from mlx_redrafter.training.preparation import Preparation
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
@@ -68,16 +69,33 @@ def train_drafter(
 
     ``on_begin`` is called after all checks, before the first file is written. Raise
     `RedrafterError` if the files, the target, the options, the disk or the memory do not allow the
-    run, as far as possible before any long computation.
+    run, as far as possible before any long computation. A run that has ``request.out`` already is
+    an error, too.
     """
-    begun = time.monotonic()
     request.check_output()
+    with ExitStack() as lock:
+        if request.out.is_dir():  # before the rehearsal, which may take minutes
+            lock.enter_context(locking(request.out))
+
+        def begin() -> None:
+            lock.close()
+            lock.enter_context(locking(request.out))
+            request.check_output()  # another run may have begun and ended meanwhile
+            on_begin()
+            remove_leftovers(request.out)
+
+        return _train(request, reporter, begin)
+
+
+def _train(
+    request: TrainingRequest, reporter: Reporter, on_begin: Callable[[], object]
+) -> TrainingResult | None:
+    begun = time.monotonic()
     preparation = Preparation(request, reporter)
     timetable = preparation.plan()
     if request.dry_run:
         return None
     on_begin()
-    remove_leftovers(request.out)
     corpus, request = preparation.run(), preparation.request
     student, cache = preparation.student, preparation.cache
     target = preparation.target_facts

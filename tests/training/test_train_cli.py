@@ -18,6 +18,7 @@ from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.training import preparation, resources
+from mlx_redrafter.training.files import locking
 from mlx_redrafter.training.teacher import TOP_K
 from mlx_redrafter.training.training_request import CACHE_FOLDER, TrainingRequest
 from tests.helpers.cli import Cli, Result
@@ -155,6 +156,11 @@ def test_commands_to_copy_name_all_that_they_need(train: Cli, tmp_path: Path) ->
     assert words[:4] == ["redrafter-mlx", "generate", "--model", "a model"]
     assert words[4:7] == ["--adapter-path", str(adapter), "--trust-remote-code"]
     assert words[7:] == ["--drafter", str(out)]
+
+
+def test_two_runs_do_not_share_a_folder(train: Cli, out: Path) -> None:
+    with locking(out):
+        assert f"another run trains in {out}; wait for its end" in _refusal(train())
 
 
 def test_options_of_another_version_are_named(tmp_path: Path, cli: Cli) -> None:
