@@ -163,6 +163,20 @@ def test_two_runs_do_not_share_a_folder(train: Cli, out: Path) -> None:
         assert f"another run trains in {out}; wait for its end" in _refusal(train())
 
 
+def test_a_run_is_continued_from_another_working_folder(
+    train: Cli, out: Path, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train is not None, "it has written the texts"
+    monkeypatch.chdir(out.parent)
+    texts = ("--data", "texts.jsonl", "--cache", "outputs", "--answer-tokens", 24)
+    with monkeypatch.context() as patch:
+        patch.setattr(ConsoleReporter, "progress", _interrupt_reading)
+        assert cli("train", "--out", out, "--model", model, *texts).code == 130
+    monkeypatch.chdir(out)
+    assert cli("train", "--out", out, "--resume", "--dry-run").code == 0
+    assert json.loads((out / "run.json").read_text())["cache"] == str(out.parent / "outputs")
+
+
 def test_options_of_another_version_are_named(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "run.json").write_text('{"fused": true, "epochs": 3}')
     refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
