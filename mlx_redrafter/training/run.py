@@ -18,6 +18,7 @@ from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import locking, remove_leftovers
+from mlx_redrafter.training.generated_texts import find_generated
 from mlx_redrafter.training.preparation import Preparation
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
@@ -38,15 +39,18 @@ OBJECTIVES = {
 # Paragraphs after the table of facts.
 _MEASURED = """## Accepted drafts
 
-Simulated on {num_texts} texts that the target generated from held-out beginnings, half greedily,
-half sampled. The training text may include other parts of the files that the beginnings come from.
-Drafts for sampled texts are ranked with the target's Gumbel noise, as in decoding with a seed.
+Simulated on {num_reported} of {num_texts} texts that the target generated from held-out beginnings,
+half greedily, half sampled. The others have chosen the step and the calibration; a single text does
+both. The training text may include other parts of the files that the beginnings come from. Drafts
+for sampled texts are ranked with the target's Gumbel noise, as in decoding with a seed.
 
 | drafts | tokens/step | acceptance rate by position |
 |---|---|---|
 | chain of {num_drafts} | {rate:.2f} | {by_position} |
 
 ## Training curve
+
+Tokens/step of the texts that have chosen the step.
 
 | step | seconds | loss (nats) | tokens/step |
 |---|---|---|---|
@@ -112,26 +116,37 @@ def _train(
     shards = (
         cache.load("held-out", n, student.layers) for n in range(cache.num_shards("held-out"))
     )
-    held_out = [text for shard in shards for text in shard.texts()]
+    choosing, reporting = split_held_out([text for shard in shards for text in shard.texts()])
 
-    def watched() -> Iterator[Shard]:
-        """Iterate over the held-out texts, with a report before each."""
-        for number, text in enumerate(held_out):
-            reporter.progress("evaluation", number, len(held_out))
+    def watched(texts: Sequence[Shard]) -> Iterator[Shard]:
+        """Iterate over held-out texts, with a report before each."""
+        for number, text in enumerate(texts):
+            reporter.progress("evaluation", number, len(texts))
             yield text
 
-    trainer = Trainer(student, order, watched, request, identity, total_steps)
+    trainer = Trainer(student, order, lambda: watched(choosing), request, identity, total_steps)
     if trainer.progress.step:
         reporter.say(f"resuming at step {trainer.progress.step:,}")
     best = trainer.run(
         on_step=lambda progress: _report_step(progress, reporter),
         on_best=lambda student: _save(student, request, target),
     )
-    best.calibrate(watched())
-    measured = simulate(best, watched(), request.network.length, request.data_options.temp)
+    best.calibrate(watched(choosing))
+    measured = simulate(best, watched(reporting), request.network.length, request.data_options.temp)
     _save(best, request, target, measured)
-    _write_card(request, target["fingerprint"], corpus, best, trainer.progress, measured)
+    card = request, target["fingerprint"], corpus, best, trainer.progress
+    _write_card(*card, measured, len(reporting))
     return TrainingResult(best, measured)
+
+
+def split_held_out(texts: Sequence[Shard]) -> tuple[Sequence[Shard], Sequence[Shard]]:
+    """Split the texts with a continuation: the first half chooses the weights, the other reports.
+
+    A single text does both.
+    """
+    used = [text for text in texts if find_generated(text)]
+    middle = len(used) // 2
+    return (used[:middle], used[middle:]) if middle else (used, used)
 
 
 def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Corpus) -> str:
@@ -178,8 +193,9 @@ def _write_card(
     student: Student,
     progress: TrainingProgress,
     measured: DecodingStats,
+    num_reported: int,
 ) -> None:
-    """Write the card to ``README.md``, with statistics of simulated decoding of held-out texts."""
+    """Write the card to ``README.md``, with simulated decoding of ``num_reported`` texts."""
     target, options = shared_name(request.model), request.training
     start = request.network.start_from
     files = [path.name for path in (*request.data, *request.prompts)]
@@ -205,6 +221,7 @@ def _write_card(
         num_drafts=request.network.length - 1,
         rate=measured.tokens_per_step or 1.0,
         by_position=" ".join(f"{rate:.0%}" for rate in measured.acceptance_rate_by_depth),
+        num_reported=num_reported,
         num_texts=len(corpus.held_out),
         curve="\n".join(
             f"| {p.step:,} | {p.seconds:.0f} | {'' if p.step == 0 else f'{p.loss:.3f}'} | "

@@ -24,7 +24,8 @@ class CurvePoint:
     """One measurement of the training curve.
 
     ``loss`` is the mean since the last measurement, in nats, not comparable between recipes.
-    ``tokens_per_step`` is simulated on held-out texts, with chains of L - 1 drafts.
+    ``tokens_per_step`` is simulated on the held-out texts that choose the step, with chains of
+    L - 1 drafts.
     """
 
     step: int

@@ -30,7 +30,7 @@ REQUEST = TrainingRequest(
     training=TrainingOptions(epochs=2, batch_tokens=300, num_evaluations=8),
 )
 WORK = Workload.of(REQUEST, given=1000, generated=500, prompt=10, num_held_out=2)
-PACE = Pace(0.1, reading=0.01, step=3.0, measuring=0.02, calibration=0.05)
+PACE = Pace(0.1, reading=0.01, step=3.0, measuring=0.04, calibration=0.1)
 
 
 def test_the_work_of_a_request() -> None:
@@ -49,14 +49,14 @@ def test_the_work_of_a_request() -> None:
 
 def test_every_stage_counts() -> None:
     timetable = Timetable.of(WORK, PACE, None)
-    # 3,000 tokens are trained on: 3 measurements, each after 4 times the tokens that it takes.
+    # 3,000 tokens are trained on: 7 measurements, each after 4 times the tokens that it takes.
     # These and the first one, and after training another and a calibration.
-    assert timetable.num_evaluations == 3
-    evaluation = 200 * (4 * 0.02 + 0.02 + 0.05)
+    assert timetable.num_evaluations == 7
+    evaluation = 100 * (8 * 0.04 + 0.04 + 0.1)
     stages = {"reading": 10.0, "generating": 70.8, "training": 30.0, "evaluation": evaluation}
     assert timetable.stages == pytest.approx(stages)
     assert str(timetable) == (
-        "about 2 min: reading 10 s, generating 71 s, training 30 s, evaluation 30 s"
+        "about 3 min: reading 10 s, generating 71 s, training 30 s, evaluation 46 s"
     )
 
 

@@ -18,8 +18,10 @@ from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.training import preparation, resources
-from mlx_redrafter.training.files import locking
+from mlx_redrafter.training.files import load_arrays, locking
+from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.teacher import TOP_K
+from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.training_request import CACHE_FOLDER, TrainingRequest
 from tests.helpers.cli import Cli, Result
 from tests.helpers.models import random_drafter, shared_model
@@ -63,6 +65,16 @@ def test_the_folder_is_a_drafter_with_a_card(finished: Run, cli: Cli, model: Pat
     assert len(rates) == 4
     assert rates[-1] > 1.3
     assert check_drafts(cli, model, out, "The")["tokens_per_step"] > 1.3
+
+
+def test_the_texts_that_the_card_reports_on_have_chosen_nothing(finished: Run) -> None:
+    options, folder = finished.request.data_options, finished.request.out / CACHE_FOLDER
+    arrays, _ = load_arrays(folder / "held-out-00000.safetensors")
+    texts = list(Shard(**arrays).texts())
+    student, stats = finished.result.student, finished.result.measured
+    half = simulate(student, texts[options.held_out // 2 :], 5, options.temp)
+    assert (stats.num_tokens, stats.steps) == (half.num_tokens, half.steps)
+    assert "Simulated on 4 of 8 texts" in (finished.request.out / "README.md").read_text()
 
 
 def test_held_out_texts_keep_what_calibration_looks_at(finished: Run) -> None:
