@@ -81,11 +81,18 @@ def _format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, A
         "tokens": texts,
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": [
-            None if token.logprob is None else {one.text: one.logprob for one in token.top}
-            for token in tokens
+            None if token.logprob is None else _name_by_text(token.top) for token in tokens
         ],
         "text_offset": ends[:-1],
     }
+
+
+def _name_by_text(top: Sequence[TokenLogprob]) -> dict[str, float | None]:
+    """Name log-probabilities, largest first, by text; of equal texts the first one counts."""
+    found: dict[str, float | None] = {}
+    for one in top:
+        found.setdefault(one.text, one.logprob)
+    return found
 
 
 ROUTES: Routes = {("POST", "/v1/completions"): texts(read)}

@@ -11,8 +11,9 @@ import pytest
 from mlx_redrafter import stream_generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.server.call_reader import ToolCall
-from mlx_redrafter.server.parts import Answer
+from mlx_redrafter.server.parts import Answer, TokenLogprob
 from mlx_redrafter.server.protocols.openai_chat import read as read_chat
+from mlx_redrafter.server.protocols.openai_completions import _format_logprobs
 from tests.helpers.models import ByteTokenizer
 from tests.server.serving import DEFAULTS, Served, make_engine, serving
 
@@ -93,6 +94,13 @@ def test_a_token_that_is_shown_often_is_decoded_once(monkeypatch: pytest.MonkeyP
     assert len(part.logprobs) == 1001
     assert {one.text for one in part.logprobs[1].top} == {one.text for one in part.logprobs[:2]}
     assert num_decoded < 20
+
+
+def test_of_equal_texts_the_most_probable_token_is_shown() -> None:
+    """Pieces of characters have the text of the replacement character, all of them."""
+    top = tuple(TokenLogprob(*one) for one in (("\ufffd", -1.0), ("a", -2.0), ("\ufffd", -3.0)))
+    shown = _format_logprobs([TokenLogprob("a", -2.0, top)], 0)
+    assert shown["top_logprobs"] == [{"\ufffd": -1.0, "a": -2.0}]
 
 
 def _answer(call: dict[str, Any]) -> Answer:
