@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -64,6 +64,7 @@ class LoadedModel:
         context: Maximum number of tokens of a prompt and its text.
         num_steps: Forward passes after the prompts.
         num_accepted: Drafts accepted by them.
+        num_preparing: Requests that the worker does not know yet.
     """
 
     def __init__(
@@ -78,6 +79,16 @@ class LoadedModel:
         identity = identify(engine) if store.is_on_disk else ""
         self.prefixes = Prefixes(engine, store, options, identity or str(next(_numbers)))
         self.num_steps = self.num_accepted = 0
+        self.num_preparing = 0
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Keep the model in use until its request waits for the worker."""
+        self.num_preparing += 1
+        try:
+            yield
+        finally:
+            self.num_preparing -= 1
 
     @cached_property
     def scheduler(self) -> Scheduler:
@@ -237,13 +248,12 @@ class Models:
         loaded = model.loaded
         if loaded is None:
             async with self._loading:
-                if model.loaded is None:
-                    await self._make_room(model)
-                    await self._load(model)
-                    await self._make_room(model)  # its size is known only now
                 loaded = model.loaded
+                if loaded is None:
+                    await self._make_room(model)
+                    loaded = await self._load(model)  # a client may unload it at any moment
+                    await self._make_room(model)  # its size is known only now
         model.last_used = time.monotonic()
-        assert loaded is not None
         return model, loaded
 
     def unload(self, model: Model) -> None:
@@ -253,6 +263,10 @@ class Models:
         model.loaded = None
         self._reset(model)  # a client has chosen for this time in memory only
         _free_memory()
+
+    def _is_used(self, loaded: LoadedModel) -> bool:
+        """Return whether a request for a model is prepared, waits or runs."""
+        return loaded.num_preparing > 0 or self.is_busy(loaded)
 
     def _reset(self, model: Model) -> None:
         """Let a model stay in memory as long as the limits say."""
@@ -266,24 +280,26 @@ class Models:
             for model in self.models:
                 if model.loaded is None or self._loading.locked():
                     continue
-                if self.is_busy(model.loaded):
+                if self._is_used(model.loaded):
                     model.last_used = now
                 elif now - model.last_used > model.keep_alive:
                     self.unload(model)
 
-    def load(self, model: Model) -> None:
+    def load(self, model: Model) -> LoadedModel:
         """Load a model, in any thread.
 
         Raises:
             RedrafterError: It cannot be loaded.
         """
         start = time.monotonic()
-        model.loaded = LoadedModel(model.load(), self.options, self.store, model.max_context)
+        loaded = LoadedModel(model.load(), self.options, self.store, model.max_context)
+        model.loaded = loaded
         logger.info("loaded %s in %.1f s", model.name, time.monotonic() - start)
+        return loaded
 
-    async def _load(self, model: Model) -> None:
+    async def _load(self, model: Model) -> LoadedModel:
         try:
-            await asyncio.to_thread(self.load, model)
+            return await asyncio.to_thread(self.load, model)
         except RedrafterError as error:
             logger.error("cannot load %s: %s", model.name, error)
             raise Refusal(
@@ -302,7 +318,7 @@ class Models:
             oldest = others.pop(0)
             left = oldest.loaded
             self.unload(oldest)
-            while left is not None and self.is_busy(left):  # its running texts end first
+            while left is not None and self._is_used(left):  # its running texts end first
                 await asyncio.sleep(WAIT_SECONDS)
             left = None
             _free_memory()

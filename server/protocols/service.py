@@ -87,11 +87,15 @@ class Service:
         """
         start = time.monotonic()
         model, loaded = await self.models.open(request.model)
-        async with self._encoding[client.state.is_large]:
-            fitted, prompts = await asyncio.to_thread(fit, request, loaded.engine, loaded.context)
-        reply = client.state.reply = Reply(loaded, fitted, prompts, make_writer(model.name), start)
-        reply.job.owner = self.callers.identify(client.headers)
-        self.worker.submit(reply.job)
+        with loaded.preparing():
+            async with self._encoding[client.state.is_large]:
+                fitted, prompts = await asyncio.to_thread(
+                    fit, request, loaded.engine, loaded.context
+                )
+            writer = make_writer(model.name)
+            reply = client.state.reply = Reply(loaded, fitted, prompts, writer, start)
+            reply.job.owner = self.callers.identify(client.headers)
+            self.worker.submit(reply.job)
         return EventStream(reply) if fitted.is_streamed else await reply.whole(client)
 
     async def _receive(self, request: Request) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import http.client
 import json
@@ -110,6 +111,61 @@ def test_idle_models_are_unloaded() -> None:
             assert time.monotonic() < end
             time.sleep(0.05)
         assert served.send(PATH, BODY)[1]["choices"] == first
+
+
+def test_a_model_whose_request_is_prepared_keeps_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No other one is loaded beside it, though the worker does not know the request yet."""
+    pytest.importorskip("starlette")
+    from mlx_redrafter.server.protocols import service
+
+    fit, begun, goes_on = service.fit, threading.Event(), threading.Event()
+
+    def slowly(request: Any, *given: Any) -> Any:
+        if request.model == "tiny":
+            begun.set()
+            assert goes_on.wait(60)
+        return fit(request, *given)
+
+    monkeypatch.setattr(service, "fit", slowly)
+    others = _models("second")
+    with serving(make_engine(), Limits(max_model_bytes=1), others=others) as served:
+        found: list[int] = []
+
+        def ask(name: str) -> None:
+            found.append(served.send(PATH, {**BODY, "model": name})[0])
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in ("tiny", "second")]
+        threads[0].start()
+        assert begun.wait(60)
+        threads[1].start()
+        time.sleep(0.5)
+        assert others[0].loaded is None
+        goes_on.set()
+        for thread in threads:
+            thread.join()
+        assert found == [200, 200]
+
+
+def test_a_model_that_is_unloaded_at_once_serves_its_request() -> None:
+    (model,) = _models("second")
+    from mlx_redrafter.server.models import Models
+
+    models = Models([model], DEFAULTS, Limits())
+    load = model.load
+
+    def load_and_forget() -> Engine:
+        threading.Timer(0.05, lambda: setattr(model, "loaded", None)).start()
+        return load()
+
+    model.load = load_and_forget
+    models._make_room = _wait  # type: ignore[method-assign]
+    assert asyncio.run(models.open("second"))[1].engine is not None
+
+
+async def _wait(_: object) -> None:
+    await asyncio.sleep(0.3)
 
 
 @pytest.fixture
