@@ -338,3 +338,21 @@ def test_a_request_that_fails_in_the_worker(
     texts = [json.loads(one[6:])["choices"][0]["text"] for one in events[:-2]]
     assert "".join(texts) == expected[1]["choices"][0]["text"]
     assert "no memory" in caplog.text
+
+
+def test_a_panic_in_a_step_ends_its_texts_and_not_the_worker(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, panics = Scheduler._step_begun, [Panic("a bug at /secret")]
+
+    def fail(scheduler: Scheduler, active: Any) -> None:
+        if active and panics:
+            raise panics.pop()
+        step(scheduler, active)
+
+    monkeypatch.setattr(Scheduler, "_step_begun", fail)
+    status, reply = served.send(PATH, TEXT)
+    assert (status, reply["error"]["code"]) == (500, "failed")
+    assert "secret" not in reply["error"]["message"]
+    assert "a bug at" in caplog.text
+    assert served.send(PATH, TEXT)[0] == 200
