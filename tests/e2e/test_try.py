@@ -52,3 +52,12 @@ def test_a_difference_is_an_error(
     shown = _try(capsys, stories.folder)
     assert shown.code == 1
     assert "DIFFERENT from token 12 on" in shown.err
+
+
+def test_an_impossible_name_is_all_that_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "load_averages", lambda: [1000.0])
+    refused = _try(capsys, "llama3:8b")
+    assert (refused.code, refused.err.count("\n")) == (2, 1), refused.err
+    assert "names have no tags here" in refused.err
