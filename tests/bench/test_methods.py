@@ -49,6 +49,7 @@ def test_every_method_has_a_row_for_each_temperature(folders, prompts, tmp_path)
     cells = [line.strip("| ").split(" | ") for line in printed.splitlines() if line[:1] == "|"]
     assert cells[0] == ["method", "tokens/step", "times mlx-lm", "interval", "a", "b", "different"]
     assert [line[0] for line in cells if line[0] in methods] == methods * 2
+    assert [f"{done} of 4 questions" in printed for done in range(5)] == [True] * 5
     with pytest.raises(ConfigError, match="resume it"):
         run_lab("methods", *given, *options)
 

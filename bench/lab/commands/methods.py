@@ -6,6 +6,7 @@ all questions and of each task. The exit code is 1 if a text differs from the ta
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -109,7 +110,13 @@ def run(arguments: Namespace) -> None:
         for drafter, _ in drafters.values():
             time_shapes(replace(common, drafter=drafter), longest, recording)
 
-    with progress("Texts") as on_progress:
+    with progress("Questions") as show:
+
+        def on_progress(done: int, total: int) -> None:
+            show(done, total)
+            if not sys.stderr.isatty():
+                print(f"{done} of {total} questions", file=sys.stderr, flush=True)
+
         decode_in_turns(parts, recording, rounds.cool_down, on_progress, prepare)
     rows = []
     for part in parts:
