@@ -70,6 +70,12 @@ AdapterPath = Annotated[str | None, "Folder of a LoRA adapter for the target."]
 TrustRemoteCode = Annotated[bool, "Allow the target's checkpoint to run its own Python code."]
 
 
+def refuse_none(drafter: str | None) -> None:
+    """Raise `ConfigError` for the word of plain decoding, where there must be a drafter."""
+    if drafter == NO_DRAFTER:
+        raise ConfigError("expected a drafter, found --drafter none; name one, or lookup")
+
+
 @dataclass(frozen=True)
 class Pair:
     """A target and a drafter: the bundled pair by default, and else a drafter made for the target.
@@ -116,8 +122,7 @@ class Pair:
             ConfigError: The drafter is "none", where there must be one.
             ResourceError: The machine has too little memory.
         """
-        if self.drafter == NO_DRAFTER:
-            raise ConfigError("expected a drafter, found --drafter none; name one, or lookup")
+        refuse_none(self.drafter)
         return self._load(self.drafter_name, context, kv_bits, **options)
 
     def _load(

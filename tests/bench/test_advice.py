@@ -225,6 +225,9 @@ def test_answers_without_a_machine(cli: Cli, tmp_path: Path, llama: Path) -> Non
         wrong = cli(*arguments)
         assert wrong.code == 2
         assert wrong.err.count("\n") == 1
+    none = cli("advise", llama, "--drafter", "none")
+    assert (none.code, none.err.count("\n")) == (2, 1)
+    assert "expected a drafter, found --drafter none" in none.err
 
 
 def test_a_machine_without_figures_says_what_to_do(
