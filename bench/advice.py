@@ -18,7 +18,7 @@ from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
 from mlx_redrafter.bench.smaller_copy import advise_copy, find_copy
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import expand_home, find_checkpoint, read_config
-from mlx_redrafter.checkpoints.bundled import find_bundled
+from mlx_redrafter.checkpoints.bundled import expand_name, find_bundled
 from mlx_redrafter.checkpoints.drafter_search import (
     DrafterSearch,
     FoundDrafter,
@@ -113,6 +113,7 @@ def find_subject(
         UnsupportedTargetError: The model cannot be decoded exactly.
     """
     subject, identity = _find_model(model)
+    drafter = None if drafter is None else expand_name(drafter)
     if drafter in (None, "auto"):
         if identity is None:
             return subject

@@ -96,9 +96,13 @@ class Pair:
     @cached_property
     def given_drafter(self) -> str | None:
         """The drafter given; asks before it is downloaded."""
-        if self.drafter not in (None, AUTO, NO_DRAFTER):
-            ask_for_drafter(self.drafter, self.yes)
-        return self.drafter
+        if self.drafter is None or self.drafter in (AUTO, NO_DRAFTER):
+            return self.drafter
+        from mlx_redrafter.checkpoints.bundled import expand_name
+
+        drafter = expand_name(self.drafter)
+        ask_for_drafter(drafter, self.yes)
+        return drafter
 
     @cached_property
     def drafter_name(self) -> str | None:

@@ -10,8 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from mlx_redrafter.checkpoint_files import expand_home, find_checkpoint, read_json
+from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.cli.bench_output import show_lines
 from mlx_redrafter.cli.names import agrees, complete_name
+from mlx_redrafter.cli.progress import note
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, one_line, quote
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import (
@@ -44,6 +46,8 @@ def list_models(
     if as_json:
         typer.echo(json.dumps({"models": rows}))
         return
+    names = ", ".join(folder.name for folder in bundled_drafters())
+    note(f"drafters in this package, whose names --drafter takes: {names}")
     if not rows:
         typer.echo(
             "no models in MLX's format on this machine; redrafter-mlx pull NAME downloads one",

@@ -14,13 +14,15 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_redrafter import Drafter, generate, load, load_drafter, save_drafter
-from mlx_redrafter.checkpoints.bundled import find_bundled
+from mlx_redrafter.checkpoints.bundled import bundled_drafters, expand_name, find_bundled
+from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.proposers import redrafter
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter.precision import quantised_copy
 from tests.conftest import Trained
+from tests.helpers.cli import run
 from tests.helpers.models import random_drafter
 
 
@@ -116,3 +118,19 @@ def test_no_back_end() -> None:
     (line,) = done.stdout.splitlines()
     assert "mlx[cpu]" in line
     assert "mlx[cuda13]" in line
+
+
+def test_a_drafter_of_the_package_has_a_name(
+    stories: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (folder,) = bundled_drafters()
+    assert Pair(drafter=folder.name).drafter_name == str(folder)
+    assert f"whose names --drafter takes: {folder.name}" in run(capsys, "list").err
+    with pytest.raises(CheckpointError, match="does not match the target's"):
+        load(stories.folder, drafter=folder.name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / folder.name).mkdir()
+    assert expand_name(folder.name) == folder.name, "a folder here"
