@@ -13,6 +13,7 @@ from mlx_redrafter.engine.prompt_encoding import (
     check_prompt,
     encode_chat,
     encode_prompt,
+    limit_text,
 )
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
@@ -115,8 +116,7 @@ def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest
     grammar = make_grammar(engine, prompts[0], tools, request.format)
     options, left = request.options, context - longest
     changed: dict[str, Any] = {"top_k": 0} if (options.top_k or 0) >= target.vocab_size else {}
-    if not 0 < options.max_tokens <= left:
-        changed["max_tokens"] = left
+    changed["max_tokens"] = limit_text(options.max_tokens, left)
     return replace(request, options=replace(options, **changed), grammar=grammar), prompts
 
 

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_redrafter.checks import check_instance, check_max_tokens
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.engine.prompt_encoding import Message, encode_chat
+from mlx_redrafter.engine.prompt_encoding import Message, encode_chat, limit_text
 from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.errors import ConfigError
@@ -101,7 +101,7 @@ class Conversation:
                 )
             wanted = options.get("max_tokens", GenerationOptions.max_tokens)
             check_max_tokens(wanted)
-            options["max_tokens"] = wanted if 0 < wanted <= left else left
+            options["max_tokens"] = limit_text(wanted, left)
         # A template may render earlier messages differently than the model wrote them.
         new, answer = tokens[self._keep(tokens) :], ""
         self._is_answering = True

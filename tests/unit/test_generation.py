@@ -288,6 +288,18 @@ def test_text_past_the_context_goes_on_with_one_warning(
     assert "longer than the model's context of 12 tokens" in record.getMessage()
 
 
+@pytest.mark.parametrize("drafter", [None, RANDOM], ids=["plain", "drafted"])
+def test_text_without_a_limit_ends_with_the_context(
+    drafter: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_llama(seed=4, context=12)
+    responses = list(_stream(model, drafter, max_tokens=-1))
+    assert_same_tokens(stock_tokens(model, PROMPT, 8), [one.token for one in responses])
+    assert responses[-1].finish_reason == "length"
+    (record,) = caplog.records
+    assert "ends where the model's context of 12 tokens does" in record.getMessage()
+
+
 def test_drafters_of_other_sizes(model: nn.Module, stock: list[Scored]) -> None:
     for sizes, message in (
         ((64, 48), "hidden_size 48 does not match the target's 32; use a drafter"),
