@@ -6,11 +6,13 @@ import gc
 import logging
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -315,6 +317,16 @@ def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) 
     )
     found = conversation.ask(ASKED[1], max_tokens=20)
     assert [one.token for one in found] == [one.token for one in plain]
+
+
+def test_a_long_answer_is_joined_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation, part = Conversation(Engine(model, _tokenizer(), None)), "x" * 1024
+    responses = [SimpleNamespace(token=5, text=part)] * 8192
+    monkeypatch.setattr(Engine, "stream", lambda *_, **__: nullcontext(responses))
+    start = time.perf_counter()
+    assert sum(1 for _ in conversation.ask("HELLO")) == 8192
+    assert time.perf_counter() - start < 2  # to copy what there is for every part takes about 10
+    assert conversation.messages[-1]["content"] == 8192 * part
 
 
 @pytest.mark.parametrize("num_kept", [0, 2])
