@@ -400,7 +400,8 @@ class Engine:
         """Return the estimates of earlier texts; those of coupled drafts fit no others."""
         if not options.couple:
             return LearnedState()
-        self.memory.recall(self.networks)
+        has_own = self.proposer is None or self.proposer.networks
+        self.memory.recall(self.networks, "" if has_own else type(self.proposer).__name__)
         return self.memory
 
     def _costs(

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_redrafter import Lookup
 from mlx_redrafter.engine import learned_state
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.learned_state import StateFile
@@ -139,6 +140,17 @@ def test_other_weights_drafters_and_machines_have_estimates_of_their_own(
         engine.stream(PROMPT, **OPTIONS)
         assert engine.memory.policy is None
     _tokens(Engine(model, wrapped_tokenizer(VOCAB_SIZE), "lookup"))
+    assert len(list(folder.glob("*.state"))) == 2
+
+
+def test_drafters_without_networks_have_estimates_of_their_own(
+    model: nn.Module, folder: Path
+) -> None:
+    class Other(Lookup):
+        """Another kind without networks."""
+
+    for drafter in ("lookup", Other()):
+        _tokens(Engine(model, wrapped_tokenizer(VOCAB_SIZE), drafter))
     assert len(list(folder.glob("*.state"))) == 2
 
 
