@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import tempfile
@@ -25,10 +24,6 @@ from mlx_redrafter.errors import CheckpointError, describe_error
 
 # Key in config.json for the provenance of the weights; it marks a folder as an output.
 PROVENANCE_KEY = "conversion"
-# Flag of Linux (RENAME_EXCHANGE) and of macOS that exchanges two paths.
-_RENAME_SWAP = 2
-# Stands for the working folder in Linux's calls, which absolute paths leave out.
-_AT_FDCWD = -100
 _OUTPUT_FILES = {CONFIG_FILE, WEIGHTS_FILE, CARD_FILE}
 
 
@@ -89,8 +84,6 @@ def _move(staging: Path, destination: Path) -> None:
         for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_FILE):
             os.replace(path, destination / path.name)
         return
-    if _swap(staging, destination):  # what was there is removed with the staging folder
-        return
     earlier = _make_beside(destination)
     os.rename(destination, earlier)  # onto an empty folder
     try:
@@ -99,17 +92,6 @@ def _move(staging: Path, destination: Path) -> None:
         os.rename(earlier, destination)
         raise
     shutil.rmtree(earlier)
-
-
-def _swap(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step of the file system; return whether it can do that."""
-    library = ctypes.CDLL(None)
-    paths = os.fsencode(one), os.fsencode(other)
-    if hasattr(library, "renamex_np"):  # macOS
-        return bool(library.renamex_np(*paths, _RENAME_SWAP) == 0)
-    if not hasattr(library, "renameat2"):
-        return False
-    return bool(library.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_SWAP) == 0)
 
 
 def _make_beside(destination: Path) -> Path:

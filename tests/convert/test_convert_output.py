@@ -148,28 +148,11 @@ def test_a_failure_leaves_or_brings_back_the_earlier_output(
     for name, function in broken.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"mlx_redrafter.convert.{name}", function)
-            patch.setattr(publication, "_swap", lambda *_: False)
             with pytest.raises(OSError, match="disk full"):
                 convert_drafter(source, out, ConversionOptions(dtype="float32"))
         assert contents(out) == before
         assert files(out.parent) == ["out", "source"]
     assert len(calls) > 1
-
-
-def test_an_earlier_output_is_replaced_in_one_step(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = source.parent / "out"
-    convert_drafter(source, out)
-    before = contents(out)
-    (source.parent / "new").mkdir()
-    if not publication._swap(out, source.parent / "new"):
-        pytest.skip("this file system does not exchange folders")
-    publication._swap(out, source.parent / "new")
-    monkeypatch.setattr("mlx_redrafter.convert.publication.os.rename", lambda *_: 1 / 0)
-    convert_drafter(source, out, ConversionOptions(dtype="float32"))
-    assert contents(out) != before
-    assert files(source.parent) == ["new", "out", "source"]
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
