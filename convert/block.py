@@ -21,7 +21,7 @@ from mlx_redrafter.proposers.block import load
 from mlx_redrafter.proposers.block.along_text import calibrate, predict
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
-from mlx_redrafter.proposers.block.published import block_config, own_names, packaging_of
+from mlx_redrafter.proposers.block.published import packaging_of, read_published
 from mlx_redrafter.proposers.checkpoint import check_shapes
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.target.target import Target
@@ -34,11 +34,8 @@ class ForeignBlock(ForeignDrafter):
 
     def __init__(self, source: Source, options: ConversionOptions):
         super().__init__(source, options)
-        self.names = own_names(source.shapes)
+        self.config, self.names = read_published(source.config, source.shapes)
         shapes = {own: source.shapes[name] for own, name in self.names.items()}
-        self.config = block_config(source.config, shapes)
-        if self.config.draft_vocab_size is None:
-            shapes.pop("token_ids", None)  # a table of the whole vocabulary
         check_shapes(build(BlockNetwork, self.config), shapes, source.name, self.names)
         self.name_set = self.config.name
         self.kind = f"a {self.config.name} drafter, {packaging_of(source.config)}"

@@ -9,11 +9,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_redrafter.checkpoint_files import find_checkpoint, shared_name, write_checkpoint
+from mlx_redrafter.checkpoint_files import shared_name, write_checkpoint
 from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_output, publish
 from mlx_redrafter.convert.recurrent import APPLE_TOP_K
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.checkpoint import PATTERNS
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE, DrafterConfig
 from mlx_redrafter.version import __version__
@@ -31,8 +30,7 @@ def export_drafter(
     they keep the drafter's. ``destination`` and ``overwrite`` are as in `convert_drafter`.
     """
     check_output(destination, path_or_repo, overwrite=overwrite)
-    folder = find_checkpoint(path_or_repo, PATTERNS)
-    drafter = load_drafter(folder)
+    drafter = load_drafter(path_or_repo)
     _check_expressible(drafter.config)
     target_dtype: mx.Dtype = drafter.dtype if dtype is None else getattr(mx, dtype)
     parameters = dict(tree_flatten(dequantize_model(drafter).parameters()))

@@ -74,10 +74,8 @@ def map_names(
 
 
 def _is_tensorrt(names: Iterable[str], config: Mapping[str, Any]) -> bool:
-    if any(key.startswith("redrafter_") for key in config):
-        return True
-    return any(
-        _strip_prefixes(name) == _TENSORRT_FINAL and name != _strip_prefixes(name) for name in names
+    return any(key.startswith("redrafter_") for key in config) or any(
+        name != _TENSORRT_FINAL == _strip_prefixes(name) for name in names
     )
 
 

@@ -33,13 +33,9 @@ _TENSORRT_KEYS = {
 }
 _SHAPE_KEYS = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers", "rnn")
 _VARIANT_KEYS = (
-    "rnn_activation",
-    "rnn_first_step_bias",
-    "draft_top_k",
-    "draft_vocab_size",
-    "score_scale",
+    "rnn_activation", "rnn_first_step_bias", "draft_top_k", "draft_vocab_size", "score_scale",
     "noise_share",
-)
+)  # fmt: skip
 # Number of logits that Apple's `warp_logits` keeps.
 APPLE_TOP_K = 50
 

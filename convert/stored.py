@@ -64,5 +64,4 @@ def read_safetensors_file(path: Path) -> dict[str, StoredTensor]:
 
 def _read_safetensor(path: Path, name: str) -> mx.array:
     tensors: Any = mx.load(str(path))  # computes no other tensor
-    array: mx.array = tensors[name]
-    return array
+    return tensors[name]

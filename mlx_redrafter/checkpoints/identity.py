@@ -45,11 +45,8 @@ class Identity(NamedTuple):
 
         The base model of the card is this model if the card says that this is a quantised copy.
         """
-        names = {plain_name(name)}
-        if len(card.base_models) == 1:
-            base = plain_name(card.base_models[0])
-            names |= {base} if card.is_quantised else set()
-        return cls(frozenset(names), config)
+        bases = card.base_models if card.is_quantised and len(card.base_models) == 1 else ()
+        return cls(frozenset(map(plain_name, (name, *bases))), config)
 
     @classmethod
     def of_folder(cls, folder: Path) -> Identity:
@@ -92,9 +89,8 @@ class Identity(NamedTuple):
                 return f"it reads a model of {said} layers, not of {count}"
         for key in ("aux_hidden_state_layer_ids", "target_layer_ids"):
             read = config.get(key, nested.get(key))
-            deepest = (
-                max((i for i in read if type(i) is int), default=0) if type(read) is list else 0
-            )
+            layers_read = [i for i in read if type(i) is int] if type(read) is list else []
+            deepest = max(layers_read, default=0)
             if _exceeds(deepest, count):
                 return f"it reads layer {deepest} of a model of {count} layers"
         return None

@@ -109,8 +109,7 @@ def cache_bytes(folder: Path, context: Context) -> int:
         # The state of a K/V cache leaves out the room for further entries.
         for part in getattr(cache, "caches", [cache]):
             held.append((part.keys, part.values) if hasattr(part, "keys") else part.state)
-    leaves: Any = tree_flatten(held)
-    return sum(one.nbytes for _, one in leaves if isinstance(one, mx.array))
+    return sum(one.nbytes for _, one in tree_flatten(held) if isinstance(one, mx.array))
 
 
 def weight_bytes(folder: Path) -> int:
@@ -185,14 +184,8 @@ def _first_layers(name: str, config: Mapping[str, Any], count: int) -> nn.Module
             return hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size == 0
 
         nn.quantize(model, group_size, bits, class_predicate=is_quantisable)
-    dtype = _dtype(config)
-    zeros = tree_map(
-        lambda array: mx.zeros(
-            array.shape, dtype if mx.issubdtype(array.dtype, mx.floating) else array.dtype
-        ),
-        model.parameters(),
-    )
-    model.update(zeros)
+    model.set_dtype(_dtype(config))
+    model.update(tree_map(mx.zeros_like, model.parameters()))
     model.eval()
     return model
 

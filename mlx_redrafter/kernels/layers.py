@@ -106,8 +106,7 @@ def _multiply(call: MethodType, x: mx.array) -> mx.array:
     dtype = DTYPES[choice.variant.dtype]
     if not is_verifying() or rows not in choice.rows or x.dtype != dtype or not is_available():
         return call(x)
-    y = product(layer, x.reshape(rows, -1), choice.variant)
-    return y.reshape(*x.shape[:-1], -1)
+    return product(layer, x.reshape(rows, -1), choice.variant).reshape(*x.shape[:-1], -1)
 
 
 def _stock_type(module: nn.Module) -> type[nn.Module]:

@@ -23,15 +23,7 @@ from mlx_redrafter.proposers.kind import Kind
 
 # Every kind that `load` reads.
 KINDS: tuple[Kind, ...] = (
-    redrafter,
-    eagle,
-    medusa,
-    mtp,
-    block,
-    specformer,
-    assistant,
-    draft_model,
-    lookup,
-)
+    redrafter, eagle, medusa, mtp, block, specformer, assistant, draft_model, lookup,
+)  # fmt: skip
 # Kinds that a word stands for, instead of a folder or repository.
 WORDS: Mapping[str, Kind] = {"lookup": lookup, "mtp": mtp}

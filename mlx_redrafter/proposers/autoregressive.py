@@ -55,8 +55,7 @@ class _Levels:
             features = mx.broadcast_to(features, (count, features.shape[-1]))
         own: list[mx.array | None] = [beams] * roots
         if beams is not None and roots > 1:
-            parts = mx.split(beams, roots)
-            own = [part - number * width for number, part in enumerate(parts)]
+            own = [part - number * width for number, part in enumerate(mx.split(beams, roots))]
         levels = [
             lineage.extend(beams, width, depth)
             for lineage, beams in zip(self._lineages, own, strict=True)
@@ -65,5 +64,4 @@ class _Levels:
         return self._log_probs()
 
     def _log_probs(self) -> mx.array:
-        logits = self.network.logits(self._outputs, self.target)
-        return log_probs(logits, self.network.num_rows)
+        return log_probs(self.network.logits(self._outputs, self.target), self.network.num_rows)

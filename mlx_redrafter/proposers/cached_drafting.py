@@ -92,8 +92,7 @@ class CachedDrafting(NetworkDrafting):
 
     def lineage_after(self, flight: Pass) -> DraftLineage:
         """Begin the lineage of drafts after a pass whose path was processed."""
-        root = self.length + flight.num_accepted
-        return DraftLineage(self.length, root, self.cache.num_rows)
+        return DraftLineage(self.length, self.length + flight.num_accepted, self.cache.num_rows)
 
     def count_flight(self, following: Pass | None = None) -> None:
         """Count the entries of the newest pass whose path was read; waits for its outcome.

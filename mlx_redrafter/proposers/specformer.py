@@ -136,8 +136,7 @@ class SpecFormer(KvNetwork):
         """Process the features; the network does not read the embeddings."""
         x = features[None]
         mask = create_attention_mask(x, caches[0])
-        y: mx.array = x + self.decoder_att(self.decoder_input_norm(x), mask, caches[0])
-        return y[0]
+        return (x + self.decoder_att(self.decoder_input_norm(x), mask, caches[0]))[0]
 
     def slots(self, outputs: mx.array, count: int) -> mx.array:
         """Compute states of the first slots of each pair, shape (n, H) to (n, ``count``, H)."""

@@ -192,5 +192,4 @@ class AssistantDrafting(KvDrafting):
         nodes = mx.broadcast_to(self._last + 1, (1, tokens.shape[0]))
         span = range(self.length, self.cache.num_rows + 1)
         with tree_positions(TreePositions(nodes, [span])):
-            embeddings = self.network.embed(tokens, self.target)
-            return self.network(features, embeddings, self._contexts)
+            return self.network(features, self.network.embed(tokens, self.target), self._contexts)

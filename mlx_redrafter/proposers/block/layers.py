@@ -8,6 +8,7 @@ Entries of a block attend to them and to each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import mlx.core as mx
@@ -114,14 +115,11 @@ class DynamicConvolution(nn.Module):
         self.base_kernel = mx.zeros((2, taps, hidden))
         self.kernel_projection = nn.Linear(hidden, 2 * taps * self.groups, bias=False)
 
-    def before(self, u: mx.array) -> tuple[mx.array, mx.array]:
-        """Convolve the input of a part, shape (M, B, H); also return the kernels of `after`."""
+    def __call__(self, u: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
+        """Apply a part of a layer between the convolutions, shape (M, B, H) to (M, B, H)."""
         dynamic = self.kernel_projection(u).reshape(*u.shape[:2], 2, -1, self.groups, 1)
-        return self._convolve(u, dynamic[:, :, 0], 0), dynamic[:, :, 1]
-
-    def after(self, z: mx.array, dynamic: mx.array) -> mx.array:
-        """Convolve the output of a part, shape (M, B, H)."""
-        return self._convolve(z, dynamic, 1)
+        z = part(self._convolve(u, dynamic[:, :, 0], 0))
+        return self._convolve(z, dynamic[:, :, 1], 1)
 
     def _convolve(self, z: mx.array, dynamic: mx.array, side: int) -> mx.array:
         base, size = self.base_kernel[side].astype(z.dtype), z.shape[1]
@@ -158,18 +156,15 @@ class BlockLayer(nn.Module):
 
     def __call__(self, x: mx.array, around: Surroundings) -> mx.array:
         """Process blocks, shape (M, B, H) to (M, B, H)."""
-        attended = self._convolved("attention_conv", self.input_layernorm(x), around)
+        u = self.input_layernorm(x)
+        attended = self._convolved("attention_conv", u, lambda u: self.self_attn(u, around))
         if self.is_sandwich:
             x = x + self.post_attention_layernorm(attended)
             y = self.mlp(self.pre_feedforward_layernorm(x))
             return (x + self.post_feedforward_layernorm(y)) * self.layer_scalar
         x = x + attended
-        return x + self._convolved("mlp_conv", self.post_attention_layernorm(x), None)
+        return x + self._convolved("mlp_conv", self.post_attention_layernorm(x), self.mlp)
 
-    def _convolved(self, name: str, u: mx.array, around: Surroundings | None) -> mx.array:
-        """Apply the attention, or the MLP, between the convolutions of that name, if any."""
-        kernel = None
-        if name in self:
-            u, kernel = self[name].before(u)
-        y = self.mlp(u) if around is None else self.self_attn(u, around)
-        return y if kernel is None else self[name].after(y, kernel)
+    def _convolved(self, name: str, u: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
+        """Apply a part between the convolutions of that name, if any."""
+        return self[name](u, part) if name in self else part(u)

@@ -78,11 +78,6 @@ class PublishedValues(NamedTuple):
         return self.layer.get("model_type")
 
     @property
-    def has_gelu(self) -> bool:
-        """Whether the config is one of Gemma's, which name the activation otherwise."""
-        return "gelu" in str(self.find("hidden_activation"))
-
-    @property
     def packaging(self) -> str:
         """Name of the packaging: who wrote the files decides what their numbers mean."""
         if "transformer_layer_config" in self.values:

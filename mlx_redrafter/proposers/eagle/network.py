@@ -164,8 +164,7 @@ class Eagle(AutoregressiveNetwork):
             mask, positions = drafting.lineage_after(flight).start_at_nodes(chain)
             mask = mask._replace(moved=1 + chain.depths[:, None])
             outputs.append(drafting.read_level(features, tokens, mask, positions))
-        logits = self.logits(mx.concatenate(outputs), drafting.target)
-        return log_probs(logits, self.num_rows)
+        return log_probs(self.logits(mx.concatenate(outputs), drafting.target), self.num_rows)
 
 
 def _decoder_layer(config: EagleConfig) -> nn.Module:
@@ -176,10 +175,7 @@ def _decoder_layer(config: EagleConfig) -> nn.Module:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
     }
-    layer: Any
-    if config.layer_type == "qwen3":
-        layer = qwen3.TransformerBlock(qwen3.ModelArgs.from_dict(values))
-    else:
-        layer = llama.TransformerBlock(llama.ModelArgs.from_dict(values))
+    kind: Any = qwen3 if config.layer_type == "qwen3" else llama
+    layer = kind.TransformerBlock(kind.ModelArgs.from_dict(values))
     complete_yarn(layer.self_attn.rope, config)
     return layer

@@ -193,8 +193,7 @@ def model_of_layers(values: Mapping[str, Any]) -> nn.Module:
     module = importlib.import_module(MLX_LM_MODELS + model_type)
     changed = {"model_type": model_type, "num_hidden_layers": 1}
     changed |= FAMILIES[model_type].layers(text)
-    arguments = {**copy.deepcopy(dict(text)), **changed}
-    return module.Model(module.ModelArgs.from_dict(arguments))
+    return module.Model(module.ModelArgs.from_dict({**copy.deepcopy(dict(text)), **changed}))
 
 
 def names_of(family: Family, num_layers: int) -> dict[str, str]:

@@ -46,8 +46,7 @@ class MtpConfig:
         return f"MTP module of a model of type {self.model_type}, hidden_size {self.hidden_size}"
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("model_type", "hidden_size", "vocab_size")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("model_type", "hidden_size", "vocab_size")}
 
     @property
     def head_rows(self) -> int:
@@ -114,9 +113,7 @@ class Mtp(AutoregressiveNetwork):
         # Latent attention accepts no mask except an array.
         is_latent = "kv_a_proj_with_mqa" in self.block.get("self_attn", {})
         mask = create_attention_mask(x, caches[0], return_array=is_latent)
-        own = caches if isinstance(self.block, Blocks) else caches[0]
-        y: mx.array = self.block(x, mask, own)
-        return y[0]
+        return self.block(x, mask, caches if isinstance(self.block, Blocks) else caches[0])[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
         return self.norm(outputs) if self.family.feeds_norm else outputs
