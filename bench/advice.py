@@ -33,8 +33,8 @@ from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
 from mlx_redrafter.model_store import is_complete
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS
+from mlx_redrafter.proposers.kind import TargetFacts
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.training.data import CHARS_PER_TOKEN
 
 # Minimum predicted speedup at which training a drafter is advised.

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_redrafter.bench.chips import BYTES
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.proposers.target_facts import text_values
+from mlx_redrafter.proposers.kind import text_values
 from mlx_redrafter.target.model_loading import make_model
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.training.resources import TargetSize

@@ -55,7 +55,6 @@ class ForeignBlock(ForeignDrafter):
 def try_readings(
     network: BlockNetwork, target: Target, tokenizer: TokenizerWrapper
 ) -> Reading[BlockNetwork]:
-    """Try each reading of a drafter's config; see `choose_reading`."""
     readings = {}
     for reading, config in _readings(network.config, target):
         readings[reading] = copy.copy(network)

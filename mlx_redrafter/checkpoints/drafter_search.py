@@ -43,14 +43,10 @@ MAX_REASONS = 3
 
 
 class FoundDrafter(NamedTuple):
-    """A drafter for a model.
+    """A drafter for a model, and the ``reason`` to think that it was made for the model.
 
-    Attributes:
-        name: Repository or folder name, for messages.
-        path: Folder, repository or word that `load` accepts.
-        method: Kind of drafter.
-        reason: Evidence that it was made for the model.
-        published: Its line in the table; None if it is not there.
+    ``name`` is that of a repository or folder, for messages; `load` accepts ``path``. ``method`` is
+    its kind, and ``published`` its line in the table, if it is there.
     """
 
     name: str
@@ -67,12 +63,7 @@ class FoundDrafter(NamedTuple):
 
 @dataclass
 class DrafterSearch:
-    """Drafters of one model.
-
-    Attributes:
-        model: The model.
-        skipped: Drafters that cannot be used, each with the reason.
-    """
+    """Drafters of one model; ``skipped`` has those that cannot be used, each with the reason."""
 
     model: Identity
     skipped: list[str] = field(default_factory=list)
@@ -81,9 +72,8 @@ class DrafterSearch:
     def of(cls, model: str) -> DrafterSearch:
         """Search for a model, a folder or a repository, which is downloaded if it is not here.
 
-        Raises:
-            CheckpointError: The model's files cannot be found or read.
-            UnsupportedTargetError: The model cannot be decoded exactly.
+        Raise `CheckpointError` if the model's files cannot be found or read, and
+        `UnsupportedTargetError` if the model cannot be decoded exactly.
         """
         return cls(Identity.of_folder(find_model(model)))
 
@@ -101,8 +91,7 @@ class DrafterSearch:
     def published(self) -> tuple[FoundDrafter, Repository] | None:
         """Find a published drafter that is not on this machine; fetch its config alone.
 
-        Raises:
-            CheckpointError: The hub cannot be reached.
+        Raise `CheckpointError` if the hub cannot be reached.
         """
         for line in published_for(self.model, read_table()):
             if find_stored(line.drafter, PATTERNS) is not None:
@@ -208,11 +197,7 @@ class DrafterSearch:
 
 
 def is_auto(drafter: str | Path | None) -> bool:
-    """Return whether a drafter's name is `AUTO`.
-
-    Raises:
-        ConfigError: It is, and is a folder as well.
-    """
+    """Return whether a drafter's name is `AUTO`; raise `ConfigError` if it is a folder as well."""
     if drafter == AUTO and Path(AUTO).is_dir():
         raise ConfigError(
             f"{AUTO!r} lets the program choose a drafter, and is a folder here as well; say "
@@ -224,9 +209,7 @@ def is_auto(drafter: str | Path | None) -> bool:
 def can_draft(name: str, config: Mapping[str, Any]) -> bool:
     """Return whether a model attends to all tokens: it has no windows or states.
 
-    Raises:
-        CheckpointError: mlx-lm cannot make the model.
-        UnsupportedTargetError: It has no such type of model.
+    Raise `CheckpointError` or `UnsupportedTargetError` if mlx-lm cannot make the model.
     """
     return all(type(cache) is KVCache for cache in make_prompt_cache(make_model(name, config)))
 

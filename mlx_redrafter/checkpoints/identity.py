@@ -16,7 +16,7 @@ from mlx_redrafter.checkpoints.cards import Card, read_card
 from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.model_store import repository_of
-from mlx_redrafter.proposers.target_facts import TargetFacts
+from mlx_redrafter.proposers.kind import TargetFacts
 
 # Parts of a name that tell how weights are stored. "it", "Instruct", "Lite" and "qat" are not among
 # them: they name other weights.

@@ -25,7 +25,7 @@ from mlx_redrafter.machines.following import follow
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.machines.meeting import meet
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
+from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.model_parts import check_config
 from mlx_redrafter.target.target import Target

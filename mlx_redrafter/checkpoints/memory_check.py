@@ -19,7 +19,7 @@ from mlx_redrafter.checkpoints.memory_estimate import (
 )
 from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
-from mlx_redrafter.proposers.target_facts import text_values
+from mlx_redrafter.proposers.kind import text_values
 from mlx_redrafter.target.architectures import CONTEXT_LENGTH_KEYS
 
 # Share of the memory up to which weights fit without an estimate, which takes a second.

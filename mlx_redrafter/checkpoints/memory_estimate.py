@@ -24,10 +24,10 @@ from mlx_redrafter.checkpoint_files import named_parameters, read_config, read_s
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.machines.splitting import ADAPTER_FILES
+from mlx_redrafter.proposers.kind import text_values
 from mlx_redrafter.proposers.quantization import check_quantization
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.proposers.redrafter.network import MAX_BYTES
-from mlx_redrafter.proposers.target_facts import text_values
 from mlx_redrafter.target.model_loading import make_model
 from mlx_redrafter.target.model_parts import LAYER_KEYS
 

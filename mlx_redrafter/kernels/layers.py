@@ -87,7 +87,6 @@ def product(layer: nn.Module, x: mx.array, variant: AnyVariant) -> mx.array:
 
 
 def use_product(layer: nn.Module, choice: ProductChoice) -> None:
-    """Let a layer use the kernel from now on."""
     layer.redrafter_kernel = choice
     install(HookPoint(layer, METHODS[_stock_type(layer)], _multiply))
 
@@ -99,7 +98,6 @@ def choices(model: nn.Module) -> tuple[str, ...]:
 
 
 def _multiply(call: MethodType, x: mx.array) -> mx.array:
-    """Hook for a layer that uses a kernel."""
     layer = cast(Any, call.__self__)
     choice: ProductChoice = layer.redrafter_kernel
     rows = x.size // choice.shape.inputs

@@ -20,6 +20,7 @@ from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Drafting, Group, StateReader
 from mlx_redrafter.decoding.sampling import GumbelNoise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
+from mlx_redrafter.proposers.kind import TargetFacts
 from mlx_redrafter.proposers.search import (
     COUPLING_WEIGHT,
     Expansion,
@@ -27,7 +28,6 @@ from mlx_redrafter.proposers.search import (
     build_tree,
     build_trees,
 )
-from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 

@@ -23,7 +23,7 @@ from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.draft_network import GatedMlp
-from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.kv_drafting import KvNetwork, read_flights
 from mlx_redrafter.proposers.layer_sizes import (
     LayerSizes,
@@ -34,7 +34,6 @@ from mlx_redrafter.proposers.layer_sizes import (
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank
 from mlx_redrafter.proposers.stored_config import MAX_COUNT
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 

@@ -14,9 +14,8 @@ from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.assistant.config import MODEL_TYPES, AssistantConfig
 from mlx_redrafter.proposers.assistant.network import Assistant
 from mlx_redrafter.proposers.checkpoint import Checkpoint
-from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.layer_sizes import build
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "Gemma 4 assistant"
 # Name of the token ids of the clusters.

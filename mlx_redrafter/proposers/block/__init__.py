@@ -9,8 +9,8 @@ from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.published import is_block_drafter, read_published, resolve_stored
 from mlx_redrafter.proposers.checkpoint import MASK_FILE, Checkpoint
+from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.proposers.layer_sizes import build
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "block drafter"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from mlx_redrafter.proposers.checkpoint import Checkpoint, resolve_offsets
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.eagle.published import is_eagle, read_published
+from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.proposers.layer_sizes import build
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "EAGLE head"
 

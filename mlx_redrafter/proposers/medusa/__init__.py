@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlx_redrafter.proposers.checkpoint import Checkpoint
+from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import is_medusa, read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "Medusa heads"
 

@@ -86,7 +86,6 @@ def heads_of(names: Iterable[str]) -> set[int]:
 
 
 def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
-    """Find the heads in a checkpoint."""
     bases = [name for name in shapes if name.endswith(_BASE)]
     if bases:
         raise CheckpointError(

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
+from mlx_redrafter.proposers.kind import text_values
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
     SIDECAR,
@@ -22,7 +23,6 @@ from mlx_redrafter.proposers.mtp.families import (
     names_of,
     published_name,
 )
-from mlx_redrafter.proposers.target_facts import text_values
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 
@@ -97,7 +97,6 @@ class Mtp(AutoregressiveNetwork):
         self.norm = nn.RMSNorm(hidden, eps=norm.eps)
 
     def captured_layers(self, target: Target) -> Sequence[int]:
-        """Return the output of the last layer alone."""
         return (FINAL,)
 
     def fuse(self, states: mx.array) -> mx.array:

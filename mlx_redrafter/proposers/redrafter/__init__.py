@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.proposers.checkpoint import Checkpoint
-from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE, UNUSED_TENSORS, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.precision import choose_precision
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "recurrent drafter"
 # Beginnings of the names of its own tensors.

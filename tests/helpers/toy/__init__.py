@@ -16,10 +16,9 @@ from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs, search_all
 from mlx_redrafter.proposers.stored_config import StoredConfig
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "table of pairs"
 

@@ -30,6 +30,7 @@ from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.kind import TargetFacts
 from mlx_redrafter.proposers.kv_drafting import KvNetwork
 from mlx_redrafter.proposers.layer_sizes import FULL, SLIDING
 from mlx_redrafter.proposers.mtp import load as load_mtp
@@ -37,7 +38,6 @@ from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.quantization import FLOAT_MODES, quantization_of, quantize_drafter
 from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
 from mlx_redrafter.proposers.specformer import load as load_specformer
-from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
 from tests.golden.block_layouts import LAYOUTS, tensors
