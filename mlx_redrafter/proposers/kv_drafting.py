@@ -41,18 +41,18 @@ class KvNetwork(DraftNetwork):
     # True if its layers have an attention of their own instead.
     has_own_attention: ClassVar[bool] = False
 
-    @abstractmethod
     def captured_layers(self, target: Target) -> Sequence[int]:
         """Return the layers of the target whose inputs it reads, and `target.FINAL`."""
+        return self.config.captured_layers
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> KvDrafting:
         return KvDrafting(self, target, prompt, couple_noise, cached)
 
-    @abstractmethod
     def fuse(self, states: mx.array) -> mx.array:
         """Compute features from the target's states, shape (n, S) to (n, H)."""
+        return states
 
     def embed(self, tokens: mx.array, target: Target) -> mx.array:
         """Look up the embeddings of tokens, shape (n,) to (n, H): the target's, or its own."""

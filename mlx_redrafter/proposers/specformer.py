@@ -122,9 +122,6 @@ class SpecFormer(KvNetwork):
         # Refuses one without such a norm.
         target.modules.normalise(mx.zeros((1, target.hidden_size)))
 
-    def captured_layers(self, target: Target) -> Sequence[int]:
-        return self.config.captured_layers
-
     def fuse(self, states: mx.array) -> mx.array:
         states = states.astype(self.decoder_input_norm.weight.dtype)
         parts = mx.split(states, len(self.norms), axis=-1)

@@ -120,9 +120,6 @@ class Assistant(AutoregressiveNetwork):
     def embed(self, tokens: mx.array, target: Target) -> mx.array:
         return target.modules.embed_input(tokens)
 
-    def fuse(self, states: mx.array) -> mx.array:
-        return states
-
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         """Process one token of every beam; outputs, shape (W, width).
 

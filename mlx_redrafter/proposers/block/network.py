@@ -113,9 +113,6 @@ class BlockNetwork(KvNetwork):
             for window in self.config.windows
         ]
 
-    def captured_layers(self, target: Target) -> Sequence[int]:
-        return self.config.captured_layers
-
     def fuse(self, states: mx.array) -> mx.array:
         return self.hidden_norm(self.fc(states.astype(self.dtype)))
 

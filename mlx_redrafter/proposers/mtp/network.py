@@ -99,9 +99,6 @@ class Mtp(AutoregressiveNetwork):
     def captured_layers(self, target: Target) -> Sequence[int]:
         return (FINAL,)
 
-    def fuse(self, states: mx.array) -> mx.array:
-        return states
-
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         dtype = self.embedding_norm.weight.dtype
         h, e = (rows[None].astype(dtype) for rows in (features, embeddings))
