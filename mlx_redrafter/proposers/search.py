@@ -86,11 +86,9 @@ class LevelScorer(Protocol):
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         """Return log-probabilities of the tokens after the beams, one token longer each, (R W, V).
 
-        Args:
-            beams: Index of the beam that each continues, int32, shape (R W,); those of a root are
-                neighbours. None if each continues that of its own index, or the only root.
-            tokens: Newest tokens of the beams, int32, shape (R W,).
-            depth: Depth of those tokens, 1 for the children of the roots.
+        ``beams`` has the index of the beam that each continues, int32, shape (R W,); those of a
+        root are neighbours. None if each continues that of its own index, or the only root. The
+        newest tokens of the beams, int32, shape (R W,), are at ``depth``, 1 for children of roots.
         """
 
     def to_token_ids(self, rows: mx.array) -> mx.array:

@@ -95,15 +95,9 @@ class DecodingSurroundings:
             self._masks[kind] = part.mask(buffered + skipped, self.num_entries, config, layer)
         if skipped:
             keys, values = keys[..., skipped:, :], values[..., skipped:, :]
-        out: mx.array = mx.fast.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            scale=attention.scale,
-            mask=self._masks[kind],
-            sinks=attention.sinks,
-        )
-        return out
+        attend, mask = mx.fast.scaled_dot_product_attention, self._masks[kind]
+        scale, sinks = attention.scale, attention.sinks
+        return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 def write(
