@@ -38,7 +38,13 @@ def export_drafter(
     with publish(destination) as staging:
         config = _make_apple_config(drafter.config, target_dtype, shared_name(path_or_repo))
         write_checkpoint(staging, config, tensors, framework="pt")
-    return _note_differences(drafter.config)
+    kept = drafter.config.draft_top_k or drafter.config.vocab_size
+    if kept == min(APPLE_TOP_K, drafter.config.vocab_size):
+        return ()
+    return (
+        f"Apple's code keeps {APPLE_TOP_K} logits per draft, this drafter keeps {kept}; "
+        "its scores will differ a little there",
+    )
 
 
 def _check_expressible(config: DrafterConfig) -> None:
@@ -68,13 +74,3 @@ def _make_apple_config(config: DrafterConfig, dtype: mx.Dtype, source: str) -> d
         "torch_dtype": str(dtype).removeprefix("mlx.core."),
         PROVENANCE_KEY: {"source": source, "converter": f"mlx_redrafter {__version__}"},
     }
-
-
-def _note_differences(config: DrafterConfig) -> tuple[str, ...]:
-    kept = config.draft_top_k or config.vocab_size
-    if kept == min(APPLE_TOP_K, config.vocab_size):
-        return ()
-    return (
-        f"Apple's code keeps {APPLE_TOP_K} logits per draft, this drafter keeps {kept}; "
-        "its scores will differ a little there",
-    )

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.checkpoint_files import read_config, read_shapes, weight_files
+from mlx_redrafter.checkpoint_files import has_weights, read_config, read_shapes, weight_files
 from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.checkpoints.cards import read_card
 from mlx_redrafter.checkpoints.identity import Identity, targets_in_config
@@ -25,7 +25,7 @@ from mlx_redrafter.checkpoints.published_drafters import (
 )
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.checkpoints.token_table import has_same_tokens
-from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
+from mlx_redrafter.errors import ConfigError, RedrafterError
 from mlx_redrafter.hub import Repository, describe_repository
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
@@ -69,7 +69,7 @@ class DrafterSearch:
     skipped: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: str) -> DrafterSearch:
+    def of(cls, model: str) -> Self:
         """Search for a model, a folder or a repository, which is downloaded if it is not here.
 
         Raise `CheckpointError` if the model's files cannot be found or read, and
@@ -247,7 +247,4 @@ def _has_module(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _weight_bytes(folder: Path) -> int:
-    try:
-        return sum(path.stat().st_size for path in weight_files(folder))
-    except CheckpointError:
-        return 0
+    return sum(path.stat().st_size for path in weight_files(folder)) if has_weights(folder) else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.cards import Card, read_card
@@ -40,7 +40,7 @@ class Identity(NamedTuple):
     folder: Path | None = None
 
     @classmethod
-    def of(cls, name: str, config: Mapping[str, Any], card: Card) -> Identity:
+    def of(cls, name: str, config: Mapping[str, Any], card: Card) -> Self:
         """Identify a model by its name, its config and its card.
 
         The base model of the card is this model if the card says that this is a quantised copy.
@@ -49,7 +49,7 @@ class Identity(NamedTuple):
         return cls(frozenset(map(plain_name, (name, *bases))), config)
 
     @classmethod
-    def of_folder(cls, folder: Path) -> Identity:
+    def of_folder(cls, folder: Path) -> Self:
         """Identify the model in a folder, also by the name of a link to it.
 
         Raise `CheckpointError` if its config cannot be read.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import CheckpointError
@@ -31,7 +31,7 @@ class TargetFacts(NamedTuple):
     tokenizer_size: int | None = None
 
     @classmethod
-    def of(cls, name: str | Path, config: Mapping[str, Any]) -> TargetFacts:
+    def of(cls, name: str | Path, config: Mapping[str, Any]) -> Self:
         values = text_values(config)
         hidden_size, vocab_size = values.get("hidden_size"), values.get("vocab_size")
         return cls(name, hidden_size, vocab_size if isinstance(vocab_size, int) else None)

@@ -13,7 +13,6 @@ from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.proposers.layer_sizes import build
 
 NAME = "block drafter"
-
 recognise = is_block_drafter
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from mlx_redrafter.checks import as_mapping, check_int, is_number
 from mlx_redrafter.errors import CheckpointError
@@ -30,7 +30,7 @@ class PublishedValues(NamedTuple):
     layer: Mapping[str, Any]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> PublishedValues:
+    def of(cls, values: Mapping[str, Any]) -> Self:
         nested: dict[str, Any] = {}
         for key in ("dflash_config", "dspark_config"):
             nested |= as_mapping(values.get(key))

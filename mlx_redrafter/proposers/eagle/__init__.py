@@ -12,7 +12,6 @@ from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.proposers.layer_sizes import build
 
 NAME = "EAGLE head"
-
 recognise = is_eagle
 
 

@@ -11,7 +11,6 @@ from mlx_redrafter.proposers.medusa.layouts import is_medusa, read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
 
 NAME = "Medusa heads"
-
 recognise = is_medusa
 
 

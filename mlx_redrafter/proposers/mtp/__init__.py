@@ -16,7 +16,6 @@ from mlx_redrafter.proposers.mtp.tensors import find_module, misfit, open_module
 NAME = "MTP module"
 # Word for the module in the target's own files.
 WORD = "mtp"
-
 recognise = is_mtp
 
 
