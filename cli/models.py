@@ -194,9 +194,8 @@ def _given(model: str | None) -> str:
 
 def _drafter_of(folder: Path) -> str | None:
     """Name a drafter on this machine for a model, or else one in the table of published ones."""
-    from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
+    from mlx_redrafter.checkpoints.drafter_search import METHODS, DrafterSearch, published_for
     from mlx_redrafter.checkpoints.identity import Identity
-    from mlx_redrafter.checkpoints.published_drafters import METHODS, published_for, read_table
 
     try:
         identity = Identity.of_folder(folder)
@@ -205,7 +204,7 @@ def _drafter_of(folder: Path) -> str | None:
         return None
     if found is not None:
         return f"{found.name} ({found.method}, on this machine)"
-    published = published_for(identity, read_table())
+    published = published_for(identity)
     if not published:
         return None
     return f"{published[0].drafter} ({METHODS[published[0].method]}, to download)"

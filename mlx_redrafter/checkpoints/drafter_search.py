@@ -6,8 +6,10 @@ neither its config nor its tensors contradict that. Nothing is downloaded but a 
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -17,12 +19,6 @@ from mlx_redrafter.checkpoint_files import has_weights, read_config, read_shapes
 from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.checkpoints.cards import read_card
 from mlx_redrafter.checkpoints.identity import Identity, targets_in_config
-from mlx_redrafter.checkpoints.published_drafters import (
-    METHODS,
-    PublishedDrafter,
-    published_for,
-    read_table,
-)
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.checkpoints.token_table import has_same_tokens
 from mlx_redrafter.errors import ConfigError, RedrafterError
@@ -34,12 +30,38 @@ from mlx_redrafter.proposers.checkpoint import PATTERNS
 from mlx_redrafter.proposers.mtp.families import has_family, is_sidecar, prefix_of
 from mlx_redrafter.target.model_loading import find_model, make_model
 
+# Table of drafters that others have published: tab-separated, with a line of headings.
+TABLE = Path(__file__).with_name("drafters.tsv")
+# Names of methods for messages.
+METHODS = {
+    "assistant": "Gemma 4 assistant",
+    "dflash": "DFlash",
+    "dflash2": "DFlash 2",
+    "dspark": "DSpark",
+    "eagle3": "EAGLE-3",
+}
 # Word for a drafter that is found by the model's name.
 AUTO = "auto"
 # Maximum size of a draft model, in sizes of the target; a larger one costs more than it gains.
 MAX_SHARE = 0.2
 # Maximum number of reasons to print.
 MAX_REASONS = 3
+
+
+class PublishedDrafter(NamedTuple):
+    """A line of the table: the repositories of a model and of a drafter for it.
+
+    ``method`` is a key of `METHODS`. ``licence`` is empty if the sources do not state it, and
+    ``gain``, the speed relative to plain decoding and whose figure it is, if it is unknown.
+    ``source`` names the texts that name the pair.
+    """
+
+    target: str
+    drafter: str
+    method: str
+    licence: str
+    gain: str
+    source: str
 
 
 class FoundDrafter(NamedTuple):
@@ -93,7 +115,7 @@ class DrafterSearch:
 
         Raise `CheckpointError` if the hub cannot be reached.
         """
-        for line in published_for(self.model, read_table()):
+        for line in published_for(self.model):
             if find_stored(line.drafter, PATTERNS) is not None:
                 continue
             repository = describe_repository(line.drafter)
@@ -146,7 +168,7 @@ class DrafterSearch:
         )
 
     def _stored(self) -> Iterator[FoundDrafter]:
-        for line in published_for(self.model, read_table()):
+        for line in published_for(self.model):
             folder = find_stored(line.drafter, PATTERNS)
             if folder is not None:
                 yield _of_table(line, str(folder))
@@ -194,6 +216,19 @@ class DrafterSearch:
             self.skipped.append(refusal)
             return None
         return found._replace(method=found.method or kind.NAME)
+
+
+@cache
+def read_table() -> tuple[PublishedDrafter, ...]:
+    """Read the table; of one target, the preferred drafter comes first."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.reader(file, delimiter="\t") if not row[0].startswith("#")]
+    return tuple(PublishedDrafter(*row) for row in rows[1:])
+
+
+def published_for(model: Identity) -> list[PublishedDrafter]:
+    """Return the published drafters of a model, the preferred one first."""
+    return [line for line in read_table() if model.is_named(line.target)]
 
 
 def is_auto(drafter: str | Path | None) -> bool:

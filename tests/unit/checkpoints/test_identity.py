@@ -21,7 +21,12 @@ from mlx_redrafter import Lookup, load, stream_generate
 from mlx_redrafter.checkpoints import bundled, memory_check
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.cards import Card, read_card
-from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
+from mlx_redrafter.checkpoints.drafter_search import (
+    METHODS,
+    DrafterSearch,
+    published_for,
+    read_table,
+)
 from mlx_redrafter.checkpoints.identity import REPOSITORY, Identity, plain_name
 from mlx_redrafter.checkpoints.memory_check import check_memory
 from mlx_redrafter.checkpoints.memory_estimate import (
@@ -31,7 +36,6 @@ from mlx_redrafter.checkpoints.memory_estimate import (
     estimate_memory,
     fused_growth,
 )
-from mlx_redrafter.checkpoints.published_drafters import METHODS, published_for, read_table
 from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.errors import CheckpointError, ResourceError
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
@@ -121,7 +125,7 @@ def test_the_table_is_in_order() -> None:
         assert REPOSITORY.fullmatch(line.drafter), line
         assert line.method in METHODS, line
         assert line.source, line
-        assert published_for(Identity.of(f"x/{line.target}-4bit", {}, Card()), table)
+        assert published_for(Identity.of(f"x/{line.target}-4bit", {}, Card()))
         assert not line.gain or line.gain.endswith(")"), "whose figure it is"
 
 
