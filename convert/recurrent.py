@@ -32,8 +32,7 @@ from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
 from mlx_redrafter.proposers.fit import Prediction, ReadSequence
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.redrafter.config import UNUSED_TENSORS, Activation, DrafterConfig
-from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter, calibrate, predict
 from mlx_redrafter.target.target import Target
 
 _PREFIXES = ("drafter.", "model.")

@@ -9,7 +9,7 @@ names are kept. The state starts from zero as in that code; the paper starts it 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from mlx_redrafter.checks import check_instance
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.draft_network import DraftNetwork, NetworkDrafting, ResBlock, dtype_of
+from mlx_redrafter.proposers.fit import Calibration, Prediction, ReadSequence, fit_depths, parts
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, search_all
 from mlx_redrafter.target.target import Target
@@ -279,3 +280,22 @@ class RecurrentLevels:
             hidden = mx.repeat(hidden, count // num_roots, axis=0)
             term = None if term is None else mx.repeat(term, count // num_roots, axis=0)
         return self.drafter.log_probs(hidden, self.state, term, self.scale)
+
+
+def predict(drafter: Drafter, embed: Embed, text: ReadSequence) -> tuple[Prediction, Prediction]:
+    """Predict first and second drafts with each generated token, of at least three, as root."""
+    first = text.num_prompt
+    entered = drafter.project_input(embed(text.tokens[first:]))
+    hidden_states = text.states[first - 1 :].astype(drafter.dtype)
+    ids, log_probs = text.top_ids, text.top_log_probs
+    state = drafter.start(entered[:-1])
+    firsts = Prediction(drafter.logits(hidden_states[:-1], state), ids[1:], log_probs[1:])
+    state = drafter.advance(state[:-1], entered[1:-1])
+    seconds = Prediction(drafter.logits(hidden_states[:-2], state), ids[2:], log_probs[2:])
+    return firsts, seconds
+
+
+def calibrate(drafter: Drafter, embed: Embed, texts: Iterable[ReadSequence]) -> Calibration:
+    """Fit the scalars to as many sequences as `fit_depths` needs; waits for the device."""
+    found = (predict(drafter, embed, part) for text in texts for part in parts(text))
+    return fit_depths(drafter, found)[0]

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_redrafter.proposers.medusa.fit_heads import calibrate, rank_accuracies
-from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.proposers.medusa.network import Medusa, calibrate, rank_accuracies
 from mlx_redrafter.training.generated_texts import iterate_texts
 from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.students.student import Student

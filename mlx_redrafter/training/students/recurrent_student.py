@@ -16,8 +16,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate
-from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
+from mlx_redrafter.proposers.redrafter.network import Drafter, Embed, calibrate
 from mlx_redrafter.training.generated_texts import iterate_texts
 from mlx_redrafter.training.loss import TrainingBatch
 from mlx_redrafter.training.students.student import Student

@@ -26,8 +26,7 @@ from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.proposers.medusa import load as load_medusa
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.medusa.fit_heads import calibrate, rank_accuracies
-from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.proposers.medusa.network import Medusa, calibrate, rank_accuracies
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.medusa import random_medusa, with_static_tree

@@ -17,8 +17,13 @@ from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.proposers.redrafter import network, precision
-from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
-from mlx_redrafter.proposers.redrafter.network import MASKED_LOGIT, Drafter, input_lookup
+from mlx_redrafter.proposers.redrafter.network import (
+    MASKED_LOGIT,
+    Drafter,
+    calibrate,
+    input_lookup,
+    predict,
+)
 from mlx_redrafter.proposers.redrafter.precision import (
     GAIN,
     MIN_PAIRS,
