@@ -21,9 +21,9 @@ from mlx_lm.utils import dequantize_model
 from mlx_redrafter.decoding.sampling import top_k
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
-from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.fit import TOP_TOKENS, Prediction, ReadSequence
+from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 

@@ -22,10 +22,10 @@ from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.assistant import load as load_assistant
-from mlx_redrafter.proposers.autoregressive import _Levels
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.kv_drafting import _Levels
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.target.target import Target

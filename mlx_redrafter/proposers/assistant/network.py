@@ -18,8 +18,7 @@ from mlx_lm.models import gemma4_text
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
 from mlx_redrafter.proposers.assistant.config import AssistantConfig
-from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
-from mlx_redrafter.proposers.kv_drafting import KvDrafting
+from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvDrafting
 from mlx_redrafter.proposers.layer_sizes import FULL, SLIDING
 from mlx_redrafter.target.caches.draft_cache import DraftMask
 from mlx_redrafter.target.hooks import TreePositions, tree_positions

@@ -19,9 +19,8 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
-from mlx_redrafter.proposers.kv_drafting import KvDrafting
+from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvDrafting
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs

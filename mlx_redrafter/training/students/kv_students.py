@@ -16,9 +16,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.kv_drafting import KvNetwork
+from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvNetwork
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.specformer import SpecFormer
 from mlx_redrafter.target.modules import FINAL

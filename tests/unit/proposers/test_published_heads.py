@@ -22,7 +22,6 @@ from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedTargetError
 from mlx_redrafter.proposers.assistant import load as load_assistant
 from mlx_redrafter.proposers.assistant.network import Assistant
-from mlx_redrafter.proposers.autoregressive import _Levels
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding
@@ -31,7 +30,7 @@ from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kind import TargetFacts
-from mlx_redrafter.proposers.kv_drafting import KvNetwork
+from mlx_redrafter.proposers.kv_drafting import KvNetwork, _Levels
 from mlx_redrafter.proposers.layer_sizes import FULL, SLIDING
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
