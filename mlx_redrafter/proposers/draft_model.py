@@ -22,7 +22,7 @@ from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
-from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
+from mlx_redrafter.proposers.draft_network import READ_STEP_SIZE, CachedDrafting
 from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.search import (
     COUPLING_WEIGHT,

@@ -20,8 +20,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
-from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.proposers.draft_network import READ_STEP_SIZE, CachedDrafting, DraftNetwork
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs, search_all
 from mlx_redrafter.target.caches.draft_cache import (
     DraftCache,

@@ -9,7 +9,7 @@ With ``s`` the target's states and ``c = hidden_norm(fc(s))``, every layer keeps
     x = x + o(attention(q(u), [k(c), k(u)], [v(c), v(u)])),  u = norm(x);   x = x + mlp(norm(x))
     h = norm(x);   unary = head(h)
 
-Each entry predicts for a depth of its own. A link (`links.py`) adds what depends on the draft
+Each entry predicts for a depth of its own. A link (`layers.py`) adds what depends on the draft
 before; nothing else does.
 
 Sources: z-lab/dflash, deepseek-ai/DeepSpec and vllm-project/speculators, whose parameter names are
@@ -31,8 +31,13 @@ from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import BlockConfig
-from mlx_redrafter.proposers.block.layers import BlockLayer, Surroundings, new_rope
-from mlx_redrafter.proposers.block.links import MarkovHead, Selector
+from mlx_redrafter.proposers.block.layers import (
+    BlockLayer,
+    MarkovHead,
+    Selector,
+    Surroundings,
+    new_rope,
+)
 from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding, write
 from mlx_redrafter.proposers.kv_drafting import KvDrafting, KvNetwork
 from mlx_redrafter.proposers.linked_levels import Link, LinkedLevels

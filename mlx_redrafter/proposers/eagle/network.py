@@ -21,10 +21,9 @@ from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvDrafting
-from mlx_redrafter.proposers.layer_sizes import layer_arguments
+from mlx_redrafter.proposers.layer_sizes import complete_yarn, layer_arguments
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs
-from mlx_redrafter.proposers.yarn import complete_yarn
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
