@@ -11,8 +11,7 @@ import mlx.core as mx
 
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.assistant.config import MODEL_TYPES, AssistantConfig
-from mlx_redrafter.proposers.assistant.network import Assistant
+from mlx_redrafter.proposers.assistant.network import MODEL_TYPES, Assistant, AssistantConfig
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.layer_sizes import build
