@@ -5,8 +5,6 @@ means its input or its output. They also rotate different pairs of a head's numb
 out the target's scale of embeddings. So the self-test tries these readings of a config, too.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

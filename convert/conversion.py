@@ -3,8 +3,6 @@
 The folder has the weights, their provenance, and a model card in the hub's format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ may name another rotary embedding than the one it was trained with. So the self-
 readings, too.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

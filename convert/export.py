@@ -1,7 +1,5 @@
 """Export of an MLX drafter in the layout that Apple's PyTorch code loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

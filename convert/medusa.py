@@ -1,7 +1,5 @@
 """Conversion of Medusa heads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper

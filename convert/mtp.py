@@ -1,7 +1,5 @@
 """Conversion of MTP modules, from a model's own files or from a folder of their own."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

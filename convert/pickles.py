@@ -9,8 +9,6 @@ the pickle claims. Containers are never hashed, compared or printed: shared and 
 can be exponentially large.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 import pickletools

@@ -1,7 +1,5 @@
 """Publication of a result: a folder that appears whole or not at all, and its upload."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -12,8 +12,6 @@ All of them have rnn_u.weight, rnn_u.bias and rnn_w.weight.
 Source: TensorRT-LLM's examples/redrafter/convert_checkpoint.py, which reads the first three.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ is compared with the target's next token. A config that can be read in several w
 of them, and the result has the reading that the target clearly accepts more often.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

@@ -1,7 +1,5 @@
 """A checkpoint folder: its config and its tensors, in any of the supported formats."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tensors in weight files: dtype, shape and place; the values are read on demand, and checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

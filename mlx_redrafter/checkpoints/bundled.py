@@ -3,8 +3,6 @@
 The cards in their folders describe training data and quality.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

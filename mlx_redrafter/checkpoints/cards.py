@@ -1,7 +1,5 @@
 """Model cards: facts from those of others, and the text of those that this package writes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@ A drafter counts as made for a model if the table, its config or its card names 
 neither its config nor its tensors contradict that. Nothing is downloaded but a config.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

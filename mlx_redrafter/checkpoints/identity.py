@@ -4,8 +4,6 @@ A model that is stored in another way, such as a quantised copy, is the same mod
 trained further is another one, even if its sizes and most of its name are equal.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loading of a target and its proposer, with the cheap checks first."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

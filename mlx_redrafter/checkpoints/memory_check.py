@@ -1,7 +1,5 @@
 """Check before weights are read that a model fits into memory, and what would fit if not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path

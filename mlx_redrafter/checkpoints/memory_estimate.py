@@ -7,8 +7,6 @@ it is measured on the first layers, one of each kind, with zeros as weights.
 Axes: n tokens of the context, T tokens of a chunk of the prompt.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import suppress

@@ -6,8 +6,6 @@ keep K/V entries in 16 bits or float32. Other masks, attention sinks and batches
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar

@@ -6,8 +6,6 @@ kernels of mlx-lm.
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType

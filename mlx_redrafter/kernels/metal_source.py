@@ -7,8 +7,6 @@ are exchanged: MLX unpacks a weight once for each row of inputs, this kernel onc
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from mlx_redrafter.kernels.variant import METAL_TYPES, PACKS, Variant

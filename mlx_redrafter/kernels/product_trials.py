@@ -6,8 +6,6 @@ The kernel qualifies if its bits are those of MLX's kernel for one row, and if i
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import mlx.core as mx

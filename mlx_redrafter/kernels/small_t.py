@@ -3,8 +3,6 @@
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

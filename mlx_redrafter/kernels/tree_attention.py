@@ -8,8 +8,6 @@ ancestors and the node itself, wherever they stand among the nodes.
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

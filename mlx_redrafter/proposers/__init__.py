@@ -4,8 +4,6 @@ A new kind is a folder and an entry in `KINDS`. Kinds import the files next to t
 never another kind. `speculate_ahead` is no kind: it wraps proposers of two kinds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from mlx_redrafter.proposers import (

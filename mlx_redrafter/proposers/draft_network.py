@@ -6,8 +6,6 @@ once.
 Axes: V tokens that the network proposes.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial

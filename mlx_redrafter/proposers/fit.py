@@ -10,8 +10,6 @@ Axes: n tokens of a sequence, k most probable tokens, p predictions, V rows of t
 size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 A drafter is checked against facts about its target that are known before any weights are loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self

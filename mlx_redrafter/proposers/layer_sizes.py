@@ -1,7 +1,5 @@
 """Sizes of mlx-lm's layers in networks that use them, as their configs name them, and YaRN."""
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Callable, Mapping

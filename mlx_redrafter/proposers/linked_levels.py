@@ -4,8 +4,6 @@ Axes: R roots, W beams of all of them, D depths, V rows of the head, K candidate
 hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol

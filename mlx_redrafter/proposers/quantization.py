@@ -1,7 +1,5 @@
 """Quantization of drafters: in place, as stored in a checkpoint, and what it is."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Configs of networks as their ``config.json`` stores them: reading, writing, common checks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields

@@ -1,7 +1,5 @@
 """Gemma 4 assistants: small models that attend to entries of two layers of the target."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Block drafters: DFlash, DFlash 2 and DSpark, which draft several tokens in one pass."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

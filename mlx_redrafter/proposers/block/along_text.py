@@ -4,8 +4,6 @@ Axes: n tokens with states, M anchors (the tokens before roots), B entries of a 
 hidden size, V rows of the head, S width of the target's states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

@@ -16,8 +16,6 @@ Sources: z-lab/dflash, deepseek-ai/DeepSpec and vllm-project/speculators, whose 
 kept.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -13,8 +13,6 @@ the link and the variant of the layers. The config decides only layers that are 
 rotary embedding and scales.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -8,8 +8,6 @@ to all rows with a mask. It hides the rows of rejected drafts, whose number the 
 The next pass overwrites the block's rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple

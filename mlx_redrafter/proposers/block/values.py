@@ -3,8 +3,6 @@
 Slots and masks go by who trained it.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping
 from types import NoneType

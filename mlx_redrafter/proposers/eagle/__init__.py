@@ -1,7 +1,5 @@
 """EAGLE heads (arXiv 2401.15077, 2406.16858, 2503.01840): decoder layers on the target's states."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

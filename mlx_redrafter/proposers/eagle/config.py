@@ -1,7 +1,5 @@
 """The shape of an EAGLE head, as stored in the ``config.json`` next to its weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

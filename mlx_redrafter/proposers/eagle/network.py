@@ -6,8 +6,6 @@ Sources: arXiv 2401.15077, 2406.16858 and 2503.01840, SafeAILab/EAGLE (``cnets1.
 and vllm-project/speculators (``models/eagle3``), whose parameter names are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

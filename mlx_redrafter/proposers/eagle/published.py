@@ -12,8 +12,6 @@ Layer ids are inputs of layers (HF's ``hidden_states[i]``), except those of Spec
 request 25454). The self-test of `convert` measures both.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Mapping
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Prompt lookup: drafts from what the model has read and computed already."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

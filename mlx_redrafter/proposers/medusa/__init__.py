@@ -1,7 +1,5 @@
 """Medusa heads (arXiv 2401.10774): each proposes the tokens of one depth, all from one state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mlx_redrafter.proposers.checkpoint import Checkpoint

@@ -1,7 +1,5 @@
 """The shape of Medusa heads, as stored in the ``config.json`` next to their weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 

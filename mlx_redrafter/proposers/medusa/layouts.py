@@ -11,8 +11,6 @@ its rows. Published configs say two heads where there are five, so tensors are c
 Source: FasterDecoding's ``medusa_model.py`` and vLLM's ``model_executor/models/medusa.py``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple

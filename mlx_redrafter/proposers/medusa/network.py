@@ -8,8 +8,6 @@ Source: arXiv 2401.10774 and FasterDecoding's ``medusa_model.py``, whose paramet
 behind ``heads.``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """MTP modules: a layer that a model was trained with, and mlx-lm leaves out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx.core as mx

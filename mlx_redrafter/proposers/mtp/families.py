@@ -13,8 +13,6 @@ ERNIE-4.5 is missing, as PaddlePaddle's training code, FastDeploy and vLLM contr
 in where the model's last norm applies.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import reprlib

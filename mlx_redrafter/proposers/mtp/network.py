@@ -3,8 +3,6 @@
 Axes: n tokens, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The recurrent drafter of ReDrafter (arXiv 2403.09919)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

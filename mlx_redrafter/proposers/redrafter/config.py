@@ -1,7 +1,5 @@
 """The shape of a recurrent drafter, as stored in the ``config.json`` next to its weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
