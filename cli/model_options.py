@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from mlx_redrafter.checkpoints.memory_estimate import Context
+    from mlx_redrafter.checkpoints.memory_check import Context
     from mlx_redrafter.decoding.protocols import Proposer
 
     Loaded = tuple[nn.Module, TokenizerWrapper, Proposer]
@@ -134,7 +134,7 @@ class Pair:
     ) -> Loaded:
         """Load a pair; prompt lookup replaces a drafter that was chosen and cannot be loaded."""
         from mlx_redrafter.checkpoints.loading import load
-        from mlx_redrafter.checkpoints.memory_estimate import Context
+        from mlx_redrafter.checkpoints.memory_check import Context
         from mlx_redrafter.machines.leading import target_of
         from mlx_redrafter.proposers.lookup import Lookup
         from mlx_redrafter.target.target import SLOW, is_slow

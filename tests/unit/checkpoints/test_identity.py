@@ -28,11 +28,11 @@ from mlx_redrafter.checkpoints.drafter_search import (
     read_table,
 )
 from mlx_redrafter.checkpoints.identity import REPOSITORY, Identity, plain_name
-from mlx_redrafter.checkpoints.memory_check import check_memory
-from mlx_redrafter.checkpoints.memory_estimate import (
+from mlx_redrafter.checkpoints.memory_check import (
     TREE_TOKENS,
     Context,
     cache_bytes,
+    check_memory,
     estimate_memory,
     fused_growth,
 )
