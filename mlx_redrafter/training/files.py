@@ -35,12 +35,8 @@ _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file; blocks until MLX has evaluated the arrays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-        path,
-        lambda temporary: mx.save_safetensors(
-            str(temporary), arrays, metadata=dict(metadata or {})
-        ),
-    )
+    header = dict(metadata or {})
+    write_atomically(path, lambda temporary: mx.save_safetensors(str(temporary), arrays, header))
 
 
 def load_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:

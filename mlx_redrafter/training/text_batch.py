@@ -85,9 +85,8 @@ def sample(logits: mx.array, temps: Sequence[float]) -> mx.array:
     if sampled:
         where = mx.array(sampled)
         scale = mx.array([1 / temps[row] for row in sampled])[:, None]
-        chosen[where] = mx.random.categorical(logits[where].astype(mx.float32) * scale).astype(
-            chosen.dtype
-        )
+        drawn = mx.random.categorical(logits[where].astype(mx.float32) * scale)
+        chosen[where] = drawn.astype(chosen.dtype)
     return chosen
 
 

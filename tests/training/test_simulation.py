@@ -12,7 +12,7 @@ from mlx_redrafter import load_drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.simulated_decoding import simulate
-from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
+from mlx_redrafter.training.students.state_students import RecurrentStudent
 from mlx_redrafter.training.teacher import read_sequences
 from tests.conftest import Trained
 from tests.helpers.models import random_drafter, tiny_llama

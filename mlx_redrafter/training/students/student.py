@@ -182,7 +182,6 @@ class Student(ABC):
         return count
 
     def holding(self, network: nn.Module) -> Self:
-        """Copy this student, with another network of the same sizes."""
         other = copy.copy(self)
         other.network = network
         return other
@@ -196,7 +195,6 @@ class Student(ABC):
         return self.holding(network)
 
     def in_dtype(self, dtype: mx.Dtype) -> Self:
-        """Copy this student with weights of another dtype."""
         other = self.with_weights({})
         other.network.set_dtype(dtype)
         return other
