@@ -11,9 +11,8 @@ import mlx.nn as nn
 
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
-from mlx_redrafter.machines.drafts import describe
 from mlx_redrafter.machines.frames import Do
-from mlx_redrafter.machines.leader import Handle, Leader
+from mlx_redrafter.machines.leader import Handle, Leader, describe
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor
@@ -114,11 +113,7 @@ class LedCaches(ModelCaches):
     def handle_of(
         self, stock: Sequence[Any], length: int, quantisation: Sequence[int] = ()
     ) -> Handle:
-        """Open mlx-lm's caches of ``length`` tokens for a text, with fields of a `Quantisation`.
-
-        Raises:
-            ConfigError: They hold tokens that these ranks have not computed.
-        """
+        """Open mlx-lm's caches of ``length`` tokens for a text, with fields of a `Quantisation`."""
         handle = self.leader.handles.get(stock[0])
         if handle is None and any(not layer.empty() for layer in stock):
             raise ConfigError(
@@ -164,8 +159,6 @@ class LedCaches(ModelCaches):
 
 
 class LedModules(TargetModules):
-    """The model's modules on rank 0."""
-
     def __init__(self, caches: LedCaches, *given: Any):
         super().__init__(*given)
         self._caches = caches

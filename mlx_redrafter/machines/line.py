@@ -53,8 +53,6 @@ def exit_soon(code: int) -> None:
 
 
 class Line:
-    """One end of a connection."""
-
     def __init__(self, connection: socket.socket, own: str, other: str):
         # Names of both ranks in messages; ``own`` is empty for rank 0.
         self.own, self.other = own, other
@@ -77,7 +75,6 @@ class Line:
             self._connection.sendall(data)
 
     def say(self, do: Do, *values: Any) -> None:
-        """Send one frame."""
         self.send(pack(do, *values))
 
     def receive(self) -> Frame:
