@@ -99,10 +99,7 @@ _FORMATS = {
         "$name(", ")", again=", ", around=("[", "]"), before="$key=", between=", "
     ),
     "qwen3_coder": CallFormat(
-        "<function=$name>\n",
-        "</function>",
-        before="<parameter=$key>\n",
-        after="\n</parameter>\n",
+        "<function=$name>\n", "</function>", before="<parameter=$key>\n", after="\n</parameter>\n"
     ),
 }
 

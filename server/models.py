@@ -56,15 +56,9 @@ WAIT_SECONDS = 0.02
 class LoadedModel:
     """A model in memory, with what the worker needs for its texts.
 
-    Args:
-        options: Options of texts for requests that leave them out.
-        max_context: Maximum number of tokens of a prompt and its text, if the model allows as many.
-
-    Attributes:
-        context: Maximum number of tokens of a prompt and its text.
-        num_steps: Forward passes after the prompts.
-        num_accepted: Drafts accepted by them.
-        num_preparing: Requests that the worker does not know yet.
+    ``context`` is the maximum number of tokens of a prompt and its text, ``num_steps`` counts the
+    forward passes after prompts, ``num_accepted`` the drafts that they accepted, and
+    ``num_preparing`` the requests that the worker does not know yet.
     """
 
     def __init__(
@@ -116,7 +110,6 @@ class Model:
         folder: Folder of its files, if it is known without a download.
         name_drafter: Function that names the drafter of the loaded model, for clients.
         keep_alive: Seconds without requests after which it is unloaded.
-        max_context: Maximum number of tokens of a prompt and its text, if the model allows as many.
         last_used: Time of its newest request, in seconds of `time.monotonic`.
     """
 
@@ -213,11 +206,7 @@ class Models:
         return iter(self.models)
 
     def find(self, name: str | None) -> Model:
-        """Find a model by its name.
-
-        Raises:
-            Refusal: No model has this name, and names are strict.
-        """
+        """Find a model by its name; refuse an unknown one if names are strict."""
         first = self.models[0]
         for model in self.models:
             if name in (model.name, f"{model.name}:latest"):  # Ollama's clients add the tag
@@ -269,7 +258,6 @@ class Models:
         return loaded.num_preparing > 0 or self.is_busy(loaded)
 
     def _reset(self, model: Model) -> None:
-        """Let a model stay in memory as long as the limits say."""
         model.keep_alive = self.limits.keep_alive or math.inf
 
     async def unload_idle(self) -> None:

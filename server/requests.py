@@ -57,13 +57,9 @@ class TextRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(TextRequest):
-    """A request for answers in a chat.
+    """A request for answers in a chat; ``messages`` have the form that chat templates expect.
 
-    Attributes:
-        messages: Messages in the form that chat templates expect.
-        tools: Tools that the model may call.
-        template_options: Further options of the chat template.
-        effort: Word for the amount of thinking, for templates that read ``reasoning_effort``.
+    ``effort`` is a word for the amount of thinking, for templates that read ``reasoning_effort``.
     """
 
     messages: list[dict[str, Any]]
@@ -75,12 +71,10 @@ class ChatRequest(TextRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest(TextRequest):
-    """A request for continuations.
+    """A request for continuations of texts or token ids.
 
-    Attributes:
-        prompts: Texts or token ids.
-        echoes: Whether the texts begin with their prompts.
-        ends_there: Whether they are their prompts only, for clients that ask for likelihoods.
+    If it ``echoes``, the texts begin with their prompts. If it ``ends_there``, they are their
+    prompts only, for clients that ask for likelihoods.
     """
 
     prompts: list[str | list[int]]
@@ -93,9 +87,7 @@ def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest
 
     ``context`` is the maximum number of tokens of a prompt and its text. Return the request
     with ``max_tokens`` and ``top_k`` within the model's sizes, and the token ids of its prompts.
-
-    Raises:
-        Refusal: The model has no chat template, tools or grammars, or not enough context.
+    Refuse what needs more context, or a chat template, tools or grammars that the model lacks.
     """
     target = engine.target
     prompts = encode(request, engine, context)
@@ -121,12 +113,7 @@ def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest
 
 
 def encode(request: TextRequest, engine: Engine, context: int) -> list[list[int]]:
-    """Encode the prompts of a request.
-
-    Raises:
-        ContextExceeded: A prompt is clearly longer than the context.
-        Refusal: The model has no chat template or tools, or its template rejects the messages.
-    """
+    """Encode the prompts of a request; raise `ContextExceeded` if one is clearly too long."""
     tokenizer = engine.tokenizer
     try:
         if isinstance(request, CompletionRequest):

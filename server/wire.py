@@ -12,7 +12,6 @@ to_text = json.JSONEncoder(allow_nan=False).encode
 
 
 def event(value: dict[str, Any], name: str = "") -> str:
-    """Format a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {to_text(value)}\n\n"
 
@@ -20,5 +19,4 @@ def event(value: dict[str, Any], name: str = "") -> str:
 def respond(
     value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Make a JSON response."""
     return Response(to_text(value), status, headers, "application/json")

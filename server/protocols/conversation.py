@@ -41,12 +41,10 @@ class Conversation:
             self.messages.append({"role": role, "content": text})
 
     def add_reasoning(self, text: str) -> None:
-        """Add thinking of the model."""
         message = self._assistant()
         message["reasoning_content"] = message.get("reasoning_content", "") + text
 
     def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
-        """Add a call of a tool."""
         self._calls[call_id] = name
         self._waiting[call_id] = self._waiting_by_name.setdefault(name, {})[call_id] = None
         function = {"name": name, "arguments": arguments}
@@ -54,11 +52,7 @@ class Conversation:
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def add_result(self, call_id: str, text: str, param: str) -> None:
-        """Add the result of a call.
-
-        Raises:
-            Refusal: No call before it has this id.
-        """
+        """Add the result of a call; refuse one if no call before it has this id."""
         if call_id not in self._calls:
             raise Refusal(
                 f"{param} must be the id of a call before it, got {call_id[:100]!r}", param

@@ -27,7 +27,8 @@ def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, 
     fields.one_of("suffix", [""])
     fields.one_of("best_of", [1])
     prompt = fields.take("prompt")
-    prompts = prompt if _is_several(prompt) else [prompt]
+    is_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+    prompts = prompt if is_several else [prompt]
     if not all(map(_is_prompt, prompts)) or len(prompts) > MAX_TEXTS:
         expected = f"a text, a list of token ids, or a list of at most {MAX_TEXTS} of them"
         raise fields.refusal("prompt", expected, prompt)
@@ -43,8 +44,6 @@ def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, 
 
 
 class CompletionWriter(ChoiceWriter):
-    """Writes text completions."""
-
     def __init__(self, request: CompletionRequest, options: StreamOptions, model: str):
         super().__init__("cmpl", "text_completion", options, model)
         self._request = request
@@ -61,10 +60,6 @@ class CompletionWriter(ChoiceWriter):
             "text": part.content,
             "logprobs": _format_logprobs(part.logprobs, offset) if shows else None,
         }
-
-
-def _is_several(prompt: object) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
 
 
 def _is_prompt(prompt: object) -> bool:

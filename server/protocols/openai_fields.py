@@ -91,7 +91,6 @@ def format_options(options: GenerationOptions) -> dict[str, Any]:
 
 
 def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
-    """Read stop strings: one, or a list of them."""
     given = fields.take(name)
     stops = given if isinstance(given, list) else [] if given is None else [given]
     if len(stops) > MAX_STOPS or not all(

@@ -26,7 +26,7 @@ def _lines(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
 def test_a_text_has_its_tokens_and_its_speed(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "mlx_redrafter.server.request_log")
+    caplog.set_level(logging.INFO, "mlx_redrafter.server.replies")
     served.send("/v1/completions", {"prompt": "AB", "max_tokens": 1})  # loads the model
     _lines(caplog, 1)
     for stream in True, False:
