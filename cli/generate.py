@@ -81,11 +81,6 @@ class GrammarOptions:
     ] = None
 
     def read(self) -> Grammar | None:
-        """Read the grammar; return None if none is given.
-
-        Raises:
-            ConfigError: Several are given, or the one given is not valid.
-        """
         from mlx_redrafter.grammar import Grammar
 
         given = {name: value for name, value in vars(self).items() if value is not None}

@@ -59,8 +59,6 @@ app.add_typer(bench, name="bench")
 
 
 class _StderrHandler(logging.Handler):
-    """A handler that writes the package's log to the current stderr."""
-
     def emit(self, record: logging.LogRecord) -> None:
         typer.echo(self.format(record), err=True)
 
@@ -87,7 +85,6 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code."""
     is_debugged = "--debug" in arguments[:1]
     logger = logging.getLogger("mlx_redrafter")
     logger.setLevel(logging.INFO)

@@ -121,10 +121,6 @@ class Pair:
         """Load the target, its tokenizer and the drafter, if there is memory for a text.
 
         ``context`` is its number of tokens, and ``kv_bits`` the bits of its K/V entries.
-
-        Raises:
-            ConfigError: The drafter is "none", where there must be one.
-            ResourceError: The machine has too little memory.
         """
         refuse_none(self.drafter)
         return self._load(self.drafter_name, context, kv_bits, **options)
@@ -180,7 +176,6 @@ class WritingPair(AdaptedPair):
 
     @property
     def drafts(self) -> bool:
-        """Whether there is a drafter."""
         return self.drafter != NO_DRAFTER
 
     def load_writer(

@@ -32,12 +32,9 @@ Name = Annotated[
         "then of mlx-community.",
     ),
 ]
-Yes = Annotated[bool, "Delete without a question."]
 
 
-def list_models(
-    as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
-) -> None:
+def list_models(as_json: Annotated[bool, "Print one JSON object.", "--json"] = False) -> None:
     """List models and drafters on this machine, with their sizes and what drafts for them.
 
     Searches the Hugging Face cache, which mlx-lm uses, and LM Studio's folders.
@@ -54,12 +51,11 @@ def list_models(
             err=True,
         )
         return
-    lines = [("NAME", "SIZE", "KIND", "KEPT BY", "DRAFTER")]
-    lines += [
+    lines = [
         (row["name"], format_bytes(row["bytes"]), row["kind"], row["place"], row["drafter"] or "-")
         for row in rows
     ]
-    show_lines(lines)
+    show_lines([("NAME", "SIZE", "KIND", "KEPT BY", "DRAFTER"), *lines])
 
 
 def show_model(
@@ -108,7 +104,6 @@ def show_model(
 
 
 def _has_template(folder: Path) -> bool:
-    """Return whether the files of a model have a chat template."""
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     path = folder / "tokenizer_config.json"
@@ -147,7 +142,7 @@ def remove(
             metavar="MODEL", help="Repository, or the last part of the name of one on this machine."
         ),
     ] = None,
-    yes: Yes = False,
+    yes: Annotated[bool, "Delete without a question."] = False,
 ) -> None:
     """Delete a model or a drafter from the Hugging Face cache, in all its versions."""
     full = _given(model)

@@ -45,7 +45,6 @@ class _Bar(Progress):
     """
 
     def stop(self) -> None:
-        """Stop, and wait for the thread that refreshes."""
         thread = self.live._refresh_thread
         super().stop()
         if thread is not None:

@@ -25,8 +25,7 @@ def run_model(
         ),
     ] = None,
     prompt: Annotated[
-        str | None,
-        typer.Argument(help="Prompt of one text; a conversation without it."),
+        str | None, typer.Argument(help="Prompt of one text; a conversation without it.")
     ] = None,
     *,
     model: Annotated[str | None, "The same as the first argument."] = None,

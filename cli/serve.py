@@ -44,8 +44,6 @@ GRACE_SECONDS = 30
 
 @dataclass(frozen=True)
 class ServedModels:
-    """The models to serve, each with its drafter."""
-
     panel: ClassVar = MODEL
     model: Annotated[
         list[str] | None,
@@ -65,11 +63,7 @@ class ServedModels:
     trust_remote_code: TrustRemoteCode = False
 
     def pairs(self) -> list[WritingPair]:
-        """Return every model with its drafter.
-
-        Raises:
-            ConfigError: A folder holds no model, or the drafters are not one or one per model.
-        """
+        """Return every model with its drafter; there must be one drafter, or one per model."""
         models: list[str | None] = [
             one for given in self.model or () for one in _models_in(given)
         ] or [None]
@@ -100,8 +94,6 @@ class ServedOptions(TextOptions):
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Address of the server, and who may use it."""
-
     panel: ClassVar = SERVER
     host: Annotated[str, "Address to listen at."] = "127.0.0.1"
     port: Annotated[int, "Port to listen at; 0 picks a free one."] = 8080

@@ -37,8 +37,6 @@ LOG_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Files and models of the command."""
-
     out: Annotated[Path, "Folder of the drafter and its training run."]
     resume: Annotated[bool, "Continue the run in --out."] = False
     dry_run: Annotated[bool, "Estimate time, disk and memory of the run, then stop."] = False
@@ -190,8 +188,6 @@ def _trust(request: TrainingRequest) -> list[str]:
 
 
 class ConsoleReporter:
-    """A reporter on stderr."""
-
     def __init__(self) -> None:
         self.bar = progress_bar("{task.description}")
         self.tasks: dict[str, Any] = {}

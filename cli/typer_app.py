@@ -52,13 +52,11 @@ class _ReadableHelp:
     rich_markup_mode: Any
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
         if get_terminal_size().columns < LEAST_COLUMNS:
             self.rich_markup_mode = None
         super().format_help(ctx, formatter)  # type: ignore[misc]
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """List the options and arguments, ``--help`` among them."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for one in params:
             if isinstance(one, TyperOption) and one.is_flag:
@@ -75,8 +73,6 @@ class CommandGroup(_ReadableHelp, TyperGroup):
 
 
 class Application(typer.Typer):
-    """A typer application whose commands accept option groups."""
-
     def __init__(self, **settings: Any):
         super().__init__(cls=CommandGroup, context_settings=CONTEXT, **settings)
 
