@@ -101,16 +101,9 @@ def find_subject(
 ) -> Subject:
     """Find the model, and check the drafter or find one.
 
-    Of repositories only configs and descriptions are read.
-
-    Args:
-        model: A folder or a repository; None is the bundled model.
-        drafter: A folder, a repository, "lookup" or "mtp"; "auto" or None to find one.
-        chip: Chip on which a copy of the model must pay as its drafter; None for no copies.
-
-    Raises:
-        CheckpointError: The model's config cannot be read.
-        UnsupportedTargetError: The model cannot be decoded exactly.
+    Of repositories only configs and descriptions are read. The model None is the bundled one, and
+    the drafters None and "auto" stand for one to find. A copy of the model must pay on ``chip`` as
+    its drafter; None finds no copies.
     """
     subject, identity = _find_model(model)
     drafter = None if drafter is None else expand_name(drafter)
@@ -126,7 +119,7 @@ def find_subject(
 
 
 def _find_model(model: str | None) -> tuple[Subject, Identity | None]:
-    """Find the model, and its identity unless it is the bundled one."""
+    """Find the model, with its identity unless it is the bundled one."""
     if model is None:
         folder = find_bundled("target")
         shape = shape_of_config("the bundled model", read_config(folder))
@@ -144,7 +137,6 @@ def _find_model(model: str | None) -> tuple[Subject, Identity | None]:
 
 
 def _find_drafter(subject: Subject, search: DrafterSearch, chip: Chip | None) -> Subject:
-    """Find a drafter on this machine, or a published one."""
     found, repository, failures = search.stored(), None, []
     if found is None:
         try:
@@ -157,21 +149,15 @@ def _find_drafter(subject: Subject, search: DrafterSearch, chip: Chip | None) ->
     if found is None and chip is not None:
         found = find_copy(search, chip)
     path = None if found is None or repository is not None else found.option
-    return replace(
-        subject,
-        drafter=path,
-        found=found,
-        repository=repository,
-        notes=[*search.reasons, *failures],
-    )
+    notes = [*search.reasons, *failures]
+    return replace(subject, drafter=path, found=found, repository=repository, notes=notes)
 
 
 def _refuse(drafter: str, subject: Subject) -> str | None:
     try:
         kind, config = recognise(drafter, subject.name)
         if kind is redrafter:
-            shape = subject.shape
-            facts = TargetFacts(None, shape.hidden_size, shape.vocab_size)
+            facts = TargetFacts(None, subject.shape.hidden_size, subject.shape.vocab_size)
             facts.check(DrafterConfig.from_dict(config))
     except RedrafterError as error:
         return str(error)
@@ -197,7 +183,6 @@ class Recommendation:
 
     @property
     def gain(self) -> str:
-        """The gain and its source, as a sentence."""
         if self.speedup is None:
             return f"Gain: unknown; {self.source}."
         number = self.speedup if isinstance(self.speedup, str) else f"{self.speedup:.2f}"
@@ -290,7 +275,6 @@ def _published_gain(subject: Subject) -> tuple[str | None, str]:
 
 
 def _limits(shape: ModelShape, forecast: Forecast) -> list[str]:
-    """Say when drafting will not pay."""
     limits = []
     if shape.active < FEW_ACTIVE * shape.parameters:
         limits.append(
@@ -333,25 +317,18 @@ def advise(
             sections["A smaller copy of the model as its drafter"] = advice
     sections["Model"] = [f"{subject.shape}. It is supported: the text is the model's own."]
     outlook = [_outlook(forecast)] if subject.usable_drafter is None else []
-    sections[f"Forecast for {machine}"] = [
-        f"Plain decoding: {1 / forecast.plain:.0f} tokens/s, "
-        f"{1e3 * forecast.plain:.1f} ms per step.",
-        *forecast.notes,
-        *outlook,
-    ]
+    plain = f"{1 / forecast.plain:.0f} tokens/s, {1e3 * forecast.plain:.1f} ms per step"
+    sections[f"Forecast for {machine}"] = [f"Plain decoding: {plain}.", *forecast.notes, *outlook]
     return sections
 
 
 def _outlook(forecast: Forecast) -> str:
-    """Say how fast decoding with a recurrent drafter would be."""
+    found = "not become faster: its steps are too short"
+    if forecast.speedup > 1:
+        found = f"be at best {forecast.speedup:.2f} times as fast (shape {forecast.shape})"
     return (
         "With a recurrent drafter whose tokens per step equal those of Apple's for Vicuna-7B, "
-        + (
-            f"decoding would be at best {forecast.speedup:.2f} times as fast (shape "
-            f"{forecast.shape})."
-            if forecast.speedup > 1
-            else "decoding would not become faster: its steps are too short."
-        )
+        f"decoding would {found}."
     )
 
 
@@ -377,7 +354,6 @@ def _training(subject: Subject, machine: str, forecast: Forecast, cost: Training
 
 
 def training_command(subject: Subject, tokens: int) -> str:
-    """Return the command that trains a drafter on so many tokens."""
     model = shlex.quote(str(subject.folder) if subject.is_bundled else subject.name)
     return f"redrafter-mlx train --model {model} --data TEXTS --tokens {tokens} --out DRAFTER"
 

@@ -9,9 +9,8 @@ import shlex
 from pathlib import Path
 
 from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, Chip
-from mlx_redrafter.bench.cost_model import Question
+from mlx_redrafter.bench.cost_model import Question, ShapeAcceptance, predict
 from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
-from mlx_redrafter.bench.predict import ShapeAcceptance, predict
 from mlx_redrafter.checkpoint_files import expand_home, read_config
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, FoundDrafter
 from mlx_redrafter.checks import as_mapping

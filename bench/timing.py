@@ -38,14 +38,8 @@ class MedianEstimate:
 
     def span(self, form: str = ".2f") -> str:
         """Format ``low`` and ``high`` with the kind of interval; empty for one sample."""
-        return f"{self.low:{form}} to {self.high:{form}} ({self.kind})" if self.kind else ""
-
-    @property
-    def kind(self) -> str:
-        """Name of the interval from ``low`` to ``high``; empty for one sample."""
-        if self.count < 2:
-            return ""
-        return "95%" if self.num_texts >= MIN_TEXTS else f"range of {self.count}"
+        kind = "95%" if self.num_texts >= MIN_TEXTS else f"range of {self.count}"
+        return "" if self.count < 2 else f"{self.low:{form}} to {self.high:{form}} ({kind})"
 
 
 def estimate(

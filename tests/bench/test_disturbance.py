@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from mlx_redrafter.bench import disturbance
-from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
+from mlx_redrafter.bench import recording
+from mlx_redrafter.bench.recording import LoadWatch, find_disturbances
 from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun
 
 
@@ -22,11 +22,11 @@ def watch_for(monkeypatch, seconds, cpu, before, after):
     """What a watch finds after so many seconds, in which this process took ``cpu``."""
     now = {"perf_counter": 0.0, "process_time": 0.0}
     for name in now:
-        monkeypatch.setattr(disturbance.time, name, lambda name=name: now[name])
-    monkeypatch.setattr(disturbance, "load_averages", lambda: before)
+        monkeypatch.setattr(recording.time, name, lambda name=name: now[name])
+    monkeypatch.setattr(recording, "load_averages", lambda: before)
     watch = LoadWatch()
     now |= {"perf_counter": seconds, "process_time": cpu}
-    monkeypatch.setattr(disturbance, "load_averages", lambda: after)
+    monkeypatch.setattr(recording, "load_averages", lambda: after)
     return watch.others()
 
 

@@ -6,11 +6,18 @@ from statistics import median
 import pytest
 
 from mlx_redrafter.bench.chips import CHIPS, CURVES, find_chip, find_curve
-from mlx_redrafter.bench.cost_model import FITTED, Parameters, Question
+from mlx_redrafter.bench.cost_model import (
+    APPLE_ACCEPTANCE,
+    FITTED,
+    Parameters,
+    Question,
+    ShapeAcceptance,
+    assumptions,
+    predict,
+)
 from mlx_redrafter.bench.lab import validation
 from mlx_redrafter.bench.lab.cost_fit import fit
 from mlx_redrafter.bench.lab.validation import read_apple_sweeps
-from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, ShapeAcceptance, assumptions, predict
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from tests.helpers.models import ABSENT, SHARED
 
