@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mlx_redrafter.bench.lab.tables import (
+from mlx_redrafter.bench.lab.commands.tables import (
     FOLDER,
     PAGES,
     TABLE,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlx_redrafter.bench import speed
-from mlx_redrafter.bench.lab.tables import fill
+from mlx_redrafter.bench.lab.commands.tables import fill
 from tests.bench.commands import run
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_redrafter.bench.chips import CHIPS
-from mlx_redrafter.bench.lab.training_table import TABLE_CHIPS, shape_of
+from mlx_redrafter.bench.lab.commands.training import TABLE_CHIPS, shape_of
 from mlx_redrafter.bench.training_cost import TrainingCost
 from tests.bench.commands import run_lab
 from tests.helpers.models import ROOT

@@ -52,7 +52,6 @@ Drafters = Mapping[str, tuple[Any, Sequence[DraftPlan]]]
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--model", help="folder or repository of the target; default: bundled")
     parser.add_argument(
         "--drafter",
@@ -79,7 +78,6 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    """Run the command."""
     temps = parse_temps(arguments.temps)
     rounds = Rounds(arguments.max_tokens, arguments.repeats, arguments.cool_down)
     model, tokenizer, drafters = _load(arguments.model, arguments.drafter)
