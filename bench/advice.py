@@ -3,8 +3,6 @@
 `Subject` is the model and `Forecast` its expected speed; `recommend` chooses the command to use.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

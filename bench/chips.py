@@ -5,8 +5,6 @@ chip (technical specifications at support.apple.com, announcements at apple.com/
 curves are measurements that others published, named with each curve.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -15,8 +15,6 @@ Apple's measurements; the laboratory computes them (`lab/cost_fit.py`).
 Axes: T tokens per forward pass, P parameters of the target, L beam length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 

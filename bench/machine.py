@@ -1,7 +1,5 @@
 """Origin of a result: machine, versions, commit."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Sizes of a model, from its config alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """An OpenAI server as a decoding method: texts streamed from a URL, and their times."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.error

@@ -1,7 +1,5 @@
 """Plots of results as PNG files. Only this module needs the extra ``plot``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Prompt files: MT-bench, Spec-Bench and SPEED-Bench, plain JSON lines, and text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 It has the signs that other programs disturbed the runs, as sentences with advice.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence

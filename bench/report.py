@@ -1,7 +1,5 @@
 """Rows of results from runs: speed, acceptance, equality of the texts; and tables of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress

@@ -1,7 +1,5 @@
 """Result files: JSON with the settings, the machine, and raw and derived numbers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Timed runs of one decoding method on one prompt, and rounds of several methods."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -7,8 +7,6 @@ Every layer adds the parts of all machines twice, and each sum waits for a fence
 Axes: N machines, T tokens per pass, H hidden size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, Chip, find_curve

@@ -3,8 +3,6 @@
 A level of drafting costs the copy's share of the model's bytes, where reading them takes the time.
 """
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A setting is a temperature, a length of the prompts and a batch size. In every s
 decode the same batches in turns.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

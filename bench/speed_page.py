@@ -1,7 +1,5 @@
 """Results of `bench speed` as Markdown: the tables, and a page to publish."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any

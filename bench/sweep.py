@@ -3,8 +3,6 @@
 Stock mlx-lm is measured once per block of a few plans, interleaved with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ Machines get hot and are shared. So times to compare are measured alternately in
 compared sample by sample.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

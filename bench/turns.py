@@ -1,7 +1,5 @@
 """Interleaved runs of several decoding methods on the same batches, recorded in a file."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

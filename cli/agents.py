@@ -3,8 +3,6 @@
 The settings are environment variables and arguments of one process. No file is written.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """``redrafter-mlx launch``: a coding agent that uses a model of this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

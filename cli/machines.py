@@ -1,7 +1,5 @@
 """Commands under ``mlx.launch``: rank 0 runs the command, all other ranks follow it."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -4,8 +4,6 @@ Text and JSON go to stdout; statistics, progress and errors go to stderr. An err
 exit code 1, a usage error one line and exit code 2, Ctrl-C exit code 130.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,7 +1,5 @@
 """``redrafter-mlx list``, ``pull`` and ``rm``: models and drafters on this machine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 ``redrafter-mlx --quiet COMMAND`` leaves the notes out.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """``redrafter-mlx run``: a model by its name alone, downloaded if the user agrees."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """Options of a text that several commands share; `GenerationOptions` describes them."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass

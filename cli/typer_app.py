@@ -17,8 +17,6 @@ lists the options of a group under its ``panel``, or else the name of the parame
 `typer.Option` in place of the description has the settings of rare options.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps

@@ -1,7 +1,5 @@
 """The grammar of an answer: its format, the calls that it may make, or both."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The server's paths: those of the protocols, the models, the chat page and the server itself."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

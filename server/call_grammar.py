@@ -1,7 +1,5 @@
 """Grammars of tool calls: each call is written as the model's chat template writes it."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -4,8 +4,6 @@ The text is that of the grammar to the letter, so that a string may contain any 
 only the text that the grammar puts after a string ends it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

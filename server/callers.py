@@ -5,8 +5,6 @@ the page's origin, and the host that the page believes to talk to: a foreign hos
 that leads to this machine (DNS rebinding).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

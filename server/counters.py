@@ -1,7 +1,5 @@
 """Counters of a server, in the text format of Prometheus."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 

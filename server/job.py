@@ -1,7 +1,5 @@
 """One request in the worker: it writes its texts one after the other."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Generator

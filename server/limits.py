@@ -1,7 +1,5 @@
 """Limits of a server's clients, which are options of the command line, too."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated

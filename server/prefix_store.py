@@ -5,8 +5,6 @@ checksum of its content, and a damaged one is set aside. One thread of its own w
 that no text waits for the disk. A disk that is full ends the writing, never a request.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Errors of requests; each protocol formats them as its own error object."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # Kind of an error by its HTTP status; clients tell errors apart by it. All others are bad requests.

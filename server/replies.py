@@ -1,7 +1,5 @@
 """Replies, streamed or whole, for as long as the client is connected, and the log of requests."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """The record of a request, which every protocol's reader makes, and its check against the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

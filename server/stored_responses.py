@@ -1,7 +1,5 @@
 """Responses that clients may continue or fetch, kept in memory until others need the room."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from typing import Any

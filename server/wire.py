@@ -1,7 +1,5 @@
 """JSON as it is sent: as a response, or as a server-sent event."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

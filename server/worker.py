@@ -5,8 +5,6 @@ prompt, and the others go on between the chunks of that prefill. Prompts that wa
 their passes, too. An error of one request does not end the others.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Load a model on all ranks, after a check that all have the same one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

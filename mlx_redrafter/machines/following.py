@@ -1,7 +1,5 @@
 """The other ranks: they do what rank 0 says, and decide nothing."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections import defaultdict

@@ -3,8 +3,6 @@
 A frame is data for a fixed set of verbs. Nothing in it is ever executed, unpickled or imported.
 """
 
-from __future__ import annotations
-
 import json
 from enum import StrEnum, auto
 from typing import Any, BinaryIO, NamedTuple

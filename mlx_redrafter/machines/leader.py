@@ -7,8 +7,6 @@ pass and go with it.
 Axes: N nodes of a tree with padding.
 """
 
-from __future__ import annotations
-
 import itertools
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Rank 0: a target whose passes run on all ranks, and its caches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any

@@ -4,8 +4,6 @@ Nothing can interrupt a rank that waits in a collective operation, and some back
 that another rank is gone. So signs of life go over a socket, and a rank that misses them ends.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import socket

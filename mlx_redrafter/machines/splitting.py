@@ -1,7 +1,5 @@
 """The parts of a model on several machines, by mlx-lm's own ``shard``, and what cannot be split."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ The target generates the held-out sequences, too, from prompts that no other seq
 So they measure drafting as in decoding, which continues text of the target.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -7,8 +7,6 @@ Files are not trusted: errors in a file are reported with its name and line.
 - All other names: plain text. Lines ``<|endoftext|>`` divide the text into documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ A quantised copy, an adapter or a later checkpoint of the same name has other hi
 drafters and caches made with one of them must not be used with another.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

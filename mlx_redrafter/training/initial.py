@@ -3,8 +3,6 @@
 Axes: V vocabulary, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

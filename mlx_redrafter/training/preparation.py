@@ -1,7 +1,5 @@
 """The part of a run that needs the target: checks, estimates, texts, and its outputs on them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -3,8 +3,6 @@
 Axes: n tokens of the rehearsal, L beam length.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

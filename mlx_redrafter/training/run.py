@@ -1,7 +1,5 @@
 """A whole training run, from files to a drafter folder with its card."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

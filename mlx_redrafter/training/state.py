@@ -4,8 +4,6 @@ The file is replaced as a whole, so a killed run continues from a finished step.
 learning rate depend on the step alone, so it ends in the same weights as an undisturbed one.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts that the target reads, and its outputs on them in the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -8,8 +8,6 @@ whenever a text ends.
 Axes: B texts, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

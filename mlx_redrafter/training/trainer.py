@@ -1,7 +1,5 @@
 """The training loop: batch, gradient, step, with regular measurements and checkpoints."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Anthropic's ``/v1/messages``, with tools, thinking and streams, and its count of tokens."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Templates want one system message at the beginning, and turns that alternate. So
 beginning become one message, later ones a user's text, and texts of one role in a row one message.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mlx_redrafter.server.refusals import Refusal

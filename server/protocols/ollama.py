@@ -1,7 +1,5 @@
 """Ollama's ``/api/chat``, ``/api/generate`` and its lists of models."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

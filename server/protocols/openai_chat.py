@@ -1,7 +1,5 @@
 """OpenAI's ``/v1/chat/completions``."""
 
-from __future__ import annotations
-
 from functools import partial
 from inspect import signature
 from typing import Any

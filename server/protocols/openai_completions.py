@@ -1,7 +1,5 @@
 """OpenAI's ``/v1/completions``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Fields that both of OpenAI's older endpoints read, and the sampling options of all protocols."""
 
-from __future__ import annotations
-
 import reprlib
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """OpenAI's ``/v1/responses``: items instead of messages, and answers that clients may continue."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

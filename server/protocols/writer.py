@@ -1,7 +1,5 @@
 """The writers of replies: each formats the parts of a reply for one protocol."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from abc import ABC, abstractmethod

@@ -11,8 +11,6 @@ arXiv 2503.01840). The slots of a SpecFormer draft all levels in parallel. Block
 blocks after some of the positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

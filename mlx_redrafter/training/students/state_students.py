@@ -8,8 +8,6 @@ drafter would first predict the root, which is known, and unlearning that took l
 Axes: B positions, S unroll steps, V rows of the head, H hidden size, D exit_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ tokens of the text. So the logits that training unrolls along the text are those
 Axes: B positions, S unroll steps, p roots, H hidden size, V rows of the head, L beam length.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Students of every kind: new ones, in sizes that suit the target, and earlier drafters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
