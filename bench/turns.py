@@ -69,9 +69,7 @@ def decode_in_turns(
     Batches that the recording already has are not repeated. ``prepare`` is called before the first
     one, if any is missing.
     """
-    missing = [
-        [batch for batch in part.batches if not recording.has(batch[0].key)] for part in parts
-    ]
+    missing = [[one for one in part.batches if not recording.has(one[0].key)] for part in parts]
     total = sum(len(part.batches) for part in parts)
     done = total - sum(map(len, missing))
     if done < total:

@@ -283,9 +283,8 @@ def throughput(
         shapes=shapes,
         batch_sizes=list(sizes),
     )  # fmt: skip
-    work = {
-        (one := Setting(temp, None, size)): next_prompts(one, encoded, rounds) for size in sizes
-    }
+    batches = [Setting(temp, None, size) for size in sizes]
+    work = {one: next_prompts(one, encoded, rounds) for one in batches}
     _measure(work, Comparison(settings, plans=plans, stock="batch"), recording)
 
 

@@ -64,9 +64,8 @@ class ServedModels:
 
     def pairs(self) -> list[WritingPair]:
         """Return every model with its drafter; there must be one drafter, or one per model."""
-        models: list[str | None] = [
-            one for given in self.model or () for one in _models_in(given)
-        ] or [None]
+        found = [one for given in self.model or () for one in _models_in(given)]
+        models: list[str | None] = [*found] or [None]
         drafters: list[str | None] = [*self.drafter] if self.drafter else [None]
         if len(drafters) == 1:
             drafters *= len(models)
@@ -188,9 +187,8 @@ def _run(
     from mlx_redrafter.server.protocols.service import Service
     from mlx_redrafter.server.worker import Worker
 
-    callers = Callers(
-        address.host, address.allow_host or (), address.allow_origin or (), address.api_key
-    )
+    hosts, origins = address.allow_host or (), address.allow_origin or ()
+    callers = Callers(address.host, hosts, origins, address.api_key)
     worker = Worker(limits)
     if is_split:
         from mlx_redrafter.machines.line import before_end

@@ -76,9 +76,8 @@ class Application(typer.Typer):
 
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
         """Register a command, as `typer.Typer.command` does."""
-        register = super().command(
-            *args, **{"cls": Command, "context_settings": CONTEXT, **settings}
-        )
+        settings = {"cls": Command, "context_settings": CONTEXT, **settings}
+        register = super().command(*args, **settings)
 
         def decorate(function: Callable[..., None]) -> Callable[..., None]:
             register(_expand_groups(function))

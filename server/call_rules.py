@@ -35,10 +35,8 @@ class CallRules:
         self._lines: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._count = 0
-        added = tokenizer._tokenizer.added_tokens_decoder
-        self._special = {
-            str(token): i for i, token in added.items() if vocabulary.is_special_token(i)
-        }
+        added, is_special = tokenizer._tokenizer.added_tokens_decoder, vocabulary.is_special_token
+        self._special = {str(token): i for i, token in added.items() if is_special(i)}
         listed = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
         self._parts = re.compile(rf"({listed}|\$number)" if listed else r"(\$number)")
 

@@ -234,9 +234,8 @@ class Answer:
         if self._request.top_logprobs is not None:
             part.logprobs = [self._name(first, 0.0)._replace(logprob=None)]
             for chosen, top in scores:
-                part.logprobs.append(
-                    self._name(*chosen)._replace(top=tuple(self._name(*one) for one in top))
-                )
+                others = tuple(self._name(*one) for one in top)
+                part.logprobs.append(self._name(*chosen)._replace(top=others))
         return part
 
     def _read_logprobs(self, response: GenerationResponse, num_top: int) -> TokenLogprob:

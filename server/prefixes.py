@@ -106,9 +106,7 @@ class Prefixes:
     ``model`` identifies the weights; names on the disk begin with it.
     """
 
-    def __init__(
-        self, engine: Engine, store: PrefixStore, options: GenerationOptions, model: str = ""
-    ):
+    def __init__(self, engine: Engine, store: PrefixStore, options: GenerationOptions, model: str):
         self._engine = engine
         self._store = store
         self._quantisation = options.quantisation

@@ -148,9 +148,8 @@ def rebuild(facts: Sequence[int], values: mx.array) -> Draft:
     if num_arrays == 1:
         return TokenTree.chain(values, num_nodes)
     tokens, parents, depths = values[:size], values[size : 2 * size], values[2 * size :]
-    return TokenTree(
-        tokens, parents, depths, ancestor_mask(parents, depth), num_nodes, num_nodes, depth
-    )
+    mask = ancestor_mask(parents, depth)
+    return TokenTree(tokens, parents, depths, mask, num_nodes, num_nodes, depth)
 
 
 def share(values: mx.array, group: Any) -> mx.array:

@@ -26,6 +26,9 @@ from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 # Attribute of a model that is split, on rank 0, with its `Leader`.
 LEADER = "redrafter_leader"
 
+# Layers whose inputs a pass returns, too.
+Layers = Sequence[int]
+
 
 class LedCache(TreeCache):
     """A sequence's cache on rank 0, which tells the other ranks what becomes of theirs."""
@@ -108,9 +111,7 @@ class LedCaches(ModelCaches):
             return LedCache(*facts, cache.has_buckets)
         return LedQuantisingCache(*facts, quantisation, given, cache.has_buckets)
 
-    def handle_of(
-        self, stock: Sequence[Any], length: int, quantisation: Sequence[int] = ()
-    ) -> Handle:
+    def handle_of(self, stock: Sequence[Any], length: int, quantisation: Sequence[int]) -> Handle:
         """Open mlx-lm's caches of ``length`` tokens for a text, with fields of a `Quantisation`."""
         handle = self.leader.handles.get(stock[0])
         if handle is None and any(not layer.empty() for layer in stock):
@@ -192,21 +193,17 @@ class LeadingTarget(Target):
     def stock_model(self) -> Any:
         return LedModel(self.model, self.caches)
 
-    def advance(
-        self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()
-    ) -> TargetOutputs:
+    def advance(self, token: mx.array, cache: TreeCache, layers: Layers = ()) -> TargetOutputs:
         with self.leader.passing(Do.ADVANCE, [_number(cache)], [token]):
             return _dispatched(super().advance(token, cache, layers))
 
-    def verify(
-        self, tree: TokenTree, cache: TreeCache, layers: Sequence[int] = ()
-    ) -> TargetOutputs:
+    def verify(self, tree: TokenTree, cache: TreeCache, layers: Layers = ()) -> TargetOutputs:
         facts, values = describe(tree)
         with self.leader.passing(Do.VERIFY, [_number(cache), *facts], values):
             return _dispatched(super().verify(tree, cache, layers))
 
     def verify_batch(
-        self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
+        self, trees: TreeBatch, cache: BatchCache, layers: Layers = ()
     ) -> TargetOutputs:
         assert isinstance(cache, LedBatchCache)
         slots, tokens = [], list[mx.array]()
@@ -217,9 +214,7 @@ class LeadingTarget(Target):
         with self.leader.passing(Do.BATCH, [cache.handle.number, trees.size, *slots], tokens):
             return _dispatched(super().verify_batch(trees, cache, layers))
 
-    def process_chunk(
-        self, chunk: mx.array, cache: TreeCache, layers: Sequence[int]
-    ) -> TargetOutputs:
+    def process_chunk(self, chunk: mx.array, cache: TreeCache, layers: Layers) -> TargetOutputs:
         numbers = [_number(cache), chunk.shape[0], bool(layers)]
         with self.leader.passing(Do.CHUNK, numbers, [chunk]):
             outputs = super().process_chunk(chunk, cache, layers)
@@ -238,7 +233,7 @@ class LedModel:
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return the logits of one sequence's next tokens, shape (1, n) to (1, n, V)."""
         leader = self._caches.leader
-        handle = leader.handles.get(cache[0]) or self._caches.handle_of(cache, 0)
+        handle = leader.handles.get(cache[0]) or self._caches.handle_of(cache, 0, ())
         with leader.passing(Do.CALL, [handle.number, tokens.shape[1]], [tokens[0]]):
             logits: mx.array = self._model(tokens, cache=cache)
             mx.async_eval(logits)

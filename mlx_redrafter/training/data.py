@@ -231,7 +231,7 @@ class Encoder:
             if message["role"] != "assistant":
                 continue
             prompt = self._apply_template(item.messages[:turn], item.origin, opens=True)
-            full = self._apply_template(item.messages[: turn + 1], item.origin)
+            full = self._apply_template(item.messages[: turn + 1], item.origin, opens=False)
             if any(text[: len(tokens)] != tokens for text in (prompt, full)):
                 yield from self._finish_chat(tokens, is_trained, item.origin)
                 tokens, is_trained = [], []
@@ -255,9 +255,7 @@ class Encoder:
         stops = self.tokenizer.eos_token_ids
         return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in stops), len(tokens))
 
-    def _apply_template(
-        self, messages: list[Message], origin: str, opens: bool = False
-    ) -> list[int]:
+    def _apply_template(self, messages: list[Message], origin: str, opens: bool) -> list[int]:
         """Encode messages, and the opening of a reply if ``opens``."""
         try:
             return encode_chat(self.tokenizer, messages, add_generation_prompt=opens)

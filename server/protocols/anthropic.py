@@ -234,9 +234,8 @@ def _read_thinking(fields: Fields) -> dict[str, Any]:
 def _read_output(fields: Fields) -> tuple[str | None, AnswerFormat | None]:
     output = fields.inner("output_config")
     effort, _ = read_effort(output, "effort")
-    asked = next(
-        (one for one in (output.inner("format"), fields.inner("output_format")) if one.values), None
-    )
+    formats = output.inner("format"), fields.inner("output_format")
+    asked = next((one for one in formats if one.values), None)
     output.finish()
     return effort, None if asked is None else read_format(asked)
 

@@ -58,9 +58,8 @@ class Conversation:
         name = self._calls[call_id]
         self._waiting.pop(call_id, None)
         self._waiting_by_name.get(name, {}).pop(call_id, None)
-        self.messages.append(
-            {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
-        )
+        result = {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
+        self.messages.append(result)
 
     def add_result_of(self, name: str | None, text: str) -> None:
         """Add the result of the call with an id, or of the oldest call of a tool with that name.
