@@ -1,7 +1,5 @@
 """`redrafter-mlx advise`: what is known of a model, and sentences that follow from it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

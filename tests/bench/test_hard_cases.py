@@ -1,7 +1,5 @@
 """The default on simulated machines and drafters that are not what was timed or scored."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Real pairs: all methods write the same text, slow shapes leave, and results are kept."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A smaller copy of the model as its drafter: offered and advised where it is predicted to pay."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

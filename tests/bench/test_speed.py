@@ -1,7 +1,5 @@
 """`bench speed` and `bench share`: settings, servers beside this process, and pages."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import threading

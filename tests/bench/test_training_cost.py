@@ -1,7 +1,5 @@
 """The computed cost of training: what it depends on, and the table in the documentation."""
 
-from __future__ import annotations
-
 from mlx_redrafter.bench.chips import CHIPS
 from mlx_redrafter.bench.lab.commands.training import TABLE_CHIPS, shape_of
 from mlx_redrafter.bench.training_cost import TrainingCost

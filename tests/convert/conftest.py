@@ -1,7 +1,5 @@
 """The texts by which the converter measures drafters, written once by the target of the tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drafter checkpoints written without torch, byte by byte, so that they can be wrong on purpose."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zipfile

@@ -1,7 +1,5 @@
 """Block drafters through the converter: what comes out drafts as the published one does."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """EAGLE heads through the converter: pickles and safetensors, what it says of them and refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Some of the seeds carry a call of ``os.system``, so that damage could also set it free.
 """
 
-from __future__ import annotations
-
 import struct
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Files made to do harm: refused by one line, in bounded time and memory, and never executed."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """MTP modules through the converter: what comes out drafts as the published one does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is written: whole or not at all, quantised, sliced, described, back to PyTorch, and said."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

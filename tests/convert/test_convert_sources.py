@@ -1,7 +1,5 @@
 """What is accepted: name sets, prefixes, shards, and configs that say little or nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

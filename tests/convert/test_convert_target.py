@@ -3,8 +3,6 @@
 A drafter is fitted to stories260k within seconds, so acceptance is real, if modest.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

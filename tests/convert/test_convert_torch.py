@@ -1,7 +1,5 @@
 """Checkpoints written by real torch: every variant, format and dtype gives torch's own numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

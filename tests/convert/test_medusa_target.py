@@ -3,8 +3,6 @@
 Heads are fitted to stories260k within seconds, so acceptance is real, if modest.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The equations are those of arXiv 2401.10774: x = h; x = x + silu(W x + b), n times; logits = V x.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`--drafter auto` on a fake hub: found, asked for, downloaded, used; offline the second time."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Bad input: one line on stderr, nothing on stdout, exit code 1, or 2 for wrong usage."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """The pair that ships: without a model, on the command line and in Python."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """``redrafter-mlx chat``: messages from stdin, answers on stdout."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

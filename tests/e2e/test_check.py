@@ -1,7 +1,5 @@
 """``redrafter-mlx check``: equal texts, and the first difference of texts that are not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """README and docs: their commands are ones that there are, and their examples run."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import re

@@ -1,7 +1,5 @@
 """What holds for drafters of every kind: threads, caches, batches, commands, the server."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

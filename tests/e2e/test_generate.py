@@ -1,7 +1,5 @@
 """``redrafter-mlx generate``: text, statistics, JSON, prompts, templates and caches."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

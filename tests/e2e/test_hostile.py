@@ -4,8 +4,6 @@ Every failing command ends with exit code 1 or 2, one line that begins with "err
 on stdout; the folder that it ran in is as before, names and bytes.
 """
 
-from __future__ import annotations
-
 import encodings.raw_unicode_escape  # noqa: F401  (sentencepiece's model imports it late)
 import hashlib
 import json

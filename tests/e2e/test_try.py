@@ -1,7 +1,5 @@
 """The first command of a new user: a text, both speeds, and whether the texts are equal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A server that several tests share."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The server's command as a process."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A server with the chat page whose answers are written beforehand."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

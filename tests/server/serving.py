@@ -1,7 +1,5 @@
 """A server on a free port of this machine, and requests to it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 """Reasoning, calls of tools, metrics and the page."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Anthropic's protocol, spoken by its own client over a socket."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is wrong gets OpenAI's error object and the right status, and disturbs nobody."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

@@ -1,7 +1,5 @@
 """Calls in every format: held as its template writes them, read in pieces, and as mlx-lm reads."""
 
-from __future__ import annotations
-
 import json
 import re
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Streams of every protocol: the arguments of a call come in pieces, and are the answer's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Who may use the server: hosts, origins and keys, names of models and paths, and rude clients."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import logging

@@ -1,7 +1,5 @@
 """Requests that agents' programs and packages have sent are answered as they want it."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Options of ``redrafter-mlx serve``."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

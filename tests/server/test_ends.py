@@ -1,7 +1,5 @@
 """The end of the server by a signal: every client gets an answer, in bounded time."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Clients that end at once or do not read, and a full disk."""
 
-from __future__ import annotations
-
 import json
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Formats of answers: JSON that fits a schema, and errors for what is no schema."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """``redrafter-mlx launch``: an agent gets a server and its settings, and leaves no trace."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import socket

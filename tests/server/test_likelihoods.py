@@ -1,7 +1,5 @@
 """Log-probabilities of a prompt are those of stock mlx-lm's model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

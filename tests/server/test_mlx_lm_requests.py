@@ -1,7 +1,5 @@
 """Requests of mlx-lm's own server tests, with the model names that they send."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

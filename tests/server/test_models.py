@@ -1,7 +1,5 @@
 """Several models: loaded at their first request, unloaded if others need the memory."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import http.client

@@ -1,7 +1,5 @@
 """Ollama's protocol, spoken by its own client over a socket."""
 
-from __future__ import annotations
-
 import json
 import time
 from datetime import UTC, datetime, timedelta

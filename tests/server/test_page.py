@@ -1,7 +1,5 @@
 """The chat page in a browser: its chats, its texts, its errors, and what people need to use it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Kept prompts: texts are those of a cold start, and little is processed twice."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

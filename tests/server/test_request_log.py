@@ -1,7 +1,5 @@
 """The log of requests: one line for each, whatever became of it."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

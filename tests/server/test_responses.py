@@ -1,7 +1,5 @@
 """OpenAI's responses, asked for by its own client over a socket."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

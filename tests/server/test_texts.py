@@ -1,7 +1,5 @@
 """The texts over a socket are those of `stream_generate`, whatever else the server does."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """A tokenizer, a reporter, and texts that several tests use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Batches: the drafts that count, and every position once per epoch in a reproducible order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Block drafters while they learn: as in decoding, calibrated, and continued."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

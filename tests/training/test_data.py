@@ -1,7 +1,5 @@
 """Texts, chats and prompts from files; what is wrong with one is said with its line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """`bench/lab/pair/draft_model.py`: a draft model from the cache of a drafter's training."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

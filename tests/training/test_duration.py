@@ -1,7 +1,5 @@
 """Duration of a run: amounts of work times the pace of the machine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

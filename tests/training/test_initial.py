@@ -1,7 +1,5 @@
 """The weights training starts from."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """A run that is killed again and again ends in the same files as one that is not."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

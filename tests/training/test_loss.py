@@ -1,7 +1,5 @@
 """The loss and its gradient against literal sums in torch, and at its edges."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Training and drafting for targets whose layers have windows, chunks or states."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Noise that a sampled text may have been sampled with."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

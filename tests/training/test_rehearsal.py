@@ -1,7 +1,5 @@
 """The rehearsal of a run: every stage takes some time, whatever the run is like."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any

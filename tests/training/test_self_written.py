@@ -1,7 +1,5 @@
 """Prompts by the target itself: whole, unlike each other, and the same when read again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Simulated steps against those that decoding really takes."""
 
-from __future__ import annotations
-
 import itertools
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Heads of other kinds while they learn: their logits and drafts are those of decoding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

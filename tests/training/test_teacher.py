@@ -1,7 +1,5 @@
 """The teacher cache against direct forward passes, and caches that must be refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Texts that the target writes many at once are those that it writes one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

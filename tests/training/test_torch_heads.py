@@ -1,7 +1,5 @@
 """Loss and gradient of every head against torch, on small cases."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

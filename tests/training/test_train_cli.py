@@ -1,7 +1,5 @@
 """`redrafter-mlx train`: from files to a drafter that generates, and one line for what is wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The training loop: the same end however it is interrupted, and what it refuses."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

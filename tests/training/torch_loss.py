@@ -3,8 +3,6 @@
 Axes: B positions, S levels of drafts, V rows of the head, k kept tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
