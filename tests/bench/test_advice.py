@@ -103,10 +103,7 @@ def _advice(chip: str, trial: float | None = None, drafter: str | None = None) -
 @pytest.mark.parametrize(
     ("stated", "gain"),
     [
-        (
-            {"length": 5, "tokens_per_step": 2.5},
-            r"1\.3\d times .*; predicted for chains of 4",
-        ),
+        ({"length": 5, "tokens_per_step": 2.5}, r"1\.3\d times .*; predicted for chains of 4"),
         ({"length": 5, "tokens_per_step": 1.05}, "Gain: 1.00 times .*; predicted, as chains of 4"),
         ({"length": 5, "tokens_per_step": 6.0}, "Gain: unknown"),
         ({"length": "5", "tokens_per_step": 2.5}, "Gain: unknown"),

@@ -103,11 +103,7 @@ def test_curves_start_at_one_and_are_interpolated():
 
 @pytest.mark.parametrize(
     ("name", "bits", "nearest"),
-    [
-        ("M3 Ultra", 4, "M3 Ultra"),
-        ("M4", 8, "M4 Pro"),
-        ("M1 Ultra", 8, "M1 Ultra, converted"),
-    ],
+    [("M3 Ultra", 4, "M3 Ultra"), ("M4", 8, "M4 Pro"), ("M1 Ultra", 8, "M1 Ultra, converted")],
 )
 def test_the_nearest_chip_stands_for_one_without_figures(name, bits, nearest):
     question = Question(CHIPS[name], 8e9, bits, 4e8)

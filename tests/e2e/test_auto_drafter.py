@@ -143,8 +143,7 @@ def test_a_terminal_is_asked(hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(
-        "mlx_redrafter.cli.names.typer.confirm",
-        lambda text, err: bool(questions.append(text)),
+        "mlx_redrafter.cli.names.typer.confirm", lambda text, err: bool(questions.append(text))
     )
     declined = _generate(cli, "--drafter", "auto")
     assert questions[0].startswith(f"Download {DRAFTER} (EAGLE-3, ")

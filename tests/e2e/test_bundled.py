@@ -67,10 +67,7 @@ def test_text_is_stock_mlx_lms(pair: Pair, cli: Cli, drafting: list[object]) -> 
 
 
 def test_neither_network_nor_folder_matter(
-    pair: Pair,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    pair: Pair, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("something was to be fetched")

@@ -67,10 +67,7 @@ def test_chats_that_cannot_be(stories: Trained, cli: Cli, monkeypatch: pytest.Mo
 
 
 def test_a_chat_goes_on_at_the_end_of_its_context(
-    chat_folder: Path,
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
+    chat_folder: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three times the context: the oldest turns go, the system's message stays."""
     model = tmp_path / "model"
@@ -120,10 +117,7 @@ def test_a_message_that_does_not_fit_into_memory_loses_no_other(
 
 
 def test_commands_of_a_chat(
-    chat_folder: Path,
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
+    chat_folder: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, other = tmp_path / "chat.jsonl", tmp_path / "other"
     other.write_text("mine")

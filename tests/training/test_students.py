@@ -14,13 +14,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_redrafter import load, stream_generate
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training import (
-    NetworkOptions,
-    Student,
-    new_student,
-    simulate,
-    train_drafter,
-)
+from mlx_redrafter.training import NetworkOptions, Student, new_student, simulate, train_drafter
 from mlx_redrafter.training import loss as loss_module
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
@@ -48,8 +42,7 @@ def _batch(shard: Shard) -> TrainingBatch:
 
 
 @pytest.mark.parametrize(
-    ("head", "layers"),
-    [("redrafter", ()), ("eagle", (1, 1, 2)), ("specformer", (1, 1, 2, -1))],
+    ("head", "layers"), [("redrafter", ()), ("eagle", (1, 1, 2)), ("specformer", (1, 1, 2, -1))]
 )
 def test_the_layers_of_a_head_are_read(target: Target, head: Head, layers: tuple[int, ...]) -> None:
     student = _student(target, head)

@@ -25,13 +25,7 @@ from mlx_redrafter.training.teacher import Teacher
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
-from mlx_redrafter.training_options import (
-    RECIPES,
-    Head,
-    NetworkOptions,
-    Recipe,
-    TrainingOptions,
-)
+from mlx_redrafter.training_options import RECIPES, Head, NetworkOptions, Recipe, TrainingOptions
 from tests.helpers.models import tiny_llama
 
 OPTIONS = TrainingOptions(epochs=2, batch_tokens=32, num_evaluations=4, checkpoint_seconds=0)
