@@ -20,13 +20,9 @@ from starlette.routing import Route
 from mlx_redrafter.server.application import FILES, send_file
 
 MODEL = {
-    "id": "org/scripted",
-    "state": "loaded",
-    "has_chat": True,
-    "context_length": 8192,
-    "drafter": "org/drafter",
-    "defaults": {"temperature": 0.5, "max_tokens": 256},
-}
+    "id": "org/scripted", "state": "loaded", "has_chat": True, "context_length": 8192,
+    "drafter": "org/drafter", "defaults": {"temperature": 0.5, "max_tokens": 256},
+}  # fmt: skip
 
 
 @dataclass
