@@ -28,7 +28,7 @@ from mlx_redrafter.training import (
 from mlx_redrafter.training import loss as loss_module
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
-from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
+from mlx_redrafter.training.students.state_students import RecurrentStudent
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import HEADS, Head
