@@ -1,7 +1,5 @@
 """Imports go one way: a module imports only from its own room and from the floors below it."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -3,8 +3,6 @@
 The source archive is whole, and the page of the package index has no dead link.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

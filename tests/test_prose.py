@@ -1,7 +1,5 @@
 """Shipped sources and pages have no forbidden openings, words, lengths or dead quotations."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec

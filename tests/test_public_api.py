@@ -1,7 +1,5 @@
 """The names that users rely on."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

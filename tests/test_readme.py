@@ -1,7 +1,5 @@
 """The README says what is so, and a release has its notes, its formula, and its lock."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -5,8 +5,6 @@
 Axes: H hidden size, V vocabulary, S captured layers, r rank of a link.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, NamedTuple
 

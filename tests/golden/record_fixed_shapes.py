@@ -4,8 +4,6 @@
 version before proposers were separated from decoding (5b03b25), on a Linux CPU.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from functools import cache

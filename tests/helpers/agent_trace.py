@@ -1,7 +1,5 @@
 """A conversation of an agent, as token ids: it grows turn by turn, and branches now and then."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Random block drafters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -4,8 +4,6 @@ The next token depends on the newest one only, so that a table of weights is the
 chat template ends in the token `ASK` if there are tools and no result yet, else in `TELL`.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

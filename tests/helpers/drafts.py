@@ -1,7 +1,5 @@
 """Drafts of known quality: trees built from the true text with some tokens corrupted."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -103,7 +101,7 @@ class Scripted:
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> ScriptedDrafting:
+    ) -> "ScriptedDrafting":
         return ScriptedDrafting(self)
 
 

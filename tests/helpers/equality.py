@@ -1,7 +1,5 @@
 """Texts of stock mlx-lm and of this package, and exact comparisons of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

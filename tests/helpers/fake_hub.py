@@ -1,7 +1,5 @@
 """A Hugging Face Hub on this machine, with the repositories of a test."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -42,7 +40,7 @@ class FakeHub:
         self.folders[name], self.cards[name] = folder, card
 
     @contextmanager
-    def serving(self) -> Iterator[FakeHub]:
+    def serving(self) -> Iterator["FakeHub"]:
         """Answer requests on a free port."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.address = f"http://127.0.0.1:{server.server_port}"

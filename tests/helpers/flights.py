@@ -1,7 +1,5 @@
 """Forward passes as proposers see them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A call ends badly with an exception, a message of more than `MOST_LINES` lines o
 characters, without an error, or with another exit code than those that are documented.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

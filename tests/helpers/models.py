@@ -3,8 +3,6 @@
 Axes: V vocabulary, H hidden size, D exit_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

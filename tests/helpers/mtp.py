@@ -3,8 +3,6 @@
 Axes: H hidden size, E experts, I their width.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

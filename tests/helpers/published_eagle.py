@@ -1,7 +1,5 @@
 """EAGLE heads as others publish them, and their equations in torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

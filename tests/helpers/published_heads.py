@@ -6,8 +6,6 @@ compute. The tests load the same files here.
 Axes: H hidden size, C states of the target, n tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Metal sources that MLX generates around those of this package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tokenizers of models that call tools, in the formats of mlx-lm's parsers."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -5,8 +5,6 @@ each draft of the level before appended to it, through causal layers. Axes: n to
 V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping, Sequence
 

@@ -4,8 +4,6 @@
 names differ; these are given here, and no line of arithmetic is written twice.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -7,8 +7,6 @@ what it makes of it.
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import re

@@ -3,8 +3,6 @@
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Trials at load accept tree attention that is equal and no slower, and nothing else."""
 
-from __future__ import annotations
-
 import logging
 from inspect import unwrap
 

@@ -3,8 +3,6 @@
 Axes: T rows of inputs, K inputs, N outputs or nodes of a tree.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx.core as mx

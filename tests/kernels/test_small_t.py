@@ -3,8 +3,6 @@
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trials at load accept kernels that are equal and faster, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

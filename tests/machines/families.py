@@ -3,8 +3,6 @@
 python -m tests.machines.families FAMILY ... [tokens=24] [dtype=bfloat16]
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -6,8 +6,6 @@ Without ``mlx.launch`` it fills the folder. With it, it prints a JSON line with 
 kind, all of them but MTP by default. With "slow" the last rank waits 3 ms before each pass.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """A rank that fails in a pass: all others end with its line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Frames: what is written is read again, and no bytes do more than fail."""
 
-from __future__ import annotations
-
 import io
 import json
 from typing import Any

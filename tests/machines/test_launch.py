@@ -1,7 +1,5 @@
 """``mlx.launch`` itself: rank 0 talks, and Ctrl-C ends all ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Models and options that are refused on several machines, before any weights are read."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The server on two ranks: one listens, and its answers are those of one process."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

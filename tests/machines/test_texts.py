@@ -1,7 +1,5 @@
 """Texts of models that are split over ranks of this machine, against those of one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every supported architecture: trees against token-by-token decoding by stock mlx-lm."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

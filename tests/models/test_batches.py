@@ -1,7 +1,5 @@
 """Every architecture: texts that share passes, at random times, against stock mlx-lm."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Generator, Sequence

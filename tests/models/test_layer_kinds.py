@@ -1,7 +1,5 @@
 """Layers with windows, chunks or states: trees, memory and caches against stock mlx-lm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

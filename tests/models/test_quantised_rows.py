@@ -4,8 +4,6 @@ A row that differs by rounding may get another code, in mlx-lm's own passes over
 in those over trees. Seeds are fixed; of these models no text depends on such a code.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What cannot be decoded exactly is refused by name and reason, before any text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.nn as nn

@@ -1,7 +1,5 @@
 """Hooks change nothing outside a verify, and every architecture drafts with its probabilities."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Texts through windows, chunks, states and quantised rows, and their caches: stock mlx-lm's."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

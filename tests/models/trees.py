@@ -1,7 +1,5 @@
 """Trees made by hand, and what stock mlx-lm says about their nodes."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Texts that share their forward passes are those that each has alone."""
 
-from __future__ import annotations
-
 import random
 from contextlib import closing
 from dataclasses import replace

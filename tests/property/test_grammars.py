@@ -1,7 +1,5 @@
 """A text under a grammar is plain decoding's under the same masks, whatever is drafted."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -3,8 +3,6 @@
 An error is one of this package, or Python's own TypeError about names and numbers of arguments.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice

@@ -1,7 +1,5 @@
 """A text that is cancelled or fails at any point ends alone; its cache holds what it yielded."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence

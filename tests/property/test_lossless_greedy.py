@@ -5,8 +5,6 @@ treat one token, which a test here holds for half precision; float32 rows differ
 GPU kernels for one and for several tokens may differ in any dtype.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -4,8 +4,6 @@ Lookup alone and in front of a network, and draft models: one that is the target
 weights of the same sizes, one that is smaller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache

@@ -1,7 +1,5 @@
 """Networks that draft leave every text as stock mlx-lm has it, whatever they propose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """With a temperature, texts with drafts are those of plain decoding, and of stock samplers."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from contextlib import closing

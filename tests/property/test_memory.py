@@ -1,7 +1,5 @@
 """Decoding never copies the K/V buffers, however large they are, and nor do levels of drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any

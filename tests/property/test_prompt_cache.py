@@ -1,7 +1,5 @@
 """A prompt cache holds, however generation ends, what stock mlx-lm leaves in it."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Texts of two published models are stock mlx-lm's; `bench.lab exact` compares more of them."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any, cast

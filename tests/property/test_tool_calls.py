@@ -1,7 +1,5 @@
 """Every call of a tool fits its schema, whatever the model is, and drafts change no token."""
 
-from __future__ import annotations
-
 import json
 import random
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Checkpoint folders and configs: what is written is read back; what does not fit is named."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 Steps that choose which drafts they verify wait for the draft as well.
 """
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

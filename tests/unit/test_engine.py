@@ -1,7 +1,5 @@
 """An engine: threads, cancelling, what it remembers, conversations, and the end of memory."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """`stream_generate` and `generate` against stock mlx-lm, and the comparison that users run."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A text on a terminal: what is left on the screen is the text, and its speed while it grows."""
 
-from __future__ import annotations
-
 import io
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`load`: what it returns, and the order of its checks; importing without a back end."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Token trees: ancestors, padding and static sizes, alone and beside each other, and `top_k`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

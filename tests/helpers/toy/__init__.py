@@ -3,8 +3,6 @@
 Together with an entry in `proposers.KINDS` this folder is all that a new kind needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
     return config.get("model_type") == ToyConfig.model_type
 
 
-def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Toy:
+def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> "Toy":
     stored = Checkpoint(path_or_repo)
     config = ToyConfig.from_dict(stored.config)
     target.check(config)

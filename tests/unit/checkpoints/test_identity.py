@@ -1,7 +1,5 @@
 """Which drafters count as made for a model, and the memory that both need, estimated."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Grammars after a marker: the marker may be spelled in any way, and free text stays free."""
 
-from __future__ import annotations
-
 import json
 from itertools import chain, repeat
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of decoding: choice of tokens, acceptance, processors on trees, counts, and the clock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Costs of steps: how they are timed, their parts, and what is stored for the next run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """Estimates on disk: what the first text of a process begins with, and which files it ignores."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

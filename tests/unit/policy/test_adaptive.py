@@ -1,7 +1,5 @@
 """The choice of plans in simulated sequences and batches, and how it changes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a policy knows: probabilities of drafts, expected drafts of plans, costs, and the guard."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
@@ -270,7 +268,7 @@ def test_ratios_are_copied_while_another_thread_learns() -> None:
     state = PolicyState()
 
     class Meanwhile(float):
-        def __deepcopy__(self, memo: object) -> Meanwhile:
+        def __deepcopy__(self, memo: object) -> "Meanwhile":
             state.ratios.learn(2, 1.1)
             return self
 

@@ -1,7 +1,5 @@
 """Block drafters: what their authors' packages compute, scores of linked levels, and refusals."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Guests without a network of their own: lookup with its table of contexts, and draft models."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from math import exp, inf

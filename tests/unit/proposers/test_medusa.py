@@ -3,8 +3,6 @@
 Axes: K heads, R ranks, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """MTP modules: their levels against torch, and their files."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recurrent drafter: its search in numpy, its table of inputs, calibration, and 8 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads as published: what their authors' packages compute, Gemma 4 assistants, damaged files."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """EAGLE heads and SpecFormer against their published equations in torch, and their files."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

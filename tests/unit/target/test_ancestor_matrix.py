@@ -1,7 +1,5 @@
 """Recurrences along the branches of a tree, against their definition node by node."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import mlx.core as mx

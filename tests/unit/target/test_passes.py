@@ -1,7 +1,5 @@
 """Passes over a model: states of layers, few shapes, compiled ones, and those that come early."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import closing
 from typing import Any

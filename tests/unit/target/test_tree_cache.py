@@ -1,7 +1,5 @@
 """Caches of trees: what they hold after commits, interruptions and trimming, and what nodes see."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref
