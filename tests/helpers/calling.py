@@ -27,12 +27,9 @@ TEMPLATE = (
 
 
 def calling_engine(kind: str = "json_tools", drafter: Any = "lookup", **logits: float) -> Engine:
-    """An engine of such a model.
+    """An engine of such a model, with the marks of one of mlx-lm's parsers.
 
-    Args:
-        kind: Module of mlx-lm's parser.
-        drafter: The drafter.
-        **logits: Further logits of characters after a quotation mark, to choose names by.
+    ``logits`` are those of characters after a quotation mark, to choose names by.
     """
     tokenizer = tool_tokenizer(kind)
     tokenizer._tokenizer.add_tokens([AddedToken(mark, special=True) for mark in (ASK, TELL)])

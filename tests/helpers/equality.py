@@ -99,6 +99,14 @@ def batch_texts(stream: Iterable[Any], count: int) -> list[str]:
     return texts
 
 
+def batch_tokens(stream: Iterable[Any], count: int) -> list[list[int]]:
+    """Tokens of the responses of a batch of ``count`` prompts."""
+    tokens: list[list[int]] = [[] for _ in range(count)]
+    for number, response in stream:
+        tokens[number].append(response.token)
+    return tokens
+
+
 def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:
     """Check that two networks have the same parameters by the same names."""
     weights, others = named_parameters(found), named_parameters(expected)

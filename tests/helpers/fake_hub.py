@@ -19,22 +19,14 @@ PIECE = 2**20
 
 
 class FakeHub:
-    """Repositories by name, each a folder.
-
-    Attributes:
-        folders: Folder of every repository.
-        cards: Metadata of every card.
-        fetched: Files that were downloaded, as ``org/name/file``.
-        address: Address of the server.
-        pause: Seconds between two pieces of a file.
-    """
+    """Repositories by name, each a folder; ``fetched`` are files as ``org/name/file``."""
 
     def __init__(self) -> None:
         self.folders: dict[str, Path] = {}
         self.cards: dict[str, dict[str, Any]] = {}
         self.fetched: list[str] = []
         self.address = ""
-        self.pause = 0.0
+        self.pause = 0.0  # seconds between two pieces of a file
 
     def add(self, name: str, folder: Path, **card: Any) -> None:
         self.folders[name], self.cards[name] = folder, card

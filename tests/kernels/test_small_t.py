@@ -5,6 +5,7 @@ Axes: T rows of inputs, K inputs, N outputs.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +15,7 @@ from mlx_redrafter.kernels import trial
 from mlx_redrafter.kernels.attention import AttentionShape
 from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import layers_by_shape
-from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
+from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
 from mlx_redrafter.kernels.tree_attention import HEAD_SIZES, tree_attention
@@ -31,7 +32,6 @@ from mlx_redrafter.kernels.variant import (
     Variant,
 )
 from tests.golden.record_metal import RECORDS
-from tests.helpers.sources import print_generated_source
 from tests.kernels.emulator import (
     FUSED,
     ROUNDED,
@@ -166,17 +166,6 @@ def test_the_emulated_kernel_computes_the_product(kernels: Kernels, variant: Any
     assert mx.allclose(kernels.stock(variant, x, *matrix), expected, atol=1e-5)
 
 
-@needs_emulator
-def test_the_emulator_notices_lanes_that_part() -> None:
-    variant = Variant(4, 64, "float32")
-    body = "if (thread_index_in_simdgroup < 3) { y[0] = simd_sum(1.0f); }"
-    source = metal_source(variant, 2)._replace(body=body)
-    kernels = Kernels({(variant, 2): source})
-    matrix = random_matrix(variant, 8, 512)
-    with pytest.raises(RuntimeError, match="have parted"):
-        kernels.ours(variant, mx.zeros((2, 512)), *matrix, groups=2)
-
-
 def _product(variant: AnyVariant) -> Callable[[mx.array], mx.array]:
     matrix = random_matrix(variant, 16, 512)
     return lambda x: small_t(x, matrix, variant)
@@ -209,11 +198,18 @@ SIGNATURES: dict[str, tuple[Callable[[mx.array], mx.array], tuple[int, ...], lis
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature_of_the_generated_source(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     """What MLX makes of the source, as it prints it; nothing is compiled."""
+    kernel = mx.fast.metal_kernel
+
+    def verbose(**given: Any) -> Any:
+        launch = kernel(**given)
+        return lambda **inputs: launch(**inputs, verbose=True)
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", verbose)
     function, shape, arguments = SIGNATURES[name]
-    print_generated_source(tmp_path, function, mx.zeros(shape, mx.bfloat16))
+    mx.export_function(str(tmp_path / "kernel.mlxfn"), function, mx.zeros(shape, mx.bfloat16))
     source = capfd.readouterr().out
     lane = "uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]"
     for argument in (*arguments, "device bfloat16_t* y ", lane):

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from math import log, prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +19,9 @@ from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.fit import ReadSequence
-from mlx_redrafter.proposers.medusa import load as load_medusa
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa, calibrate, rank_accuracies
-from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.medusa import random_medusa, with_static_tree
 from tests.helpers.oracles import Path as Node
@@ -150,21 +146,6 @@ def test_accuracies_of_ranks_are_counted() -> None:
     assert calibrate(single, [right_text(single, [9])]).inverse_temperature < 1
     config = MedusaConfig(64, 32, 2, 1, tree="static", rank_accuracies=(first, second))
     assert MedusaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
-@pytest.mark.parametrize("bits", [None, 4])
-def test_saved_heads_come_back(tmp_path: Path, bits: int | None) -> None:
-    network = with_static_tree(random_medusa(num_heads=2, draft_vocab_size=40))
-    if bits is not None:
-        quantize_drafter(network, bits, 32)
-    save_drafter(network, tmp_path)
-    loaded = load_medusa(tmp_path)
-    assert loaded.config == network.config
-    assert quantization_of(loaded) == quantization_of(network)
-    for head in range(2):
-        assert mx.array_equal(
-            loaded.log_probs(HIDDEN[None], head), network.log_probs(HIDDEN[None], head)
-        )
 
 
 ROWS, THREE = [[0.1] * 32] * 3, "rank_accuracies must be 3 lists of 32 numbers above 0"

@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.checkpoints.loading import load_drafter
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
@@ -40,9 +41,10 @@ from mlx_redrafter.target.target import Target
 from tests.golden.block_layouts import LAYOUTS, tensors
 from tests.golden.record_heads import FILE, LONG, SHORT
 from tests.helpers.block import LINKS, block_config, random_block
-from tests.helpers.equality import ids, stock_tokens, tokens
+from tests.helpers.equality import assert_same_weights, ids, stock_tokens, tokens
 from tests.helpers.flights import flight_of
-from tests.helpers.models import tiny_llama, wrapped_tokenizer
+from tests.helpers.medusa import random_medusa, with_static_tree
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.helpers.mtp import family_config, module_tensors, write
 from tests.helpers.published_heads import (
     ASSISTANTS,
@@ -56,7 +58,9 @@ from tests.helpers.published_heads import (
     text_and_states,
 )
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
+from tests.models.trees import rows_of
 from tests.property.test_lossless_networks import PROMPT, TREE, tip
+from tests.property.test_lossless_networks import assistant as new_assistant
 
 CLUSTERED = "assistant with clusters"
 MODELS = {name: build(tiny_config(name)) for name in ("gemma4_text", "gemma4")}
@@ -94,25 +98,6 @@ def test_the_copied_entries_are_the_targets(
                     assert mx.allclose(found[..., 1 - num :, :], wanted, atol=1e-4).item()
     # Every turn leaves out one entry.
     assert {layer.offset for layer in own} == {len(text) - 2}
-
-
-def rows_of(cache: Any) -> tuple[mx.array, mx.array]:
-    """Keys and values in the order of tokens."""
-    if isinstance(cache, RotatingKVCache):
-        return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
-    assert isinstance(cache, KVCache)
-    keys, values, end = cache.state
-    return keys[..., :end, :], values[..., :end, :]
-
-
-def test_an_assistant_is_written_and_read_back(assistant: Assistant, tmp_path: Path) -> None:
-    quantize_drafter(assistant, 8, 64)
-    save_drafter(assistant, tmp_path / "own")
-    assert recognise(tmp_path / "own")[0].NAME == "Gemma 4 assistant"
-    again = load_assistant(tmp_path / "own")
-    rows, target = mx.random.normal((2, 24), key=mx.random.key(3)), Target(MODELS["gemma4"])
-    assert mx.array_equal(*(one.logits(rows, target) for one in (again, assistant))).item()
-    assert tokens(MODELS["gemma4"], PROMPT, again, max_tokens=4, **TREE)
 
 
 def test_other_targets_are_refused(assistant: Assistant) -> None:
@@ -243,6 +228,37 @@ def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(
         # The references give tokens of other clusters one less than the least score.
         assert np.allclose(wanted[~scored], wanted[scored].min() - 1, atol=TOLERANCE)
         state = assistant.post_projection(outputs)
+
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+# A network of each kind, by the name of the kind.
+NETWORKS: dict[str, Callable[[], Any]] = {
+    "recurrent drafter": lambda: random_drafter(64, 32, draft_vocab_size=10),
+    "Medusa heads": lambda: with_static_tree(random_medusa(num_heads=2, draft_vocab_size=40)),
+    "EAGLE head": lambda: Eagle(EagleConfig(1, **WIDE)),
+    "SpecFormer": lambda: SpecFormer(
+        SpecFormerConfig(**WIDE, captured_layers=(0, 1, 1, -1), num_slots=4, head_dim=8)
+    ),
+    "block drafter": lambda: random_block(block_config(64, 32, **LINKS["gated"])),
+    "Gemma 4 assistant": lambda: new_assistant(None, CLUSTERED),
+}
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_what_is_written_is_read_back(kind: str, bits: int | None, tmp_path: Path) -> None:
+    network = NETWORKS[kind]()
+    if bits is not None:
+        quantize_drafter(network, bits, 32)
+    save_drafter(network, tmp_path)
+    assert recognise(tmp_path)[0].NAME == kind
+    again = load_drafter(tmp_path)
+    assert again.config == network.config
+    assert quantization_of(again) == quantization_of(network)
+    assert_same_weights(again, network)
 
 
 Files = tuple[dict[str, Any], dict[str, mx.array]]
