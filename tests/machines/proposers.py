@@ -79,13 +79,7 @@ def store(folder: Path) -> None:
 
 
 class Writer:
-    """An engine whose tokens are counted.
-
-    Attributes:
-        engine: The engine.
-        length: Number of tokens of a text.
-        tokens: Number of tokens so far.
-    """
+    """An engine for texts of ``length`` tokens, which are counted."""
 
     def __init__(self, length: int, *given: Any):
         self.engine = Engine(*given)

@@ -22,7 +22,7 @@ from mlx_redrafter.machines.leader import Leader
 from mlx_redrafter.machines.leading import LeadingTarget
 from mlx_redrafter.machines.meeting import Machines, Rank
 from mlx_redrafter.machines.splitting import check_family, digests, split
-from tests.machines.test_ends import store_tiny
+from tests.machines.test_launch import store_tiny
 from tests.models.tiny_models import build, tiny_config
 
 

@@ -20,7 +20,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_redrafter import Engine, load
 from mlx_redrafter.bench.lab.ranks import Ranks, started
 from mlx_redrafter.machines.line import LOST
-from tests.machines.test_ends import store_tiny
+from tests.machines.test_launch import store_tiny
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

@@ -9,27 +9,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRAEmbedding
 
-from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedSampler
-from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
-from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.plans import FixedPolicy
-from mlx_redrafter.target import target as target_module
 from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.hooks import (
-    Hook,
-    HookPoint,
-    embed_tree_positions,
-    install,
-    rotate_at_tree_positions,
-    rotate_with_dynamic_base,
-    scale_at_tree_positions,
-)
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
@@ -46,7 +31,6 @@ from tests.models.tiny_models import (
     wrapper_config,
 )
 from tests.models.trees import (
-    PLAN,
     PROMPT,
     DraftsOnDevice,
     Followed,
@@ -54,6 +38,7 @@ from tests.models.trees import (
     branching_tree,
     decode_paths,
     rows_of,
+    sequence_of,
     stock_tokens,
     verify_after_prompt,
     wide_tree,
@@ -168,14 +153,13 @@ def test_generated_tokens_and_cache(
 
     target = Target(model)
     cache = target.caches.new()
-    request = Request(PROMPT, max_tokens=NUM_TOKENS, keeps_cache=True)
-    chooser = KeyedSampler(SamplingParams(), target.vocab_size)
     drafts: Any = ScriptedDrafts(stock)
     if target.compiled.are_used:
         compile_passes(monkeypatch, uses=1)
         drafts = DraftsOnDevice([*PROMPT, *stock], is_chain=False)
     followed = Followed(monkeypatch)
-    text = SequenceDecoder(target, cache, chooser, request, drafts, FixedPolicy(PLAN))
+    options = {"cache": cache, "max_tokens": NUM_TOKENS, "keeps_cache": True}
+    text = sequence_of(target, PROMPT, drafts, **options)
     assert [token.id for token in decode(text)] == stock
     if target.compiled.are_used:
         assert bool(target.compiled.passes) == (model_type not in NOT_COMPILED)
@@ -190,38 +174,6 @@ def test_generated_tokens_and_cache(
         if not stock_layer.empty():
             for rows, stock_rows in zip(rows_of(layer), rows_of(stock_layer), strict=True):
                 assert disagreement(rows, stock_rows) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("model_type", "rope", "missing"),
-    [
-        ("llama", "default", rotate_at_tree_positions),
-        ("llama", "llama3", rotate_at_tree_positions),
-        ("llama", "dynamic", rotate_with_dynamic_base),
-        ("deepseek_v2", "yarn", rotate_at_tree_positions),
-        ("gpt2", "default", embed_tree_positions),
-        ("hunyuan", "dynamic", rotate_at_tree_positions),
-        ("ministral3", "yarn", scale_at_tree_positions),
-        ("mistral4", "yarn", scale_at_tree_positions),
-        ("nanochat", "default", rotate_at_tree_positions),
-        ("phi3", "longrope", rotate_at_tree_positions),
-        ("qwen3", "proportional", rotate_at_tree_positions),
-        ("talkie", "default", rotate_at_tree_positions),
-    ],
-)
-def test_a_missing_hook_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, rope: str, missing: Hook
-) -> None:
-    def install_others(point: HookPoint) -> None:
-        if point.hook is not missing:
-            install(point)
-
-    monkeypatch.setattr(target_module, "install", install_others)
-    model = build(tiny_config(model_type, rope))
-    tree = branching_tree()
-    expected = decode_paths(model, tree).logits
-    found = verify_after_prompt(Target(model), tree).logits
-    assert disagreement(found, expected) > VISIBLE
 
 
 def test_dynamic_rope_before_its_base_grows_and_of_the_longest_chain() -> None:

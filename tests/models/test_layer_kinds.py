@@ -1,7 +1,6 @@
 """Layers with windows, chunks or states: trees, memory and caches against stock mlx-lm."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -9,23 +8,14 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_redrafter import Engine
 from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.target.caches.tree_pass import Layout
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
-from tests.helpers.equality import assert_same_tokens, stock_tokens
 from tests.helpers.memory import peak_of
-from tests.helpers.models import quantize_wide, wrapped_tokenizer
+from tests.helpers.models import quantize_wide
 from tests.models import trees
-from tests.models.test_architectures import (
-    TOLERANCE,
-    VISIBLE,
-    assert_agree,
-    assert_tree_agrees,
-    disagreement,
-)
+from tests.models.test_architectures import assert_agree, assert_tree_agrees, disagreement
 from tests.models.tiny_models import (
     COMMON,
     VOCAB_SIZE,
@@ -89,23 +79,6 @@ def test_chains_and_wide_trees(model_type: str) -> None:
         found = verify_after_prompt(Target(model), tree)
         nodes = mx.arange(tree.num_nodes)
         assert_agree(found.logits[nodes], expected.logits[nodes])
-
-
-@pytest.mark.parametrize(
-    ("model_type", "wrong"),
-    # Level by level, parents are all that is asked for.
-    [(name, "ancestors") for name in KINDS if name != "mamba"]
-    + [(name, "parents") for name in KINDS],
-)
-def test_a_wrong_ancestor_is_noticed(model_type: str, wrong: str) -> None:
-    """One node sees another's branch: in the recurrence, or in the convolution."""
-    model, tree = build(tiny_config(model_type)), branching_tree()
-    other = TokenTree.of([0] * 11, [*trees.PARENTS[:-1], 4])
-    wrong_tree = replace(tree, **{wrong: getattr(other, wrong)})
-    expected = decode_paths(model, tree).logits
-    found = verify_after_prompt(Target(model), wrong_tree).logits
-    assert disagreement(found[-1], expected[-1]) > VISIBLE
-    assert disagreement(found[:-1], expected[:-1]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -233,23 +206,6 @@ def test_tree_logits_around_the_window(model_type: str, window: int) -> None:
     assert_tree_agrees(build(windowed_config(model_type, window)))
 
 
-@pytest.mark.parametrize("wrong", [-1, 1])
-@pytest.mark.parametrize("model_type", MASKS)
-def test_a_mask_off_by_one_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, wrong: int
-) -> None:
-    model = build(windowed_config(model_type, 6))
-    tree = branching_tree()
-    expected = decode_paths(model, tree).logits
-    for name in ("window_mask", "chunk_mask"):
-        mask = getattr(Layout, name)
-        monkeypatch.setattr(
-            Layout, name, lambda self, size, mask=mask: mask(self, size and size + wrong)
-        )
-    found = verify_after_prompt(Target(model), tree).logits
-    assert disagreement(found, expected) > VISIBLE
-
-
 def test_memory_of_windows_does_not_grow_with_the_text() -> None:
     config = {**windowed_config("muse_glimmer", 100), "layer_types": ["sliding_attention"] * 2}
     target = Target(build(config))
@@ -263,25 +219,6 @@ def test_memory_of_windows_does_not_grow_with_the_text() -> None:
 
     # A bool for each position would be a million bytes; other threads' arrays are some thousands.
     assert peak(10**6) < peak(1000) + 10**5
-
-
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss", "llama4"])
-def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
-    model, shapes, compute = build(windowed_config(model_type, 20)), [], Target.compute
-
-    def counted(target: Target, chunks: mx.array, *others: Any) -> Any:
-        shapes.append(chunks.shape)
-        return compute(target, chunks, *others)
-
-    monkeypatch.setattr(Target, "compute", counted)
-    prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (17, 40, 18, 41)]
-    tokens: list[list[int]] = [[] for _ in prompts]
-    engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
-    for response in engine.stream_batch(prompts, max_tokens=40):
-        tokens[response.number].append(response.response.token)
-    assert shapes[:3] == [(4, 16), (2, 23), (4, 2)]
-    for prompt, found in zip(prompts, tokens, strict=True):
-        assert_same_tokens(stock_tokens(model, prompt, 40), found)
 
 
 def test_caches_of_other_kinds_are_refused() -> None:

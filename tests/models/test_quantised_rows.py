@@ -18,7 +18,6 @@ from mlx_redrafter.engine import engine, profiling, stored_costs
 from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
-from mlx_redrafter.target.caches.quantised import QuantisingCache
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.drafts import Scripted
@@ -72,49 +71,37 @@ def test_tree_logits(model_type: str, bits: int) -> None:
     assert disagreement(plain, expected) > 2 * VISIBLE
 
 
-Drafters = dict[str, Callable[[list[int]], Any]]
-DRAFTERS: Drafters = {
-    "none": lambda text: None,
-    "scripted": lambda text: Scripted(text, VOCAB_SIZE, accuracy=0.8),
-    "recurrent": lambda text: random_drafter(VOCAB_SIZE, 128),
-    "lookup": lambda text: "lookup",
-    "draft model": lambda text: DraftModel(build(tiny_config("llama")), TOKENIZER),
+# Scripted drafts are those of `test_texts`.
+DRAFTERS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "recurrent": lambda: random_drafter(VOCAB_SIZE, 128),
+    "lookup": lambda: "lookup",
+    "draft model": lambda: DraftModel(build(tiny_config("llama")), TOKENIZER),
 }
 FIXED = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
 
 
 @pytest.mark.parametrize(
-    ("drafter", "bits", "start"),
+    ("drafter", "bits", "start", "shape"),
     [
-        (drafter, bits, start)
+        (drafter, bits, STARTS[(number + turn) % len(STARTS)], shape)
         for number, drafter in enumerate(DRAFTERS)
-        for place, start in enumerate(STARTS)
-        for bits in (8, 4)
-        if drafter == "scripted" or (number - place) % 4 == (0 if bits == 8 else 2)
+        for turn, (bits, shape) in enumerate([(8, FIXED), (4, FIXED), (8, {})])
     ],
 )
 def test_texts_and_the_caches_after_them(
-    model: nn.Module, drafter: str, bits: int, start: int
+    model: nn.Module, drafter: str, bits: int, start: int, shape: dict[str, Any]
 ) -> None:
     options = options_of(bits, start) | {"prefill_step_size": 4}
     stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
     stock = stock_tokens(model, PROMPT, NUM_TOKENS, prompt_cache=stock_cache, **options)
-    draft = DRAFTERS[drafter](ids(stock))
-    options |= {"max_tokens": NUM_TOKENS, "prompt_cache": cache, **FIXED}
-    found = list(stream(model, PROMPT, draft, **options))
+    options |= {"max_tokens": NUM_TOKENS, "prompt_cache": cache, **shape}
+    found = list(stream(model, PROMPT, DRAFTERS[drafter](), **options))
     assert_same_tokens(stock, [response.token for response in found], drafter)
     for response, (_, log_probs) in zip(found, stock, strict=True):
         assert disagreement(response.logprobs, log_probs) <= VISIBLE
     assert {type(layer) for layer in cache} == {QuantizedKVCache}
     assert_continues_alike(model, cache, stock_cache)
-
-
-@pytest.mark.parametrize("drafter", ["recurrent", "lookup", "draft model"])
-def test_the_default_policy(model: nn.Module, drafter: str) -> None:
-    options = options_of(8, STARTS[-1])
-    stock = stock_tokens(model, PROMPT, NUM_TOKENS, **options)
-    options |= {"max_tokens": NUM_TOKENS}
-    assert_same_tokens(stock, tokens(model, PROMPT, DRAFTERS[drafter](ids(stock)), **options))
 
 
 def test_no_tree_has_nodes_on_both_sides_of_the_start(
@@ -140,17 +127,6 @@ def test_no_tree_has_nodes_on_both_sides_of_the_start(
     assert after
     assert len(before) + len(after) == len(trees)
     assert max(before) < start <= min(after)
-
-
-def test_a_tree_across_the_start_would_be_noticed(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module
-) -> None:
-    options = options_of(4, len(PROMPT) + 3)
-    stock = stock_tokens(model, PROMPT, 5, **options)
-    monkeypatch.setattr(QuantisingCache, "takes", lambda cache, tree: True)
-    drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.95)
-    last = list(stream(model, PROMPT, drafter, max_tokens=5, **FIXED, **options))[-1].logprobs
-    assert disagreement(last, stock[-1][1]) > VISIBLE
 
 
 def quantised_cache(model: nn.Module, **options: Any) -> list[Any]:

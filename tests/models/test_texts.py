@@ -346,14 +346,6 @@ def test_an_interruption_between_two_layers_with_states(
     assert_interrupted(monkeypatch, "states around rows", is_tree, when, held, oldest=0)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "llama4"])
-def test_a_long_text_past_many_wraps(name: str) -> None:
-    model = build(windowed_config(name, 20))
-    stock = stock_tokens(model, PROMPT, 150)
-    drafter = Scripted(ids(stock), VOCAB_SIZE)
-    assert_same_tokens(stock, tokens(model, PROMPT, drafter, max_tokens=150))
-
-
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5"])
 def test_a_recurrent_drafter_and_lookup(name: str) -> None:
     model = build(config_of(name))

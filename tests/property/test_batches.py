@@ -11,21 +11,17 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import Engine, generate, generate_batch
-from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine import responses
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.adaptive import Explorer
 from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST, Choice
-from mlx_redrafter.target.target import Target, TargetOutputs
-from mlx_redrafter.trees.tree import TreeBatch
 from tests.golden.record_fixed_shapes import load_once
 from tests.helpers.equality import batch_texts
 from tests.helpers.memory import peak_of
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.models.trees import sequence_of, step_together
 
 VOCAB_SIZE = 64
 MODEL, TOKENIZER = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
@@ -320,41 +316,21 @@ def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch: pytest.MonkeyP
     ]
     shapes = _watch_passes(monkeypatch)
     shared = Scheduler(engine.target)
-    requests = [Request(prompt, max_tokens=end) for prompt, end in zip(prompts, ends, strict=True)]
-    sampler = KeyedSampler(SamplingParams(), engine.target.vocab_size)
     texts = [
-        SequenceDecoder(engine.target, engine.target.caches.new(), sampler, request)
-        for request in requests
+        sequence_of(engine.target, prompt, max_tokens=end)
+        for prompt, end in zip(prompts, ends, strict=True)
     ]
     found: dict[SequenceDecoder, list[int]] = {text: [] for text in texts}
+    waiting = texts[2:]
     shared.begin(texts[:2])
     while not all(text.is_closed for text in texts):
-        for text, tokens, _ in shared.step_all():
-            found[text] += [token.id for token in text.delivery.deliver(tokens)]
-            if text.is_finished:
-                shared.leave(text)
-                text.close()
-                if text is texts[0]:
-                    shared.begin(texts[2:])
-                    shapes.clear()
+        for text, tokens in step_together(shared):
+            found[text] += tokens
+        if texts[0].is_closed and waiting:
+            shared.begin([waiting.pop()])
+            shapes.clear()
     decoded = [TOKENIZER.decode(found[text]) for text in texts]
     assert [text.rstrip() for text in decoded] == [text.rstrip() for text in expected]
     chunks = [i for i, shape in enumerate(shapes) if shape == (1, 8)]
     assert len(chunks) == 7, "59 tokens, the last three in a smaller chunk"
     assert all(later - earlier > 1 for earlier, later in pairwise(chunks)), "with steps in between"
-
-
-def test_first_tokens_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, sizes = Engine(MODEL, TOKENIZER, None), []
-    verify = Target.verify_batch
-
-    def counted(self: Target, forest: TreeBatch, *rest: Any) -> TargetOutputs:
-        sizes.append(len(forest))
-        return verify(self, forest, *rest)
-
-    monkeypatch.setattr(Target, "verify_batch", counted)
-    stream = engine.stream_batch(_prompts(4), batch_size=4, max_tokens=6)
-    numbers = [number for number, _ in islice(stream, 4)]
-    assert (numbers, sizes) == ([0, 1, 2, 3], [4])
-    assert len(list(stream)) == 4 * 5
-    assert sizes == [4] * 6

@@ -18,8 +18,6 @@ from mlx_redrafter.bench.lab import memory
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.decoding import prefill as decoding_prefill
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode
@@ -36,13 +34,13 @@ from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import tiny_llama
 from tests.models.tiny_models import build, main_rope, tiny_config
 from tests.models.trees import (
-    PLAN,
     PROMPT,
     DraftsOnDevice,
     Followed,
     ScriptedDrafts,
     branching_tree,
     rows_of,
+    sequence_of,
     stock_tokens,
 )
 
@@ -174,10 +172,8 @@ def test_first_uses_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = new_target("llama")
     stock = stock_tokens(target.model, 20, make_prompt_cache(target.model))
     seconds: list[float | None] = []
-    policy, sampler = FixedPolicy(PLAN), KeyedSampler(SamplingParams(), target.vocab_size)
     monkeypatch.setattr(FixedPolicy, "observe", lambda _, step: seconds.append(step.seconds))
-    request, drafts = Request(PROMPT, max_tokens=20), ScriptedDrafts(stock)
-    text = SequenceDecoder(target, target.caches.new(), sampler, request, drafts, policy)
+    text = sequence_of(target, PROMPT, ScriptedDrafts(stock), max_tokens=20)
     assert [token.id for token in decode(text)] == stock
     # The first use, and the third one, which compiles.
     assert [number for number, one in enumerate(seconds) if one is None] == [0, 2]
@@ -198,11 +194,9 @@ def begin(
     **params: Any,
 ) -> SequenceDecoder:
     ends = frozenset() if stop is None else frozenset({stop})
-    max_tokens = params.pop("max_tokens", NUM_TOKENS)
-    request = Request(PROMPT, ends, max_tokens=max_tokens, keeps_cache=True)
-    sampler = KeyedSampler(SamplingParams(**params), target.vocab_size)
-    policy = None if drafts is None else FixedPolicy(PLAN)
-    return SequenceDecoder(target, target.caches.new(cache), sampler, request, drafts, policy)
+    options: dict[str, Any] = {"max_tokens": params.pop("max_tokens", NUM_TOKENS)}
+    options |= {"stop_tokens": ends, "keeps_cache": True, "cache": target.caches.new(cache)}
+    return sequence_of(target, PROMPT, drafts, SamplingParams(**params), **options)
 
 
 def text_of(sequence: SequenceDecoder) -> list[int]:
@@ -296,7 +290,7 @@ def _layer_inputs(model: Any, tokens: list[int]) -> mx.array:
 
 
 class _States(ScriptedDrafts):
-    """Keeps the states of a prompt, its last token included, and proposes nothing."""
+    """Keeps the states of a prompt, its last token included."""
 
     layers = LAYERS
 
@@ -310,7 +304,6 @@ class _States(ScriptedDrafts):
 
     def skip(self, flight: Pass) -> None:
         if self.num_known == 0:
-            assert flight.states is not None
             self.found.append(flight.states)
         super().skip(flight)
 
@@ -322,15 +315,13 @@ def test_states_of_prompts_that_share_their_passes(monkeypatch: pytest.MonkeyPat
     target.modules.watch(LAYERS)
     texts = []
     for length in (12, 7, 8, 1, 7):
-        request = Request([*TEXT, *range(20, 30)][:length], max_tokens=3)
-        sampler = KeyedSampler(SamplingParams(), target.vocab_size)
-        texts.append(SequenceDecoder(target, target.caches.new(), sampler, request, _States()))
+        prompt = [*TEXT, *range(20, 30)][:length]
+        texts.append(sequence_of(target, prompt, _States(), max_tokens=3))
     scheduler = Scheduler(target)
     scheduler.begin(texts)
     while not all(text.is_finished for text in texts):
         scheduler.step_all()
     for text in texts:
-        assert isinstance(text.drafting, _States)
         found = mx.concatenate(text.drafting.found)
         assert mx.allclose(found, _layer_inputs(model, text.request.prompt), atol=1e-5).item()
 
