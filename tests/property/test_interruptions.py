@@ -16,7 +16,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import Scripted
-from tests.helpers.equality import ids, stock_tokens
+from tests.helpers.equality import batch_tokens, ids, stock_tokens
 from tests.helpers.few_shapes import compile_passes
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
@@ -236,10 +236,8 @@ def test_no_pass_follows_an_unread_path_of_quantised_entries_or_a_batch(
         assert [
             [r.token for r in engine.stream(p, **options, **shape)] for p in PROMPTS
         ] == expected
-        found: list[list[int]] = [[] for _ in PROMPTS]
-        for number, response in engine.stream_batch(PROMPTS, **options, **shape):
-            found[number].append(response.token)
-        assert found == expected
+        batch = engine.stream_batch(PROMPTS, **options, **shape)
+        assert batch_tokens(batch, len(PROMPTS)) == expected
     assert followed == []
     list(engine.stream(PROMPTS[0], max_tokens=NUM_TOKENS, **shape))
     assert set(followed) == {TreeCache}

@@ -86,10 +86,6 @@ def plain_of_filter(model: nn.Module, filters: dict[str, Any]) -> list[Scored]:
     return plain_tokens(model, PROMPT, temp=1.0, seed=5, max_tokens=20, **filters)
 
 
-def test_there_are_enough_combinations() -> None:
-    assert len({str(case) for case in COMBINATIONS}) == 120
-
-
 @pytest.mark.parametrize("group", range(6))
 def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> None:
     drafter, texts = random_drafter(VOCAB_SIZE, 32, seed=group), set()
@@ -116,13 +112,6 @@ def test_what_is_0_in_float32_writes_the_greedy_text(
         for drafter in (None, Scripted(ids(greedy), VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)):
             found = tokens(model, PROMPT, drafter, max_tokens=NUM_TOKENS, **sampling, **shape)
             assert_same_tokens(greedy, found, (drafter, shape))
-
-
-def test_text_depends_on_the_seed_alone(model: nn.Module) -> None:
-    first, second, other = (
-        tokens(model, PROMPT, temp=1.0, seed=seed, max_tokens=20) for seed in (5, 5, 6)
-    )
-    assert first == second != other
 
 
 @pytest.mark.parametrize(
@@ -174,14 +163,24 @@ def _random_state() -> list[int]:
     return list(key[0].tolist())
 
 
-def _check(
+CASES = [(seed, shape, one, {}) for one in SAMPLERS for seed, shape in enumerate(STOCK_SHAPES)]
+CASES += [(1, shape, {}, one) for shape, one in zip(itertools.cycle(STOCK_SHAPES), PROCESSORS)]
+CASES += [(3, STOCK_SHAPES[1], {"temp": 0.9, "top_p": 0.95}, one) for one in PROCESSORS]
+
+
+@pytest.mark.parametrize(("seed", "shape", "sampling", "processing"), CASES, ids=str)
+def test_stock_samplers_and_processors(
     model: nn.Module,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
     shape: dict[str, Any],
-    options: dict[str, Any],
+    sampling: dict[str, Any],
+    processing: dict[str, Any],
 ) -> None:
     """Plain and drafted decoding, with random and mostly right drafts, against stock mlx-lm."""
+    options: dict[str, Any] = {"sampler": make_sampler(**sampling)} if sampling else {}
+    if processing:
+        options["logits_processors"] = make_logits_processors(**processing)
     drafter = random_drafter(VOCAB_SIZE, 32, seed=seed)
     mx.random.seed(seed)
     expected = stock_tokens(model, PROMPT, 18, **options)
@@ -194,45 +193,11 @@ def _check(
                 use_policy(patch, policy)
             mx.random.seed(seed)
             found = tokens(model, PROMPT, proposer, max_tokens=18, **options, **shape)
-            assert_same_tokens(expected, found, (seed, shape, proposer is None))
-            if "sampler" in options:  # the next request starts from the same state, too
+            assert_same_tokens(expected, found, proposer is None)
+            if sampling:  # the next request starts from the same state, too
                 assert _random_state() == state
-
-
-@pytest.mark.parametrize(("seed", "shape"), list(enumerate(STOCK_SHAPES)))
-@pytest.mark.parametrize("options", SAMPLERS, ids=str)
-def test_stock_sampler(
-    model: nn.Module,
-    monkeypatch: pytest.MonkeyPatch,
-    seed: int,
-    shape: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    _check(model, monkeypatch, seed, shape, {"sampler": make_sampler(**options)})
-
-
-@pytest.mark.parametrize(("shape", "options"), list(zip(itertools.cycle(STOCK_SHAPES), PROCESSORS)))
-def test_processors_at_temperature_zero(
-    model: nn.Module,
-    monkeypatch: pytest.MonkeyPatch,
-    shape: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
-    processors = make_logits_processors(**options)
-    without = ids(stock_tokens(model, PROMPT, 18))
-    assert ids(stock_tokens(model, PROMPT, 18, logits_processors=processors)) != without
-    _check(model, monkeypatch, 1, shape, {"logits_processors": processors})
-
-
-@pytest.mark.parametrize("options", PROCESSORS, ids=str)
-def test_processors_with_a_stock_sampler(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    stock = {
-        "logits_processors": make_logits_processors(**options),
-        "sampler": make_sampler(temp=0.9, top_p=0.95),
-    }
-    _check(model, monkeypatch, 3, STOCK_SHAPES[1], stock)
+    if not sampling:
+        assert ids(stock_tokens(model, PROMPT, 18)) != ids(expected), "the processors matter"
 
 
 def test_processors_see_the_prompt_and_every_token_before(model: nn.Module) -> None:
@@ -274,16 +239,15 @@ def test_text_does_not_depend_on_the_shapes(
         assert policy.num_others > 0
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}])
 def test_auto_is_the_default_and_leaves_the_text_alone(
-    model: nn.Module, sampling: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(engine, "step_costs", step_costs)  # the real ones
-    plain = plain_tokens(model, PROMPT, max_tokens=50, **sampling)
-    drafter = random_drafter(VOCAB_SIZE, 32)
-    found = tokens(model, PROMPT, drafter, max_tokens=50, **sampling)
-    assert_same_tokens(plain, found, sampling)
+    sampling = {"temp": 1.0, "seed": 7, "max_tokens": 50}
+    plain = plain_tokens(model, PROMPT, **sampling)
+    found = tokens(model, PROMPT, random_drafter(VOCAB_SIZE, 32), **sampling)
+    assert_same_tokens(plain, found)
     assert (tmp_path / "mlx-redrafter").is_dir(), "step times were measured"
 
 

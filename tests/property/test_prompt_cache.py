@@ -20,7 +20,6 @@ from mlx_lm.models.cache import (
 from mlx_redrafter import DraftModel, stream_generate
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -71,23 +70,18 @@ def _assert_holds(model: nn.Module, cache: list[Any], tokens: list[int]) -> None
     assert_same_rows(cache, prefilled(model, tokens))
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8, 19])
-def test_at_max_tokens(model: nn.Module, text: list[int], start: Start, max_tokens: int) -> None:
-    cache = make_prompt_cache(model)
-    found = [r.token for r in start(max_tokens=max_tokens, prompt_cache=cache)]
-    assert found == text[:max_tokens]
-    stock = make_prompt_cache(model)
-    stock_tokens(model, PROMPT, max_tokens, prompt_cache=stock)
-    assert [layer.offset for layer in cache] == [layer.offset for layer in stock]
-    _assert_holds(model, cache, PROMPT + found)
-
-
-@pytest.mark.parametrize("position", [0, 1, 2, 4, 9, 17])
-def test_at_a_stop_token(model: nn.Module, text: list[int], start: Start, position: int) -> None:
-    cache = make_prompt_cache(model)
-    found = [r.token for r in start(stop_tokens={text[position]}, prompt_cache=cache)]
-    assert found == text[: text.index(text[position]) + 1]
-    _assert_holds(model, cache, PROMPT + found)
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 10, 18])
+def test_at_max_tokens_and_at_a_stop_token(
+    model: nn.Module, text: list[int], start: Start, count: int
+) -> None:
+    stop = text[count - 1]
+    ends = [(count, {"max_tokens": count}), (text.index(stop) + 1, {"stop_tokens": {stop}})]
+    for length, end in ends:
+        cache, stock = make_prompt_cache(model), make_prompt_cache(model)
+        assert [r.token for r in start(prompt_cache=cache, **end)] == text[:length]
+        _assert_holds(model, cache, PROMPT + text[:length])
+        stock_tokens(model, PROMPT, length, prompt_cache=stock)
+        assert [layer.offset for layer in cache] == [layer.offset for layer in stock]
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
@@ -173,21 +167,6 @@ def test_keyed_sampling_continues_from_a_cache_as_from_the_whole_prompt(model: n
     whole, cache = tokens(model, PROMPT, **options), prefilled(model, PROMPT[:2])
     drafter = random_drafter(VOCAB_SIZE, 32)
     assert tokens(model, PROMPT[2:], drafter, prompt_cache=cache, **options) == whole
-
-
-def test_without_a_cache_nothing_is_trimmed(model: nn.Module, start: Start) -> None:
-    """A request that nobody continues spends no forward pass on its last token."""
-    calls = []
-    original = Target.advance
-
-    def advance(*args: Any) -> Any:
-        calls.append(1)
-        return original(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Target, "advance", advance)
-        assert len(list(start(max_tokens=1))) == 1
-    assert len(calls) == 1  # the last token of the prompt
 
 
 def _read_two(model: nn.Module, cache: list[Any]) -> None:

@@ -4,7 +4,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-import mlx.nn as nn
 import mlx_lm
 import pytest
 
@@ -20,7 +19,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.drafts import Scripted
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import shared_path
 from tests.server.serving import serving
 
@@ -54,7 +53,7 @@ def real_pair(model: RealModel) -> tuple[Any, Any]:
 pytestmark = pytest.mark.timeout(FIRST_SECONDS)
 # Maximum number of tokens of a question.
 SHORT = 60
-TREE = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
+TREE = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9, "max_tokens": 24}
 
 
 def _questions(tokenizer: Any, count: int) -> list[EncodedPrompt]:
@@ -104,11 +103,12 @@ def test_trees_of_drafts_leave_the_text_alone() -> None:
     texts = [stock_tokens(model, prompt, 24) for prompt in prompts]
     for prompt, text in zip(prompts, texts, strict=True):
         drafter = Scripted(ids(text), 49152, accuracy=0.8)
-        assert_same_tokens(text, _decode(model, tokenizer, prompt, drafter, **TREE), prompt)
-    sampled = {"temp": 0.8, "seed": 3, "max_tokens": 24}
-    plain = _decode(model, tokenizer, prompts[0], None, **sampled)
+        found = tokens(model, prompt, drafter, tokenizer=tokenizer, **TREE)
+        assert_same_tokens(text, found, prompt)
+    sampled: dict[str, Any] = {"temp": 0.8, "seed": 3, "tokenizer": tokenizer}
+    plain = tokens(model, prompts[0], max_tokens=24, **sampled)
     drafter = Scripted(plain, 49152, accuracy=0.8)
-    assert _decode(model, tokenizer, prompts[0], drafter, **sampled, **TREE) == plain
+    assert tokens(model, prompts[0], drafter, **sampled, **TREE) == plain
 
 
 @pytest.mark.parametrize(("length", "is_tree"), [(500, True), (700, False)])
@@ -117,8 +117,8 @@ def test_texts_cross_the_windows_of_gemma(length: int, is_tree: bool) -> None:
     prompt = _long_prompt(tokenizer, length)
     text = stock_tokens(model, prompt, 24)
     drafter = Scripted(ids(text), 262144, accuracy=0.8) if is_tree else "lookup"
-    shape = TREE if is_tree else {}
-    assert_same_tokens(text, _decode(model, tokenizer, prompt, drafter, **shape))
+    shape = TREE if is_tree else {"max_tokens": 24}
+    assert_same_tokens(text, tokens(model, prompt, drafter, tokenizer=tokenizer, **shape))
 
 
 def test_the_server_writes_the_text_of_mlx_lm() -> None:
@@ -130,10 +130,3 @@ def test_the_server_writes_the_text_of_mlx_lm() -> None:
         status, answer = served.send("/v1/chat/completions", body | {"temperature": 0})
     assert status == 200
     assert answer["choices"][0]["message"]["content"] == text
-
-
-def _decode(model: nn.Module, tokenizer: Any, prompt: Any, drafter: Any, **options: Any) -> Any:
-    responses = stream_generate(
-        model, tokenizer, prompt, drafter=drafter, **{"max_tokens": 24, **options}
-    )
-    return [response.token for response in responses]
