@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 
 from mlx_redrafter import Drafter, generate, load_drafter, save_drafter
 from mlx_redrafter.checkpoint_files import (
@@ -30,6 +29,7 @@ from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from tests.conftest import Trained
+from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 
@@ -195,12 +195,8 @@ PLAIN = write(drafter=None)
 
 
 def _assert_same_drafter(found: Drafter, expected: Drafter) -> None:
-    assert found.config == expected.config
-    leaves, truth = (dict(tree_flatten(d.parameters())) for d in (found, expected))
-    assert leaves.keys() == truth.keys()
-    for name, leaf in leaves.items():
-        assert leaf.dtype == truth[name].dtype, name
-        assert mx.array_equal(leaf, truth[name]).item(), name
+    assert (found.config, found.dtype) == (expected.config, expected.dtype)
+    assert_same_weights(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -217,13 +213,12 @@ def test_round_trip_and_text(
     assert files == ["config.json", "model.safetensors"]
 
 
-def _assert_round_trip(drafter: Drafter, folder: Path, provenance: Any = None) -> Drafter:
+def _assert_round_trip(drafter: Drafter, folder: Path, provenance: Any = None) -> None:
     """What is written is read back, and leaves a text as it is."""
     save_drafter(drafter, folder, provenance)
     loaded = load_drafter(folder)
     _assert_same_drafter(loaded, drafter)
     assert write(drafter=loaded) == PLAIN
-    return loaded
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -231,7 +226,7 @@ def _assert_round_trip(drafter: Drafter, folder: Path, provenance: Any = None) -
 def test_quantised_round_trip_and_text(bits: int, exit_dim: int, tmp_path: Path) -> None:
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, exit_dim=exit_dim)
     quantize_drafter(drafter, bits, 32)
-    assert _assert_round_trip(drafter, tmp_path).dtype == mx.float32
+    _assert_round_trip(drafter, tmp_path)
     quantization = json.loads((tmp_path / "config.json").read_text())["quantization"]
     assert quantization == {"group_size": 32, "bits": bits}
     # A used drafter can be pickled.
@@ -239,12 +234,6 @@ def test_quantised_round_trip_and_text(bits: int, exit_dim: int, tmp_path: Path)
     found = drafter.log_probs(hidden, state[None], drafter.hidden_term(hidden))
     copy = pickle.loads(pickle.dumps(drafter))
     assert mx.array_equal(copy.log_probs(hidden, state[None], copy.hidden_term(hidden)), found)
-
-
-def test_partial_head_round_trip(tmp_path: Path) -> None:
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=10)
-    drafter.token_ids = mx.array([50, 1, 2, 3, 4, 60, 6, 7, 8, 9], dtype=mx.int32)
-    _assert_round_trip(drafter, tmp_path)
 
 
 def test_token_ids_that_would_break_a_tree_are_refused(tmp_path: Path) -> None:
@@ -348,12 +337,9 @@ def test_weights_are_in_memory_after_loading(stories: Trained, tmp_path: Path) -
 
 
 DRAFTER: dict[str, Any] = {
-    "model_type": "recurrent_drafting_drafter",
-    "vocab_size": 100,
-    "hidden_size": 16,
-    "exit_dim": 32,
-    "num_draft_layers": 2,
-}
+    "model_type": "recurrent_drafting_drafter", "vocab_size": 100, "hidden_size": 16,
+    "exit_dim": 32, "num_draft_layers": 2,
+}  # fmt: skip
 
 
 def test_sizes_of_a_shape() -> None:

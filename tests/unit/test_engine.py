@@ -30,6 +30,7 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from tests.conftest import Trained
+from tests.helpers.equality import tokens
 from tests.helpers.models import ROOT, ByteTokenizer, random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config
 
@@ -52,13 +53,6 @@ def model() -> nn.Module:
 def engine(model: nn.Module, request: pytest.FixtureRequest, monkeypatch: Any) -> Engine:
     monkeypatch.setattr("mlx_redrafter.proposers.draft_model.check_ids", lambda *_: None)
     return Engine(model, wrapped_tokenizer(VOCAB_SIZE), DRAFTERS[request.param](model))
-
-
-def _plain(model: nn.Module, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    options = {"drafter": None, "max_tokens": max_tokens, **options}
-    responses = stream_generate(model, tokenizer, prompt, **options)
-    return [response.token for response in responses]
 
 
 def test_a_stream_belongs_to_one_thread(engine: Engine) -> None:
@@ -164,7 +158,7 @@ def test_lookup_is_the_default(model: nn.Module) -> None:
     assert isinstance(engine.proposer, Lookup)
     text = [1, 2, 3, 4, 5, 6, 7, 8] * 6
     responses = list(engine.stream(text, max_tokens=30))
-    assert [r.token for r in responses] == _plain(model, text, 30)
+    assert [r.token for r in responses] == tokens(model, text, max_tokens=30)
 
 
 SCRIPT = """
@@ -219,6 +213,12 @@ def _tokenizer(kept: int | None = None) -> TokenizerWrapper:
     return wrapper
 
 
+def _prompt(conversation: Conversation, text: str, kept: int | None = None) -> list[int]:
+    """Encode a conversation with one more message of the user."""
+    asked = [*conversation.messages, {"role": "user", "content": text}]
+    return encode_chat(_tokenizer(kept), asked)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(("sampling", "kept"), [({}, 5), ({"temp": 0.9, "seed": 3}, None)])
 def test_answers_are_those_of_plain_decoding(
@@ -246,16 +246,15 @@ def test_answers_of_models_with_states(model_type: str, kept: int | None) -> Non
 def _assert_plain_answers(
     model: nn.Module, drafter: Any, kept: int | None, sampling: dict[str, Any]
 ) -> None:
-    tokenizer = _tokenizer(kept)
-    conversation = Conversation(Engine(model, tokenizer, drafter), "BE GOOD")
+    conversation = Conversation(Engine(model, _tokenizer(kept), drafter), "BE GOOD")
     for text in ASKED:
-        asked = [*conversation.messages, {"role": "user", "content": text}]
+        plain = tokens(model, _prompt(conversation, text, kept), max_tokens=14, **sampling)
+        before = conversation.messages[:]
         found = list(conversation.ask(text, max_tokens=14, **sampling))
-        prompt = encode_chat(tokenizer, asked)
-        plain = stream_generate(model, tokenizer, prompt, drafter=None, max_tokens=14, **sampling)
-        assert [one.token for one in found] == [one.token for one in plain]
+        assert [one.token for one in found] == plain
         answer = {"role": "assistant", "content": "".join(one.text for one in found)}
-        assert conversation.messages == [*asked, answer]
+        asked = {"role": "user", "content": text}
+        assert conversation.messages == [*before, asked, answer]
 
 
 def test_only_what_is_new_is_read(model: nn.Module) -> None:
@@ -298,23 +297,18 @@ def test_contexts_that_another_thread_adds_to_leave_a_text_as_it_is(
 
     monkeypatch.setattr(LookupDrafting, "_grow", disturbed)
     options = {"beam_width": 2, "beam_length": 4, "tree_nodes": 8, "history": Contexts()}
-    text = _plain(model, PROMPT, 40, drafter="lookup", **options)
-    assert text == _plain(model, PROMPT, 40)
+    text = tokens(model, PROMPT, "lookup", max_tokens=40, **options)
+    assert text == tokens(model, PROMPT, max_tokens=40)
 
 
 def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) -> None:
-    tokenizer = _tokenizer()
-    conversation = Conversation(Engine(model, tokenizer, "lookup"))
+    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
     answer = conversation.ask(ASKED[0], max_tokens=50)
     text = "".join(next(answer).text for _ in range(5))
     answer.close()  # type: ignore[attr-defined]
     assert conversation.messages[-1]["content"] == text
-    asked = [*conversation.messages, {"role": "user", "content": ASKED[1]}]
-    plain = stream_generate(
-        model, tokenizer, encode_chat(tokenizer, asked), drafter=None, max_tokens=20
-    )
-    found = conversation.ask(ASKED[1], max_tokens=20)
-    assert [one.token for one in found] == [one.token for one in plain]
+    plain = tokens(model, _prompt(conversation, ASKED[1]), max_tokens=20)
+    assert [one.token for one in conversation.ask(ASKED[1], max_tokens=20)] == plain
 
 
 def test_a_long_answer_is_joined_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,29 +325,26 @@ def test_a_long_answer_is_joined_once(model: nn.Module, monkeypatch: pytest.Monk
 def test_a_chat_whose_messages_were_taken_away_reads_what_is_left(
     model: nn.Module, num_kept: int
 ) -> None:
-    tokenizer = _tokenizer()
-    conversation = Conversation(Engine(model, tokenizer, "lookup"))
+    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
     while conversation.num_left_out < 3:
         list(conversation.ask("TELL ME MORE OF THIS, PLEASE", max_tokens=40))
     del conversation.messages[num_kept:]
-    asked = [*conversation.messages, {"role": "user", "content": "AND YOU"}]
-    prompt = encode_chat(tokenizer, asked)
-    found = [one.token for one in conversation.ask("AND YOU", max_tokens=9)]
-    assert found == _plain(model, prompt, 9)
+    plain = tokens(model, _prompt(conversation, "AND YOU"), max_tokens=9)
+    assert [one.token for one in conversation.ask("AND YOU", max_tokens=9)] == plain
     assert conversation.num_left_out == 0
 
 
 def test_a_second_answer_leaves_the_first_one_alone(model: nn.Module) -> None:
     conversation = Conversation(Engine(model, _tokenizer(), None))
     list(conversation.ask("HELLO", max_tokens=8))
-    asked = [*conversation.messages, {"role": "user", "content": "AND YOU"}]
+    plain = tokens(model, _prompt(conversation, "AND YOU"), max_tokens=20)
     first = conversation.ask("AND YOU", max_tokens=20)
     found = [next(first).token for _ in range(3)]
     conversation.messages = [{"role": "user", "content": "OTHER"}]  # which the cache does not hold
     with pytest.raises(ConfigError, match="another answer of this conversation has not ended"):
         next(conversation.ask("ANEW", max_tokens=8))
     found += [one.token for one in first]
-    assert found == _plain(model, encode_chat(_tokenizer(), asked), 20)
+    assert found == plain
     assert len(list(conversation.ask("ANEW", max_tokens=8))) == 8
 
 
@@ -418,11 +409,11 @@ def test_one_short_reading_ends_nothing(stories: Trained, readings: list[bool]) 
 
 def test_all_texts_of_a_batch_end(stories: Trained, readings: list[bool]) -> None:
     engine = Engine(stories.model, stories.tokenizer)
-    tokens: list[list[Any]] = [[], []]
+    found: list[list[Any]] = [[], []]
     for number, response in engine.stream_batch([TALE, TALE], max_tokens=100, seed=0):
-        tokens[number].append(response)
+        found[number].append(response)
         readings[:] = [True] * 100
-    assert [(len(one), one[-1].finish_reason) for one in tokens] == [(END, "length")] * 2
+    assert [(len(one), one[-1].finish_reason) for one in found] == [(END, "length")] * 2
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS reports a level of pressure")

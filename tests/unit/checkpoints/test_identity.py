@@ -186,7 +186,6 @@ def test_a_bundled_drafter_is_for_its_model_alone(
     made_for("none")
     assert model("org/Tiny-Instruct") is None, "a model of this name with other tokens"
     folder = find_stored("org/Tiny-Instruct", None)
-    assert folder is not None
     made_for(digest_tokens(folder))
     assert model("mlx-community/Tiny-Instruct") == str(drafter)
     assert model("mlx-community/Tiny-Instruct-4bit") == str(drafter)
@@ -199,11 +198,9 @@ def test_a_bundled_drafter_is_for_its_model_alone(
     for name in ("org/Tiny", "org/Tiny-Instruct-2", "me/Tiny-Instruct-tuned"):
         assert model(name) is None
     plain = find_stored("org/Tiny", None)
-    assert plain is not None
     link = tmp_path / "Tiny-Instruct"
     link.symlink_to(plain)
     found = DrafterSearch(Identity.of_folder(link)).stored()
-    assert found is not None
     assert found.path == str(drafter), "a link has a name of its own"
 
 
@@ -243,16 +240,10 @@ def test_a_copy_of_the_model_may_draft_and_another_model_may_not(cache: Path) ->
 
 
 SIZES = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-    "sliding_window": 128,
-    "moe_intermediate_size": 128,
-}
+    "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512,
+    "num_attention_heads": 4, "head_dim": 64, "vocab_size": 32000,
+    "max_position_embeddings": 8192, "sliding_window": 128, "moe_intermediate_size": 128,
+}  # fmt: skip
 # Tokens of a chunk of the prompt.
 CHUNK = 256
 

@@ -293,7 +293,6 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, _, drafter = load()
-    assert isinstance(drafter, Drafter)
     target, caches, blank_cache = Target(model), list[TreeCache](), profiling.blank_cache
     remembered = lambda *given: caches.append(blank_cache(*given)) or caches[-1]  # noqa: E731
     monkeypatch.setattr(profiling, "blank_cache", remembered)

@@ -20,14 +20,7 @@ from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import SWITCH, AdaptivePolicy, Planner
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
-from mlx_redrafter.policy.plans import (
-    EMPTY,
-    LOOKUP,
-    SHORTEST,
-    SIZES,
-    FixedPolicy,
-    StepCosts,
-)
+from mlx_redrafter.policy.plans import EMPTY, LOOKUP, SHORTEST, SIZES, FixedPolicy, StepCosts
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.trees.tree import TokenTree
 

@@ -175,7 +175,6 @@ def test_drafts_of_two_sources_are_merged() -> None:
         among, merged = scored.with_others()
         if found is not others:
             assert (among, merged) == (None, own)
-    assert among is not None
     assert among.tokens == [1, 2, 3, 7]
     assert among.parents == [0, 0, 1, 2]
     assert among.depths == [1, 1, 2, 2]

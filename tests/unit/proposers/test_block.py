@@ -201,7 +201,6 @@ def test_a_search_scores_every_path_by_the_one_formula(link: str) -> None:
         # Without the root, of which the search has no node.
         paths = node_paths([0, *(parent + 1 for parent in parents)])[1:]
         for path in paths[::5]:
-            assert network.link is not None
             total, state, previous = 0.0, None, mx.array([7])
             for depth, step in enumerate(node - 1 for node in path[1:]):
                 row = slice(depth, depth + 1)

@@ -60,10 +60,8 @@ def _paths(tree: Any) -> list[list[int]]:
 
 
 def _propose(drafting: LookupDrafting, *args: Any, noise: Any = None, **more: Any) -> TokenTree:
-    """The drafts after a pass, of which there must be some."""
-    tree = drafting.propose(_flight(*args, **more), PLAN, noise)
-    assert tree is not None
-    return tree
+    """The drafts after a pass."""
+    return drafting.propose(_flight(*args, **more), PLAN, noise)
 
 
 def test_what_followed_is_proposed_after_the_newest_token() -> None:
@@ -83,7 +81,6 @@ def test_trees_keep_to_their_plan_and_are_sorted() -> None:
     for width, length, nodes in ((1, 3, 9), (2, 4, 5), (4, 16, 16), (3, 2, 3)):
         plan = DraftPlan(DraftShape(width, length), nodes)
         tree = _open(text).propose(_flight(2), plan, None)
-        assert tree is not None
         assert tree.size <= nodes
         assert tree.max_depth < length
         parents = to_ints(tree.parents)[1:]
@@ -260,8 +257,6 @@ def test_drafts_beside_a_networks_are_as_deep_as_the_noise(couple: bool) -> None
         drafting = _open([*range(1, 30), *range(1, 20)], couple=couple)
         drafting.network, drafting.may_merge = network, True
         tree = drafting.propose(_flight(20), plan, noise)
-        assert tree is not None
-        assert tree.find_others is not None
         others = tree.find_others()
         assert others.tokens[:3] == [21, 22, 23]
         assert max(others.depths) == 3 if noise else max(others.depths) > 3
