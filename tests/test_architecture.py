@@ -2,27 +2,11 @@
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
-from itertools import islice
 from pathlib import Path
-from subprocess import run
-from types import FrameType
 from typing import NamedTuple
 
-import pytest
-
-from mlx_redrafter import load
-from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedSampler
-from mlx_redrafter.decoding.sequence import SequenceDecoder
-from mlx_redrafter.decoding.step import decode
-from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.adaptive import AdaptivePolicy
-from mlx_redrafter.policy.plans import SIZES, StepCosts
-from mlx_redrafter.target.compiled_pass import CompiledPasses
-from mlx_redrafter.target.target import Target
 from tests.helpers.models import ROOT
 
 PACKAGE = "mlx_redrafter"
@@ -262,68 +246,6 @@ def test_a_step_is_draft_verify_commit_alone_and_in_a_batch() -> None:
     phases += [_method(f"decoding.{lane}", "verify") for lane in ("step", "batch")]
     sizes = {one.name: _body_lines(one) for one in [whole, *phases]}
     assert {name: size for name, size in sizes.items() if size > SCREEN} == {}
-
-
-def passed_by_a_drafted_step() -> str:
-    """The files of a text's steps in a line, and in another the kinds of records that they make."""
-    model, tokenizer, drafter = load()
-    target = Target(model, CompiledPasses(are_used=False))
-    costs = StepCosts(1.0, dict.fromkeys(SIZES, 1.0), {1: 0.0, 2: 0.0}, {1: 0.0, 2: 0.0})
-    request = Request(tokenizer.encode("Once upon a time"), max_tokens=90)
-    sampler = KeyedSampler(SamplingParams(), target.vocab_size)
-    drafting = drafter.open(target, request.prompt, True, [])
-    text = SequenceDecoder(
-        target, target.caches.new(), sampler, request, drafting, AdaptivePolicy(costs)
-    )
-    files: set[str] = set()
-    records: set[str] = set()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        name, owner = frame.f_code.co_filename, frame.f_locals
-        if event == "call" and name.startswith(str(ROOT / PACKAGE)):
-            files.add(Path(name).relative_to(ROOT / PACKAGE).as_posix())
-        if name == "<string>" and frame.f_code.co_name in ("__init__", "<lambda>"):  # of a record
-            kind = owner["_cls"] if "_cls" in owner else type(owner.get("self"))
-            records.update({kind.__name__} if _is_own(kind.__module__) else ())
-
-    tokens = decode(text)
-    for _ in islice(tokens, 40):
-        pass
-    sys.setprofile(note)
-    try:
-        list(islice(tokens, 40))
-    finally:
-        sys.setprofile(None)
-    return " ".join(files) + "\n" + " ".join(records)
-
-
-def test_a_drafted_step_passes_few_files_and_kinds_of_records() -> None:
-    """In a process of its own, where no other test has installed hooks."""
-    code = f"from {__name__} import passed_by_a_drafted_step; print(passed_by_a_drafted_step())"
-    ended = run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    files, records = (line.split() for line in ended.stdout.splitlines())
-    assert {"decoding/step.py", "proposers/search.py", "policy/adaptive.py"} <= set(files)
-    assert len(files) <= 20, files
-    assert len(records) <= 10, records
-
-
-@pytest.mark.parametrize(
-    ("source", "imported"),
-    [
-        ("from mlx_redrafter.decoding import sequence", f"{PACKAGE}.decoding.sequence"),
-        ("from mlx_redrafter import errors", f"{PACKAGE}.errors"),
-        ("from . import errors", f"{PACKAGE}.errors"),
-        ("from .errors import ConfigError", f"{PACKAGE}.errors"),
-        ("def f():\n    import mlx_redrafter.cli.main", f"{PACKAGE}.cli.main"),
-    ],
-)
-def test_the_checker_sees_every_form_of_import(source: str, imported: str) -> None:
-    assert imported in set(imports_of(ast.parse(source), f"{PACKAGE}.backend", is_package=False))
-
-
-def test_the_checker_reads_floors() -> None:
-    docstring = "Rooms.\n\n    2  a  b_c\n    1  d\n\n12 words\n"
-    assert read_floors(docstring) == {"a": 2, "b_c": 2, "d": 1}
 
 
 def test_constants_are_no_pending_operations() -> None:

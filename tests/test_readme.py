@@ -126,17 +126,7 @@ def test_the_formula_follows_the_rules_of_brew_audit() -> None:
     (description,) = re.findall(r'^  desc "(.*)"$', formula, re.MULTILINE)
     assert len(f"mlx-redrafter: {description}") <= 80
     assert not re.match(r"(A|An|The|Mlx|mlx)\b|.*\.$", description)
-    order = [
-        "desc",
-        "homepage",
-        "url",
-        "sha256",
-        "license",
-        "depends_on",
-        "resource",
-        "def",
-        "test",
-    ]
+    order = "desc homepage url sha256 license depends_on resource def test".split()
     found = [line.split()[0] for line in lines if re.match(r"  [a-z]", line)]
     firsts = list(dict.fromkeys(word for word in found if word in order))
     assert firsts == order
