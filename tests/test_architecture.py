@@ -100,12 +100,12 @@ def _edges() -> dict[str, set[str]]:
     }
 
 
-def test_every_room_has_a_floor_and_every_floor_a_room() -> None:
+def test_every_room_has_a_floor_and_every_floor_a_room():
     assert {_place(module) for module in SOURCES} - {"", "__main__"} == FLOORS.keys()
     assert sorted(set(FLOORS.values())) == list(range(1, max(FLOORS.values()) + 1))
 
 
-def test_imports_go_down() -> None:
+def test_imports_go_down():
     # The package itself is the facade: it may name everything, and loads almost nothing.
     offenders = [
         f"{module} imports {imported}"
@@ -117,7 +117,7 @@ def test_imports_go_down() -> None:
     assert offenders == []
 
 
-def test_classes_of_the_core_are_small() -> None:
+def test_classes_of_the_core_are_small():
     """At most 14 attributes and 22 methods; objects of decoding write to nobody else's."""
     for module, source in SOURCES.items():
         room = _room(module)
@@ -142,7 +142,7 @@ def _own(tree: ast.AST) -> set[str]:
     return {name for name in _written(tree) if re.fullmatch(r"self\.\w+", name)}
 
 
-def test_no_shipped_module_imports_the_laboratory() -> None:
+def test_no_shipped_module_imports_the_laboratory():
     offenders = [
         name
         for name, source in SOURCES.items()
@@ -151,7 +151,7 @@ def test_no_shipped_module_imports_the_laboratory() -> None:
     assert offenders == []
 
 
-def test_no_room_imports_itself_in_a_circle() -> None:
+def test_no_room_imports_itself_in_a_circle():
     packages = {name for name, source in SOURCES.items() if source.is_package}
     edges = {
         module: {one for one in imports if _room(one) == _room(module)} - packages
@@ -163,7 +163,7 @@ def test_no_room_imports_itself_in_a_circle() -> None:
     assert set(edges) - done == set()
 
 
-def test_the_facade_loads_the_back_end_only() -> None:
+def test_the_facade_loads_the_back_end_only():
     at_import = [node for node in SOURCES[PACKAGE].tree.body if isinstance(node, ast.ImportFrom)]
     own = {node.module for node in at_import if node.module and _is_own(node.module)}
     assert own == {f"{PACKAGE}.backend", f"{PACKAGE}.version"}
@@ -178,7 +178,7 @@ WITHOUT_MLX_LM = (
 )  # fmt: skip
 
 
-def test_the_core_does_not_know_mlx_lm() -> None:
+def test_the_core_does_not_know_mlx_lm():
     offenders = []
     for module in WITHOUT_MLX_LM:
         for node in ast.walk(SOURCES[f"{PACKAGE}.{module.replace('/', '.')}"].tree):
@@ -201,11 +201,11 @@ def _reachable(room: str) -> set[str]:
     return {_room(module) for module in found} - {room, ""}
 
 
-def test_decoding_knows_no_proposer_and_no_policy() -> None:
+def test_decoding_knows_no_proposer_and_no_policy():
     assert _reachable("decoding") == {"ground", "trees", "target"}
 
 
-def test_trees_stand_on_the_ground() -> None:
+def test_trees_stand_on_the_ground():
     assert _reachable("trees") == {"ground"}
 
 
@@ -239,7 +239,7 @@ def _phases(function: ast.FunctionDef) -> list[str]:
     return [name for name in names if name in PHASES]
 
 
-def test_a_step_is_draft_verify_commit_alone_and_in_a_batch() -> None:
+def test_a_step_is_draft_verify_commit_alone_and_in_a_batch():
     whole = _method("decoding.step", "run")
     assert _phases(whole) == PHASES
     phases = [_method("decoding.step", f"_{name}") for name in PHASES if name != "verify"]
@@ -248,7 +248,7 @@ def test_a_step_is_draft_verify_commit_alone_and_in_a_batch() -> None:
     assert {name: size for name, size in sizes.items() if size > SCREEN} == {}
 
 
-def test_constants_are_no_pending_operations() -> None:
+def test_constants_are_no_pending_operations():
     """An array of a module must hold its value, as another thread cannot run the operation."""
     pending = [
         f"{name}: {ast.unparse(node)}"

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +43,7 @@ def _has_line(name: str, number: int) -> bool:
     return number <= len((ROOT / name).read_text(encoding="utf-8").splitlines())
 
 
-def test_sources_follow_the_rules() -> None:
+def test_sources_follow_the_rules():
     offences = [
         str(offence)
         for module, source in SOURCES.items()
@@ -54,18 +53,18 @@ def test_sources_follow_the_rules() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pages_follow_the_rules(page: Path) -> None:
+def test_pages_follow_the_rules(page):
     text = page.read_text(encoding="utf-8")
     assert [*map(str, in_page(page.name, text)), *_dead_quotations(text)] == []
 
 
-def test_dead_quotations_are_found() -> None:
+def test_dead_quotations_are_found():
     dead = "`test_prose.py:9999`, `cli/no_such.py`, python -m tests.no_such"
     found = ["test_prose.py:9999", "cli/no_such.py", "python -m tests.no_such"]
     assert list(_dead_quotations(dead)) == found
 
 
-def test_offences_in_a_source_are_found() -> None:
+def test_offences_in_a_source_are_found():
     source = '''
 class Point:
     """What it is.
@@ -105,7 +104,7 @@ option(help="Least of them.")
     ]
 
 
-def test_offences_in_words_are_found() -> None:
+def test_offences_in_words_are_found():
     long = " ".join(["word"] * 35)
     page = f"It takes in all.\n\n{long}.\n\n```\n{long}\n```\n\n| {long} |\n"
     assert [one.rule for one in in_page("", page)] == [

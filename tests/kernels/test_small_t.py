@@ -4,7 +4,6 @@ Axes: T rows of inputs, K inputs, N outputs.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -100,9 +99,7 @@ def different_rows(
 
 @needs_emulator
 @pytest.mark.parametrize("variant", SAMPLE, ids=str)
-def test_rows_have_the_bits_of_one_row(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, variant: AnyVariant
-) -> None:
+def test_rows_have_the_bits_of_one_row(kernels, monkeypatch, variant):
     has_all = _launched(variant) is LAUNCHED
     rows = ROWS if has_all else (*FEW, 2 * MAX_ROWS)
     for order in SIMD_ORDERS if has_all else SIMD_ORDERS[::2]:
@@ -123,9 +120,7 @@ def test_rows_have_the_bits_of_one_row(
     ],
     ids=lambda variants: str(variants[0]),
 )
-def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(
-    monkeypatch: pytest.MonkeyPatch, variants: list[AnyVariant]
-) -> None:
+def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(monkeypatch, variants):
     fused = emulated([(variant, t) for variant in variants for t in FEW], flags=FUSED)
     run_emulated(monkeypatch, fused)
     for variant in variants:
@@ -133,7 +128,7 @@ def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(
 
 
 @needs_emulator
-def test_the_compiler_fuses() -> None:
+def test_the_compiler_fuses():
     variant = DenseVariant("float32")
     (weight,) = random_matrix(variant, OUTPUTS, 4 * variant.block)
     x = mx.random.normal((1, 4 * variant.block))
@@ -154,7 +149,7 @@ def test_the_compiler_fuses() -> None:
     ],
     ids=str,
 )
-def test_the_emulated_kernel_computes_the_product(kernels: Kernels, variant: AnyVariant) -> None:
+def test_the_emulated_kernel_computes_the_product(kernels, variant):
     matrix = random_matrix(variant, OUTPUTS, 1024)
     x = mx.random.normal((3, 1024))
     if isinstance(variant, DenseVariant):
@@ -197,9 +192,7 @@ SIGNATURES: dict[str, tuple[Callable[[mx.array], mx.array], tuple[int, ...], lis
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signature_of_the_generated_source(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_signature_of_the_generated_source(monkeypatch, tmp_path, capfd, name):
     """What MLX makes of the source, as it prints it; nothing is compiled."""
     kernel = mx.fast.metal_kernel
 
@@ -216,7 +209,7 @@ def test_signature_of_the_generated_source(
         assert argument in source
 
 
-def test_orders_of_dense_matrices() -> None:
+def test_orders_of_dense_matrices():
     """As MLX chooses for a product with one row; the others follow."""
     orders = {
         (shape.lanes, shape.groups): [
@@ -233,7 +226,7 @@ def test_orders_of_dense_matrices() -> None:
     }
 
 
-def test_sources_are_those_on_record() -> None:
+def test_sources_are_those_on_record():
     for file, record in RECORDS.items():
         assert record() == file.read_text(encoding="utf-8")
 
@@ -242,9 +235,7 @@ def test_sources_are_those_on_record() -> None:
 @pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
 @pytest.mark.parametrize("kind", ["dense", "mxfp4", *BITS])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_on_an_apple_gpu(
-    monkeypatch: pytest.MonkeyPatch, kind: str | int, dtype: str
-) -> None:
+def test_equal_on_an_apple_gpu(monkeypatch, kind, dtype):
     monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
     model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100), nn.Linear(1024, 32))
     model.set_dtype(DTYPES[dtype])
@@ -262,8 +253,6 @@ def test_equal_on_an_apple_gpu(
 @pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
 @pytest.mark.parametrize("size", HEAD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_equal_on_an_apple_gpu(
-    monkeypatch: pytest.MonkeyPatch, size: int, dtype: str
-) -> None:
+def test_attention_is_equal_on_an_apple_gpu(monkeypatch, size, dtype):
     monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
     assert AttentionTrial(AttentionShape(8, 2, size, dtype), 1).failure is None

@@ -3,7 +3,6 @@
 import json
 import logging
 import random
-from collections.abc import Callable
 from inspect import unwrap
 from typing import Any
 
@@ -176,9 +175,7 @@ def are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
 @needs_emulator
 @pytest.mark.parametrize("build", [quantised_model, dense_model])
 @pytest.mark.usefixtures("machine")
-def test_trees_and_drafted_texts_have_the_bits_of_single_tokens(
-    build: Callable[[], nn.Module],
-) -> None:
+def test_trees_and_drafted_texts_have_the_bits_of_single_tokens(build):
     model = build()
     plain, text = logits_of_tree(model, follow=True), stock_tokens(model, [1, 5, 9], 16)
     assert not are_equal(logits_of_tree(model, follow=False), plain)  # another order of additions
@@ -191,7 +188,7 @@ def test_trees_and_drafted_texts_have_the_bits_of_single_tokens(
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
-def test_equal_kernels_are_used_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_kernels_are_used_where_they_are_faster(monkeypatch):
     model = quantised_model()
     with monkeypatch.context() as patch:
         patch.setenv(selection.SWITCH, "0")
@@ -204,7 +201,7 @@ def test_equal_kernels_are_used_where_they_are_faster(monkeypatch: pytest.Monkey
     assert "16)" in last
 
 
-def test_kernels_are_tried_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_tried_unless_told_not_to(monkeypatch):
     tried: list[nn.Module] = []
     monkeypatch.setattr(loading, "use_kernels", tried.append)
     Pair(drafter="lookup").load(kernels=False)
@@ -226,9 +223,7 @@ def _layer_of(variant: AnyVariant) -> tuple[MatrixShape | DenseShape, nn.Module]
 
 @needs_emulator
 @pytest.mark.parametrize(("variant", "wrong"), CONSTANTS, ids=str)
-def test_wrong_constants_are_refused(
-    monkeypatch: pytest.MonkeyPatch, variant: AnyVariant, wrong: list[tuple[str, str]]
-) -> None:
+def test_wrong_constants_are_refused(monkeypatch, variant, wrong):
     """Each in the source of another number of rows, as all are compiled together."""
     shape, layer = _layer_of(variant)
     sources = {(variant, rows): source_of(variant, rows) for rows in range(2, 2 + len(wrong))}
@@ -247,7 +242,7 @@ def test_wrong_constants_are_refused(
 @needs_emulator
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(("inputs", "order"), [(57, FEW), (150, USUAL), (1100, MANY)])
-def test_dense_layers_with_biases_are_equal(inputs: int, order: tuple[int, int]) -> None:
+def test_dense_layers_with_biases_are_equal(inputs, order):
     layer = nn.Linear(inputs, 40)
     layer.bias = 10 * mx.random.normal((40,))
     layer.set_dtype(mx.float16)
@@ -256,7 +251,7 @@ def test_dense_layers_with_biases_are_equal(inputs: int, order: tuple[int, int])
 
 
 @needs_emulator
-def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_those_of_both(monkeypatch):
     shape, layer = _layer(8)
     variant = Variant(8, 32, "float32")
     stand_in(monkeypatch, emulated([(variant, 3)]))
@@ -274,11 +269,7 @@ def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
-def test_what_does_not_compile_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_does_not_compile_is_not_used(monkeypatch, capsys, caplog):
     refuse_to_compile(monkeypatch, small_t)
     model = quantised_model()
     shown = check_kernels(monkeypatch, capsys, model, "--json")
@@ -297,7 +288,7 @@ def test_what_does_not_compile_is_not_used(
     )
 
 
-def test_layers_with_adapters_and_other_formats_are_left_alone() -> None:
+def test_layers_with_adapters_and_other_formats_are_left_alone():
     model = nn.Sequential(
         LoRALinear.from_base(nn.QuantizedLinear(32, 16, group_size=32, bits=4)),
         nn.QuantizedLinear(16, 16, group_size=16, mode="nvfp4"),
@@ -311,7 +302,7 @@ def test_layers_with_adapters_and_other_formats_are_left_alone() -> None:
     assert found == [(24, 1), (24, 1), (40, 1)]
 
 
-def test_mxfp4_needs_a_model_of_one_dtype() -> None:
+def test_mxfp4_needs_a_model_of_one_dtype():
     """Its layers do not say which one inputs have."""
     layer = nn.QuantizedLinear(32, 16, bias=False, group_size=32, bits=4, mode="mxfp4")
     model = nn.Sequential(layer, nn.RMSNorm(16), nn.RMSNorm(16))
@@ -321,7 +312,7 @@ def test_mxfp4_needs_a_model_of_one_dtype() -> None:
     assert list(layers_by_shape(model)) == []
 
 
-def test_the_order_of_variants() -> None:
+def test_the_order_of_variants():
     for shape, names in (
         ((4, 64, "float16", 1024), ["qmv_fast_4_bits_64_float16", "qmv_4_bits_64_float16"]),
         ((8, 32, "bfloat16", 320), ["qmv_8_bits_32_bfloat16"]),
@@ -332,7 +323,7 @@ def test_the_order_of_variants() -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
-def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(monkeypatch, capsys):
     shown = check_kernels(monkeypatch, capsys, quantised_model())
     assert shown.code == 0
     notes = [line.partition(" for ")[0] for line in shown.err.splitlines()]
@@ -347,7 +338,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is an Apple GPU")
-def test_the_table_needs_an_apple_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_needs_an_apple_gpu(capsys):
     shown = run(capsys, "check", "--kernels")
     assert (shown.code, shown.out) == (2, "")
     assert "--kernels needs an Apple GPU, found Device(" in shown.err
@@ -389,9 +380,7 @@ def _attending_model() -> nn.Module:
 
 @needs_emulator
 @pytest.mark.usefixtures("attending_machine")
-def test_drafted_text_and_logits_are_plain_with_both_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_drafted_text_and_logits_are_plain_with_both_kernels(monkeypatch):
     stand_in(monkeypatch, kernels_of_model())
     monkeypatch.setattr(ProductTrial, "measure", lambda *_: Times(1.0, 0.5))
     model = quantised_model(head_size=64)
@@ -408,7 +397,7 @@ def test_drafted_text_and_logits_are_plain_with_both_kernels(
 
 @needs_emulator
 @pytest.mark.usefixtures("attending_machine", "no_matrices")
-def test_longer_texts_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_texts_are_left_to_mlx(monkeypatch):
     """Kernels are equal up to the shorter of the limits only; trees beyond it go without."""
     model = _attending_model()
     stock = logits_of_tree(model, follow=False)
@@ -433,9 +422,7 @@ def test_longer_texts_are_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_emulator
 @pytest.mark.usefixtures("attending_machine", "no_matrices")
 @pytest.mark.parametrize(("max_keys", "is_used"), [(7, False), (8, True)])
-def test_the_limit_counts_the_keys_of_the_deepest_node(
-    monkeypatch: pytest.MonkeyPatch, max_keys: int, is_used: bool
-) -> None:
+def test_the_limit_counts_the_keys_of_the_deepest_node(monkeypatch, max_keys, is_used):
     """The tree follows 3 tokens, and its deepest node is the fifth on its path."""
     monkeypatch.setattr(attention_trials, "MAX_KEYS", (max_keys,))
     model = _attending_model()
@@ -447,9 +434,7 @@ def test_the_limit_counts_the_keys_of_the_deepest_node(
 
 @needs_emulator
 @pytest.mark.usefixtures("attending_machine", "no_matrices")
-def test_a_wrong_order_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_order_is_refused(monkeypatch, capsys):
     variant = AttentionVariant(64, "float32")  # 16 bits hide most of it
     source = attention_source(variant).replace("int i = group;", "int i = group ^ (group >> 1);")
     stand_in_attention(monkeypatch, AttentionKernels({variant: source}))
@@ -464,9 +449,7 @@ def test_a_wrong_order_is_refused(
 
 @needs_emulator
 @pytest.mark.usefixtures("attending_machine", "no_matrices")
-def test_equal_attention_is_used_where_it_is_no_slower(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_attention_is_used_where_it_is_no_slower(monkeypatch, capsys):
     model = _attending_model()
     assert attention_shapes(model) == {SHAPE: 1}
     use_kernels(model)
@@ -481,9 +464,7 @@ def test_equal_attention_is_used_where_it_is_no_slower(
 
 @needs_emulator
 @pytest.mark.usefixtures("attending_machine", "no_matrices")
-def test_attention_that_does_not_compile_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_attention_that_does_not_compile_is_not_used(monkeypatch, caplog):
     refuse_to_compile(monkeypatch, tree_attention)
     model = _attending_model()
     with caplog.at_level(logging.WARNING):
@@ -497,14 +478,12 @@ def test_attention_that_does_not_compile_is_not_used(
     )
 
 
-def test_attention_of_other_kinds_is_left_alone() -> None:
+def test_attention_of_other_kinds_is_left_alone():
     assert attention_shapes(tiny_llama(layers=1)) == {}  # heads of 8
 
 
 @pytest.mark.parametrize("first", ["kernel", "levels"])
-def test_drafters_with_attention_of_their_own_are_hooked_beside_the_kernel(
-    monkeypatch: pytest.MonkeyPatch, first: str
-) -> None:
+def test_drafters_with_attention_of_their_own_are_hooked_beside_the_kernel(monkeypatch, first):
     """A draft model out of the same file as the target: its levels and our kernel, in any order."""
     monkeypatch.setattr(llama, NAME, unwrap(llama.scaled_dot_product_attention))
     model, smaller = _attending_model(), tiny_llama(vocab_size=VOCAB_SIZE, layers=1, seed=3)

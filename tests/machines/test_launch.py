@@ -49,7 +49,7 @@ def _wait_for(text: str, output: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_chat_on_two_ranks_until_ctrl_c(tmp_path: Path) -> None:
+def test_a_chat_on_two_ranks_until_ctrl_c(tmp_path):
     folder = store_tiny(tmp_path / "tiny")
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
@@ -89,7 +89,7 @@ def test_a_chat_on_two_ranks_until_ctrl_c(tmp_path: Path) -> None:
     assert output.read_text().count("2 machines: ") == 1
 
 
-def test_a_rank_that_fails_ends_the_other(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_other(tmp_path):
     end = end_by("a follower raises in a pass", str(store_tiny(tmp_path / "tiny")))
     assert end.codes == [LOST, 1]
     assert end.lines[0].startswith("redrafter-mlx: rank 1 (")

@@ -72,7 +72,7 @@ def _served(folder: Path, *options: str) -> Iterator[tuple[Ranks, int]]:
         yield ranks, port
 
 
-def test_a_lost_rank_ends_the_server_with_an_answer(folder: Path) -> None:
+def test_a_lost_rank_ends_the_server_with_an_answer(folder):
     with _served(folder) as (ranks, port), ThreadPoolExecutor(1) as pool:
         body = {"prompt": PROMPTS[0], "max_tokens": 3000, "temperature": 1}
         body["logit_bias"] = {"2": -100}
@@ -88,7 +88,7 @@ def test_a_lost_rank_ends_the_server_with_an_answer(folder: Path) -> None:
     assert f"redrafter-mlx: {error['message']}" in ended[0].out
 
 
-def test_answers_of_two_ranks_with_an_adapter(folder: Path, tmp_path: Path) -> None:
+def test_answers_of_two_ranks_with_an_adapter(folder, tmp_path):
     bare = Engine(*load(folder)[:2], None)
     adapter = _store_adapter(tmp_path / "adapter", load(folder)[0])
     engine = Engine(*load(folder, adapter_path=adapter)[:2], None)

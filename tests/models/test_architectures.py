@@ -90,23 +90,23 @@ def assert_tree_agrees(model: nn.Module, tree: TokenTree | None = None) -> None:
     assert_agree(verify_after_prompt(Target(model), tree).logits, expected.logits)
 
 
-def test_every_kind_of_rope_scaling_is_compared() -> None:
+def test_every_kind_of_rope_scaling_is_compared():
     kinds = {rope for ropes in SUPPORTED.values() for rope in ropes}
     assert kinds == {rope for _, rope in MAIN_CASES + OTHER_CASES}
 
 
 @pytest.mark.parametrize(("model_type", "rope"), OTHER_CASES)
-def test_tree_logits(model_type: str, rope: str) -> None:
+def test_tree_logits(model_type, rope):
     assert_tree_agrees(build(tiny_config(model_type, rope)))
 
 
 @pytest.mark.parametrize(("model_type", "text_type"), INNER_CASES)
-def test_tree_logits_of_other_inner_models(model_type: str, text_type: str) -> None:
+def test_tree_logits_of_other_inner_models(model_type, text_type):
     assert_tree_agrees(build(wrapper_config(model_type, text_type, "yarn")))
 
 
 @pytest.mark.parametrize(("model_type", "rope"), MAIN_CASES)
-def test_logits_and_hidden_states(model_type: str, rope: str) -> None:
+def test_logits_and_hidden_states(model_type, rope):
     """Hidden states enter the head; logits of a wrong position differ."""
     model = build(tiny_config(model_type, rope))
     tree = branching_tree()
@@ -140,9 +140,7 @@ def apply_head(model: nn.Module, model_type: str, forward: TargetOutputs) -> mx.
 
 @pytest.mark.parametrize("model_type", TEXT_MODELS)
 @pytest.mark.parametrize("has_few_shapes", [False, True])
-def test_generated_tokens_and_cache(
-    model_type: str, has_few_shapes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generated_tokens_and_cache(model_type, has_few_shapes, monkeypatch):
     """Trees may attend to whole buckets, here of so few entries that short texts fill some."""
     if has_few_shapes:
         use_few_shapes(monkeypatch)
@@ -176,7 +174,7 @@ def test_generated_tokens_and_cache(
                 assert disagreement(rows, stock_rows) <= TOLERANCE
 
 
-def test_dynamic_rope_before_its_base_grows_and_of_the_longest_chain() -> None:
+def test_dynamic_rope_before_its_base_grows_and_of_the_longest_chain():
     config = {**tiny_config("llama", "dynamic"), "max_position_embeddings": 4 * THRESHOLD}
     assert_tree_agrees(build(config))
     parents = [max(node - 1, 0) for node in range(MAX_BEAM_LENGTH)]
@@ -187,7 +185,7 @@ def test_dynamic_rope_before_its_base_grows_and_of_the_longest_chain() -> None:
 @pytest.mark.parametrize(
     "model_type", ["dbrx", "deepseek_v3", "granitemoe", "mixtral", "phixtral", "qwen3_moe"]
 )
-def test_more_expert_choices_than_mlx_lm_leaves_unsorted(model_type: str) -> None:
+def test_more_expert_choices_than_mlx_lm_leaves_unsorted(model_type):
     # mlx-lm sorts tokens by expert from 64 choices on.
     num_nodes = 40
     assert num_nodes * COMMON["num_experts_per_tok"] > 64
@@ -197,7 +195,7 @@ def test_more_expert_choices_than_mlx_lm_leaves_unsorted(model_type: str) -> Non
 @pytest.mark.parametrize(
     "model_type", ["deepseek_v3", "gpt2", "llama", "qwen3_moe", "starcoder2", "talkie", "LoRA"]
 )
-def test_quantised_or_with_lora_on_the_embedding(model_type: str) -> None:
+def test_quantised_or_with_lora_on_the_embedding(model_type):
     model: Any = build(tiny_config("llama" if model_type == "LoRA" else model_type))
     if model_type == "LoRA":
         model.model.embed_tokens = LoRAEmbedding.from_base(model.model.embed_tokens)
@@ -208,7 +206,7 @@ def test_quantised_or_with_lora_on_the_embedding(model_type: str) -> None:
     assert (parts.hidden_size, parts.vocab_size) == (COMMON["hidden_size"], VOCAB_SIZE)
 
 
-def test_packed_embedding() -> None:
+def test_packed_embedding():
     """Rows of the weights are packed; rows of hidden states are not."""
     config = tiny_config("prism_hadamard_qwen35")
     (packed,) = config["modules"]
@@ -223,7 +221,7 @@ def test_packed_embedding() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode"])
-def test_drafts_past_the_last_learned_position(model_type: str) -> None:
+def test_drafts_past_the_last_learned_position(model_type):
     num_positions = len(PROMPT) + 3
     model = build({**tiny_config(model_type), "n_positions": num_positions})
     tree = branching_tree()

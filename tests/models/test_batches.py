@@ -183,13 +183,13 @@ def assert_same_entries(found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("model_type", TEXT_MODELS)
-def test_texts_that_come_and_go(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+def test_texts_that_come_and_go(monkeypatch, model_type):
     poison_what_texts_leave(monkeypatch)
     decode_together(model_type, Target(build(tiny_config(model_type, main_rope(model_type)))))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_a_text_that_leaves_and_comes_again_between_two_passes_of_a_batch(model_type: str) -> None:
+def test_a_text_that_leaves_and_comes_again_between_two_passes_of_a_batch(model_type):
     """A text ends; the other one, alone, is about to make its own pass when a third one comes."""
     target = Target(build(tiny_config(model_type, main_rope(model_type))))
     scheduler, cases, texts = Scheduler(target), [], []
@@ -212,7 +212,7 @@ def test_a_text_that_leaves_and_comes_again_between_two_passes_of_a_batch(model_
 
 
 @pytest.mark.parametrize("model_type", TEXT_MODELS)
-def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+def test_prompts_share_their_passes(monkeypatch, model_type):
     """Ends of up to three tokens are trees of the first step, as stock mlx-lm reads tokens."""
     monkeypatch.setattr(prefill, "MAX_END", 3)
     target = Target(build(tiny_config(model_type, main_rope(model_type))))
@@ -238,7 +238,7 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_buckets(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+def test_buckets(monkeypatch, model_type):
     use_few_shapes(monkeypatch)
     decode_together(model_type, Target(build(tiny_config(model_type))), num_texts=5)
 
@@ -246,7 +246,7 @@ def test_buckets(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
 # With few codes on the border of two values: rounding changes some codes of other seeds.
 @pytest.mark.parametrize("start", [0, 20])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "falcon_h1"])
-def test_quantised_entries(monkeypatch: pytest.MonkeyPatch, model_type: str, start: int) -> None:
+def test_quantised_entries(monkeypatch, model_type, start):
     """Texts join the batch once their entries are quantised."""
     poison_what_texts_leave(monkeypatch)
     passes, expect = [], BatchCache.expect
@@ -259,7 +259,7 @@ def test_quantised_entries(monkeypatch: pytest.MonkeyPatch, model_type: str, sta
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "llama4", "qwen3_5", "lfm2"])
-def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
+def test_poison_spoils_the_text_of_its_slot_alone(model_type):
     """Show that the other tests would notice entries or states of another slot."""
     model = build(tiny_config(model_type))
     rng, target = random.Random(1), Target(model)

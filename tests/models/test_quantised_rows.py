@@ -53,7 +53,7 @@ def model() -> nn.Module:
     return build(wide_config("llama"))
 
 
-def test_options_are_those_of_mlx_lm() -> None:
+def test_options_are_those_of_mlx_lm():
     stock = inspect.signature(generate_step).parameters
     for name in ("kv_bits", "kv_group_size", "quantized_kv_start"):
         assert getattr(GenerationOptions, name) == stock[name].default
@@ -61,7 +61,7 @@ def test_options_are_those_of_mlx_lm() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_tree_logits(model_type: str, bits: int) -> None:
+def test_tree_logits(model_type, bits):
     model, tree = build(wide_config(model_type)), branching_tree()
     quantisation = Quantisation(bits, GROUP_SIZE, 0)
     expected = decode_paths(model, tree, quantisation).logits
@@ -89,9 +89,7 @@ FIXED = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
         for turn, (bits, shape) in enumerate([(8, FIXED), (4, FIXED), (8, {})])
     ],
 )
-def test_texts_and_the_caches_after_them(
-    model: nn.Module, drafter: str, bits: int, start: int, shape: dict[str, Any]
-) -> None:
+def test_texts_and_the_caches_after_them(model, drafter, bits, start, shape):
     options = options_of(bits, start) | {"prefill_step_size": 4}
     stock_cache, cache = make_prompt_cache(model), make_prompt_cache(model)
     stock = stock_tokens(model, PROMPT, NUM_TOKENS, prompt_cache=stock_cache, **options)
@@ -104,9 +102,7 @@ def test_texts_and_the_caches_after_them(
     assert_continues_alike(model, cache, stock_cache)
 
 
-def test_no_tree_has_nodes_on_both_sides_of_the_start(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module
-) -> None:
+def test_no_tree_has_nodes_on_both_sides_of_the_start(monkeypatch, model):
     start, trees = STARTS[-1], []
     verify = Target.verify
 
@@ -137,7 +133,7 @@ def quantised_cache(model: nn.Module, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, options_of(8, 0), options_of(8, 5000)], ids=str)
-def test_a_quantised_cache_from_outside(model: nn.Module, options: dict[str, Any]) -> None:
+def test_a_quantised_cache_from_outside(model, options):
     caches = [quantised_cache(model, **options_of(8, 0)) for _ in range(2)]
     stock = stock_tokens(model, [9], NUM_TOKENS, prompt_cache=caches[0], **options)
     given = {"max_tokens": NUM_TOKENS, "prompt_cache": caches[1], **FIXED, **options}
@@ -145,7 +141,7 @@ def test_a_quantised_cache_from_outside(model: nn.Module, options: dict[str, Any
     assert_continues_alike(model, caches[1], caches[0])
 
 
-def test_a_plain_cache_from_outside_gives_its_rows_away(model: nn.Module) -> None:
+def test_a_plain_cache_from_outside_gives_its_rows_away(model):
     cache = quantised_cache(model)
     layers = list(cache)
     tokens(model, [9], prompt_cache=cache, max_tokens=2, **options_of(8, 0))
@@ -154,9 +150,7 @@ def test_a_plain_cache_from_outside_gives_its_rows_away(model: nn.Module) -> Non
 
 
 @pytest.mark.parametrize(("start", "kind"), [(len(PROMPT), QuantizedKVCache), (13, KVCache)])
-def test_steps_are_timed_with_the_rows_that_a_text_begins_with(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, start: int, kind: type
-) -> None:
+def test_steps_are_timed_with_the_rows_that_a_text_begins_with(monkeypatch, model, start, kind):
     made = []
 
     def watch(target: Target, *args: Any) -> Any:
@@ -180,7 +174,7 @@ def test_steps_are_timed_with_the_rows_that_a_text_begins_with(
     ],
     ids=["attention sinks", "windows", "small heads", "latent attention"],
 )
-def test_models_that_mlx_lm_cannot_quantise(config: dict[str, Any], reason: str) -> None:
+def test_models_that_mlx_lm_cannot_quantise(config, reason):
     with pytest.raises(UnsupportedTargetError, match=f"{reason}.*; leave out kv_bits or"):
         tokens(build(config), PROMPT, **options_of(8, 5000))
 
@@ -195,12 +189,12 @@ def test_models_that_mlx_lm_cannot_quantise(config: dict[str, Any], reason: str)
     ],
     ids=str,
 )
-def test_impossible_options(model: nn.Module, options: dict[str, Any], message: str) -> None:
+def test_impossible_options(model, options, message):
     with pytest.raises(ConfigError, match=message):
         tokens(model, PROMPT, **options)
 
 
-def test_prompt_caches_that_do_not_go_with_the_options(model: nn.Module) -> None:
+def test_prompt_caches_that_do_not_go_with_the_options(model):
     options = options_of(8, 0)
     with pytest.raises(ConfigError, match="4 bits in groups of 32; give the same kv_bits"):
         tokens(model, PROMPT, prompt_cache=quantised_cache(model, **options_of(4, 0)), **options)
@@ -223,7 +217,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_quantised_caches(model: nn.Module, damage: str) -> None:
+def test_damaged_quantised_caches(model, damage):
     cache = quantised_cache(model, **options_of(8, 0))
     spoil, message = DAMAGE[damage]
     spoil(cache[0])
@@ -231,7 +225,7 @@ def test_damaged_quantised_caches(model: nn.Module, damage: str) -> None:
         tokens(model, PROMPT, prompt_cache=cache)
 
 
-def test_layers_of_a_draft_model_stay_as_they_are(model: nn.Module) -> None:
+def test_layers_of_a_draft_model_stay_as_they_are(model):
     options = options_of(8, len(PROMPT) + 3)
     draft = build(tiny_config("llama"))
     stock_cache, target_layers = make_prompt_cache(model), make_prompt_cache(model)

@@ -49,7 +49,7 @@ def _watch_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 @pytest.mark.parametrize("shape", [{}, TREE])
-def test_random_drafts(sampling: dict[str, Any], shape: dict[str, Any]) -> None:
+def test_random_drafts(sampling, shape):
     options: dict[str, Any] = {"drafter": random_drafter(VOCAB_SIZE, 32), "max_tokens": 10}
     options |= sampling | shape
     prompts = _prompts(9)
@@ -61,7 +61,7 @@ def test_random_drafts(sampling: dict[str, Any], shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("drafter", ["trained", "lookup"])
 @pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}], ids=str)
-def test_good_drafts(drafter: str, sampling: dict[str, Any]) -> None:
+def test_good_drafts(drafter, sampling):
     model, tokenizer, trained = load_once()
     engine = Engine(model, tokenizer, trained if drafter == "trained" else drafter)
     prompts = ["Once upon a time", "The old man opened the door and", "It was", "She said that he"]
@@ -77,9 +77,7 @@ def test_good_drafts(drafter: str, sampling: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
-def test_drafts_that_are_only_looked_at(
-    monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
-) -> None:
+def test_drafts_that_are_only_looked_at(monkeypatch, sampling):
     rng = random.Random(2)
     shadows = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
     choices = [Choice(), *shadows, Choice(WIDEST, 3)]
@@ -92,7 +90,7 @@ def test_drafts_that_are_only_looked_at(
     assert batch_texts(batch, len(prompts)) == plain
 
 
-def test_a_stream_that_is_closed_and_one_that_is_cancelled() -> None:
+def test_a_stream_that_is_closed_and_one_that_is_cancelled():
     engine = Engine(MODEL, TOKENIZER, None)
     with closing(engine.stream_batch(_prompts(5), batch_size=2, max_tokens=50)) as stream:
         assert len(list(islice(stream, 20))) == 20
@@ -103,7 +101,7 @@ def test_a_stream_that_is_closed_and_one_that_is_cancelled() -> None:
     assert before + len(list(stream)) < 5 * 50
 
 
-def test_a_cancelled_stream_that_nobody_reads_leaves_the_batch() -> None:
+def test_a_cancelled_stream_that_nobody_reads_leaves_the_batch():
     engine = Engine(MODEL, TOKENIZER, None)
     prompts, shared = _prompts(3), engine.share()
     expected = engine.generate(prompts[0], max_tokens=30)
@@ -116,7 +114,7 @@ def test_a_cancelled_stream_that_nobody_reads_leaves_the_batch() -> None:
     assert text + "".join(one.text for one in first) == expected
 
 
-def test_memory_does_not_grow_with_the_number_of_texts() -> None:
+def test_memory_does_not_grow_with_the_number_of_texts():
     def peak(count: int) -> int:
         options: dict[str, Any] = {"drafter": None, "batch_size": 4, "max_tokens": 20}
         return peak_of(lambda: generate_batch(MODEL, TOKENIZER, _prompts(count), **options))
@@ -125,13 +123,13 @@ def test_memory_does_not_grow_with_the_number_of_texts() -> None:
     assert peak(24) < 1.2 * peak(12)
 
 
-def test_bad_options() -> None:
+def test_bad_options():
     reason = "batch_size must be an integer at least 1, got '4'"
     with pytest.raises(ConfigError, match=reason):
         generate_batch(MODEL, TOKENIZER, [[1, 2]], batch_size="4")  # type: ignore[arg-type]
 
 
-def test_quantised_texts_share_their_passes_and_others_have_their_own() -> None:
+def test_quantised_texts_share_their_passes_and_others_have_their_own():
     model = tiny_llama(seed=5, vocab_size=VOCAB_SIZE, head_size=32)
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
     quantised = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}
@@ -155,7 +153,7 @@ def _read_in_turns(streams: list[Any]) -> list[str]:
     return texts
 
 
-def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text() -> None:
+def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text():
     engine = Engine(MODEL, TOKENIZER, None)
 
     def fail(done: int, total: int) -> None:
@@ -184,7 +182,7 @@ def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text()
     assert [texts[0], texts[2]] == [expected[0], expected[2]]
 
 
-def test_the_speed_of_a_prompt_counts_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_a_prompt_counts_its_chunks(monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(responses.time, "perf_counter", lambda: next(clock))
     engine = Engine(MODEL, TOKENIZER, None)
@@ -201,7 +199,7 @@ def test_the_speed_of_a_prompt_counts_its_chunks(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("drafter", ["none", "random", "lookup"])
 @pytest.mark.parametrize("shape", [{}, TREE])
-def test_streams_that_share_their_passes(drafter: str, shape: dict[str, Any]) -> None:
+def test_streams_that_share_their_passes(drafter, shape):
     """They come and go in any order, with caches, processors and samplings of their own."""
     drafters: dict[str, Any] = {"none": None, "lookup": "lookup"}
     drafters["random"] = random_drafter(VOCAB_SIZE, 32)
@@ -244,7 +242,7 @@ def test_streams_that_share_their_passes(drafter: str, shape: dict[str, Any]) ->
                 assert mx.allclose(rows, stock_rows, atol=1e-4)
 
 
-def test_prompts_share_passes_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_share_passes_until_they_end(monkeypatch):
     engine = Engine(MODEL, TOKENIZER, None)
     rng, lengths = random.Random(3), (40, 9, 33, 1, 10, 30, 21)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
@@ -258,8 +256,8 @@ def test_prompts_share_passes_until_they_end(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("shape", "last"), [({}, [8, 2, 1]), (TREE, [8, 4, 2, 1])])
 def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
-    monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], last: list[int]
-) -> None:
+    monkeypatch, shape, last
+):
     """Sooner if each costs the nodes of a tree."""
     engine = Engine(MODEL, TOKENIZER, random_drafter(VOCAB_SIZE, 32) if shape else None)
     rng = random.Random(4)
@@ -280,7 +278,7 @@ def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
     assert passes[-len(last) :] == last
 
 
-def test_a_text_that_is_never_alone_leaves_the_estimates_of_one_that_was() -> None:
+def test_a_text_that_is_never_alone_leaves_the_estimates_of_one_that_was():
     engine = Engine(*load_once())
     list(engine.stream_batch(["Once upon a time"], max_tokens=20))
     estimates = engine.memory.policy
@@ -291,7 +289,7 @@ def test_a_text_that_is_never_alone_leaves_the_estimates_of_one_that_was() -> No
     assert 2 in engine.memory.batches
 
 
-def test_texts_cancelled_while_they_begin_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_cancelled_while_they_begin_end(monkeypatch):
     engine, calls = Engine(MODEL, TOKENIZER, None), 0
     stream = engine.stream_batch([[5] * 40, [6] * 40], max_tokens=8, prefill_step_size=8)
     process = type(MODEL).__call__
@@ -307,7 +305,7 @@ def test_texts_cancelled_while_they_begin_end(monkeypatch: pytest.MonkeyPatch) -
     assert (list(stream), calls) == ([], 3)
 
 
-def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch):
     monkeypatch.setattr("mlx_redrafter.decoding.scheduler.SHARED_CHUNK", 8)
     engine, prompts = Engine(MODEL, TOKENIZER, None), [[5], [9, 7, 5], [8, 3] * 30]
     ends = [4, 40, 40]

@@ -103,9 +103,7 @@ def assert_holds(cache: list[Any], prompt: list[int], tokens: list[int]) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared"])
-def test_cancelled_by_another_thread_at_any_point(
-    monkeypatch: pytest.MonkeyPatch, kind: str, is_shared: bool
-) -> None:
+def test_cancelled_by_another_thread_at_any_point(monkeypatch, kind, is_shared):
     drafter, shape = KINDS[kind]
     options = {**shape, "max_tokens": NUM_TOKENS, "prefill_step_size": 3}
     num_cut = 0
@@ -129,7 +127,7 @@ def test_cancelled_by_another_thread_at_any_point(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_turns_on_one_cache_go_on_where_a_reader_left(kind: str) -> None:
+def test_turns_on_one_cache_go_on_where_a_reader_left(kind):
     """Alone and with others, closed or cancelled after any number of tokens."""
     drafter, shape = KINDS[kind]
     plain, turn = _engine(None), [12, 40]
@@ -158,9 +156,7 @@ def test_turns_on_one_cache_go_on_where_a_reader_left(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(monkeypatch, kind):
     drafter, shape = KINDS[kind]
     engine, num_failed = _engine(drafter), 0
 
@@ -187,7 +183,7 @@ def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(
 @pytest.mark.parametrize(
     ("kind", "fault"), [("plain", "no token"), ("chains", "no token"), ("chains", "raises")]
 )
-def test_a_sampler_that_fails_while_its_text_rests_ends_no_other(kind: str, fault: str) -> None:
+def test_a_sampler_that_fails_while_its_text_rests_ends_no_other(kind, fault):
     drafter, shape = KINDS[kind]
     for number in range(2, 17, 2):
         calls = 0
@@ -213,9 +209,7 @@ def test_a_sampler_that_fails_while_its_text_rests_ends_no_other(kind: str, faul
             assert isinstance(errors[2], OSError if fault == "raises" else ConfigError)
 
 
-def test_no_pass_follows_an_unread_path_of_quantised_entries_or_a_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_pass_follows_an_unread_path_of_quantised_entries_or_a_batch(monkeypatch):
     """With compiled passes in use for a text with K/V entries of its own."""
     compile_passes(monkeypatch, uses=1)
     followed = []
@@ -243,7 +237,7 @@ def test_no_pass_follows_an_unread_path_of_quantised_entries_or_a_batch(
     assert set(followed) == {TreeCache}
 
 
-def test_threads_look_ahead_with_the_same_compiled_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_look_ahead_with_the_same_compiled_passes(monkeypatch):
     compile_passes(monkeypatch, uses=1)
     first = _engine(KINDS["trees"][0])
     second = Engine(MODEL, wrapped_tokenizer(VOCAB_SIZE), KINDS["trees"][0], first.memory)

@@ -109,12 +109,12 @@ def expected(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
-def test_texts_are_those_of_plain_decoding(guest: Any, name: str, shape: dict[str, Any]) -> None:
+def test_texts_are_those_of_plain_decoding(guest, name, shape):
     assert write(guest, name, **shape) == expected(name)
 
 
 @pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
-def test_stop_tokens_end_inside_a_draft(guest: Any, number: int, shape: dict[str, Any]) -> None:
+def test_stop_tokens_end_inside_a_draft(guest, number, shape):
     text = expected("greedy")[:16]  # several drafts of every shape
     for stop in list(dict.fromkeys(text))[number :: len(SHAPES)]:
         found = tokens(MODEL, PROMPT, guest, stop_tokens={stop}, max_tokens=len(text), **shape)
@@ -122,7 +122,7 @@ def test_stop_tokens_end_inside_a_draft(guest: Any, number: int, shape: dict[str
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_turns_on_one_prompt_cache(guest: Any, shape: dict[str, Any]) -> None:
+def test_turns_on_one_prompt_cache(guest, shape):
     """With the target's layers alone, and with those of a draft model after them."""
     turns = [PROMPT, [7, 8, 9], [60], PROMPT]
     assert_turns(MODEL, guest, turns, max_tokens=5, **shape)
@@ -133,7 +133,7 @@ def test_turns_on_one_prompt_cache(guest: Any, shape: dict[str, Any]) -> None:
 
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=8)
-def test_any_repetitive_prompt(seed: int) -> None:
+def test_any_repetitive_prompt(seed):
     keys = mx.random.split(mx.random.key(seed))
     passage = to_ints(mx.random.randint(1, VOCAB_SIZE, (9,), key=keys[0]))
     cuts = sorted(to_ints(mx.random.randint(0, 9, (6,), key=keys[1])))
@@ -145,7 +145,7 @@ def test_any_repetitive_prompt(seed: int) -> None:
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 @pytest.mark.parametrize("length", [2, 5, 9])
-def test_the_target_accepts_all_of_itself(temp: float, length: int) -> None:
+def test_the_target_accepts_all_of_itself(temp, length):
     shape = {"beam_width": 1, "beam_length": length, "tree_nodes": length}
     options = {"temp": temp, "seed": 5, "max_tokens": 1 + 6 * length, **shape}
     *_, last = stream(MODEL, PROMPT, DraftModel(MODEL, None), **options)
@@ -166,7 +166,7 @@ def drafter(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, BEAMS], ids=str)
-def test_texts_with_drafts_made_ahead(drafter: Any, shape: dict[str, Any]) -> None:
+def test_texts_with_drafts_made_ahead(drafter, shape):
     ahead = SpeculateAhead(drafter)
     for name in ("greedy", "sampler", "sampled" if len(shape) % 2 == 0 else "uncoupled"):
         assert write(ahead, name, **shape) == expected(name)
@@ -174,7 +174,7 @@ def test_texts_with_drafts_made_ahead(drafter: Any, shape: dict[str, Any]) -> No
         assert ahead.hits.passes > 5
 
 
-def test_drafts_made_ahead_of_any_shape(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_made_ahead_of_any_shape(drafter, monkeypatch):
     """Trees cut anywhere, steps without drafts, drafts out of the text between them."""
     plain = {name: expected(name) for name in ("greedy", "sampled")}
     use_policy(monkeypatch, RandomShapes(1))
@@ -183,14 +183,14 @@ def test_drafts_made_ahead_of_any_shape(drafter: Any, monkeypatch: pytest.Monkey
     assert ahead.hits.passes > 0
 
 
-def test_turns_with_drafts_made_ahead(drafter: Any) -> None:
+def test_turns_with_drafts_made_ahead(drafter):
     ahead, turns = SpeculateAhead(drafter), (PROMPT, [7, 8, 9], [60])
     assert_turns(MODEL, ahead, turns, **SHAPES[1])
     own = make_prompt_cache(drafter.target.model) if isinstance(drafter, DraftModel) else []
     assert_turns(MODEL, ahead, turns, own, **SHAPES[2])
 
 
-def test_batches_and_threads_with_drafts_made_ahead(drafter: Any) -> None:
+def test_batches_and_threads_with_drafts_made_ahead(drafter):
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     engine = Engine(MODEL, tokenizer, SpeculateAhead(drafter))
     prompts = [PROMPT, [7, 8, 9], [60]]
@@ -207,7 +207,7 @@ def test_batches_and_threads_with_drafts_made_ahead(drafter: Any) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temp": 0.9, "seed": 5}], ids=str)
-def test_a_drafter_that_is_right_foresees_every_outcome(sampling: dict[str, Any]) -> None:
+def test_a_drafter_that_is_right_foresees_every_outcome(sampling):
     """The target's own noise tells the token after the drafts at a temperature, too."""
     ahead = SpeculateAhead(DraftModel(MODEL, None))
     options = {"max_tokens": 60, "beam_width": 1, "beam_length": 6, **sampling}
@@ -218,7 +218,7 @@ def test_a_drafter_that_is_right_foresees_every_outcome(sampling: dict[str, Any]
     assert last.stats.accepted_counts[-1] >= last.steps - 1
 
 
-def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens() -> None:
+def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens():
     mx.random.seed(0)
     tree = make_tree([9, 3, 5, 4, 3], [0, 0, 0, 1, 2], 2).padded(7)
     token_ids = mx.array([1, 3, 4, 5, 8, 9])
@@ -244,7 +244,7 @@ def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens() -> None:
     assert found == [(node, column) for _, node, column in likeliest[:5]]
 
 
-def test_other_kinds_do_not_draft_ahead() -> None:
+def test_other_kinds_do_not_draft_ahead():
     with pytest.raises(ConfigError, match="found a drafter of the kind Medusa"):
         SpeculateAhead(random_medusa(VOCAB_SIZE, 32))
     with pytest.raises(ConfigError, match="predraft must be an integer from 1 to 64"):

@@ -181,7 +181,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-def test_texts_are_those_of_plain_decoding(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_those_of_plain_decoding(case, monkeypatch):
     model = target_of(case.target)
     network, accepted = case.make(model, case.kind), 0
     expected = stock_tokens(model, PROMPT, NUM_TOKENS)
@@ -199,7 +199,7 @@ def test_texts_are_those_of_plain_decoding(case: Case, monkeypatch: pytest.Monke
     assert accepted > 0 or case.kind == "P-EAGLE", "nothing was accepted"
 
 
-def test_turns_on_one_prompt_cache(case: Case) -> None:
+def test_turns_on_one_prompt_cache(case):
     """With the target's layers alone, and with those of the network after them."""
     model = target_of(case.target)
     network = case.make(model, case.kind)
@@ -209,7 +209,7 @@ def test_turns_on_one_prompt_cache(case: Case) -> None:
     assert_turns(model, network, TURNS, own, behind=1, max_tokens=5, **TREE)
 
 
-def test_files_of_one_prompt_cache(tmp_path: Path) -> None:
+def test_files_of_one_prompt_cache(tmp_path):
     model, path = target_of("gemma3_text"), str(tmp_path / "cache.safetensors")
     network = block(model, "DFlash 2")
     stock, shared = make_prompt_cache(model), make_prompt_cache(model) + make_prompt_cache(network)
@@ -223,7 +223,7 @@ def test_files_of_one_prompt_cache(tmp_path: Path) -> None:
     assert held[1] <= held[0], "a window keeps no more entries than the whole text has"
 
 
-def test_long_texts_keep_windows_bounded() -> None:
+def test_long_texts_keep_windows_bounded():
     """Buffers of windowed layers drop what no window reaches, and the texts stay equal."""
     model = target_of("llama")
     network = block(model, "vanilla", windows=(6, 9), causal=(True, False))
@@ -235,9 +235,7 @@ def test_long_texts_keep_windows_bounded() -> None:
     assert all(layer.keys.shape[2] <= 320 for layer in cache[-2:])
 
 
-def test_the_policy_never_asks_for_more_than_the_heads_reach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_policy_never_asks_for_more_than_the_heads_reach(monkeypatch):
     model, heads = target_of("llama"), random_medusa(VOCAB_SIZE, num_heads=2)
     asked: list[int] = []
     original = heads.open

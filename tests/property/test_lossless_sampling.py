@@ -87,7 +87,7 @@ def plain_of_filter(model: nn.Module, filters: dict[str, Any]) -> list[Scored]:
 
 
 @pytest.mark.parametrize("group", range(6))
-def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> None:
+def test_drafted_sample_equals_plain_sample(model, group):
     drafter, texts = random_drafter(VOCAB_SIZE, 32, seed=group), set()
     for case, (seed, temp, filters, shape) in enumerate(COMBINATIONS[group::6]):
         sampling = {"seed": seed, "temp": temp, "max_tokens": NUM_TOKENS, **filters}
@@ -105,9 +105,7 @@ def test_drafted_sample_equals_plain_sample(model: nn.Module, group: int) -> Non
     [{"temp": 1.0, "top_p": 1e-46}, {"temp": 1.5, "top_p": 5e-324, "top_k": 3}, {"temp": 5e-324}],
     ids=str,
 )
-def test_what_is_0_in_float32_writes_the_greedy_text(
-    model: nn.Module, greedy: list[Scored], sampling: dict[str, Any]
-) -> None:
+def test_what_is_0_in_float32_writes_the_greedy_text(model, greedy, sampling):
     for shape in SHAPES:
         for drafter in (None, Scripted(ids(greedy), VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32)):
             found = tokens(model, PROMPT, drafter, max_tokens=NUM_TOKENS, **sampling, **shape)
@@ -123,9 +121,7 @@ def test_what_is_0_in_float32_writes_the_greedy_text(
     ],
     ids=str,
 )
-def test_drafters_that_know_part_of_the_vocabulary(
-    model: nn.Module, filters: dict[str, Any], plain_of_filter: list[Scored], head: dict[str, int]
-) -> None:
+def test_drafters_that_know_part_of_the_vocabulary(model, filters, plain_of_filter, head):
     """They rank with the noise of the tokens that their rows stand for."""
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, **head}
     vocab_size, hidden_size = sizes.pop("vocab_size"), sizes.pop("hidden_size")
@@ -169,14 +165,7 @@ CASES += [(3, STOCK_SHAPES[1], {"temp": 0.9, "top_p": 0.95}, one) for one in PRO
 
 
 @pytest.mark.parametrize(("seed", "shape", "sampling", "processing"), CASES, ids=str)
-def test_stock_samplers_and_processors(
-    model: nn.Module,
-    monkeypatch: pytest.MonkeyPatch,
-    seed: int,
-    shape: dict[str, Any],
-    sampling: dict[str, Any],
-    processing: dict[str, Any],
-) -> None:
+def test_stock_samplers_and_processors(model, monkeypatch, seed, shape, sampling, processing):
     """Plain and drafted decoding, with random and mostly right drafts, against stock mlx-lm."""
     options: dict[str, Any] = {"sampler": make_sampler(**sampling)} if sampling else {}
     if processing:
@@ -200,7 +189,7 @@ def test_stock_samplers_and_processors(
         assert ids(stock_tokens(model, PROMPT, 18)) != ids(expected), "the processors matter"
 
 
-def test_processors_see_the_prompt_and_every_token_before(model: nn.Module) -> None:
+def test_processors_see_the_prompt_and_every_token_before(model):
     expected = ids(stock_tokens(model, PROMPT, 12))
     seen: list[list[int]] = []
 
@@ -226,9 +215,7 @@ def test_processors_see_the_prompt_and_every_token_before(model: nn.Module) -> N
         {"temp": 0.6, "top_p": 0.9, "seed": 1},
     ],
 )
-def test_text_does_not_depend_on_the_shapes(
-    model: nn.Module, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_does_not_depend_on_the_shapes(model, sampling, monkeypatch):
     plain = plain_tokens(model, PROMPT, max_tokens=60, **sampling)
     for drafter in (random_drafter(VOCAB_SIZE, 32), Scripted(ids(plain), VOCAB_SIZE)):
         policy = RandomShapes(3)
@@ -239,9 +226,7 @@ def test_text_does_not_depend_on_the_shapes(
         assert policy.num_others > 0
 
 
-def test_auto_is_the_default_and_leaves_the_text_alone(
-    model: nn.Module, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_the_default_and_leaves_the_text_alone(model, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(engine, "step_costs", step_costs)  # the real ones
     sampling = {"temp": 1.0, "seed": 7, "max_tokens": 50}
@@ -251,9 +236,7 @@ def test_auto_is_the_default_and_leaves_the_text_alone(
     assert (tmp_path / "mlx-redrafter").is_dir(), "step times were measured"
 
 
-def test_texts_stay_the_same_where_drafts_are_dear_and_teach_the_next_text(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_stay_the_same_where_drafts_are_dear_and_teach_the_next_text(model, monkeypatch):
     none = dict.fromkeys(WIDTHS, 0.0)
     dear = StepCosts(1.0, dict.fromkeys(SIZES, 2.2), none, dict.fromkeys(WIDTHS, 0.05), 0.1)
     monkeypatch.setattr(engine, "step_costs", lambda *_: dear)
@@ -267,7 +250,7 @@ def test_texts_stay_the_same_where_drafts_are_dear_and_teach_the_next_text(
     assert texts == [tokens(model, PROMPT, max_tokens=120)] * 2
 
 
-def test_a_text_that_is_broken_off_teaches_too(model: nn.Module) -> None:
+def test_a_text_that_is_broken_off_teaches_too(model):
     drafter = random_drafter(VOCAB_SIZE, 32)
     responses = stream(model, PROMPT, drafter, max_tokens=120)
     memory = generation._memories.of(model, drafter)

@@ -70,7 +70,7 @@ def _long_prompt(tokenizer: Any, length: int) -> list[int]:
     return prompt.ids
 
 
-def test_texts_are_those_of_mlx_lm() -> None:
+def test_texts_are_those_of_mlx_lm():
     """Alone and in batches, with a quantised K/V cache, and in turns with a kept cache."""
     model, tokenizer = real_pair(SMOLLM2)
     settings = CommonSettings(model, tokenizer, cast("Any", None), 12)
@@ -84,7 +84,7 @@ def test_texts_are_those_of_mlx_lm() -> None:
     assert {one.conditions for one in different} <= {"8-bit K/V cache"}
 
 
-def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone() -> None:
+def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone():
     model, tokenizer, drafter = load(real_folder(SMOLLM2), drafter="auto")
     assert isinstance(drafter, Drafter)
     steps = tokens = 0
@@ -97,7 +97,7 @@ def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone() -> None
     assert tokens / steps > 1.3
 
 
-def test_trees_of_drafts_leave_the_text_alone() -> None:
+def test_trees_of_drafts_leave_the_text_alone():
     model, tokenizer = real_pair(SMOLLM2)
     prompts = [one.ids for one in _questions(tokenizer, 2)]
     texts = [stock_tokens(model, prompt, 24) for prompt in prompts]
@@ -112,7 +112,7 @@ def test_trees_of_drafts_leave_the_text_alone() -> None:
 
 
 @pytest.mark.parametrize(("length", "is_tree"), [(500, True), (700, False)])
-def test_texts_cross_the_windows_of_gemma(length: int, is_tree: bool) -> None:
+def test_texts_cross_the_windows_of_gemma(length, is_tree):
     model, tokenizer = real_pair(GEMMA)
     prompt = _long_prompt(tokenizer, length)
     text = stock_tokens(model, prompt, 24)
@@ -121,7 +121,7 @@ def test_texts_cross_the_windows_of_gemma(length: int, is_tree: bool) -> None:
     assert_same_tokens(text, tokens(model, prompt, drafter, tokenizer=tokenizer, **shape))
 
 
-def test_the_server_writes_the_text_of_mlx_lm() -> None:
+def test_the_server_writes_the_text_of_mlx_lm():
     model, tokenizer = real_pair(SMOLLM2)
     (prompt,) = _questions(tokenizer, 1)
     text = mlx_lm.generate(model, tokenizer, prompt.ids, max_tokens=8)

@@ -109,7 +109,7 @@ def check(kind: str, seed: int, choice: Any) -> int:
     return len(whole.tool_calls)
 
 
-def test_drafts_change_no_call() -> None:
+def test_drafts_change_no_call():
     choices = ("auto", "required")
     assert sum(check(kind, seed, choices[seed % 2]) for seed, kind in enumerate(MARKS)) > 4
 
@@ -126,7 +126,7 @@ def wander(grammar: Grammar, tokenizer: TokenizerWrapper, rng: random.Random) ->
 
 
 @pytest.mark.parametrize("kind", MARKS)
-def test_random_calls_fit_their_schemas(kind: str) -> None:
+def test_random_calls_fit_their_schemas(kind):
     """mlx-lm's parser reads the same, but for names, strings and objects that it cannot read."""
     tokenizer, num_parsed = TOKENIZERS[kind, 0], 0
     form = find_format(tokenizer)
@@ -163,13 +163,13 @@ def parses_equally(tokenizer: TokenizerWrapper, text: str, tools: Tools, call: T
     return (one["name"], one["arguments"]) == (call.name, call.parsed)
 
 
-def test_a_tree_of_which_some_nodes_are_held() -> None:
+def test_a_tree_of_which_some_nodes_are_held():
     """Drafts that begin a call stand next to thinking, in which the text may not end."""
     check("kimi_k2", 1007, "required")
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_an_answer_is_a_call_or_fits_its_format(seed: int) -> None:
+def test_an_answer_is_a_call_or_fits_its_format(seed):
     rng = random.Random(seed)
     asked = {"type": "object", "properties": {"it": random_schema(rng)}, "required": ["it"]}
     asked["additionalProperties"] = False
@@ -248,7 +248,7 @@ def _write(engine: Engine, tokens: list[int]) -> Any:
     return whole
 
 
-def test_a_marker_in_pieces_and_an_end_within_a_string() -> None:
+def test_a_marker_in_pieces_and_an_end_within_a_string():
     engine = _engine()
     ids, characters = partial(_ids, engine), partial(_characters, engine)
     said = "a </tool_call> b"
@@ -261,7 +261,7 @@ def test_a_marker_in_pieces_and_an_end_within_a_string() -> None:
         assert (whole.content, whole.finish_reason) == ("Well", "tool_calls")
 
 
-def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker() -> None:
+def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker():
     engine, grammar = _held()
     good, bad = (_ids(engine, text)[0] for text in ('l>{"name', "l>no"))
     masks = engine.masks(grammar)
@@ -273,7 +273,7 @@ def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker() -> None:
     assert [token for token in range(VOCAB_SIZE) if not allowed[token]] == [bad]
 
 
-def test_free_text_is_the_text_without_tools() -> None:
+def test_free_text_is_the_text_without_tools():
     engine, grammar = _held()
     marker = engine.tokenizer.tool_call_start_tokens[0]
     never = mx.zeros((VOCAB_SIZE,)).at[marker].add(-1e9)
@@ -283,7 +283,7 @@ def test_free_text_is_the_text_without_tools() -> None:
     assert held == [one.token for one in engine.stream(PROMPT, **options)]
 
 
-def test_a_call_may_be_required_only_in_formats_with_a_grammar() -> None:
+def test_a_call_may_be_required_only_in_formats_with_a_grammar():
     tokenizer = tool_tokenizer("json_tools")
     tokenizer._tool_parser = lambda text, tools: None
     engine = Engine(MODEL, tokenizer, None)

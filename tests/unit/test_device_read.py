@@ -77,16 +77,12 @@ SAMPLING: dict[str, Any] = {"temp": 0.9, "seed": 1, "top_p": 0.9}
     ],
     ids=str,
 )
-def test_a_step_reads_its_outcome_while_the_device_has_work(
-    stories: Trained, events: list[str], options: dict[str, Any], expected: list[str]
-) -> None:
+def test_a_step_reads_its_outcome_while_the_device_has_work(stories, events, options, expected):
     steps = _run(stories, events, **{"drafter": stories.drafter, **options})
     assert steps == [expected] * STEPS
 
 
-def test_a_step_that_chooses_its_drafts_reads_what_is_known_of_them_as_well(
-    stories: Trained, events: list[str]
-) -> None:
+def test_a_step_that_chooses_its_drafts_reads_what_is_known_of_them_as_well(stories, events):
     steps = _run(stories, events, drafter=stories.drafter)
     assert len(steps) == STEPS
     for step in steps:
@@ -104,8 +100,8 @@ def test_a_step_that_chooses_its_drafts_reads_what_is_known_of_them_as_well(
 @pytest.mark.parametrize("options", [{}, {"temp": 0.9, "seed": 1}], ids=str)
 @pytest.mark.parametrize("has_drafter", [False, True])
 def test_a_batch_reads_what_is_dispatched_and_nothing_made_of_it(
-    stories: Trained, monkeypatch: pytest.MonkeyPatch, has_drafter: bool, options: dict[str, Any]
-) -> None:
+    stories, monkeypatch, has_drafter, options
+):
     """MLX would compute a part of an array behind all that is dispatched meanwhile."""
     graphs: list[str] = []
     for name in ("to_ints", "to_floats", "to_rows"):

@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,14 +18,11 @@ from mlx_redrafter.proposers import redrafter
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter.precision import quantised_copy
-from tests.conftest import Trained
 from tests.helpers.cli import run
 from tests.helpers.models import random_drafter
 
 
-def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
-    stories: Trained, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(stories, drafter_folder, monkeypatch):
     monkeypatch.setattr(redrafter, "tune", lambda drafter, target: quantised_copy(drafter))
     assert quantization_of(load(stories.folder, drafter=drafter_folder, tune=False)[2]) is None
     model, tokenizer, drafter = load(stories.folder, drafter=drafter_folder)
@@ -37,9 +33,7 @@ def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
 
 
 @pytest.mark.parametrize("is_precise", [False, True])
-def test_what_drafts_for_a_float32_model_is_in_float32_too(
-    tmp_path: Path, is_precise: bool
-) -> None:
+def test_what_drafts_for_a_float32_model_is_in_float32_too(tmp_path, is_precise):
     folder = tmp_path / "target"
     shutil.copytree(find_bundled("target"), folder)
     if is_precise:
@@ -52,7 +46,7 @@ def test_what_drafts_for_a_float32_model_is_in_float32_too(
     }
 
 
-def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_mlx_lm(stories, monkeypatch):
     seen: dict[str, Any] = {}
     stock: Any = mlx_lm.load
     record = lambda path, **more: seen.update(more) or stock(path, **more)  # noqa: E731
@@ -65,9 +59,7 @@ def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch)
     assert seen["tokenizer_config"] == {"trust_remote_code": False}, "transformers would ask"
 
 
-def test_cheap_checks_come_first(
-    stories: Trained, drafter_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cheap_checks_come_first(stories, drafter_folder, tmp_path, monkeypatch):
     """Before the model is read, and all but the last before the drafter's weights are."""
     monkeypatch.setattr(mlx_lm, "load", None)
     folder = shutil.copytree(stories.folder, tmp_path / "model")
@@ -107,7 +99,7 @@ except ImportError as error:
 """
 
 
-def test_no_back_end() -> None:
+def test_no_back_end():
     done = subprocess.run(
         [sys.executable, "-c", NO_BACKEND], capture_output=True, text=True, check=True
     )

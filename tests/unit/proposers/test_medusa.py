@@ -60,14 +60,14 @@ def best_products(scores: np.ndarray, count: int) -> dict[Node, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1])[:count])
 
 
-def test_the_dynamic_tree_has_the_largest_products_of_probabilities() -> None:
+def test_the_dynamic_tree_has_the_largest_products_of_probabilities():
     network = random_medusa(num_heads=NUM_HEADS)
     for count in (4, 12):
         found = paths(propose(network, DraftPlan.of(16, 5, count + 1)))
         assert found == pytest.approx(best_products(marginals(network), count), abs=1e-4)
 
 
-def test_calibration_applies_where_no_noise_ranks() -> None:
+def test_calibration_applies_where_no_noise_ranks():
     network = random_medusa(num_heads=NUM_HEADS, inverse_temperature=0.5, coupling_weight=0.7)
     plan = DraftPlan.of(16, 5, 9)
     assert paths(propose(network, plan)) == pytest.approx(
@@ -94,7 +94,7 @@ def explored(accuracies: np.ndarray, num_nodes: int) -> list[Node]:
 
 
 @pytest.mark.parametrize("has_noise", [False, True])
-def test_the_static_tree_is_the_papers_whatever_the_probabilities(has_noise: bool) -> None:
+def test_the_static_tree_is_the_papers_whatever_the_probabilities(has_noise):
     random = np.random.default_rng(2)
     accuracies = -np.sort(-random.uniform(0.001, 0.5, (NUM_HEADS, 32)), axis=1)
     network = with_static_tree(random_medusa(num_heads=NUM_HEADS), accuracies.tolist())
@@ -112,7 +112,7 @@ def test_the_static_tree_is_the_papers_whatever_the_probabilities(has_noise: boo
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_heads_of_few_tokens() -> None:
+def test_heads_of_few_tokens():
     network = random_medusa(num_heads=2, draft_vocab_size=3)
     network.token_ids = mx.array([60, 2, 33], dtype=mx.int32)
     for one in (network, with_static_tree(network)):
@@ -133,7 +133,7 @@ def right_text(network: Medusa, shift: Sequence[int]) -> ReadSequence:
     return ReadSequence(mx.array([0, *chosen.tolist()]), 1, hidden, mx.array(others), log_probs)
 
 
-def test_accuracies_of_ranks_are_counted() -> None:
+def test_accuracies_of_ranks_are_counted():
     network = random_medusa(num_heads=2)
     text = right_text(network, [0, 0, 0, 2])  # three in four are the first, one the third
     first, second = rank_accuracies(network, [text])
@@ -167,7 +167,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD)
-def test_configs_out_of_range(changes: dict[str, Any], message: str) -> None:
+def test_configs_out_of_range(changes, message):
     good = random_medusa().config.to_dict()
     with pytest.raises(CheckpointError, match=message):
         MedusaConfig.from_dict({**good, **changes})

@@ -72,9 +72,7 @@ def assistant(request: pytest.FixtureRequest, tmp_path: Path) -> Assistant:
     return load_assistant(write(tmp_path, assistant_tensors(name), ASSISTANTS[name]))
 
 
-def test_the_copied_entries_are_the_targets(
-    assistant: Assistant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_copied_entries_are_the_targets(assistant, monkeypatch):
     """After prompts in chunks, accepted and rejected drafts, and turns on one prompt cache."""
     model = MODELS["gemma4_text"]
     full, sliding, _ = assistant.captured_layers(Target(model))
@@ -100,7 +98,7 @@ def test_the_copied_entries_are_the_targets(
     assert {layer.offset for layer in own} == {len(text) - 2}
 
 
-def test_other_targets_are_refused(assistant: Assistant) -> None:
+def test_other_targets_are_refused(assistant):
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     with pytest.raises(CheckpointError, match="hidden_size 64 does not match the target's 32"):
         assistant.check_fit(Target(tiny_llama(vocab_size=VOCAB_SIZE)), tokenizer)
@@ -118,7 +116,7 @@ def changed(**values: Any) -> dict[str, Any]:
     return {**config, **rest, "text_config": {**config["text_config"], **text}}
 
 
-def test_contradicting_configs_are_refused(tmp_path: Path) -> None:
+def test_contradicting_configs_are_refused(tmp_path):
     for config, message in (
         ({"model_type": "gemma4_assistant"}, "expected an object text_config .* found none"),
         (changed(backbone_hidden_size=0), "backbone_hidden_size must be an integer from 1"),
@@ -147,7 +145,7 @@ RECORDED = mx.load(str(FILE))
 
 
 @pytest.mark.parametrize("name", SPECULATORS)
-def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None:
+def test_heads_of_speculators_have_its_logits(name, tmp_path):
     """After texts within and beyond the window, and after one to three drafts."""
     tensors = speculators_head(name)
     write(tmp_path, tensors, SPECULATORS[name])
@@ -175,7 +173,7 @@ def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", SIDECARS)
-def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name: str, tmp_path: Path) -> None:
+def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name, tmp_path):
     """From codes as well, which MLX computes alike in the splitter and here."""
     model_type, mode = SIDECARS[name]
     config = family_config(model_type)
@@ -201,9 +199,7 @@ def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name: str, tmp_path: P
 
 @pytest.mark.parametrize("reference", ["mlx-vlm", "transformers"])
 @pytest.mark.parametrize("name", ASSISTANTS)
-def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(
-    name: str, reference: str, tmp_path: Path
-) -> None:
+def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(name, reference, tmp_path):
     """Within the window, and in mlx-vlm beyond it; transformers' window is two tokens wider."""
     write(tmp_path, assistant_tensors(name), ASSISTANTS[name])
     assert recognise(tmp_path)[0].NAME == "Gemma 4 assistant"
@@ -249,7 +245,7 @@ NETWORKS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_what_is_written_is_read_back(kind: str, bits: int | None, tmp_path: Path) -> None:
+def test_what_is_written_is_read_back(kind, bits, tmp_path):
     network = NETWORKS[kind]()
     if bits is not None:
         quantize_drafter(network, bits, 32)
@@ -393,7 +389,7 @@ def run(load: Callable[[Path], KvNetwork], folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize("kind", SEEDS)
-def test_damaged_files_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+def test_damaged_files_are_refused_in_one_line(tmp_path, kind):
     """What loads must run."""
     for seed in range(NUM_FILES):
         make, load = SEEDS[kind]
