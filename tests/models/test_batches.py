@@ -284,7 +284,7 @@ def test_poison_spoils_the_text_of_its_slot_alone(model_type):
         assert found[i] == [int(token) for token, _ in alone]
 
 
-def test_texts_that_begin_together_get_their_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_begin_together_get_their_slots_at_once(monkeypatch):
     sizes, resize = [], BatchCache.resize
 
     def noted(cache: BatchCache, slots: Any, num_slots: int, num_rows: int) -> None:
@@ -293,14 +293,9 @@ def test_texts_that_begin_together_get_their_slots_at_once(monkeypatch: pytest.M
 
     monkeypatch.setattr(BatchCache, "resize", noted)
     target = Target(build(tiny_config("llama")))
-    sampler = KeyedSampler(SamplingParams(), VOCAB_SIZE)
-    texts = [
-        SequenceDecoder(target, target.caches.new(), sampler, Request([3, 4 + i], max_tokens=2))
-        for i in range(5)
-    ]
     scheduler = Scheduler(target)
-    scheduler.begin(texts)
-    while len(scheduler.batch.cache.slots) == 0:
+    scheduler.begin([sequence_of(target, [3, 4 + i], max_tokens=2) for i in range(5)])
+    while not scheduler.batch.cache.slots:
         scheduler.advance()
     assert 8 in sizes
     assert not {1, 2, 4} & set(sizes)

@@ -4,7 +4,6 @@ import gc
 import logging
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -108,12 +108,7 @@ def test_no_back_end():
     assert "mlx[cuda13]" in line
 
 
-def test_a_drafter_of_the_package_has_a_name(
-    stories: Trained,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_drafter_of_the_package_has_a_name(stories, tmp_path, capsys, monkeypatch):
     (folder,) = bundled_drafters()
     assert Pair(drafter=folder.name).drafter_name == str(folder)
     assert f"whose names --drafter takes: {folder.name}" in run(capsys, "list").err
