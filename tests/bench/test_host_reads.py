@@ -1,7 +1,5 @@
 """Reads from the device in a drafted step, and whether the device waits for the host."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple

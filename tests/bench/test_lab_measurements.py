@@ -8,7 +8,6 @@ import pytest
 
 from mlx_redrafter import load
 from mlx_redrafter.bench.lab import memory, real_pairs
-from mlx_redrafter.bench.lab.host_time import COMMON, measure_steps
 from mlx_redrafter.bench.lab.memory import Peaks, measure_memory
 from mlx_redrafter.bench.runs import (
     PLAIN,
@@ -74,14 +73,6 @@ def test_verified_nodes_are_counted(folders):
     ((drafted, _),) = one_by_one("w", drafted_arm(settings, DraftPlan.of(1, 3)))([turn])
     # At the end nothing is left to draft.
     assert drafted.steps < drafted.num_verified <= 3 * drafted.steps
-
-
-def test_a_compiled_pass_lets_the_device_go_on_without_a_read() -> None:
-    config = {**COMMON, "model_type": "llama", "num_hidden_layers": 1}
-    plan = DraftPlan.of(1, 5, 5)
-    found = [measure_steps(config, plan, compiled, 12) for compiled in (False, True)]
-    assert [one.reads for one in found] == [1, 1]
-    assert found[0].waiting > found[1].waiting == 0
 
 
 def test_bounds_hold(monkeypatch, pair):
