@@ -122,7 +122,7 @@ class ForgetfulTokenizer(WordTokenizer):
     Words that begin with a star are thoughts.
     """
 
-    def apply_chat_template(self, messages: Any, *options: Any) -> str:
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
         last = len(messages) - 1
 
         def content(i: int) -> str:
@@ -130,7 +130,7 @@ class ForgetfulTokenizer(WordTokenizer):
             return " ".join(w for w in words if i == last or not w.startswith("*"))
 
         shown = [{**m, "content": content(i)} for i, m in enumerate(messages)]
-        return super().apply_chat_template(shown, *options)
+        return super().apply_chat_template(shown, **options)
 
 
 def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> None:
@@ -145,11 +145,11 @@ def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> N
 class ThinkingTokenizer(WordTokenizer):
     """Its template puts a thought before the last reply alone, as that of Qwen3."""
 
-    def apply_chat_template(self, messages: Any, *options: Any) -> str:
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
         *earlier, last = messages
         if last["role"] == "assistant":
             last = {**last, "content": f"*hm {last['content']}"}
-        return super().apply_chat_template([*earlier, last], *options)
+        return super().apply_chat_template([*earlier, last], **options)
 
 
 def test_two_replies_in_a_row_keep_tokens_and_marks_together() -> None:
