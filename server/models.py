@@ -55,8 +55,8 @@ class LoadedModel:
     """A model in memory, with what the worker needs for its texts.
 
     ``context`` is the maximum number of tokens of a prompt and its text. ``num_steps`` counts the
-    forward passes after prompts, and ``num_accepted`` the drafts that they accepted. The worker does
-    not know ``num_preparing`` of its requests yet.
+    forward passes after prompts, and ``num_accepted`` the drafts that they accepted. The worker
+    does not know ``num_preparing`` of its requests yet.
     """
 
     def __init__(
