@@ -12,11 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.prefill import may_share, prefill
-from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt
 from mlx_redrafter.decoding.step import step_alone
 from mlx_redrafter.target.target import Target
@@ -24,17 +22,6 @@ from mlx_redrafter.target.target import Target
 # Maximum number of prompt tokens between two steps of other sequences: about 0.3 s of a model of
 # 8 billion weights on a laptop.
 SHARED_CHUNK = 256
-
-
-class StepOutput(NamedTuple):
-    """Output of a step: the next tokens of a sequence, or the reason why it cannot go on.
-
-    The sequence has left the batch if it is finished, cancelled or in error.
-    """
-
-    sequence: SequenceDecoder
-    tokens: list[Token]
-    error: Exception | None
 
 
 class Scheduler:
@@ -73,14 +60,14 @@ class Scheduler:
         while not sequence.is_ready:
             self.advance()
 
-    def step_all(self) -> list[StepOutput]:
-        """Return the outputs of the next forward pass, or of the next step if only one has begun.
+    def step_all(self) -> list[SequenceDecoder]:
+        """Run the next forward pass, or step if only one has begun; return the ready sequences.
 
-        There are none after a chunk of a prompt, if no other sequence waits for a step.
+        There may be none after a chunk of a prompt. One that is finished, cancelled or in error has
+        left the batch.
         """
         self.advance()
-        ready = [one for one in chain(*self._arrivals, self._begun) if one.is_ready]
-        return [StepOutput(one, *_taken(one)) for one in ready]
+        return [one for one in chain(*self._arrivals, self._begun) if one.is_ready]
 
     def advance(self, others_wait: bool = False) -> None:
         """Run the next forward pass of the sequences that are not ready; those that are rest.
@@ -190,10 +177,3 @@ class Scheduler:
     def _move_out(self, sequence: SequenceDecoder) -> None:
         sequence.commit()
         self.batch.leave(sequence)
-
-
-def _taken(sequence: SequenceDecoder) -> tuple[list[Token], Exception | None]:
-    try:
-        return sequence.take(), None
-    except Exception as error:
-        return [], error

@@ -257,12 +257,10 @@ class BatchStream(Iterator[BatchResponse]):
         self._num_steps += 1
         if self._num_steps % CLEAR_CACHE_EVERY == 0:
             mx.clear_cache()
-        for sequence, tokens, error in self._scheduler.step_all():
-            if error is not None:
-                raise error
+        for sequence in self._scheduler.step_all():
             number, responder = self._live[sequence]
             is_last = sequence.is_finished
-            for token in sequence.delivery.deliver(tokens):
+            for token in sequence.delivery.deliver(sequence.take()):
                 response = responder.respond(token)
                 yield BatchResponse(number, response)
                 if response.finish_reason is not None:

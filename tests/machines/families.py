@@ -103,11 +103,9 @@ def write_batch(target: Target, texts: list[list[int]], count: int, temp: float)
     scheduler.begin(sequences)
     found: list[list[int]] = [[] for _ in sequences]
     while not all(one.is_closed for one in sequences):
-        for sequence, tokens, error in scheduler.step_all():
-            if error is not None:
-                raise error
+        for sequence in scheduler.step_all():
             number = sequences.index(sequence)
-            found[number] += [token.id for token in sequence.delivery.deliver(tokens)]
+            found[number] += [token.id for token in sequence.delivery.deliver(sequence.take())]
             if number == 1 and len(found[1]) > count // 2:
                 sequence.cancel()
             if sequence.is_finished or sequence.is_cancelled:

@@ -228,9 +228,8 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
     scheduler = Scheduler(target)
     scheduler.begin(list(texts))
     while not all(text.is_closed for text in texts):
-        for text, tokens, error in scheduler.step_all():
-            assert error is None
-            texts[text] += [token.id for token in text.delivery.deliver(tokens)]
+        for text in scheduler.step_all():
+            texts[text] += [token.id for token in text.delivery.deliver(text.take())]
             if text.is_finished:
                 scheduler.leave(text)
                 text.close()

@@ -331,8 +331,8 @@ def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch: pytest.MonkeyP
     found: dict[SequenceDecoder, list[int]] = {text: [] for text in texts}
     shared.begin(texts[:2])
     while not all(text.is_closed for text in texts):
-        for text, tokens, _ in shared.step_all():
-            found[text] += [token.id for token in text.delivery.deliver(tokens)]
+        for text in shared.step_all():
+            found[text] += [token.id for token in text.delivery.deliver(text.take())]
             if text.is_finished:
                 shared.leave(text)
                 text.close()

@@ -330,7 +330,8 @@ def test_states_of_prompts_that_share_their_passes(monkeypatch: pytest.MonkeyPat
     scheduler = Scheduler(target)
     scheduler.begin(texts)
     while not all(text.is_finished for text in texts):
-        scheduler.step_all()
+        for text in scheduler.step_all():
+            text.take()
     for text in texts:
         assert isinstance(text.drafting, _States)
         found = mx.concatenate(text.drafting.found)
