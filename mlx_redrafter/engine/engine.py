@@ -26,8 +26,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checks import check_instance, check_int
 from mlx_redrafter.decoding.delivery import DecodingStats
-from mlx_redrafter.decoding.grammar_masks import GrammarMasks, Masks
-from mlx_redrafter.decoding.late_masks import LateMasks, TokenBytes
+from mlx_redrafter.decoding.grammar_masks import GrammarMasks
+from mlx_redrafter.decoding.late_masks import LateMasks, Masks, TokenBytes
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request
@@ -164,8 +164,7 @@ class Engine:
         if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
             raise ConfigError("prompt_cache must be a list with kv_bits, which replaces its layers")
         if shared is not None:
-            expected = "the scheduler of engine.share()"
-            check_instance("shared", shared, Scheduler, expected)
+            check_instance("shared", shared, Scheduler, "the scheduler of engine.share()")
             if shared.target.model is not self.target.model:
                 raise ConfigError("shared is the scheduler of another model; make one by share()")
         masks = None if grammar is None else self.masks(grammar)
@@ -229,23 +228,15 @@ class Engine:
         return "".join(response.text for response in self.stream(prompt, **options))
 
     def masks(self, grammar: Grammar | LateGrammar) -> Masks:
-        """Make the masks of a text from its grammar.
-
-        Raises:
-            ConfigError: The grammar does not go with the tokenizer.
-        """
+        """Make a text's masks; raise ConfigError if the grammar does not go with the tokenizer."""
         tokenizer, size = self.tokenizer, self.target.vocab_size
         if isinstance(grammar, LateGrammar):
             if self._token_bytes is None:
                 self._token_bytes = TokenBytes(read_vocabulary(tokenizer, size))
-            return LateMasks(
-                {name: one.matcher(tokenizer, size) for name, one in grammar.grammars.items()},
-                self._token_bytes,
-                grammar.is_last,
-                grammar.may_end_before,
-            )
-        expected = "a Grammar, such as Grammar.json_schema(...)"
-        check_instance("grammar", grammar, Grammar, expected)
+            grammars = grammar.grammars.items()
+            matchers = {name: one.matcher(tokenizer, size) for name, one in grammars}
+            return LateMasks(grammar, matchers, self._token_bytes)
+        check_instance("grammar", grammar, Grammar, "a Grammar, such as Grammar.json_schema(...)")
         return GrammarMasks(lambda: grammar.matcher(tokenizer, size))
 
     def new_prompt_cache(self) -> list[Any]:
