@@ -34,13 +34,8 @@ def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> Ste
     A pass over B trees of N nodes has as many rows as one over a tree of B N nodes. Beyond the
     largest timed size, extrapolate with the steepest slope from any smaller size to it: a device at
     its arithmetic's limit stays there, and the slope of the last two sizes alone is noise.
-    The same holds for drafts, whose network has B W rows for W beams of each sequence.
-
-    Args:
-        costs: Costs of one sequence's steps.
-        num_slots: Number of sequences, B.
-        is_joint: Whether the network drafts for all sequences in the same passes; otherwise they
-            draft one after the other.
+    The same holds for drafts, whose network has B W rows for W beams of each sequence, if it
+    ``is_joint``. Otherwise the sequences draft one after the other.
     """
     sizes, seconds = [1, *costs.verify], [costs.plain, *costs.verify.values()]
     last = sizes[-1], seconds[-1]
@@ -74,13 +69,9 @@ def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> Ste
 class BatchPolicy:
     """The policy of a batch, a `JointPolicy`.
 
-    Args:
-        costs: Function that returns the costs of one sequence's steps; called if they are needed.
-        num_slots: Function that returns the number of slots of the batch.
-        batches: Estimates by number of slots, which this policy keeps up to date.
-        before: Function that returns the estimates of a sequence before, for new numbers of slots.
-        max_length: As in `Planner`.
-        is_joint: As in `batch_costs`.
+    ``costs`` and ``num_slots`` return the costs of one sequence's steps, and the number of slots of
+    the batch. ``before`` returns the estimates of a sequence before, for new numbers of slots. The
+    policy keeps ``batches`` up to date, which are the estimates by number of slots.
 
     Attributes:
         plan: Plan of the step that is being decided.
@@ -168,11 +159,11 @@ class BatchPolicy:
             begin = before.state if before is not None else self._before() or PolicyState()
             begin = begin.without_times()
         state = self._batches[size] = begin.for_next()
-        state.drafts.average_over(MEMORY * size)
+        state.drafts.window = MEMORY * size
         costs = batch_costs(self._costs(), size, self._is_joint)
         planner = Planner(costs, state, max_length=self._max_length)
         if is_new:  # these costs were not timed: plain steps are, before drafting is trusted
-            planner.begin_plain()
+            planner.explorer.begin_plain()
         if before is not None:  # for the sequences that are left
             planner.learner.guard.take_over(before.learner.guard)
         return planner
