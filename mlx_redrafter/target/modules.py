@@ -52,8 +52,7 @@ class TargetModules:
 
     def call(self, tokens: mx.array) -> mx.array:
         """Call the model for a new sequence, shape (1, n), to compute all of the call."""
-        logits: mx.array = self._model(tokens)
-        return logits
+        return self._model(tokens)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -71,8 +70,7 @@ class TargetModules:
         # The head's dtype; MLX would cast all weights of the head to another one.
         states = hidden_states[None].astype(self.dtype)
         with replaced_output(states):
-            logits: mx.array = self._model(tokens)
-        return logits[0]
+            return self._model(tokens)[0]
 
     def entries(self, layer: int, inputs: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """Compute the K/V entries that a layer makes of its inputs, and nothing else of it.
@@ -91,8 +89,7 @@ class TargetModules:
         `logits` also applies the model's own scale and limit of logits, if it has them. The first
         call blocks until MLX has computed the logits of one state.
         """
-        projected: mx.array = self._head_matrix(hidden_states.astype(self.dtype))
-        return projected
+        return self._head_matrix(hidden_states.astype(self.dtype))
 
     def embed_input(self, tokens: mx.array, normed: bool = True) -> mx.array:
         """Look up the inputs of the first layer, from ids of shape (n,) to shape (n, H).
@@ -125,8 +122,7 @@ class TargetModules:
 
         The first call blocks until MLX has computed one token, to find the norm.
         """
-        normalised: mx.array = self.final_norm(states.astype(self.dtype))
-        return normalised
+        return self.final_norm(states.astype(self.dtype))
 
     def watch(self, layers: Sequence[int]) -> None:
         """Hook layers, so that forward passes can capture their inputs.
@@ -161,9 +157,7 @@ class TargetModules:
 
         mlx-lm's models pass the residual stream from one to the next.
         """
-        is_layer = layer < len(self.layers)
-        reader: nn.Module = self.layers[layer] if is_layer else self.final_norm
-        return reader
+        return self.layers[layer] if layer < len(self.layers) else self.final_norm
 
     @cached_property
     def _entry(self) -> tuple[float | None, float]:

@@ -159,9 +159,8 @@ class TokenTree:
     def subtree(self, drafts: Sequence[int], among: Drafts | None = None) -> TokenTree:
         """Select the root and some drafts; blocks unless the drafts are on the host already.
 
-        Args:
-            drafts: Indices of drafts, 0 for node 1, parents before children.
-            among: All drafts below the root, if there are others than those of this tree.
+        ``drafts`` are indices, 0 for node 1, parents before children. ``among`` has all drafts
+        below the root, if there are others than those of this tree.
         """
         if list(drafts) == list(range(len(drafts))) and among is None:
             return self.first(len(drafts) + 1)

@@ -50,8 +50,7 @@ class DraftMask(NamedTuple):
         """
         if window is None:
             return self
-        num_rows = self.committed.shape[0]
-        is_near = mx.arange(num_rows) >= mx.sum(self.committed) + self.moved - window
+        is_near = mx.arange(self.committed.shape[0]) >= mx.sum(self.committed) + self.moved - window
         return self._replace(committed=self.committed & is_near)
 
     @property
@@ -189,8 +188,7 @@ class DraftLayer:
             assert self.aside is not None
             seen = self.step.mask.within(self.step.window)
             return attend_in_two_parts(arrays[0], self._committed(), self.aside, seen, scale)
-        attended: mx.array = call(*arrays, cache=self, scale=scale, mask=mask, **options)
-        return attended
+        return call(*arrays, cache=self, scale=scale, mask=mask, **options)
 
     def _committed(self) -> tuple[mx.array, mx.array]:
         keys, values, end = self.stock.state
@@ -218,15 +216,8 @@ def attend_in_two_parts(
 ) -> mx.array:
     """Compute softmax attention over two sets of entries without joining them.
 
-    Args:
-        queries: Shape (1, H, W, D).
-        committed: Keys and values, shape (1, G, S, D).
-        aside: Keys and values, shape (1, G, F, D).
-        mask: Entries that each query attends to.
-        scale: Factor of the scores.
-
-    Returns:
-        Attention over both sets, shape (1, H, W, D).
+    Queries and the result have the shape (1, H, W, D). Keys and values have the shape (1, G, S, D)
+    if they are committed, and (1, G, F, D) aside. ``scale`` is the factor of the scores.
     """
     _, heads, width, _ = queries.shape
     groups, num_committed = committed[0].shape[1], committed[0].shape[2]
@@ -242,11 +233,7 @@ def attend_in_two_parts(
 
 
 class DraftCache:
-    """The cache of all layers of a model that drafts.
-
-    Attributes:
-        layers: The model's ``cache=`` argument.
-    """
+    """The cache of all layers of a model that drafts; ``layers`` is its ``cache=`` argument."""
 
     def __init__(self, stock: Sequence[KVCache]):
         self._step = NextPass()

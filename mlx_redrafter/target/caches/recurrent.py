@@ -104,8 +104,7 @@ class RecurrentCache:
             self.stock[index] = array
 
     def __getitem__(self, index: int) -> mx.array | None:
-        found: mx.array | None = self.stock[index]
-        return found
+        return self.stock[index]
 
     def __setitem__(self, index: int, value: mx.array | None) -> None:
         """Store an array of the state after committed tokens, record it after roots alone.

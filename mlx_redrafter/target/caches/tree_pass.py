@@ -128,11 +128,9 @@ class Layout:
 
 
 class Paths:
-    """Paths through trees, from the root on, padded with the last node of each.
+    """Paths through trees, from the root on: B lists of at least one node.
 
-    Attributes:
-        paths: Nodes of each path, B lists of at least one node.
-        num_nodes: N.
+    The arrays are padded with the last node of each path.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]], num_nodes: int):
@@ -208,12 +206,7 @@ class BranchedState:
 
 
 class StateRecord:
-    """States of one layer before a pass and after it.
-
-    Attributes:
-        before: The state before the pass.
-        after: Function for the state after paths of the trees; None for committed tokens.
-    """
+    """States of a layer before a pass, and after paths of its trees; None for committed tokens."""
 
     def __init__(self, before: State):
         self.before = before
@@ -294,11 +287,9 @@ class TreePass:
         return bucket(num_rows) if self.has_buckets else num_rows
 
     def layout(self, first: int = 0, capacity: int | None = None) -> Layout:
-        """Return the layout of buffers, which is made once.
+        """Return the layout of buffers with a first entry at position ``first``, made once.
 
-        Args:
-            first: Position of the first entry.
-            capacity: Size of the buffers of several sequences, which are rings; None for one.
+        ``capacity`` is the size of the buffers of several sequences, which are rings; None for one.
         """
         key = first, capacity
         if key not in self._layouts:
@@ -392,8 +383,7 @@ class Visit:
 class History:
     """The passes in which the states are that sequences may still have to go back to.
 
-    Attributes:
-        visits: The parts of each sequence, from the oldest pass to the newest.
+    ``visits`` has the parts of each sequence, from the oldest pass to the newest.
     """
 
     def __init__(self, num_sequences: int):
