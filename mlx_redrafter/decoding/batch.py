@@ -154,8 +154,7 @@ class Batch(Lane):
         num_tokens = tokens.shape[0]
         sequence.cache.commit(range(num_tokens))
         if num_tokens > 1 and outputs.states is not None:
-            slot = self._slots[sequence].number
-            read_states(sequence, outputs.states[slot, : num_tokens - 1])
+            read_states(sequence, outputs.states[self._slots[sequence].number, : num_tokens - 1])
 
     def _process(self, inputs: Inputs, outputs: TargetOutputs) -> TargetOutputs:
         """Apply the logits processors and grammars of the sequences that have any."""

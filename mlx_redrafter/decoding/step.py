@@ -244,8 +244,7 @@ class _Step:
         last, tree, plan = one.last, self._trees.get(one), self._plans.get(one)
         if last is None:
             # The last token of the prompt alone, as in mlx-lm; in a batch, also those before it.
-            tokens = one.request.prompt[-num_unread(one) :]
-            self._inputs[one] = mx.array(tokens, dtype=mx.int32)
+            self._inputs[one] = mx.array(one.request.prompt[-num_unread(one) :], dtype=mx.int32)
             return
         is_plain = plan is None or plan.is_shadow
         if last is not one.committed:
