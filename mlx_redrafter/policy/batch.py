@@ -51,10 +51,9 @@ def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> Ste
         if not is_joint or not seconds:
             return {width: num_slots * cost for width, cost in seconds.items()}
         (low, least), (high, most) = min(seconds.items()), max(seconds.items())
-        per_row = max(0.0, most - least) / max(1, high - low)
-        further = {width: (num_slots - 1) * width * per_row for width in seconds}
+        further = (num_slots - 1) * max(0.0, most - least) / max(1, high - low)
         return {
-            width: min(cost + further[width], num_slots * cost) for width, cost in seconds.items()
+            width: min(cost + width * further, num_slots * cost) for width, cost in seconds.items()
         }
 
     return StepCosts(

@@ -42,11 +42,9 @@ LOOKUP = DraftPlan(DraftShape(4, 16), SIZES[-1], from_text=True)
 # Number of drafts that a step verifies: none, or one less than the nodes of each size.
 COUNTS = (0, *(size - 1 for size in SIZES))
 # Whether a plan has as many drafts as each of COUNTS, shape (W, L, 1 + S).
-FITS = np.array(
-    [
-        [[count < PLANS[w, n].num_nodes for count in COUNTS] for n in range(len(LENGTHS))]
-        for w in range(len(WIDTHS))
-    ]
+FITS = np.reshape(
+    [[count < plan.num_nodes for count in COUNTS] for plan in PLANS.values()],
+    (len(WIDTHS), len(LENGTHS), len(COUNTS)),
 )
 # Minimum share of the cost that padding must save, above the noise of timing.
 MIN_GAIN = 0.05
@@ -217,7 +215,6 @@ class TimeRatios:
         self._newest.clear()
 
     def learn(self, kind: int, ratio: float) -> None:
-        """Learn from one step."""
         own, variance = self._own.get(kind, (0.0, OWN))
         known, ratio = self._common + own, math.log(max(ratio, 1e-3))
         last, self._newest[kind] = self._newest.get(kind, min(known, ratio)), ratio

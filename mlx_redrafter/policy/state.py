@@ -143,16 +143,11 @@ class Learner:
         costs.update(state.ratios)
         self.guard = state.guard = state.guard or Guard(costs.plain)
         # Drafts to learn from, by sequence and step.
-        self._outcomes: list[list[ScoredDrafts]] = []
+        self.outcomes: list[list[ScoredDrafts]] = []
         # The step before, and its seconds if it ended a row of steps of one node.
         self._before: Step | None = None
         self._last_of_row: float | None = None
         self.totals: dict[tuple[DraftPlan | None, int], list[float]] = {}
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there are drafts to learn from."""
-        return bool(self._outcomes)
 
     def observe_time(
         self, step: Step, choice: Choice, num_tokens: float, least: float, in_row: bool
@@ -221,14 +216,14 @@ class Learner:
         for scored in drafts:
             scored.extend(tokens)
         if drafts:
-            self._outcomes.append(drafts)
+            self.outcomes.append(drafts)
 
     def learn(self, rate: float) -> bool:
         """Learn from the drafts of all steps since the last time, unless time is short.
 
         Return whether the estimates have changed. ``rate`` is that of the best choice.
         """
-        outcomes, self._outcomes, state = self._outcomes, [], self.state
+        outcomes, self.outcomes, state = self.outcomes, [], self.state
         is_late = state.budget.learning < -self._costs.plain
         for drafts in outcomes:
             for scored in () if is_late else drafts:

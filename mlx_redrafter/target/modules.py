@@ -252,7 +252,6 @@ def _is_matrix(module: Any, shape: tuple[int, int]) -> bool:
 
 
 def _correlation(a: mx.array, b: mx.array) -> float:
-    """Return the correlation of two arrays of numbers."""
     a, b = (array.astype(mx.float32) - mx.mean(array.astype(mx.float32)) for array in (a, b))
     correlation = mx.sum(a * b) / mx.sqrt(mx.sum(a * a) * mx.sum(b * b))
     return to_floats(correlation[None])[0]

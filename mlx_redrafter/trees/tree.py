@@ -30,9 +30,7 @@ class Drafts(NamedTuple):
     tokens: list[int]
 
     def first(self, count: int) -> Drafts:
-        """Return the first ``count`` drafts."""
-        scores, depths, parents, tokens = self
-        return Drafts(scores[:count], depths[:count], parents[:count], tokens[:count])
+        return Drafts._make(values[:count] for values in self)
 
     def chosen(self, drafts: Sequence[int]) -> Drafts:
         """Return some drafts, by their indices, parents before children."""

@@ -47,7 +47,6 @@ class BatchLayer:
         return self._step.length
 
     def expect(self, step: TreePass) -> None:
-        """Prepare for the next forward pass."""
         self._step = step
 
     def make_mask(
