@@ -83,10 +83,7 @@ class Batch(Lane):
             self._shrink()
 
     def step(self, sequences: Sequence[SequenceDecoder]) -> None:
-        """Run one forward pass for some sequences of the batch; the others rest.
-
-        Those that have ended leave.
-        """
+        """Run a pass for some sequences; the others rest, and those that have ended leave."""
         step(self, sequences)
         for one in sequences:
             if one.is_finished or one.is_cancelled or one.outbox.error is not None:

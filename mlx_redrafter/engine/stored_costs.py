@@ -79,10 +79,7 @@ def contexts(target: Target, length: int) -> list[int]:
 
 
 def doubt_times(target: Target, proposer: Proposer | None, known: Known) -> None:
-    """Have the next run time steps again, as those in use cost less than ``known``.
-
-    The arguments are those of `step_costs`.
-    """
+    """Have the next run time steps again, as they cost less than ``known``; see `step_costs`."""
     for is_network, context, quantisation in list(known):
         if is_network == (proposer is not None):
             doubt(*_description(Setting(target, proposer, context, quantisation)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -65,6 +66,7 @@ def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> Ste
     )
 
 
+@dataclass(eq=False)
 class BatchPolicy:
     """The policy of a batch, a `JointPolicy`.
 
@@ -78,21 +80,14 @@ class BatchPolicy:
         selected: Selected drafts of its members.
     """
 
-    def __init__(
-        self,
-        costs: Callable[[], StepCosts],
-        num_slots: Callable[[], int],
-        batches: MutableMapping[int, PolicyState],
-        before: Callable[[], PolicyState | None] = lambda: None,
-        max_length: int | None = None,
-        is_joint: bool = False,
-    ):
-        self._costs = costs
-        self._is_joint = is_joint
-        self._num_slots = num_slots
-        self._batches = batches
-        self._before = before
-        self._max_length = max_length
+    costs: Callable[[], StepCosts]
+    num_slots: Callable[[], int]
+    batches: MutableMapping[int, PolicyState]
+    before: Callable[[], PolicyState | None] = lambda: None
+    max_length: int | None = None
+    is_joint: bool = False
+
+    def __post_init__(self) -> None:
         self._planner: Planner | None = None
         # Number of slots that it decides for.
         self._size = 0
@@ -142,7 +137,7 @@ class BatchPolicy:
 
     def current(self) -> Planner:
         """Return the planner for the present number of slots."""
-        size = max(1, self._num_slots())
+        size = max(1, self.num_slots())
         if self._planner is None or self._size != size:
             self._planner, self._size, self._steps = self._begin(size), size, []
         return self._planner
@@ -152,15 +147,15 @@ class BatchPolicy:
         before = self._planner
         if before is not None:
             before.learn()
-        begin = self._batches.get(size)
+        begin = self.batches.get(size)
         is_new = begin is None
         if begin is None:
-            begin = before.state if before is not None else self._before() or PolicyState()
+            begin = before.state if before is not None else self.before() or PolicyState()
             begin = begin.without_times()
-        state = self._batches[size] = begin.for_next()
+        state = self.batches[size] = begin.for_next()
         state.drafts.window = MEMORY * size
-        costs = batch_costs(self._costs(), size, self._is_joint)
-        planner = Planner(costs, state, max_length=self._max_length)
+        costs = batch_costs(self.costs(), size, self.is_joint)
+        planner = Planner(costs, state, max_length=self.max_length)
         if is_new:  # these costs were not timed: plain steps are, before drafting is trusted
             planner.explorer.begin_plain()
         if before is not None:  # for the sequences that are left

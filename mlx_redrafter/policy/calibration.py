@@ -289,10 +289,7 @@ class ExpectedDrafts:
 
     @classmethod
     def restored(cls, stored: Mapping[str, Any]) -> ExpectedDrafts:
-        """Begin with the numbers of a file, which count as half of a full window at most.
-
-        Raise ValueError if they are damaged.
-        """
+        """Begin with a file's numbers, for half a window at most; ValueError if damaged."""
         found = cls()
         found.mean = checked(stored["mean"], found.mean.shape, 0.0, LENGTHS[-1])
         found.chosen = checked(stored["chosen"], found.chosen.shape, *_BOUNDS)

@@ -366,10 +366,7 @@ class Guard:
 
     @classmethod
     def restored(cls, stored: Mapping[str, Any]) -> Guard:
-        """Begin with the numbers of a file: some trust is left, whatever has been lost.
-
-        Raise ValueError if they are damaged.
-        """
+        """Begin with a file's numbers and some trust, whatever was lost; ValueError if damaged."""
         num_newest = min(2, max(1, len(stored["plain"])))
         newest = checked(stored["plain"], (num_newest,), 1e-9, 3600.0).tolist()
         found = cls(newest[-1])

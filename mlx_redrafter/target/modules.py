@@ -111,17 +111,11 @@ class TargetModules:
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of the embeddings before the first layer.
-
-        The first use blocks until MLX has computed some tokens.
-        """
+        """Factor of embeddings before the first layer; the first use waits for some tokens."""
         return self._entry[1]
 
     def normalise(self, states: mx.array) -> mx.array:
-        """Apply the final norm to the last layer's output, shape (n, H).
-
-        The first call blocks until MLX has computed one token, to find the norm.
-        """
+        """Apply the final norm to states, shape (n, H); the first call waits for one token."""
         return self.final_norm(states.astype(self.dtype))
 
     def watch(self, layers: Sequence[int]) -> None:

@@ -107,10 +107,7 @@ class RecurrentCache:
         return self.stock[index]
 
     def __setitem__(self, index: int, value: mx.array | None) -> None:
-        """Store an array of the state after committed tokens, record it after roots alone.
-
-        An array after larger trees is ignored.
-        """
+        """Store an array after committed tokens, record one after roots, ignore all others."""
         trees = self.step.trees
         if trees is None:
             self.stock[index] = value
