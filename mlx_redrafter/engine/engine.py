@@ -15,7 +15,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -98,6 +98,7 @@ class Engine:
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
             self.proposer.check_fit(self.target, self.tokenizer)
+        self._network = None if isinstance(self.proposer, Lookup) else self.proposer
         self._streams: weakref.WeakSet[ResponseStream | BatchStream] = weakref.WeakSet()
         self._is_closed = False
         self._lock = threading.Lock()
@@ -168,10 +169,8 @@ class Engine:
             if shared.target.model is not self.target.model:
                 raise ConfigError("shared is the scheduler of another model; make one by share()")
         masks = None if grammar is None else self.masks(grammar)
-        request = self._request(
-            prompt,
-            chosen,
-            on_progress=prompt_progress_callback or (lambda done, total: None),
+        request = replace(
+            self._request(prompt, chosen, prompt_progress_callback),
             keeps_cache=prompt_cache is not None or sampler is not None,
             chunk_size=prompt_chunk_size,
         )
@@ -267,11 +266,6 @@ class Engine:
         if is_closed:
             stream.cancel()
 
-    @property
-    def _network(self) -> Proposer | None:
-        """The proposer, unless it is prompt lookup."""
-        return None if isinstance(self.proposer, Lookup) else self.proposer
-
     def _options(self, options: dict[str, Any]) -> GenerationOptions:
         if self._is_closed:
             raise ConfigError("the engine is closed; make a new one")
@@ -300,18 +294,14 @@ class Engine:
         self,
         prompt: str | Sequence[int] | mx.array,
         options: GenerationOptions,
-        on_progress: ProgressCallback = lambda done, total: None,
-        keeps_cache: bool = False,
-        chunk_size: Callable[[int], int] | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> Request:
         return Request(
             prompt=encode_prompt(self.tokenizer, prompt),
             stop_tokens=frozenset(self.tokenizer.eos_token_ids),
             max_tokens=options.max_tokens,
             prefill_step_size=options.prefill_step_size,
-            on_progress=MemoryGuard().watching(on_progress),
-            keeps_cache=keeps_cache,
-            chunk_size=chunk_size,
+            on_progress=MemoryGuard().watching(on_progress or (lambda done, total: None)),
         )
 
     def _open(

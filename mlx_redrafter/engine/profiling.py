@@ -106,10 +106,7 @@ MIN_WAIT = 15e-5
 
 
 class Setting(NamedTuple):
-    """The setting in which steps are timed: the model and a network, None for prompt lookup.
-
-    ``context`` is the number of tokens before the steps.
-    """
+    """The setting of timed steps: model, network (None: prompt lookup), tokens before them."""
 
     target: Target
     proposer: Proposer | None

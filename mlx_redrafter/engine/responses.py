@@ -113,10 +113,7 @@ class Responder:
 
 
 class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["ResponseStream"]):
-    """The responses of one sequence, one per token, for one thread to read.
-
-    Without a scheduler the sequence is decoded alone.
-    """
+    """The responses of a sequence, one per token, for one thread; alone without a scheduler."""
 
     def __init__(
         self,

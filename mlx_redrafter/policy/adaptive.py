@@ -325,15 +325,10 @@ class AdaptivePolicy:
         clock: Callable[[], float] = time.perf_counter,
         max_length: int | None = None,
     ):
-        state = PolicyState() if before is None else before.for_next()
-        self._planner = Planner(costs, state, clock, max_length)
+        self.state = PolicyState() if before is None else before.for_next()
+        self._planner = Planner(costs, self.state, clock, max_length)
         # Its drafts that are still learned from.
         self._drafts: list[ScoredDrafts] = []
-
-    @property
-    def state(self) -> PolicyState:
-        """Estimates so far."""
-        return self._planner.state
 
     @property
     def is_used(self) -> bool:

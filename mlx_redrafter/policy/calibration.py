@@ -177,7 +177,7 @@ class ScoredDrafts:
         # Node that the sequence has reached; None once it has left the tree.
         self._node: int | None = 0
         # Tokens of the sequence after that node that `follow` has yet to compare.
-        self._following: list[int] = []
+        self.following: list[int] = []
 
     @property
     def is_new(self) -> bool:
@@ -185,19 +185,14 @@ class ScoredDrafts:
         return self._node == 0
 
     @property
-    def has_news(self) -> bool:
-        """Whether there are tokens to compare with the drafts."""
-        return bool(self._following)
-
-    @property
     def is_open(self) -> bool:
         """Whether the next tokens of the sequence may be in the tree."""
-        return self._node is not None and not self._following
+        return self._node is not None and not self.following
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Note the tokens of a step, unless it comes before these drafts."""
         if not self._is_early:
-            self._following.extend(tokens)
+            self.following.extend(tokens)
         self._is_early = False
 
     def score(self, calibration: Calibration) -> list[float]:
@@ -236,7 +231,7 @@ class ScoredDrafts:
     def follow(self, calibration: Calibration) -> None:
         """Compare the next tokens with the drafts, and learn from every sibling up to the right."""
         found: list[tuple[int, bool]] = []
-        drafts, tokens, self._following = self.drafts, self._following, []
+        drafts, tokens, self.following = self.drafts, self.following, []
         for token in tokens:
             node, self._node = self._node, None
             for draft, parent in enumerate(drafts.parents):

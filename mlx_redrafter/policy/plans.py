@@ -151,10 +151,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """A `DraftPolicy` with the same plan in every step, None for plain decoding.
-
-    Trees are padded by the costs of steps; None leaves trees as they are.
-    """
+    """A `DraftPolicy` with one plan, None for plain decoding; the costs, if any, pad its trees."""
 
     plan: DraftPlan | None
     costs: StepCosts | None = None

@@ -227,7 +227,7 @@ class Learner:
         is_late = state.budget.learning < -self._costs.plain
         for drafts in outcomes:
             for scored in () if is_late else drafts:
-                if not scored.has_news:
+                if not scored.following:
                     continue
                 if scored.is_new:
                     scored.score(state.calibration)

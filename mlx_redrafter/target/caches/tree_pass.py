@@ -120,10 +120,7 @@ class Layout:
 
 
 class Paths:
-    """Paths through trees, from the root on: B lists of at least one node.
-
-    The arrays are padded with the last node of each path.
-    """
+    """Paths through trees from the root on: B lists of nodes; arrays are padded with the last."""
 
     def __init__(self, paths: Sequence[Sequence[int]], num_nodes: int):
         self.paths = paths
