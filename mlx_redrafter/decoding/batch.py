@@ -53,9 +53,6 @@ class Batch(Lane):
     def __iter__(self) -> Iterator[SequenceDecoder]:
         return iter(list(self._slots))
 
-    def takes(self, sequence: SequenceDecoder) -> bool:
-        return self.cache.takes(sequence.own_cache)
-
     def make_room(self, num_sequences: int) -> None:
         """Make the slots for sequences that join next, all at once: that moves no entries twice."""
         with mx.stream(generation_stream):

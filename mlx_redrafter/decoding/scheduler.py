@@ -150,7 +150,7 @@ class Scheduler:
                 step_alone(one)
             return
         arriving = [one for one in active if one not in batch]
-        batch.make_room(sum(batch.takes(one) for one in arriving))
+        batch.make_room(sum(batch.cache.takes(one.own_cache) for one in arriving))
         for one in arriving:
             attempt(self._move_in, one)
         # A sequence that has brought tokens on its way waits until they are taken.
@@ -167,7 +167,7 @@ class Scheduler:
 
         One that the batch cannot take, at least not yet, makes a step of its own instead.
         """
-        if not self.batch.takes(sequence):
+        if not self.batch.cache.takes(sequence.own_cache):
             step_alone(sequence)
             return
         sequence.commit()

@@ -76,7 +76,7 @@ class Lane:
         return follows
 
     def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
-        """Run the target on roots and trees, sample, dispatch that; an error goes to its outbox."""
+        """Run the target on roots and trees, sample, dispatch that; errors go to the outboxes."""
         ((one, drafts),) = inputs.items()
         if not isinstance(drafts, TokenTree):
             return {one: one.advance(drafts)}

@@ -35,12 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class Kind(NamedTuple):
-    """A kind of step to time.
+    """A kind of step to time, with a plan of its drafts; None for plain decoding.
 
-    Attributes:
-        plan: Plan of its drafts; None for plain decoding.
-        waits: Whether the host reads the drafts before the target verifies them.
-        verifies: Whether the target verifies any.
+    ``waits`` is whether the host reads the drafts before the target verifies them, and ``verifies``
+    whether the target verifies any.
     """
 
     plan: DraftPlan | None

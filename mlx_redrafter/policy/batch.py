@@ -72,12 +72,8 @@ class BatchPolicy:
 
     ``costs`` and ``num_slots`` return the costs of one sequence's steps, and the number of slots of
     the batch. ``before`` returns the estimates of a sequence before, for new numbers of slots. The
-    policy keeps ``batches`` up to date, which are the estimates by number of slots.
-
-    Attributes:
-        plan: Plan of the step that is being decided.
-        count: Number of all sequences of that step.
-        selected: Selected drafts of its members.
+    policy keeps ``batches`` up to date, which are the estimates by number of slots. The step that
+    is being decided has a ``plan``, ``count`` sequences, and the ``selected`` drafts of members.
     """
 
     costs: Callable[[], StepCosts]
@@ -186,10 +182,8 @@ class BatchPolicy:
 class MemberPolicy:
     """A `DraftPolicy` of one sequence, which does what is decided for all.
 
-    Attributes:
-        drafts: Its drafts that are still learned from.
-        ahead: Number of its tokens beyond those that the guard has counted, in steps with the
-            drafts of a network and of a lookup.
+    It still learns from its ``drafts``. ``ahead`` are the numbers of its tokens beyond those that
+    the guard has counted, in steps with the drafts of a network and of a lookup.
     """
 
     reads_drafts = True

@@ -101,10 +101,8 @@ class PassKind(NamedTuple):
 class CompiledPasses:
     """The compiled passes of one model, which its targets may share.
 
-    Args:
-        are_used: Whether to compile passes at all; by default if the device waits for the host.
-
     Attributes:
+        are_used: Whether to compile passes at all; by default if the device waits for the host.
         passes: The compiled passes, by kind.
         fault: Reason not to compile the model; None without one.
         is_first_use: Whether the newest pass was compiled, or the first of its size and bucket, for

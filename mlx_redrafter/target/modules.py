@@ -40,10 +40,7 @@ FINAL = -1
 
 
 class TargetModules:
-    """The modules of a model, with the functions that its own forward pass computes of them.
-
-    The hooks of its parts must be installed.
-    """
+    """The modules of a model whose hooks are installed, and what its forward pass makes of them."""
 
     def __init__(self, model: nn.Module, parts: Parts):
         self._model, self.parts = model, parts

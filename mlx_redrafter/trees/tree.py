@@ -233,11 +233,9 @@ def ancestor_mask(parents: mx.array, depth: int) -> mx.array:
 
 
 class TreeBatch:
-    """Trees of several slots, with padding nodes up to the size of the largest tree.
+    """Trees of several slots, with padding nodes up to the size of the largest tree, N, or more.
 
-    Args:
-        drafts: For each slot a tree, or tokens that follow each other, int32, shape (n,).
-        size: Number of nodes of each tree, N; that of the largest tree by default.
+    ``drafts`` has for each slot a tree, or tokens that follow each other, int32, shape (n,).
     """
 
     def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):

@@ -63,10 +63,9 @@ class DraftMask(NamedTuple):
 class DraftLineage:
     """Ancestors and positions of the beams, level after level.
 
-    Args:
-        length: Number of committed entries before the pass that the drafts follow.
-        root: Entry of the root; MLX may not have computed it yet, int32, shape (1,).
-        num_rows: Number of entries in the buffers. Those beyond the root are junk.
+    ``length`` is the number of committed entries before the pass that the drafts follow. ``root``
+    is the entry of the root, int32, shape (1,), which MLX may not have computed yet. Of the
+    ``num_rows`` entries in the buffers, those beyond it are junk.
     """
 
     def __init__(self, length: int, root: mx.array, num_rows: int):
@@ -83,15 +82,11 @@ class DraftLineage:
         depth: int | mx.array,
         max_depth: int | None = None,
     ) -> tuple[DraftMask, TreePositions]:
-        """Add a level, each of whose beams continues a beam of the previous level.
+        """Add a level, each of whose W beams continues a beam of the previous level.
 
-        Args:
-            beams: Index of the continued beam, int32, shape (W,). None if every beam continues the
-                beam of its own index, or the root.
-            width: Number of beams of the level, W.
-            depth: Edges from the root, 1 for its children. An int for the level, or one number per
-                beam, int32, shape (W,).
-            max_depth: Maximum depth of a beam; needed only if ``depth`` is an array.
+        ``beams`` has the indices of these, int32, shape (W,). None if every beam continues the beam
+        of its own index, or the root. ``depth`` has the edges from the root, 1 for its children: an
+        int for the level, or one number per beam, int32, shape (W,), with the maximum beside it.
         """
         own = mx.eye(width).astype(mx.bool_)
         if self._ancestors is not None:
@@ -131,12 +126,10 @@ class NextPass:
 
 
 class DraftLayer:
-    """One layer's cache, with the interface that mlx-lm models use.
+    """One layer's cache, with the interface that mlx-lm models use; ``stock`` holds what is kept.
 
-    Attributes:
-        stock: The mlx-lm cache of the committed entries.
-        is_plain: Whether the model, in its last pass over committed tokens, gave mlx-lm's attention
-            the entries and the mask of the cache, and no options.
+    ``is_plain`` is whether the model, in its last pass over committed tokens, gave mlx-lm's
+    attention the entries and the mask of the cache, and no options.
     """
 
     def __init__(self, stock: KVCache, step: NextPass):

@@ -151,15 +151,9 @@ class Paths:
 class UnreadPath(Paths):
     """The accepted path of a single sequence, before the host has read it.
 
-    Args:
-        path: The path, junk after the accepted nodes, int32, shape (L,).
-        num_accepted: Number of accepted drafts, int32, shape (1,).
-        num_nodes: N.
-        is_in_place: Whether it consists of the first nodes of the tree, in order.
-
-    Attributes:
-        max_length: L.
-        length: Number of accepted nodes, root included, int32, shape (1,).
+    The path, int32, shape (L,), has junk after the accepted nodes. The number of accepted drafts,
+    and ``length``, that of accepted nodes with the root, are int32 of shape (1,). ``is_in_place``
+    is whether the path consists of the first nodes of the tree, in order.
     """
 
     def __init__(self, path: mx.array, num_accepted: mx.array, num_nodes: int, is_in_place: bool):
