@@ -3,8 +3,6 @@
 `Subject` is the model and `Forecast` its expected speed; `recommend` chooses the command to use.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
 from mlx_redrafter.bench.smaller_copy import advise_copy, find_copy
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import expand_home, find_checkpoint, read_config
-from mlx_redrafter.checkpoints.bundled import find_bundled
+from mlx_redrafter.checkpoints.bundled import expand_name, find_bundled
 from mlx_redrafter.checkpoints.drafter_search import (
     DrafterSearch,
     FoundDrafter,
@@ -33,8 +31,8 @@ from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
 from mlx_redrafter.model_store import is_complete
 from mlx_redrafter.proposers import draft_model, redrafter
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, PATTERNS
+from mlx_redrafter.proposers.kind import TargetFacts
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.training.data import CHARS_PER_TOKEN
 
 # Minimum predicted speedup at which training a drafter is advised.
@@ -101,18 +99,12 @@ def find_subject(
 ) -> Subject:
     """Find the model, and check the drafter or find one.
 
-    Of repositories only configs and descriptions are read.
-
-    Args:
-        model: A folder or a repository; None is the bundled model.
-        drafter: A folder, a repository, "lookup" or "mtp"; "auto" or None to find one.
-        chip: Chip on which a copy of the model must pay as its drafter; None for no copies.
-
-    Raises:
-        CheckpointError: The model's config cannot be read.
-        UnsupportedTargetError: The model cannot be decoded exactly.
+    Of repositories only configs and descriptions are read. The model None is the bundled one, and
+    the drafters None and "auto" stand for one to find. A copy of the model must pay on ``chip`` as
+    its drafter; None finds no copies.
     """
     subject, identity = _find_model(model)
+    drafter = None if drafter is None else expand_name(drafter)
     if drafter in (None, "auto"):
         if identity is None:
             return subject
@@ -125,7 +117,7 @@ def find_subject(
 
 
 def _find_model(model: str | None) -> tuple[Subject, Identity | None]:
-    """Find the model, and its identity unless it is the bundled one."""
+    """Find the model, with its identity unless it is the bundled one."""
     if model is None:
         folder = find_bundled("target")
         shape = shape_of_config("the bundled model", read_config(folder))
@@ -143,7 +135,6 @@ def _find_model(model: str | None) -> tuple[Subject, Identity | None]:
 
 
 def _find_drafter(subject: Subject, search: DrafterSearch, chip: Chip | None) -> Subject:
-    """Find a drafter on this machine, or a published one."""
     found, repository, failures = search.stored(), None, []
     if found is None:
         try:
@@ -156,21 +147,15 @@ def _find_drafter(subject: Subject, search: DrafterSearch, chip: Chip | None) ->
     if found is None and chip is not None:
         found = find_copy(search, chip)
     path = None if found is None or repository is not None else found.option
-    return replace(
-        subject,
-        drafter=path,
-        found=found,
-        repository=repository,
-        notes=[*search.reasons, *failures],
-    )
+    notes = [*search.reasons, *failures]
+    return replace(subject, drafter=path, found=found, repository=repository, notes=notes)
 
 
 def _refuse(drafter: str, subject: Subject) -> str | None:
     try:
         kind, config = recognise(drafter, subject.name)
         if kind is redrafter:
-            shape = subject.shape
-            facts = TargetFacts(None, shape.hidden_size, shape.vocab_size)
+            facts = TargetFacts(None, subject.shape.hidden_size, subject.shape.vocab_size)
             facts.check(DrafterConfig.from_dict(config))
     except RedrafterError as error:
         return str(error)
@@ -196,7 +181,6 @@ class Recommendation:
 
     @property
     def gain(self) -> str:
-        """The gain and its source, as a sentence."""
         if self.speedup is None:
             return f"Gain: unknown; {self.source}."
         number = self.speedup if isinstance(self.speedup, str) else f"{self.speedup:.2f}"
@@ -289,7 +273,6 @@ def _published_gain(subject: Subject) -> tuple[str | None, str]:
 
 
 def _limits(shape: ModelShape, forecast: Forecast) -> list[str]:
-    """Say when drafting will not pay."""
     limits = []
     if shape.active < FEW_ACTIVE * shape.parameters:
         limits.append(
@@ -332,25 +315,18 @@ def advise(
             sections["A smaller copy of the model as its drafter"] = advice
     sections["Model"] = [f"{subject.shape}. It is supported: the text is the model's own."]
     outlook = [_outlook(forecast)] if subject.usable_drafter is None else []
-    sections[f"Forecast for {machine}"] = [
-        f"Plain decoding: {1 / forecast.plain:.0f} tokens/s, "
-        f"{1e3 * forecast.plain:.1f} ms per step.",
-        *forecast.notes,
-        *outlook,
-    ]
+    plain = f"{1 / forecast.plain:.0f} tokens/s, {1e3 * forecast.plain:.1f} ms per step"
+    sections[f"Forecast for {machine}"] = [f"Plain decoding: {plain}.", *forecast.notes, *outlook]
     return sections
 
 
 def _outlook(forecast: Forecast) -> str:
-    """Say how fast decoding with a recurrent drafter would be."""
+    found = "not become faster: its steps are too short"
+    if forecast.speedup > 1:
+        found = f"be at best {forecast.speedup:.2f} times as fast (shape {forecast.shape})"
     return (
         "With a recurrent drafter whose tokens per step equal those of Apple's for Vicuna-7B, "
-        + (
-            f"decoding would be at best {forecast.speedup:.2f} times as fast (shape "
-            f"{forecast.shape})."
-            if forecast.speedup > 1
-            else "decoding would not become faster: its steps are too short."
-        )
+        f"decoding would {found}."
     )
 
 
@@ -376,7 +352,6 @@ def _training(subject: Subject, machine: str, forecast: Forecast, cost: Training
 
 
 def training_command(subject: Subject, tokens: int) -> str:
-    """Return the command that trains a drafter on so many tokens."""
     model = shlex.quote(str(subject.folder) if subject.is_bundled else subject.name)
     return f"redrafter-mlx train --model {model} --data TEXTS --tokens {tokens} --out DRAFTER"
 

@@ -5,8 +5,6 @@ chip (technical specifications at support.apple.com, announcements at apple.com/
 curves are measurements that others published, named with each curve.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -90,43 +88,31 @@ class VerifyCurve:
 
 CURVES = (
     VerifyCurve(
-        "M1 Ultra",
-        4,
-        {1: 1.0, 2: 1.74, 3: 2.44, 4: 3.11, 8: 5.60},
+        "M1 Ultra", 4, {1: 1.0, 2: 1.74, 3: 2.44, 4: 3.11, 8: 5.60},
         "a 27B model on M1 Ultra, lablup/mlxcel qwen38-mtp-m1ultra-2026-08-16",
     ),
     VerifyCurve(
-        "M3 Max",
-        4,
-        {1: 1.0, 2: 1.0, 4: 1.28, 8: 2.50, 12: 3.95, 16: 3.95, 32: 3.95},
+        "M3 Max", 4, {1: 1.0, 2: 1.0, 4: 1.28, 8: 2.50, 12: 3.95, 16: 3.95, 32: 3.95},
         "one 5120 x 17408 matrix on M3 Max, ml-explore/mlx #3863",
     ),
     VerifyCurve(
-        "M3 Ultra",
-        4,
-        {1: 1.0, 3: 1.33, 4: 1.52, 5: 1.62, 8: 1.87, 12: 2.18},
+        "M3 Ultra", 4, {1: 1.0, 3: 1.33, 4: 1.52, 5: 1.62, 8: 1.87, 12: 2.18},
         "whole rounds of a 12B model on M3 Ultra, its drafter included, lablup/mlxcel "
         "docs/benchmarks.md",
     ),
     VerifyCurve(
-        "M4 Pro",
-        4,
-        {1: 1.0, 2: 0.99, 3: 1.13, 4: 1.43, 5: 1.75, 8: 2.84, 10: 4.5, 32: 4.5},
+        "M4 Pro", 4, {1: 1.0, 2: 0.99, 3: 1.13, 4: 1.43, 5: 1.75, 8: 2.84, 10: 4.5, 32: 4.5},
         "one 5120 x 17408 matrix on M4 Pro, ml-explore/mlx #3852",
     ),
     VerifyCurve(
-        "M4 Pro",
-        8,
-        {1: 1.0, 2: 1.05, 3: 1.05, 4: 1.10, 5: 1.14, 8: 1.71},
+        "M4 Pro", 8, {1: 1.0, 2: 1.05, 3: 1.05, 4: 1.10, 5: 1.14, 8: 1.71},
         "a 4B model on M4 Pro, ARahim3/mlx-dspark calibrate.py",
     ),
     VerifyCurve(
-        "M5 Max",
-        4,
-        {1: 1.0, 3: 1.15, 4: 1.25, 8: 2.47},
+        "M5 Max", 4, {1: 1.0, 3: 1.15, 4: 1.25, 8: 2.47},
         "a 27B model on M5 Max, lablup/mlxcel PR #1182",
     ),
-)
+)  # fmt: skip
 
 
 def find_chip(name: str) -> Chip:

@@ -16,14 +16,14 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, WIDE_KERNELS, Chip
-from mlx_redrafter.bench.cost_model import Question
-from mlx_redrafter.bench.model_shape import ModelShape
-from mlx_redrafter.bench.predict import (
+from mlx_redrafter.bench.cost_model import (
     APPLE_ACCEPTANCE,
+    Question,
     ShapeAcceptance,
     assumptions,
     predict,
 )
+from mlx_redrafter.bench.model_shape import ModelShape
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checks import as_mapping
@@ -73,9 +73,7 @@ class Forecast:
 class SimulatedDrafter:
     """A drafter whose config says how many tokens per step its chains have yielded.
 
-    Attributes:
-        length: Tokens of a chain, root included.
-        num_bytes: Size of its weights.
+    A chain has ``length`` tokens, root included.
     """
 
     length: int
@@ -148,16 +146,11 @@ def measure_forecast(
         pace = rehearse(cost.request, target, student, [TIMING_PROMPT], work.generated, on_stage)
         training = Timetable.of(work, pace, None)
     listed = ", ".join(f"a pass over {n} tokens costs {times[n] / costs.plain:.2f}" for n in LISTED)
-    return Forecast(
-        costs.plain,
-        best,
-        speedups[best],
-        training,
-        [
-            f"Measured here, in plain steps: {listed}. One level of drafting is assumed to cost "
-            f"{level:.2f}, its share of the weights."
-        ],
+    note = (
+        f"Measured here, in plain steps: {listed}. One level of drafting is assumed to cost "
+        f"{level:.2f}, its share of the weights."
     )
+    return Forecast(costs.plain, best, speedups[best], training, [note])
 
 
 def try_drafter(

@@ -1,7 +1,5 @@
 """Origin of a result: machine, versions, commit."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -21,15 +19,16 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "transformers")
 
 
 def describe() -> dict[str, Any]:
-    """Describe the machine, the versions and the commit, for every result."""
+    release, device = platform.mac_ver()[0], mx.default_device()
+    name = mx.device_info().get("device_name", "") if device.type == mx.gpu else ""
     return {
         "machine": {
-            "system": _system(),
+            "system": f"macOS {release}" if release else platform.system(),
             "architecture": platform.machine(),
             "processor": processor_name(),
             "cores": os.cpu_count(),
             "memory_bytes": read_total_memory(),
-            "device": _device_name(),
+            "device": f"{device} {name}".strip(),
             "openblas": has_openblas(),
             "load_average": load_averages(),
         },
@@ -92,17 +91,6 @@ def has_openblas() -> bool | None:
         return "openblas" in Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
         return None
-
-
-def _system() -> str:
-    release = platform.mac_ver()[0]
-    return f"macOS {release}" if release else platform.system()
-
-
-def _device_name() -> str:
-    device = mx.default_device()
-    name = mx.device_info().get("device_name", "") if device.type == mx.gpu else ""
-    return f"{device} {name}".strip()
 
 
 def _version(package: str) -> str | None:

@@ -1,14 +1,12 @@
 """Sizes of a model, from its config alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_redrafter.bench.chips import BYTES
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.proposers.target_facts import text_values
+from mlx_redrafter.proposers.kind import text_values
 from mlx_redrafter.target.model_loading import make_model
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.training.resources import TargetSize
@@ -73,9 +71,8 @@ def shape_of_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 def _cache_bytes(values: Mapping[str, Any], hidden: int, layers: int, number: int) -> int:
     """Count the bytes of a token's keys and values, at most: some layers may keep none."""
     names = "num_attention_heads", "num_key_value_heads", "head_dim"
-    heads, key_heads, size = (
-        value if isinstance(value := values.get(name), int) else 0 for name in names
-    )
+    found = map(values.get, names)
+    heads, key_heads, size = (one if isinstance(one, int) else 0 for one in found)
     size = size or hidden // max(1, heads)
     return 2 * layers * (key_heads or heads) * size * number
 

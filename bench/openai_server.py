@@ -1,7 +1,5 @@
 """An OpenAI server as a decoding method: texts streamed from a URL, and their times."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.error
@@ -51,12 +49,7 @@ class OpenAiServer:
     def write(
         self, texts: Sequence[str], is_chat: bool, max_tokens: int, temp: float, seed: int
     ) -> list[ServedText]:
-        """Ask for the answers to several messages, or the ends of prompts, at the same time.
-
-        Raises:
-            DataError: Its answer is an error, or no stream of OpenAI's.
-            ResourceError: The server cannot be reached, or stops in the middle of a text.
-        """
+        """Ask for the answers to several messages, or the ends of prompts, at the same time."""
         options: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max_tokens,
@@ -107,10 +100,6 @@ def find_server(address: str, key: str | None = None) -> OpenAiServer:
 
     ``address`` is NAME=URL, such as mlx-lm=http://127.0.0.1:8080/v1; #MODEL at the end chooses one
     of several models. ``key`` is for a server that needs one.
-
-    Raises:
-        DataError: The address has another form, or the server has no such model.
-        ResourceError: The server cannot be reached.
     """
     name, _, rest = address.partition("=")
     url, model = urldefrag(rest)

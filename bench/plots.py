@@ -1,7 +1,5 @@
 """Plots of results as PNG files. Only this module needs the extra ``plot``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,32 +31,22 @@ class PlotError(RedrafterError):
     """A plot cannot be drawn on this machine."""
 
 
-def title(result: Mapping[str, Any], model: nn.Module, texts: str = "") -> str:
+def title(result: Mapping[str, Any], model: nn.Module) -> str:
     """Make the title of a plot: model, size, machine, and the decoded texts."""
-    size = get_total_parameters(model)
+    size, settings = get_total_parameters(model), result["configuration"]
     short = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
     machine = f"{result['machine']['processor']}, {result['machine']['cores']} cores"
-    line = f"{result['configuration']['model']}, {short} parameters, on {machine}"
-    return f"{line}\n{texts}" if texts else line
-
-
-def count_texts(configuration: Mapping[str, Any]) -> str:
-    """Describe the texts of a benchmark with prompts, for its title."""
-    repeats = f"{configuration['repeats']} x {configuration['max_tokens']} tokens each"
-    temp = configuration.get("temp")  # a sweep has several
-    return f"{len(configuration['prompts'])} prompts, {repeats}" + (
-        "" if temp is None else f", {sampling_name(temp)}"
-    )
+    texts = f"{len(settings['prompts'])} prompts, {settings['repeats']} x {settings['max_tokens']}"
+    temp = settings.get("temp")  # a sweep has several
+    sampling = "" if temp is None else f", {sampling_name(temp)}"
+    line = f"{settings['model']}, {short} parameters, on {machine}"
+    return f"{line}\n{texts} tokens each{sampling}"
 
 
 def plot_sweep(folder: Path, points: Sequence[Point], heading: str) -> list[Path]:
-    """Draw a map of the speed by width and length for every group of points; return the files.
-
-    Raise `PlotError` if matplotlib is not installed.
-    """
-    groups = _groups(points)
+    """Draw a map of the speed by width and length for every group of points; return the files."""
     files = []
-    for name, group in groups.items():
+    for name, group in _groups(points).items():
         path = folder / f"speedup {name}.png".replace(", ", " ").replace(" ", "-")
         with figure(path, heading) as axes:
             _map(axes, group)
@@ -109,7 +97,6 @@ def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
 
 
 def sampling_name(temp: float) -> str:
-    """Name greedy decoding or sampling, for a title."""
     return f"temperature {temp:g}" if temp else "greedy"
 
 

@@ -1,7 +1,5 @@
 """Prompt files: MT-bench, Spec-Bench and SPEED-Bench, plain JSON lines, and text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -49,11 +47,6 @@ def read_prompts(path: Path) -> list[Prompt]:
     are optional. Of several turns the first is the prompt, as the later ones need answers. Any
     other file is text, with empty lines between prompts. A dataset is named with its configuration,
     such as ``nvidia/SPEED-Bench:throughput_8k``.
-
-    Raises:
-        ConfigError: The file cannot be read or has no prompts, a line has no known layout, or
-            SPEED-Bench's prompts are not filled in.
-        CheckpointError: The hub has no such dataset, or cannot be reached.
     """
     dataset, suffix = DATASET.fullmatch(path.as_posix()), path.suffix.lower()
     if dataset is not None and not path.exists():
@@ -84,8 +77,7 @@ def fit_prompts(
 ) -> list[Prompt]:
     """Give prompts about ``length`` tokens, those of the chat template included.
 
-    Longer ones are cut, and ``fillers`` are put before shorter ones, in this order. Raise
-    `ConfigError` if the fillers are too short.
+    Longer ones are cut, and ``fillers`` are put before shorter ones, in this order.
     """
     found = []
     for prompt in prompts:
@@ -132,10 +124,7 @@ def select_prompts(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]
 
 
 def encode_prompts(tokenizer: TokenizerWrapper, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
-    """Encode prompts as token ids, in the chat format if the tokenizer has one.
-
-    Raise `ConfigError` if the chat template rejects a prompt.
-    """
+    """Encode prompts as token ids, in the chat format if the tokenizer has one."""
     return [
         EncodedPrompt(one.name, one.category, encode_question(tokenizer, one.text), one.text)
         for one in prompts

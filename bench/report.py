@@ -1,7 +1,5 @@
 """Rows of results from runs: speed, acceptance, equality of the texts; and tables of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -60,13 +58,11 @@ def num_different(rows: Iterable[Row]) -> int:
 def summarise(
     runs: Sequence[TimedRun], reference: str = STOCK, max_repeated: float = 1.0
 ) -> list[Row]:
-    """Make one row per decoding method, in the order of their first runs.
+    """Make one row per decoding method, in the order of their first runs, of one group.
 
-    Args:
-        runs: Interleaved runs of one group.
-        reference: Name of the method whose texts are right: stock mlx-lm for greedy decoding; for
-            sampling this package's plain decoding, as mlx-lm draws other random numbers.
-        max_repeated: Maximum share of repeated 4-grams; texts with more do not count.
+    The texts of ``reference`` are right: stock mlx-lm for greedy decoding; for sampling this
+    package's plain decoding, as mlx-lm draws other random numbers. Texts with a larger share of
+    repeated 4-grams than ``max_repeated`` do not count.
     """
     texts = {run.prompt: run.tokens for run in runs if run.arm == reference}
     counted = [run for run in runs if repetition(run.tokens) <= max_repeated]
@@ -123,10 +119,7 @@ def divide(runs: Sequence[TimedRun]) -> dict[str, list[TimedRun]]:
 
 
 def tabulate(rows: Sequence[Row], baseline: str = STOCK) -> list[list[str]]:
-    """Format rows as lines, the first with the columns' names; empty columns are left out.
-
-    ``baseline`` is the name of the method that speedups are relative to.
-    """
+    """Format rows as lines, the first with the columns' names; empty columns are left out."""
     lines = [[name.format(baseline) for name in COLUMNS], *map(_cells, rows)]
     has_values = [any(values) for _, *values in zip(*lines, strict=True)]
     return [list(compress(line, has_values)) for line in lines]

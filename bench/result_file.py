@@ -1,7 +1,5 @@
 """Result files: JSON with the settings, the machine, and raw and derived numbers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -57,9 +55,7 @@ def read_result(path: Path, kind: str) -> dict[str, Any]:
 
 def checkpoint_name(path_or_repo: str | None) -> str:
     """Name a model in a result: a repository by its full name, a folder by its last part."""
-    if path_or_repo is None:
-        return "bundled"
-    return shared_name(path_or_repo)
+    return "bundled" if path_or_repo is None else shared_name(path_or_repo)
 
 
 def pair_names(model: str | None, drafter: str | None, loaded: Proposer) -> dict[str, Any]:
@@ -67,16 +63,10 @@ def pair_names(model: str | None, drafter: str | None, loaded: Proposer) -> dict
 
     `load` quantises a recurrent drafter if that is faster, so its name alone is not enough.
     """
-    return {
-        "model": checkpoint_name(model),
-        "drafter": checkpoint_name(drafter),
-        "drafter_bits": _drafter_bits(loaded),
-    }
-
-
-def _drafter_bits(drafter: Proposer) -> int | None:
-    parts = (part for network in drafter.networks for part in network.modules())
-    return next((part.bits for part in parts if hasattr(part, "bits")), None)
+    parts = (part for network in loaded.networks for part in network.modules())
+    bits = next((part.bits for part in parts if hasattr(part, "bits")), None)
+    names = {"model": checkpoint_name(model), "drafter": checkpoint_name(drafter)}
+    return {**names, "drafter_bits": bits}
 
 
 def _to_json(value: object) -> object:

@@ -1,7 +1,5 @@
 """Timed runs of one decoding method on one prompt, and rounds of several methods."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -88,8 +86,6 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class CommonSettings:
-    """Settings that all decoding methods of a benchmark share."""
-
     model: nn.Module
     tokenizer: Any
     drafter: Proposer | None
@@ -107,17 +103,11 @@ def stock_arm(settings: CommonSettings, draft_model: nn.Module | None = None) ->
 
     def decode(ids: list[int]) -> Iterator[Any]:
         mx.random.seed(settings.seed)
-        drafting: dict[str, Any] = {}
+        model, options = target_of(settings.model).stock_model, dict[str, Any]()
         if draft_model is not None:
-            drafting = {"draft_model": draft_model, "num_draft_tokens": STOCK_DRAFT_TOKENS}
-        yield from mlx_lm.stream_generate(
-            target_of(settings.model).stock_model,
-            settings.tokenizer,
-            ids,
-            max_tokens=settings.max_tokens,
-            sampler=make_sampler(temp=settings.temp),
-            **drafting,
-        )
+            options = {"draft_model": draft_model, "num_draft_tokens": STOCK_DRAFT_TOKENS}
+        options |= {"max_tokens": settings.max_tokens, "sampler": make_sampler(settings.temp)}
+        yield from mlx_lm.stream_generate(model, settings.tokenizer, ids, **options)
 
     return decode
 
@@ -141,7 +131,6 @@ def drafted_arm(settings: CommonSettings, plan: DraftPlan | None) -> Arm:
 
 
 def plain_arm(settings: CommonSettings) -> Arm:
-    """Decode by this package without drafts."""
     return drafted_arm(replace(settings, drafter=None), None)
 
 

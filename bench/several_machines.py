@@ -7,8 +7,6 @@ Every layer adds the parts of all machines twice, and each sum waits for a fence
 Axes: N machines, T tokens per pass, H hidden size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, Chip, find_curve
@@ -101,13 +99,11 @@ class SplitModel:
         return 2 * self.layers * (SYNC + wire)
 
     def speed(self, tokens: int, per_step: float, machines: int) -> float:
-        """Return tokens per second of drafted text."""
         drafts = DRAFTS * self.pass_seconds(1, 1)
         return per_step / (self.pass_seconds(tokens, machines) + drafts)
 
 
 def describe(model: SplitModel) -> list[str]:
-    """Write the expected speed of a model on several machines as sentences."""
     count, one = model.machines, model.pass_seconds(1, 1)
     plain = model.pass_seconds(1, count)
     waiting = model.waiting_seconds(1, count)

@@ -3,15 +3,12 @@
 A level of drafting costs the copy's share of the model's bytes, where reading them takes the time.
 """
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 
 from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, Chip
-from mlx_redrafter.bench.cost_model import Question
+from mlx_redrafter.bench.cost_model import Question, ShapeAcceptance, predict
 from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
-from mlx_redrafter.bench.predict import ShapeAcceptance, predict
 from mlx_redrafter.checkpoint_files import expand_home, read_config
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, FoundDrafter
 from mlx_redrafter.checks import as_mapping

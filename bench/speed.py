@@ -4,8 +4,6 @@ A setting is a temperature, a length of the prompts and a batch size. In every s
 decode the same batches in turns.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +83,6 @@ class Comparison:
 
     @property
     def baseline(self) -> str:
-        """Name of the method that speeds are relative to."""
         return STOCK if self.stock else PLAIN
 
     def methods(self, batch_size: int, settings: CommonSettings) -> dict[str, Method]:
@@ -118,10 +115,7 @@ Work = Mapping[Setting, Sequence[Sequence[Turn]]]
 
 
 def measure_speed(
-    work: Work,
-    compared: Comparison,
-    recording: Recording,
-    on_progress: OnProgress = lambda done, total: None,
+    work: Work, compared: Comparison, recording: Recording, on_progress: OnProgress
 ) -> list[Row]:
     """Decode all batches with all methods, in interleaved runs.
 
@@ -182,9 +176,10 @@ def _batches(
     return speeds
 
 
-def all_prompts(
-    setting: Setting, prompts: Sequence[EncodedPrompt], repeats: int
-) -> list[list[Turn]]:
+Prompts = Sequence[EncodedPrompt]
+
+
+def all_prompts(setting: Setting, prompts: Prompts, repeats: int) -> list[list[Turn]]:
     """Make batches of all prompts; the last one is filled with the first prompts."""
     size = setting.batch_size
     if size > len(prompts):
@@ -192,24 +187,16 @@ def all_prompts(
             f"expected at least {size} prompts for a batch of {size}, got {len(prompts)}; give "
             "more, or smaller --batch-sizes"
         )
-    num_batches = math.ceil(len(prompts) / size)
-    return [
-        _batch(setting, prompts, block, repeat)
-        for repeat in range(repeats)
-        for block in range(num_batches)
-    ]
+    blocks = range(math.ceil(len(prompts) / size))
+    return [_batch(setting, prompts, one, repeat) for repeat in range(repeats) for one in blocks]
 
 
-def next_prompts(
-    setting: Setting, prompts: Sequence[EncodedPrompt], rounds: int
-) -> list[list[Turn]]:
+def next_prompts(setting: Setting, prompts: Prompts, rounds: int) -> list[list[Turn]]:
     """Make a batch of the next prompts for every round, from the first again after the last."""
     return [_batch(setting, prompts, block, 0) for block in range(rounds)]
 
 
-def _batch(
-    setting: Setting, prompts: Sequence[EncodedPrompt], block: int, repeat: int
-) -> list[Turn]:
+def _batch(setting: Setting, prompts: Prompts, block: int, repeat: int) -> list[Turn]:
     first = block * setting.batch_size
     numbers = range(first, first + setting.batch_size)
     return [Turn(str(setting), block, prompts[i % len(prompts)], repeat) for i in numbers]

@@ -1,7 +1,5 @@
 """Results of `bench speed` as Markdown: the tables, and a page to publish."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -48,8 +46,10 @@ def page(result: Mapping[str, Any]) -> str:
             "measured": result["measured_at"][:10],
             "prompts": f"{len(settings['prompts'])} of {_public(settings['prompt_file'])}",
             "texts": f"{settings['repeats']} x {settings['max_tokens']} tokens of every prompt",
-            "idle machine": _idleness(result["disturbances"], settings["servers"]),
+            "idle machine": "; ".join(result["disturbances"]) or "yes",
         }
+        if settings["servers"] and facts["idle machine"] == "yes":
+            facts["idle machine"] = "unknown, as servers worked beside"
         tables = "\n".join(result["tables"])
     except (KeyError, TypeError) as error:
         raise DataError(
@@ -64,12 +64,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def is_page(path: Path) -> bool:
-    """Return whether a file is a page that `page` has made."""
     return path.is_file() and EXPLANATION in path.read_text(encoding="utf-8", errors="replace")
-
-
-def _idleness(disturbances: Sequence[str], servers: Sequence[str]) -> str:
-    return "; ".join(disturbances) or ("unknown, as servers worked beside" if servers else "yes")
 
 
 def _public(name: str) -> str:

@@ -3,8 +3,6 @@
 Stock mlx-lm is measured once per block of a few plans, interleaved with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,7 +65,6 @@ class Grid:
 
     @property
     def plans(self) -> list[DraftPlan]:
-        """All plans, without repetitions."""
         found: dict[DraftPlan, None] = {}
         for selection, width, length in product(self.selections, self.widths, self.lengths):
             most = DraftPlan.of(width, length, select=selection).shape.max_nodes
@@ -79,8 +76,6 @@ class Grid:
 
 @dataclass(frozen=True)
 class Point:
-    """Results of one plan of a sweep at one temperature."""
-
     temp: float
     plan: DraftPlan
     row: Row
@@ -99,20 +94,13 @@ def sweep(
 
     Turns that the recording already has are not repeated.
     """
-    plans = grid.plans
-    parts = [
-        Interleaving(
-            partial(_methods, plans[start : start + PLANS_PER_BLOCK], number == 0),
-            replace(settings, temp=temp),
-            [
-                [Turn(_group(temp), number, prompt, repeat)]
-                for repeat in range(repeats)
-                for prompt in prompts
-            ],
-        )
-        for temp in grid.temps
-        for number, start in enumerate(range(0, len(plans), PLANS_PER_BLOCK))
-    ]
+    plans, parts = grid.plans, []
+    rounds = [(prompt, repeat) for repeat in range(repeats) for prompt in prompts]
+    for temp in grid.temps:
+        for number, start in enumerate(range(0, len(plans), PLANS_PER_BLOCK)):
+            make = partial(_methods, plans[start : start + PLANS_PER_BLOCK], number == 0)
+            turns = [[Turn(_group(temp), number, *one)] for one in rounds]
+            parts.append(Interleaving(make, replace(settings, temp=temp), turns))
     decode_in_turns(parts, recording, cool_down, on_progress)
     points = []
     for temp in grid.temps:

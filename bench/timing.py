@@ -4,8 +4,6 @@ Machines get hot and are shared. So times to compare are measured alternately in
 compared sample by sample.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -38,14 +36,8 @@ class MedianEstimate:
 
     def span(self, form: str = ".2f") -> str:
         """Format ``low`` and ``high`` with the kind of interval; empty for one sample."""
-        return f"{self.low:{form}} to {self.high:{form}} ({self.kind})" if self.kind else ""
-
-    @property
-    def kind(self) -> str:
-        """Name of the interval from ``low`` to ``high``; empty for one sample."""
-        if self.count < 2:
-            return ""
-        return "95%" if self.num_texts >= MIN_TEXTS else f"range of {self.count}"
+        kind = "95%" if self.num_texts >= MIN_TEXTS else f"range of {self.count}"
+        return "" if self.count < 2 else f"{self.low:{form}} to {self.high:{form}} ({kind})"
 
 
 def estimate(

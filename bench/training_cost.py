@@ -53,7 +53,6 @@ class TrainingCost:
 
     @classmethod
     def of(cls, shape: ModelShape, tokens: int) -> TrainingCost:
-        """Estimate the cost of a run on ``tokens`` tokens."""
         options = DataOptions(tokens)
         # The request only describes a run, so its folder may exist.
         request = TrainingRequest(
@@ -70,7 +69,6 @@ class TrainingCost:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens to train on."""
         return self.work.given + self.work.generated
 
     def predict(self, shape: ModelShape, chip: Chip) -> Timetable:

@@ -1,7 +1,5 @@
 """Interleaved runs of several decoding methods on the same batches, recorded in a file."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,9 +69,7 @@ def decode_in_turns(
     Batches that the recording already has are not repeated. ``prepare`` is called before the first
     one, if any is missing.
     """
-    missing = [
-        [batch for batch in part.batches if not recording.has(batch[0].key)] for part in parts
-    ]
+    missing = [[one for one in part.batches if not recording.has(one[0].key)] for part in parts]
     total = sum(len(part.batches) for part in parts)
     done = total - sum(map(len, missing))
     if done < total:

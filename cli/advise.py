@@ -10,7 +10,7 @@ import typer
 from mlx_redrafter.checkpoint_files import expand_home
 from mlx_redrafter.cli.bench_output import parse_count, progress
 from mlx_redrafter.cli.check import PROMPTS
-from mlx_redrafter.cli.model_options import AnyDrafter
+from mlx_redrafter.cli.model_options import AnyDrafter, refuse_none
 from mlx_redrafter.cli.names import complete_name, refuse_drafter
 from mlx_redrafter.cli.progress import note
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, printable
@@ -49,6 +49,7 @@ def advise(
 ) -> None:
     """Recommend one command for a model, with the expected gain, here or on another chip."""
     count = parse_count(tokens)
+    refuse_none(drafter)
     from mlx_redrafter.bench import advice
     from mlx_redrafter.bench.chips import find_chip
     from mlx_redrafter.bench.machine import this_chip

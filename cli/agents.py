@@ -3,8 +3,6 @@
 The settings are environment variables and arguments of one process. No file is written.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,22 +48,20 @@ class Agent:
 
 
 def _claude(address: Address) -> Settings:
-    patience = str(PATIENCE)
-    return Settings(
-        {
-            "ANTHROPIC_BASE_URL": address.url,
-            "ANTHROPIC_AUTH_TOKEN": address.key or NO_KEY,
-            "ANTHROPIC_MODEL": address.model,
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": address.model,
-            # A line about billing at the head of each prompt differs from session to session.
-            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "API_FORCE_IDLE_TIMEOUT": "0",
-            "API_TIMEOUT_MS": patience,
-            "CLAUDE_STREAM_IDLE_TIMEOUT_MS": patience,
-            "CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS": patience,
-        }
-    )
+    variables = {
+        "ANTHROPIC_BASE_URL": address.url,
+        "ANTHROPIC_AUTH_TOKEN": address.key or NO_KEY,
+        "ANTHROPIC_MODEL": address.model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": address.model,
+        # A line about billing at the head of each prompt differs from session to session.
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "API_FORCE_IDLE_TIMEOUT": "0",
+        "API_TIMEOUT_MS": str(PATIENCE),
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE),
+        "CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE),
+    }
+    return Settings(variables)
 
 
 def _codex(address: Address) -> Settings:
@@ -99,13 +95,8 @@ def _opencode(address: Address) -> Settings:
 
 
 def _qwen(address: Address) -> Settings:
-    return Settings(
-        {
-            "OPENAI_BASE_URL": f"{address.url}/v1",
-            "OPENAI_API_KEY": address.key or NO_KEY,
-            "OPENAI_MODEL": address.model,
-        }
-    )
+    key = {"OPENAI_API_KEY": address.key or NO_KEY, "OPENAI_MODEL": address.model}
+    return Settings({"OPENAI_BASE_URL": f"{address.url}/v1", **key})
 
 
 # Agents by the name of their program.

@@ -186,8 +186,6 @@ def compare(
 
 @dataclass(frozen=True)
 class GridOptions:
-    """Values to sweep, each a list."""
-
     widths: Annotated[str, "Beam widths, such as 1-4,8."] = "1-4"
     lengths: Annotated[str, "Beam lengths, counting the root."] = "2-5"
     nodes: Annotated[str | None, "Tree nodes with top_n; by default the usual number."] = None
@@ -197,11 +195,6 @@ class GridOptions:
     temps: Annotated[str, "Temperatures."] = "0"
 
     def read(self) -> Grid:
-        """Parse the lists.
-
-        Raises:
-            ConfigError: A list cannot be read, the grid is too large, or no tree has so many nodes.
-        """
         from mlx_redrafter.bench.sweep import Grid
 
         return Grid(
@@ -231,7 +224,7 @@ def sweep(
     output = Output(out / "sweep.json", resume, overwrite)
     maps = sorted(out.glob("speedup-*.png"))
     output.check("sweep", [pair.model, pair.drafter, prompts.prompts], maps)
-    from mlx_redrafter.bench.plots import count_texts, plot_sweep, title
+    from mlx_redrafter.bench.plots import plot_sweep, title
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.sweep import sweep as measure
 
@@ -250,10 +243,7 @@ def sweep(
     for temp in grid.temps:
         rows = [point.row for point in points if point.temp == temp]
         show_speeds(rows, f"temperature {temp:g}")
-    heading = title(
-        recording.result, settings.model, count_texts(recording.result["configuration"])
-    )
-    draw(lambda: plot_sweep(out, points, heading))
+    draw(lambda: plot_sweep(out, points, title(recording.result, settings.model)))
     warn(recording.result["disturbances"])
     refuse_texts(num_different([point.row for point in points]))
 
@@ -293,9 +283,8 @@ def throughput(
         shapes=shapes,
         batch_sizes=list(sizes),
     )  # fmt: skip
-    work = {
-        (one := Setting(temp, None, size)): next_prompts(one, encoded, rounds) for size in sizes
-    }
+    batches = [Setting(temp, None, size) for size in sizes]
+    work = {one: next_prompts(one, encoded, rounds) for one in batches}
     _measure(work, Comparison(settings, plans=plans, stock="batch"), recording)
 
 
@@ -307,7 +296,7 @@ def _what_is_kept(recording: Recording) -> str:
 
 def _measure(work: Work, compared: Comparison, recording: Recording, *pages: Path) -> None:
     """Measure, print the tables, also to pages, draw the plot, and refuse different texts."""
-    from mlx_redrafter.bench.plots import count_texts, plot_speed, title
+    from mlx_redrafter.bench.plots import plot_speed, title
     from mlx_redrafter.bench.report import num_different
     from mlx_redrafter.bench.speed import measure_speed
     from mlx_redrafter.bench.speed_page import speed_tables
@@ -325,8 +314,7 @@ def _measure(work: Work, compared: Comparison, recording: Recording, *pages: Pat
         show(f"auto: timing the draft shapes took {seconds:.1f} s, which no answer's time includes")
     warn(result["disturbances"])
     if recording.path is not None:
-        heading = title(result, compared.settings.model, count_texts(result["configuration"]))
-        path = recording.path.with_suffix(".png")
+        heading, path = title(result, compared.settings.model), recording.path.with_suffix(".png")
         draw(lambda: [plot_speed(path, found, heading, compared.baseline)])
     for page in pages:
         write_text(page, "\n".join(tables) + "\n")

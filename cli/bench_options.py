@@ -32,8 +32,6 @@ PromptFile = Annotated[
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts from a file."""
-
     prompts: PromptFile
     num_prompts: Annotated[
         int | None, "Number of prompts, from all categories alternately; all by default."
@@ -44,27 +42,16 @@ class Prompts:
             check_int("num_prompts", self.num_prompts, 1)
 
     def encode(self, settings: CommonSettings, length: int | None = None) -> list[EncodedPrompt]:
-        """Encode the prompts as token ids, each with ``length`` tokens if that is given.
-
-        Raises:
-            CheckpointError: The prompts are a dataset that the hub does not have.
-            ConfigError: There are no prompts or too short ones, the chat template rejects one, or
-                one is longer than the model's context.
-        """
-        from mlx_redrafter.bench.prompts import (
-            encode_prompts,
-            fit_prompts,
-            read_prompts,
-            select_prompts,
-        )
+        """Encode the prompts as token ids, each with ``length`` tokens if that is given."""
+        from mlx_redrafter.bench import prompts
         from mlx_redrafter.engine.prompt_encoding import check_prompt
         from mlx_redrafter.machines.leading import target_of
 
-        found = read_prompts(self.prompts)
-        chosen = select_prompts(found, self.num_prompts)
+        found = prompts.read_prompts(self.prompts)
+        chosen = prompts.select_prompts(found, self.num_prompts)
         if length is not None:
-            chosen = fit_prompts(settings.tokenizer, chosen, found, length)
-        encoded = encode_prompts(settings.tokenizer, chosen)
+            chosen = prompts.fit_prompts(settings.tokenizer, chosen, found, length)
+        encoded = prompts.encode_prompts(settings.tokenizer, chosen)
         target = target_of(settings.model)
         for one in encoded:
             try:
@@ -91,8 +78,6 @@ class Rounds:
 
 @dataclass(frozen=True)
 class ShortRounds(Rounds):
-    """Fewer and shorter texts, for many methods."""
-
     max_tokens: TextTokens = 64
     repeats: Repeats = 2
 
@@ -113,13 +98,7 @@ class Output:
     def check(
         self, kind: str, inputs: Sequence[str | Path | None], beside: Sequence[Path] = ()
     ) -> None:
-        """Check before any work that the result and the files ``beside`` it may be written.
-
-        Raises:
-            CheckpointError: The result to continue is damaged, or one of another benchmark.
-            ConfigError: One of them is a file of others or of an earlier run.
-            OSError: One of them cannot be written.
-        """
+        """Check before any work that the result and the files ``beside`` it may be written."""
         from mlx_redrafter.bench.result_file import read_result
 
         if self.out is None:

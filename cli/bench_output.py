@@ -40,11 +40,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
-    """Parse numbers such as 1,2,4-6, each at least 1, at most `MAX_NUMBERS` of them.
-
-    Raises:
-        ConfigError: The text is no such list, or too long.
-    """
+    """Parse numbers such as 1,2,4-6, each at least 1, at most `MAX_NUMBERS` of them."""
     numbers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
@@ -58,7 +54,6 @@ def parse_ints(text: str) -> tuple[int, ...]:
 
 
 def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Parse names such as top_n,beam, each one of ``allowed``."""
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in allowed:
@@ -78,11 +73,7 @@ def parse_temps(text: str) -> tuple[float, ...]:
 
 
 def parse_shapes(text: str) -> list[DraftPlan]:
-    """Parse draft shapes such as 1x5,4x5x9,beam:4x5 into plans, without repetitions.
-
-    Raises:
-        ConfigError: A shape cannot be read, or a size is out of range.
-    """
+    """Parse draft shapes such as 1x5,4x5x9,beam:4x5 into plans, without repetitions."""
     plans = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(beam:)?(\d+)x(\d+)(?:x(\d+))?\s*", part)
@@ -172,7 +163,6 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def show_speeds(rows: Sequence[Row], title: str = "", baseline: str = "mlx-lm") -> None:
-    """Print a table of decoding methods, one row each; see `tabulate`."""
     from mlx_redrafter.bench.report import tabulate
 
     show_lines(tabulate(rows, baseline), title)

@@ -76,9 +76,8 @@ def chat(
             "chat needs a model that answers, found no --model, and the bundled one only continues "
             "prose; give --model FOLDER or --model ORG/NAME"
         )
-    model, tokenizer, drafter = pair.load_writer(
-        CONTEXT + max(0, options.max_tokens), options.kv_bits
-    )
+    length = CONTEXT + max(0, options.max_tokens)
+    model, tokenizer, drafter = pair.load_writer(length, options.kv_bits)
 
     from mlx_redrafter.engine.engine import Engine
 

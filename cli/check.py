@@ -139,11 +139,8 @@ def _describe(result: dict[str, Any], tokenizer: Any) -> str:
 def _check_kernels(pair: AdaptedPair, as_json: bool) -> None:
     """Try this package's kernels on a model's weights, and print their equality and times.
 
-    Raises:
-        ConfigError: MLX does not compute on an Apple GPU.
-        typer.Exit: A kernel differs from MLX's, or cannot be compiled or run; the exit code is 1.
+    The exit code is 1 if a kernel differs from MLX's, or cannot be compiled or run.
     """
-
     from mlx_redrafter.kernels.layers import is_available
     from mlx_redrafter.kernels.selection import try_kernels
 

@@ -25,11 +25,6 @@ def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
     Without ``--drafter`` it must be on this machine and made for the model. ``auto`` also offers a
     published one, which ``yes`` downloads without a question, and a smaller model with the same
     tokens. Last comes a copy of the model in fewer bits, if that is predicted to pay.
-
-    Raises:
-        CheckpointError: The model's files cannot be found or read.
-        ConfigError: `AUTO` is a folder as well.
-        UnsupportedTargetError: The model cannot be decoded exactly.
     """
     from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, is_auto
 

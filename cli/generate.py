@@ -81,11 +81,6 @@ class GrammarOptions:
     ] = None
 
     def read(self) -> Grammar | None:
-        """Read the grammar; return None if none is given.
-
-        Raises:
-            ConfigError: Several are given, or the one given is not valid.
-        """
         from mlx_redrafter.grammar import Grammar
 
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -131,9 +126,8 @@ def generate(
     written, tokens, last, hits = _generate(pair, prompt, options, rules, shown)
     if as_json:
         settings = shape if pair.drafts else dict.fromkeys(shape)
-        typer.echo(
-            json.dumps({**_to_json(written, tokens, last), **settings, "seed": options.seed})
-        )
+        found = {**_to_json(written, tokens, last), **settings, "seed": options.seed}
+        typer.echo(json.dumps(found))
     else:
         typer.echo()
         if stats or (stats is None and (verbose or is_talkative())):

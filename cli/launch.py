@@ -1,7 +1,5 @@
 """``redrafter-mlx launch``: a coding agent that uses a model of this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -39,8 +37,6 @@ END_SECONDS = 40
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The server that the agent uses."""
-
     model: Annotated[
         str | None, "Model, as for serve. By default that of the server that runs already."
     ] = None
@@ -48,8 +44,7 @@ class ServerOptions:
     yes: Yes = False
     port: Annotated[int, "Port of the server."] = 8080
     api_key: Annotated[
-        str | None,
-        typer.Option(help="Key of the server.", envvar="REDRAFTER_API_KEY"),
+        str | None, typer.Option(help="Key of the server.", envvar="REDRAFTER_API_KEY")
     ] = None
 
     def __post_init__(self) -> None:
@@ -57,7 +52,6 @@ class ServerOptions:
 
     @property
     def url(self) -> str:
-        """Address of the server."""
         return f"http://{HOST}:{self.port}"
 
 
@@ -71,8 +65,7 @@ def launch(
     ],
     server: ServerOptions,
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="Arguments of the agent, after two dashes."),
+        list[str] | None, typer.Argument(help="Arguments of the agent, after two dashes.")
     ] = None,
     only_print: Annotated[
         bool, "Print the settings and the command; start nothing.", "--print"
@@ -147,7 +140,6 @@ def _serve_command(server: ServerOptions) -> list[str]:
 def _wait(
     server: ServerOptions, process: subprocess.Popen[bytes], log: str
 ) -> list[dict[str, Any]]:
-    """Wait until a server answers."""
     while (found := _find(server)) is None:
         if process.poll() is not None:
             with open(log, encoding="utf-8", errors="replace") as file:
@@ -187,14 +179,11 @@ def _describe_stored(server: ServerOptions) -> dict[str, Any]:
         command = f"REDRAFTER_API_KEY={shlex.quote(server.api_key)} {command}"
     typer.echo(f"no server runs at {server.url}; start it first: {command}", err=True)
     folder = local_folder(server.model)
-    return {
-        "id": _name(server),
-        "context_length": None if folder is None else read_context_length(folder),
-    }
+    context = None if folder is None else read_context_length(folder)
+    return {"id": _name(server), "context_length": context}
 
 
 def _choose(models: list[dict[str, Any]], server: ServerOptions) -> dict[str, Any]:
-    """Return the model to use."""
     names = [one["id"] for one in models]
     wanted = names[0] if server.model is None else _name(server)
     if wanted not in names:
@@ -224,6 +213,5 @@ def _address(server: ServerOptions, model: dict[str, Any]) -> Address:
 
 
 def _as_command(agent: str, settings: Settings, arguments: list[str]) -> str:
-    """Return a command for a shell."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in settings.variables.items()]
     return " ".join([*variables, agent, *map(shlex.quote, [*settings.arguments, *arguments])])

@@ -65,7 +65,6 @@ class LiveText:
         )
 
     def add(self, response: GenerationResponse) -> None:
-        """Print the text of the next token."""
         self._live.start()
         self._num_drafted += response.from_draft
         self._speed = ", ".join(self._counts(response))

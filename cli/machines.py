@@ -1,7 +1,5 @@
 """Commands under ``mlx.launch``: rank 0 runs the command, all other ranks follow it."""
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -26,11 +24,7 @@ START_SECONDS = 120.0
 
 
 def join_machines(arguments: Sequence[str]) -> None:
-    """Meet the other ranks, if there are any; returns on rank 0 only.
-
-    Raises:
-        ConfigError: The command is for one machine, or a rank is missing or has other versions.
-    """
+    """Meet the other ranks, if there are any; returns on rank 0 only."""
     if RANK not in os.environ:
         return
     from mlx_redrafter.machines.following import follow
@@ -61,11 +55,7 @@ def leave_machines(code: int) -> None:
 
 
 def launched_group() -> Any:
-    """Return MLX's group of the ranks that ``mlx.launch`` has started; None for one rank alone.
-
-    Raises:
-        ConfigError: MLX cannot connect them.
-    """
+    """Return MLX's group of the ranks that ``mlx.launch`` has started; None for one rank alone."""
     if RANK not in os.environ:
         return None
     try:

@@ -4,8 +4,6 @@ Text and JSON go to stdout; statistics, progress and errors go to stderr. An err
 exit code 1, a usage error one line and exit code 2, Ctrl-C exit code 130.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -59,8 +57,6 @@ app.add_typer(bench, name="bench")
 
 
 class _StderrHandler(logging.Handler):
-    """A handler that writes the package's log to the current stderr."""
-
     def emit(self, record: logging.LogRecord) -> None:
         typer.echo(self.format(record), err=True)
 
@@ -87,7 +83,6 @@ def run() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code."""
     is_debugged = "--debug" in arguments[:1]
     logger = logging.getLogger("mlx_redrafter")
     logger.setLevel(logging.INFO)

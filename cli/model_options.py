@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from mlx_redrafter.checkpoints.memory_estimate import Context
+    from mlx_redrafter.checkpoints.memory_check import Context
     from mlx_redrafter.decoding.protocols import Proposer
 
     Loaded = tuple[nn.Module, TokenizerWrapper, Proposer]
@@ -70,6 +70,12 @@ AdapterPath = Annotated[str | None, "Folder of a LoRA adapter for the target."]
 TrustRemoteCode = Annotated[bool, "Allow the target's checkpoint to run its own Python code."]
 
 
+def refuse_none(drafter: str | None) -> None:
+    """Raise `ConfigError` for the word of plain decoding, where there must be a drafter."""
+    if drafter == NO_DRAFTER:
+        raise ConfigError("expected a drafter, found --drafter none; name one, or lookup")
+
+
 @dataclass(frozen=True)
 class Pair:
     """A target and a drafter: the bundled pair by default, and else a drafter made for the target.
@@ -90,9 +96,13 @@ class Pair:
     @cached_property
     def given_drafter(self) -> str | None:
         """The drafter given; asks before it is downloaded."""
-        if self.drafter not in (None, AUTO, NO_DRAFTER):
-            ask_for_drafter(self.drafter, self.yes)
-        return self.drafter
+        if self.drafter is None or self.drafter in (AUTO, NO_DRAFTER):
+            return self.drafter
+        from mlx_redrafter.checkpoints.bundled import expand_name
+
+        drafter = expand_name(self.drafter)
+        ask_for_drafter(drafter, self.yes)
+        return drafter
 
     @cached_property
     def drafter_name(self) -> str | None:
@@ -111,13 +121,8 @@ class Pair:
         """Load the target, its tokenizer and the drafter, if there is memory for a text.
 
         ``context`` is its number of tokens, and ``kv_bits`` the bits of its K/V entries.
-
-        Raises:
-            ConfigError: The drafter is "none", where there must be one.
-            ResourceError: The machine has too little memory.
         """
-        if self.drafter == NO_DRAFTER:
-            raise ConfigError("expected a drafter, found --drafter none; name one, or lookup")
+        refuse_none(self.drafter)
         return self._load(self.drafter_name, context, kv_bits, **options)
 
     def _load(
@@ -125,7 +130,7 @@ class Pair:
     ) -> Loaded:
         """Load a pair; prompt lookup replaces a drafter that was chosen and cannot be loaded."""
         from mlx_redrafter.checkpoints.loading import load
-        from mlx_redrafter.checkpoints.memory_estimate import Context
+        from mlx_redrafter.checkpoints.memory_check import Context
         from mlx_redrafter.machines.leading import target_of
         from mlx_redrafter.proposers.lookup import Lookup
         from mlx_redrafter.target.target import SLOW, is_slow
@@ -171,7 +176,6 @@ class WritingPair(AdaptedPair):
 
     @property
     def drafts(self) -> bool:
-        """Whether there is a drafter."""
         return self.drafter != NO_DRAFTER
 
     def load_writer(

@@ -1,7 +1,5 @@
 """``redrafter-mlx list``, ``pull`` and ``rm``: models and drafters on this machine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -10,8 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from mlx_redrafter.checkpoint_files import expand_home, find_checkpoint, read_json
+from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.cli.bench_output import show_lines
 from mlx_redrafter.cli.names import agrees, complete_name
+from mlx_redrafter.cli.progress import note
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError, one_line, quote
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import (
@@ -30,12 +30,9 @@ Name = Annotated[
         "then of mlx-community.",
     ),
 ]
-Yes = Annotated[bool, "Delete without a question."]
 
 
-def list_models(
-    as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
-) -> None:
+def list_models(as_json: Annotated[bool, "Print one JSON object.", "--json"] = False) -> None:
     """List models and drafters on this machine, with their sizes and what drafts for them.
 
     Searches the Hugging Face cache, which mlx-lm uses, and LM Studio's folders.
@@ -44,18 +41,19 @@ def list_models(
     if as_json:
         typer.echo(json.dumps({"models": rows}))
         return
+    names = ", ".join(folder.name for folder in bundled_drafters())
+    note(f"drafters in this package, whose names --drafter takes: {names}")
     if not rows:
         typer.echo(
             "no models in MLX's format on this machine; redrafter-mlx pull NAME downloads one",
             err=True,
         )
         return
-    lines = [("NAME", "SIZE", "KIND", "KEPT BY", "DRAFTER")]
-    lines += [
+    lines = [
         (row["name"], format_bytes(row["bytes"]), row["kind"], row["place"], row["drafter"] or "-")
         for row in rows
     ]
-    show_lines(lines)
+    show_lines([("NAME", "SIZE", "KIND", "KEPT BY", "DRAFTER"), *lines])
 
 
 def show_model(
@@ -104,7 +102,6 @@ def show_model(
 
 
 def _has_template(folder: Path) -> bool:
-    """Return whether the files of a model have a chat template."""
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     path = folder / "tokenizer_config.json"
@@ -143,7 +140,7 @@ def remove(
             metavar="MODEL", help="Repository, or the last part of the name of one on this machine."
         ),
     ] = None,
-    yes: Yes = False,
+    yes: Annotated[bool, "Delete without a question."] = False,
 ) -> None:
     """Delete a model or a drafter from the Hugging Face cache, in all its versions."""
     full = _given(model)
@@ -190,9 +187,8 @@ def _given(model: str | None) -> str:
 
 def _drafter_of(folder: Path) -> str | None:
     """Name a drafter on this machine for a model, or else one in the table of published ones."""
-    from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
+    from mlx_redrafter.checkpoints.drafter_search import METHODS, DrafterSearch, published_for
     from mlx_redrafter.checkpoints.identity import Identity
-    from mlx_redrafter.checkpoints.published_drafters import METHODS, published_for, read_table
 
     try:
         identity = Identity.of_folder(folder)
@@ -201,7 +197,7 @@ def _drafter_of(folder: Path) -> str | None:
         return None
     if found is not None:
         return f"{found.name} ({found.method}, on this machine)"
-    published = published_for(identity, read_table())
+    published = published_for(identity)
     if not published:
         return None
     return f"{published[0].drafter} ({METHODS[published[0].method]}, to download)"

@@ -43,7 +43,7 @@ def complete_name(name: str) -> str:
             f"expected a repository like org/name, got {name!r}; names have no tags here; sizes "
             f"and bits are parts of the name, as in {joined}-4bit"
         )
-    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if not name or _is_path(name):
         raise ConfigError(f"expected a repository like org/name, got {name!r}")
     if "/" in name:
         return name
@@ -60,14 +60,7 @@ def names_beginning(incomplete: str) -> list[str]:
 
 
 def find_model(name: str, yes: bool) -> str:
-    """Return the folder or repository of a model on this machine, after a download if agreed.
-
-    Raises:
-        CheckpointError: There is no such model, or it is a drafter.
-        ConfigError: The name cannot be one, or there is no terminal to ask at.
-        ResourceError: The model is larger than the memory.
-        UnsupportedTargetError: The model cannot be decoded exactly.
-    """
+    """Return the folder or repository of a model on this machine, after a download if agreed."""
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     if name and expand_home(name).exists():
@@ -128,12 +121,7 @@ def _download(full: str, yes: bool) -> None:
 
 
 def ask_for_drafter(name: str, yes: bool) -> None:
-    """Ask before a drafter is downloaded, if a name is that of one that is not on this machine.
-
-    Raises:
-        CheckpointError: There is no such repository, or it holds no drafter.
-        ConfigError: There is no terminal to ask at.
-    """
+    """Ask before a drafter is downloaded, if a name is that of one that is not on this machine."""
     from mlx_redrafter.proposers.checkpoint import PATTERNS
 
     is_repository = "/" in name and not _is_path(name) and not expand_home(name).exists()
@@ -146,7 +134,6 @@ def ask_for_drafter(name: str, yes: bool) -> None:
 
 
 def _ask(repository: Repository, size: int, yes: bool) -> None:
-    """Ask before a download; exit if the user does not agree."""
     licence = repository.licence or "not stated"
     if not agrees(f"Download {repository.name} ({format_bytes(size)}, licence {licence})?", yes):
         typer.echo("not downloaded", err=True)

@@ -3,8 +3,6 @@
 ``redrafter-mlx --quiet COMMAND`` leaves the notes out.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -45,7 +43,6 @@ class _Bar(Progress):
     """
 
     def stop(self) -> None:
-        """Stop, and wait for the thread that refreshes."""
         thread = self.live._refresh_thread
         super().stop()
         if thread is not None:

@@ -69,9 +69,6 @@ class PromptOptions:
         """Encode the text of the prompt as `mlx_lm.generate` does.
 
         After a prompt cache, the encoded prompt leaves out the beginning of the chat template.
-
-        Raises:
-            ConfigError: The prompt is not text, or the chat template rejects it.
         """
         from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_question
 
@@ -85,25 +82,17 @@ class PromptOptions:
         messages = [{"role": "user", "content": text}]
         if self.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self.system_prompt})
-        follows_cache = self.prompt_cache_file is not None
+        options, follows = self.chat_template_config, self.prompt_cache_file is not None
+        given = parse_template_options(options)
         try:
-            return encode_chat(
-                tokenizer,
-                messages,
-                parse_template_options(self.chat_template_config),
-                follows_cache=follows_cache,
-            )
+            return encode_chat(tokenizer, messages, given, follows_cache=follows)
         except ConfigError as error:
             raise ConfigError(
                 f"{error}; change its options, or use --ignore-chat-template"
             ) from error
 
     def load_cache(self, model: str | None) -> list[Any] | None:
-        """Load the prompt cache from its file, which must name this model; None without a file.
-
-        Raises:
-            ConfigError: The file is damaged, or was made with another model.
-        """
+        """Load the prompt cache from its file, which must name this model; None without a file."""
         path = self.prompt_cache_file
         if path is None:
             return None
@@ -125,11 +114,7 @@ class PromptOptions:
 
 
 def parse_template_options(given: str | None) -> dict[str, Any]:
-    """Parse the value of ``--chat-template-config``.
-
-    Raises:
-        ConfigError: The value is not a JSON object.
-    """
+    """Parse the value of ``--chat-template-config``, a JSON object."""
     try:
         options = json.loads(given or "{}")
     except (ValueError, RecursionError) as error:

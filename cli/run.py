@@ -1,7 +1,5 @@
 """``redrafter-mlx run``: a model by its name alone, downloaded if the user agrees."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer
@@ -25,8 +23,7 @@ def run_model(
         ),
     ] = None,
     prompt: Annotated[
-        str | None,
-        typer.Argument(help="Prompt of one text; a conversation without it."),
+        str | None, typer.Argument(help="Prompt of one text; a conversation without it.")
     ] = None,
     *,
     model: Annotated[str | None, "The same as the first argument."] = None,

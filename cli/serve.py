@@ -44,8 +44,6 @@ GRACE_SECONDS = 30
 
 @dataclass(frozen=True)
 class ServedModels:
-    """The models to serve, each with its drafter."""
-
     panel: ClassVar = MODEL
     model: Annotated[
         list[str] | None,
@@ -65,14 +63,9 @@ class ServedModels:
     trust_remote_code: TrustRemoteCode = False
 
     def pairs(self) -> list[WritingPair]:
-        """Return every model with its drafter.
-
-        Raises:
-            ConfigError: A folder holds no model, or the drafters are not one or one per model.
-        """
-        models: list[str | None] = [
-            one for given in self.model or () for one in _models_in(given)
-        ] or [None]
+        """Return every model with its drafter; there must be one drafter, or one per model."""
+        found = [one for given in self.model or () for one in _models_in(given)]
+        models: list[str | None] = [*found] or [None]
         drafters: list[str | None] = [*self.drafter] if self.drafter else [None]
         if len(drafters) == 1:
             drafters *= len(models)
@@ -100,8 +93,6 @@ class ServedOptions(TextOptions):
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Address of the server, and who may use it."""
-
     panel: ClassVar = SERVER
     host: Annotated[str, "Address to listen at."] = "127.0.0.1"
     port: Annotated[int, "Port to listen at; 0 picks a free one."] = 8080
@@ -196,9 +187,8 @@ def _run(
     from mlx_redrafter.server.protocols.service import Service
     from mlx_redrafter.server.worker import Worker
 
-    callers = Callers(
-        address.host, address.allow_host or (), address.allow_origin or (), address.api_key
-    )
+    hosts, origins = address.allow_host or (), address.allow_origin or ()
+    callers = Callers(address.host, hosts, origins, address.api_key)
     worker = Worker(limits)
     if is_split:
         from mlx_redrafter.machines.line import before_end

@@ -1,7 +1,5 @@
 """Options of a text that several commands share; `GenerationOptions` describes them."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +28,6 @@ Record = TypeVar("Record")
 
 
 def parse_size(value: str) -> int | str:
-    """Parse a number, or ``auto``."""
     if value == "auto":
         return value
     try:
@@ -110,11 +107,7 @@ class DraftOptions(DraftSizeOptions):
 
 
 def generation_options(*groups: TextOptions | DraftSizeOptions) -> GenerationOptions:
-    """Convert option groups to the library's options, with a fresh seed if none is given.
-
-    Raises:
-        ConfigError: A value is out of range, or they contradict each other.
-    """
+    """Convert option groups to the library's options, with a fresh seed if none is given."""
     values = {name: value for group in groups for name, value in vars(group).items()}
     if values["seed"] is None:
         values["seed"] = secrets.randbits(32)

@@ -27,14 +27,16 @@ if TYPE_CHECKING:
 
 # Options of one call, which the record of a run leaves out. No record may say that code is run.
 OF_THE_CALL = ("out", "resume", "dry_run", "overwrite", "yes", "trust_remote_code")
+# Options that are paths; a record has absolute ones, for other working folders.
+PATHS = ("data", "prompts", "cache", "adapter_path")
+# Options that are folders or repositories.
+FOLDERS = ("model", "start_from")
 # Seconds between lines of progress if stderr is not a terminal.
 LOG_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Files and models of the command."""
-
     out: Annotated[Path, "Folder of the drafter and its training run."]
     resume: Annotated[bool, "Continue the run in --out."] = False
     dry_run: Annotated[bool, "Estimate time, disk and memory of the run, then stop."] = False
@@ -101,15 +103,29 @@ def train(
 
 def _to_record(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options to store with a run, as JSON values."""
-    kept = {name: value for name, value in values.items() if name not in OF_THE_CALL}
+    kept = {
+        name: _make_absolute(name, value)
+        for name, value in values.items()
+        if name not in OF_THE_CALL
+    }
     record: dict[str, Any] = json.loads(json.dumps(kept, default=str))
     return record
 
 
+def _make_absolute(name: str, value: Any) -> Any:
+    """Return an option as any working folder understands it."""
+    if isinstance(value, (list, tuple)):
+        return [_make_absolute(name, one) for one in value]
+    is_text = isinstance(value, (str, Path)) and str(value) != ""
+    if is_text and (name in PATHS or (name in FOLDERS and Path(value).is_dir())):
+        return str(Path(value).absolute())
+    return value
+
+
 def _restore(context: typer.Context, values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Replace options by those that a run began with; options given again must be the same."""
-
-    stored, given = read_json(path), _to_record(values)
+    given = _to_record(values)
+    stored = {name: _make_absolute(name, value) for name, value in read_json(path).items()}
     if unknown := stored.keys() - given.keys():
         raise ConfigError(
             f"expected the options of a run in {path}, found {', '.join(sorted(unknown))}; finish "
@@ -172,8 +188,6 @@ def _trust(request: TrainingRequest) -> list[str]:
 
 
 class ConsoleReporter:
-    """A reporter on stderr."""
-
     def __init__(self) -> None:
         self.bar = progress_bar("{task.description}")
         self.tasks: dict[str, Any] = {}

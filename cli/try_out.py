@@ -47,9 +47,11 @@ def try_out(
     The drafter is the one that --drafter auto would choose. The exit code is 1 if the texts differ.
     """
     check_int("max_tokens", max_tokens, 2)
-    _warn_if_busy()
+    disturbance = _describe_load()  # to load the model keeps the cores busy, too
     pair = Pair() if model is None else Pair(model, AUTO, yes)
     target, tokenizer, drafter = pair.load(CONTEXT + max_tokens)
+    if disturbance is not None:
+        note(disturbance)
 
     from mlx_redrafter.bench.runs import (
         STOCK,
@@ -80,13 +82,14 @@ def try_out(
         raise typer.Exit(1)
 
 
-def _warn_if_busy() -> None:
+def _describe_load() -> str | None:
     """Say that other programs disturb the speeds, if they keep half of the cores busy or more."""
     from mlx_redrafter.bench.machine import load_averages
 
     cores, (load, *_) = os.cpu_count() or 1, load_averages() or [0.0]
-    if load >= cores / 2:
-        note(f"other programs keep {load:.1f} of {cores} cores busy, which disturbs the speeds")
+    if load < cores / 2:
+        return None
+    return f"other programs keep {load:.1f} of {cores} cores busy, which disturbs the speeds"
 
 
 def _printing(arm: Arm) -> Arm:

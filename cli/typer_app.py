@@ -17,8 +17,6 @@ lists the options of a group under its ``panel``, or else the name of the parame
 `typer.Option` in place of the description has the settings of rare options.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
@@ -52,13 +50,11 @@ class _ReadableHelp:
     rich_markup_mode: Any
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
         if get_terminal_size().columns < LEAST_COLUMNS:
             self.rich_markup_mode = None
         super().format_help(ctx, formatter)  # type: ignore[misc]
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """List the options and arguments, ``--help`` among them."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for one in params:
             if isinstance(one, TyperOption) and one.is_flag:
@@ -75,16 +71,13 @@ class CommandGroup(_ReadableHelp, TyperGroup):
 
 
 class Application(typer.Typer):
-    """A typer application whose commands accept option groups."""
-
     def __init__(self, **settings: Any):
         super().__init__(cls=CommandGroup, context_settings=CONTEXT, **settings)
 
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
         """Register a command, as `typer.Typer.command` does."""
-        register = super().command(
-            *args, **{"cls": Command, "context_settings": CONTEXT, **settings}
-        )
+        settings = {"cls": Command, "context_settings": CONTEXT, **settings}
+        register = super().command(*args, **settings)
 
         def decorate(function: Callable[..., None]) -> Callable[..., None]:
             register(_expand_groups(function))

@@ -5,8 +5,6 @@ means its input or its output. They also rotate different pairs of a head's numb
 out the target's scale of embeddings. So the self-test tries these readings of a config, too.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +19,7 @@ from mlx_redrafter.proposers.block import load
 from mlx_redrafter.proposers.block.along_text import calibrate, predict
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
-from mlx_redrafter.proposers.block.published import block_config, own_names, packaging_of
+from mlx_redrafter.proposers.block.published import packaging_of, read_published
 from mlx_redrafter.proposers.checkpoint import check_shapes
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.target.target import Target
@@ -34,11 +32,8 @@ class ForeignBlock(ForeignDrafter):
 
     def __init__(self, source: Source, options: ConversionOptions):
         super().__init__(source, options)
-        self.names = own_names(source.shapes)
+        self.config, self.names = read_published(source.config, source.shapes)
         shapes = {own: source.shapes[name] for own, name in self.names.items()}
-        self.config = block_config(source.config, shapes)
-        if self.config.draft_vocab_size is None:
-            shapes.pop("token_ids", None)  # a table of the whole vocabulary
         check_shapes(build(BlockNetwork, self.config), shapes, source.name, self.names)
         self.name_set = self.config.name
         self.kind = f"a {self.config.name} drafter, {packaging_of(source.config)}"
@@ -58,7 +53,6 @@ class ForeignBlock(ForeignDrafter):
 def try_readings(
     network: BlockNetwork, target: Target, tokenizer: TokenizerWrapper
 ) -> Reading[BlockNetwork]:
-    """Try each reading of a drafter's config; see `choose_reading`."""
     readings = {}
     for reading, config in _readings(network.config, target):
         readings[reading] = copy.copy(network)

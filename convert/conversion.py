@@ -3,15 +3,13 @@
 The folder has the weights, their provenance, and a model card in the hub's format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.checkpoint_files import named_parameters, shared_name
+from mlx_redrafter.checkpoint_files import named_parameters, shared_name, write_text
 from mlx_redrafter.checkpoints.cards import CARD_FILE, render_card
 from mlx_redrafter.checkpoints.identity import REPOSITORY, targets_in_config
 from mlx_redrafter.checkpoints.loading import load
@@ -132,7 +130,7 @@ def _write(
         known = {TARGET_KEY: dict(trained_for)} if trained_for else {}
         write_drafter(network, folder, {**known, PROVENANCE_KEY: provenance})
         card = _describe(destination.resolve().name, drafter, network.config, provenance)
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+        write_text(folder / CARD_FILE, card)
     return Conversion(network.config, provenance, tuple(warnings))
 
 

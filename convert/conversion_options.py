@@ -4,8 +4,6 @@ The description of a field is also the help text of its option on the command li
 field's name and the names after its description.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal

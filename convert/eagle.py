@@ -5,8 +5,6 @@ may name another rotary embedding than the one it was trained with. So the self-
 readings, too.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +21,7 @@ from mlx_redrafter.errors import join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY, check_shapes, resolve_offsets
 from mlx_redrafter.proposers.eagle.config import MODEL_TYPE
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.eagle.published import eagle_config, own_names, rope_of
+from mlx_redrafter.proposers.eagle.published import read_published, rope_of
 from mlx_redrafter.proposers.layer_sizes import build
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
@@ -36,10 +34,9 @@ class ForeignEagle(ForeignDrafter):
 
     def __init__(self, source: Source, options: ConversionOptions):
         super().__init__(source, options)
-        self.names = own_names(source.config, source.tensors)
+        self.config, self.names = read_published(source.config, source.shapes)
         shapes = {own: source.shapes[name] for own, name in self.names.items()}
-        self._eagle = build(Eagle, eagle_config(source.config, shapes))
-        self.config = self._eagle.config
+        self._eagle = build(Eagle, self.config)
         check_shapes(self._eagle, shapes, source.name, self.names)
         source.check_dtypes(self.names, "use a head that is not quantised")
         if left_out := sorted(source.tensors.keys() - self.names.values()):

@@ -1,7 +1,5 @@
 """Export of an MLX drafter in the layout that Apple's PyTorch code loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +7,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from mlx_redrafter.checkpoint_files import find_checkpoint, shared_name, write_checkpoint
+from mlx_redrafter.checkpoint_files import shared_name, write_checkpoint
 from mlx_redrafter.convert.publication import PROVENANCE_KEY, check_output, publish
 from mlx_redrafter.convert.recurrent import APPLE_TOP_K
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.checkpoint import PATTERNS
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE, DrafterConfig
 from mlx_redrafter.version import __version__
@@ -31,8 +28,7 @@ def export_drafter(
     they keep the drafter's. ``destination`` and ``overwrite`` are as in `convert_drafter`.
     """
     check_output(destination, path_or_repo, overwrite=overwrite)
-    folder = find_checkpoint(path_or_repo, PATTERNS)
-    drafter = load_drafter(folder)
+    drafter = load_drafter(path_or_repo)
     _check_expressible(drafter.config)
     target_dtype: mx.Dtype = drafter.dtype if dtype is None else getattr(mx, dtype)
     parameters = dict(tree_flatten(dequantize_model(drafter).parameters()))
@@ -40,7 +36,13 @@ def export_drafter(
     with publish(destination) as staging:
         config = _make_apple_config(drafter.config, target_dtype, shared_name(path_or_repo))
         write_checkpoint(staging, config, tensors, framework="pt")
-    return _note_differences(drafter.config)
+    kept = drafter.config.draft_top_k or drafter.config.vocab_size
+    if kept == min(APPLE_TOP_K, drafter.config.vocab_size):
+        return ()
+    return (
+        f"Apple's code keeps {APPLE_TOP_K} logits per draft, this drafter keeps {kept}; "
+        "its scores will differ a little there",
+    )
 
 
 def _check_expressible(config: DrafterConfig) -> None:
@@ -70,13 +72,3 @@ def _make_apple_config(config: DrafterConfig, dtype: mx.Dtype, source: str) -> d
         "torch_dtype": str(dtype).removeprefix("mlx.core."),
         PROVENANCE_KEY: {"source": source, "converter": f"mlx_redrafter {__version__}"},
     }
-
-
-def _note_differences(config: DrafterConfig) -> tuple[str, ...]:
-    kept = config.draft_top_k or config.vocab_size
-    if kept == min(APPLE_TOP_K, config.vocab_size):
-        return ()
-    return (
-        f"Apple's code keeps {APPLE_TOP_K} logits per draft, this drafter keeps {kept}; "
-        "its scores will differ a little there",
-    )

@@ -1,7 +1,5 @@
 """The interface that conversion needs from every kind of drafter."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversion of Medusa heads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -14,9 +12,8 @@ from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.fit import Prediction, ReadSequence
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
-from mlx_redrafter.proposers.medusa.fit_heads import calibrate, predict, rank_accuracies
 from mlx_redrafter.proposers.medusa.layouts import read_heads
-from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.proposers.medusa.network import Medusa, calibrate, predict, rank_accuracies
 from mlx_redrafter.target.target import Target
 
 

@@ -1,7 +1,5 @@
 """Conversion of MTP modules, from a model's own files or from a folder of their own."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -67,16 +65,14 @@ class ForeignMtp(ForeignDrafter):
     def __init__(self, source: Source, options: ConversionOptions):
         module, *_ = open_module(source.folder, source.files)
         self._prefix = prefix_of(source.config)
-        tensors = source.tensors.items()
-        own = {name: one for name, one in tensors if name.startswith(self._prefix)}
+        own = {name: one for name, one in source.tensors.items() if name.startswith(self._prefix)}
         super().__init__(replace(source, tensors=own), options)
         self.config = module.config
         self.target = _target_of(source)
         noun = f"an MTP module of a model of type {quote(model_type_of(source.config))}"
         self.kind = self.describe(noun, "")
         # mlx-lm keeps the dtype of some weights, such as biases of routers.
-        layers = model_of_layers(source.config)
-        self.is_cast = getattr(layers, "cast_predicate", self.is_cast)
+        self.is_cast = getattr(model_of_layers(source.config), "cast_predicate", self.is_cast)
 
     def build(self, target: Target | None, tokenizer: TokenizerWrapper | None) -> Mtp:
         module = load(self.source.folder)

@@ -9,8 +9,7 @@ the pickle claims. Containers are never hashed, compared or printed: shared and 
 can be exponentially large.
 """
 
-from __future__ import annotations
-
+import math
 import pickle
 import pickletools
 import struct
@@ -35,15 +34,9 @@ _HARMLESS = """
 """.split()
 # Errors of the standard library for malformed input.
 _MALFORMED = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    OverflowError,
-    struct.error,
+    ValueError, LookupError, TypeError, AttributeError, EOFError, OverflowError, struct.error,
     pickle.UnpicklingError,
-)
+)  # fmt: skip
 
 # Dtype of each storage class of torch.
 STORAGE_DTYPES = {
@@ -110,7 +103,15 @@ class _Reader(pickle._Unpickler):
         self.reject(f"asks for {quote(full)}")
 
     def persistent_load(self, pid: Any) -> Storage:
-        return _make_storage(pid)
+        """Make a storage from its id: ("storage", type, key, device, elements)."""
+        if type(pid) is not tuple or len(pid) != 5:
+            raise ValueError("a storage has an unexpected description")
+        tag, kind, key, _, size = pid
+        known = type(tag) is str and tag == "storage" and type(kind) is _StorageType
+        if not known or type(key) is not str:
+            raise ValueError("a storage has an unexpected description")
+        _check_count(size)
+        return Storage(key, kind.dtype, size)
 
     def reject(self, action: str) -> NoReturn:
         raise CheckpointError(
@@ -183,18 +184,6 @@ def _make_parameter(tensor: Any, *_: Any) -> PickledTensor:
     return tensor
 
 
-def _make_storage(identity: Any) -> Storage:
-    """Make a storage from its id: ("storage", type, key, device, elements)."""
-    if type(identity) is not tuple or len(identity) != 5:
-        raise ValueError("a storage has an unexpected description")
-    tag, kind, key, _, size = identity
-    known = type(tag) is str and tag == "storage" and type(kind) is _StorageType
-    if not known or type(key) is not str:
-        raise ValueError("a storage has an unexpected description")
-    _check_count(size)
-    return Storage(key, kind.dtype, size)
-
-
 def _make_tensor(*arguments: Any) -> PickledTensor:
     """Make a tensor from the arguments of ``_rebuild_tensor_v2``: storage, offset, shape, ..."""
     if len(arguments) not in (6, 7) or type(arguments[0]) is not Storage:
@@ -206,11 +195,8 @@ def _make_tensor(*arguments: Any) -> PickledTensor:
         raise ValueError(f"a tensor has {len(shape)} axes, expected at most {MAX_AXES}")
     for count in (offset, *shape, *strides):
         _check_count(count)
-    elements = 1
-    for axis_size in shape:
-        elements *= axis_size
     # The second condition rejects views that repeat values, whose size nothing in the file bounds.
-    if offset + count_spanned(shape, strides) > storage.size or elements > storage.size:
+    if offset + count_spanned(shape, strides) > storage.size or math.prod(shape) > storage.size:
         raise ValueError(
             f"a tensor of shape {list(shape)} exceeds its {storage.size} stored values"
         )

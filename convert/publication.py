@@ -1,7 +1,5 @@
 """Publication of a result: a folder that appears whole or not at all, and its upload."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -11,7 +9,13 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from mlx_redrafter.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, naming, read_config
+from mlx_redrafter.checkpoint_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    flush_names,
+    naming,
+    read_config,
+)
 from mlx_redrafter.checkpoints.cards import CARD_FILE
 from mlx_redrafter.destinations import FINDER, check_destination
 from mlx_redrafter.errors import CheckpointError, describe_error
@@ -50,6 +54,7 @@ def publish(destination: Path) -> Iterator[Path]:
             yield staging
             staging.chmod(0o755)  # mkdtemp makes it private
             _move(staging, destination)
+            flush_names(destination.parent)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -73,14 +78,15 @@ def _move(staging: Path, destination: Path) -> None:
         os.rename(staging, destination)
         return
     if any(destination.iterdir()) and not _holds_output_alone(destination):
-        for path in staging.iterdir():
+        # The config comes last, as in `write_checkpoint`.
+        for path in sorted(staging.iterdir(), key=lambda path: path.name == CONFIG_FILE):
             os.replace(path, destination / path.name)
         return
     earlier = _make_beside(destination)
     os.rename(destination, earlier)  # onto an empty folder
     try:
         os.rename(staging, destination)
-    except OSError:
+    except BaseException:
         os.rename(earlier, destination)
         raise
     shutil.rmtree(earlier)

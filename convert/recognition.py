@@ -1,7 +1,5 @@
 """Recognition of checkpoints: the kind that is converted, or the name of one that is not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ is compared with the target's next token. A config that can be read in several w
 of them, and the result has the reading that the target clearly accepts more often.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import math
@@ -21,9 +19,9 @@ from mlx_lm.utils import dequantize_model
 from mlx_redrafter.decoding.sampling import top_k
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_question
-from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.fit import TOP_TOKENS, Prediction, ReadSequence
+from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 

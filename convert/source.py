@@ -1,7 +1,5 @@
 """A checkpoint folder: its config and its tensors, in any of the supported formats."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,13 +22,9 @@ from mlx_redrafter.proposers.checkpoint import TOKEN_IDS
 
 # Weight files in order of preference.
 _SINGLE_FILES = (
-    "model.safetensors",
-    "rank0.safetensors",  # TensorRT-LLM's
-    "pytorch_model.bin",
-    "model.pt",
-    "medusa_lm_head.safetensors",
-    "medusa_lm_head.pt",
-)
+    "model.safetensors", "rank0.safetensors",  # TensorRT-LLM's
+    "pytorch_model.bin", "model.pt", "medusa_lm_head.safetensors", "medusa_lm_head.pt",
+)  # fmt: skip
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.pt"]
 # Dtypes of weights that are converted.

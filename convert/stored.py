@@ -1,7 +1,5 @@
 """Tensors in weight files: dtype, shape and place; the values are read on demand, and checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -64,5 +62,4 @@ def read_safetensors_file(path: Path) -> dict[str, StoredTensor]:
 
 def _read_safetensor(path: Path, name: str) -> mx.array:
     tensors: Any = mx.load(str(path))  # computes no other tensor
-    array: mx.array = tensors[name]
-    return array
+    return tensors[name]

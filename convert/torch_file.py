@@ -4,8 +4,6 @@
 of an archive is a range of bytes of the archive.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

@@ -4,8 +4,6 @@ Most rows of a large vocabulary are never drafted, but all of them are read in e
 drafting (FR-Spec, arXiv 2502.14856).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

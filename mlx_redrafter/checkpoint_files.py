@@ -262,8 +262,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary path next to ``path``, then move the result into place.
 
     The temporary name keeps the suffix, because some writers require it. Its content is on the disk
-    before the move, so that a power cut leaves the earlier file or the new one. An `OSError` names
-    ``path``.
+    before the move, so that a power cut leaves the earlier file or the new one; after the call it
+    leaves the new one. An `OSError` names ``path``.
     """
     with naming(path):
         handle, name = tempfile.mkstemp(prefix=UNFINISHED, suffix=path.suffix, dir=path.parent)
@@ -274,23 +274,33 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             temporary.chmod(0o644)  # mkstemp makes it private
             _flush(temporary)
             os.replace(temporary, path)
+            flush_names(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
 
 
 def _flush(path: Path) -> None:
-    """Wait until the content of a file is on the disk.
+    """Wait until the content of a file, or the names in a folder, are on the disk.
 
-    On macOS, fsync leaves it in the cache of the drive, and some file systems refuse more.
+    On macOS, fsync leaves them in the cache of the drive, and some file systems refuse more.
     """
     full_sync = getattr(fcntl, "F_FULLFSYNC", None)
-    with path.open("rb") as file:
+    handle = os.open(path, os.O_RDONLY)
+    try:
         if full_sync is not None:
             with suppress(OSError):
-                fcntl.fcntl(file, full_sync)
+                fcntl.fcntl(handle, full_sync)
                 return
-        os.fsync(file.fileno())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def flush_names(folder: Path) -> None:
+    """Wait until moves into a folder are on the disk, if its file system can tell."""
+    with suppress(OSError):
+        _flush(folder)
 
 
 @contextmanager

@@ -36,6 +36,12 @@ def check_number(name: str, value: object, low: float, high: float, hint: str = 
         raise ConfigError(f"{name} must be a number from {low:g} to {high:g}{hint}, got {value!r}")
 
 
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise `ConfigError` unless ``value`` is one of the choices."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
+
+
 def check_max_tokens(value: object) -> None:
     """Raise `ConfigError` unless ``value`` is a number of tokens, or -1 for no limit."""
     check_int("max_tokens", value, -1, hint=" (-1: no limit)")

@@ -91,7 +91,9 @@ class GenerationOptions:
     drafts are accepted at temperatures above 0; the option exists to measure how many.
     """
 
-    max_tokens: Annotated[int, "Maximum number of tokens to generate; -1 for no limit."] = 256
+    max_tokens: Annotated[
+        int, "Maximum number of tokens to generate; -1 for no limit but the model's context."
+    ] = 256
     temp: Annotated[float | None, "Temperature; 0 is greedy decoding."] = None
     top_p: Annotated[float | None, "Sample from this probability mass only; 0 turns it off."] = None
     top_k: Annotated[

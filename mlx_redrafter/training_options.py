@@ -47,7 +47,7 @@ class DataOptions:
     """Options of the texts to train on.
 
     Texts are cut to ``sequence_length`` tokens. ``held_out`` self-generated texts only measure
-    tokens per step.
+    tokens per step: half of them to choose the weights, half for the card.
     """
 
     tokens: Annotated[

@@ -1,7 +1,5 @@
 """The grammar of an answer: its format, the calls that it may make, or both."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +15,7 @@ from mlx_redrafter.server.tools import Tools
 
 
 class AnswerFormat(NamedTuple):
-    """JSON schema of an answer.
-
-    Attributes:
-        schema: The schema.
-        param: Field of the request that gives it, for messages.
-    """
+    """JSON schema of an answer, and the field of the request that gives it, for messages."""
 
     schema: dict[str, Any]
     param: str
@@ -45,10 +38,8 @@ def make_grammar(
 
     ``tools`` are those that the answer may call, None outside of chats; ``asked`` is the format of
     an answer that calls none. Return None if the answer is free: it has no format, and no calls
-    that must be made or that can be held to their schemas.
-
-    Raises:
-        Refusal: A schema is malformed, or the model has no grammar for what must hold.
+    that must be made or that can be held to their schemas. Raise `Refusal` if a schema is
+    malformed, or the model has no grammar for what must hold.
     """
     param = "" if asked is None else asked.param
     grammar: Grammar | LateGrammar | None

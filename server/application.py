@@ -1,7 +1,5 @@
 """The server's paths: those of the protocols, the models, the chat page and the server itself."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -25,8 +23,7 @@ from mlx_redrafter.server.protocols import PROTOCOLS, error_format
 from mlx_redrafter.server.protocols.openai_fields import format_options
 from mlx_redrafter.server.protocols.service import Endpoint, Service
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST
-from mlx_redrafter.server.request_log import RequestLog
+from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST, RequestLog
 from mlx_redrafter.server.wire import respond
 
 # Files of the chat page by their paths; they need no key.
@@ -44,8 +41,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-
-
 # Beginnings of the paths that the answer to a wrong one names.
 SHOWN = ("/v1", "/api", "/health", "/metrics")
 
@@ -67,13 +62,10 @@ def make_application(service: Service) -> Starlette:
     cors = Middleware(
         CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
     )
+    gate = Middleware(Gate, callers=service.callers, refuse=_refuse)
     application = Starlette(
         routes=routes,
-        middleware=[
-            Middleware(RequestLog),
-            Middleware(Gate, callers=service.callers, refuse=_refuse),
-            *([cors] if origins else []),
-        ],
+        middleware=[Middleware(RequestLog), gate, *([cors] if origins else [])],
         exception_handlers={
             HTTPException: partial(_answer_wrong_path, ", ".join(dict.fromkeys(shown))),
             ClientDisconnect: _end_disconnected,
@@ -96,10 +88,7 @@ async def _run_worker(service: Service, application: Starlette) -> AsyncIterator
 
 
 def _both(service: Service, path: str, endpoint: Endpoint, method: str = "GET") -> list[Route]:
-    """Make the routes of a path, with and without ``/v1``, which clients leave out.
-
-    They ask for the key, and count responses.
-    """
+    """Make routes of a path, with and without ``/v1``, that ask for the key and count responses."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -115,7 +104,6 @@ def _both(service: Service, path: str, endpoint: Endpoint, method: str = "GET") 
 
 
 async def send_file(name: str, request: Request) -> Response:
-    """Send a file of the chat page."""
     content = files("mlx_redrafter.server").joinpath("page", name).read_bytes()
     kind = "text/javascript" if name.endswith(".js") else "text/html"
     return Response(content, headers=HEADERS, media_type=kind)

@@ -4,8 +4,6 @@ In the texts of a format, ``$name`` is the name of the tool, and ``$number`` a n
 chooses. ``$key`` is the name of an argument, and ``$type`` its JSON type.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -99,10 +97,7 @@ _FORMATS = {
         "$name(", ")", again=", ", around=("[", "]"), before="$key=", between=", "
     ),
     "qwen3_coder": CallFormat(
-        "<function=$name>\n",
-        "</function>",
-        before="<parameter=$key>\n",
-        after="\n</parameter>\n",
+        "<function=$name>\n", "</function>", before="<parameter=$key>\n", after="\n</parameter>\n"
     ),
 }
 

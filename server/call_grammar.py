@@ -1,7 +1,5 @@
 """Grammars of tool calls: each call is written as the model's chat template writes it."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -31,11 +29,8 @@ _KEY = re.compile(r"[^\s<>\"'=&:,(){}\[\]]{1,128}")
 class CallGrammar:
     """The grammar of the calls of some tools; its methods raise `ConfigError` for a bad schema.
 
-    Attributes:
-        is_last: Whether nothing can follow a call, as no marker ends it.
-
-    Raises:
-        ConfigError: llguidance is missing, or cannot read the tokenizer.
+    So does its constructor if llguidance is missing, or cannot read the tokenizer. ``is_last`` is
+    whether nothing can follow a call, as no marker ends it.
     """
 
     def __init__(
@@ -96,7 +91,6 @@ class CallGrammar:
             raise ConfigError(f"{function['name']}: {error}") from error
 
     def _write(self, function: dict[str, Any], rules: CallRules) -> str:
-        """Return a term for the calls of a tool."""
         name, form, lenient = function["name"], self._form, not function.get("strict")
         if not _TOOL_NAME.fullmatch(name):
             raise ConfigError("the name of a tool must consist of letters, digits, _ and -")
@@ -114,7 +108,6 @@ class CallGrammar:
     def _write_keyed(
         self, form: CallFormat, rules: CallRules, schema: dict[str, Any], lenient: bool
     ) -> str:
-        """Return a term for arguments that stand one after the other."""
         properties, required = schema.get("properties", {}), schema.get("required", ())
         if unknown := set(required) - set(properties):
             raise ConfigError(f"required names {min(unknown)!r}, which is no property")

@@ -4,8 +4,6 @@ The text is that of the grammar to the letter, so that a string may contain any 
 only the text that the grammar puts after a string ends it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import uuid
@@ -30,8 +28,7 @@ _Finding = Generator[None, str, re.Match[str]]
 class ToolCall(NamedTuple):
     """A call of a tool, or a piece of one: pieces of the same call have the same id.
 
-    Attributes:
-        arguments: Its arguments, an object as JSON, or the next piece of it.
+    ``arguments`` is an object as JSON, or the next piece of it.
     """
 
     id: str
@@ -59,9 +56,7 @@ def add_call(calls: list[ToolCall], added: ToolCall) -> None:
 class CallReader:
     """Reads the calls between two markers.
 
-    Attributes:
-        is_in_value: Whether the next character belongs to a value, in which no marker counts.
-        is_open: Whether a call has begun and not ended.
+    While ``is_in_value``, the next character belongs to a value, in which no marker counts.
     """
 
     def __init__(self, form: CallFormat, tools: Tools):
@@ -114,7 +109,6 @@ class CallReader:
             self.is_open = False
 
     def _find(self, pattern: re.Pattern[str], seen: str = "") -> _Finding:
-        """Read until a pattern is found."""
         while (match := pattern.search(seen)) is None:
             seen += yield
         return match

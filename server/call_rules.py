@@ -35,20 +35,16 @@ class CallRules:
         self._lines: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._count = 0
-        added = tokenizer._tokenizer.added_tokens_decoder
-        self._special = {
-            str(token): i for i, token in added.items() if vocabulary.is_special_token(i)
-        }
+        added, is_special = tokenizer._tokenizer.added_tokens_decoder, vocabulary.is_special_token
+        self._special = {str(token): i for i, token in added.items() if is_special(i)}
         listed = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
         self._parts = re.compile(rf"({listed}|\$number)" if listed else r"(\$number)")
 
     @property
     def joined(self) -> str:
-        """The rules in Lark's format."""
         return "\n".join(self._lines.values())
 
     def add(self, prefix: str, term: str, options: str = "") -> str:
-        """Return the name of a rule for a term."""
         if term not in self._names:
             self._names[term] = self.reserve(prefix)
             self.define(self._names[term], term, options)
@@ -75,10 +71,7 @@ class CallRules:
     def text(self, schema: Mapping[str, Any], end: str, has_cdata: bool = False) -> str:
         """Return a term for a string without quotes, and the first text that may end it.
 
-        Args:
-            schema: JSON schema of the string: its length.
-            end: Text after the string.
-            has_cdata: Whether the string is in a CDATA section if XML needs that.
+        With ``has_cdata`` the string is in a CDATA section if XML needs that.
         """
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
         length, close, spelled = f"{{{low},{high}}}", _pattern(end), self.spell(end)
@@ -140,11 +133,8 @@ class CallRules:
 class QuotedValues:
     """Values whose strings stand between special quotes, and whose keys have no quotes.
 
-    Attributes:
-        quote: Text on either side of a string.
-        root: JSON schema that references go into. llguidance accepts it.
-        lenient: Whether to leave out keywords that are not supported.
-        references: Names of rules by reference.
+    References go into the JSON schema ``root``, which llguidance accepts, and ``references`` has
+    the names of their rules. ``lenient`` leaves out keywords that are not supported.
     """
 
     quote: str
@@ -154,11 +144,7 @@ class QuotedValues:
     references: dict[str, str] = field(default_factory=dict)
 
     def write(self, schema: Any) -> str:
-        """Return a term for the values that fit a schema.
-
-        Raises:
-            ConfigError: A keyword is not supported.
-        """
+        """Return a term for the values that fit a schema, whose keywords must be supported."""
         if not isinstance(schema, dict):
             return self._any()
         if "$ref" in schema:

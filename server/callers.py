@@ -5,8 +5,6 @@ the page's origin, and the host that the page believes to talk to: a foreign hos
 that leads to this machine (DNS rebinding).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac
@@ -32,11 +30,8 @@ DRAIN_SECONDS = 2.0
 class Callers:
     """Rules of who may use the server.
 
-    Attributes:
-        host: Address that the server listens at.
-        hosts: Further names of the server, which ``Host`` may have.
-        origins: Origins whose pages may use the server, next to its own; "*" for all.
-        key: Key that requests must send; None for none.
+    It listens at ``host``. Clients may name it by ``hosts``, too, and ``origins`` are those of the
+    web pages that may use it next to its own, "*" for all. ``key`` is None if none is needed.
     """
 
     host: str = "127.0.0.1"
@@ -45,11 +40,7 @@ class Callers:
     key: str | None = None
 
     def check_host(self, headers: Headers) -> None:
-        """Check the headers ``Host`` and ``Origin``.
-
-        Raises:
-            Refusal: The host is not one of this server, or the page is of another origin.
-        """
+        """Refuse a ``Host`` that is not this server's, and pages of another ``Origin``."""
         host = headers.get("host", "")
         if host and not self._is_own(_name_of(host)):
             raise Refusal(
@@ -69,11 +60,7 @@ class Callers:
             )
 
     def check_key(self, headers: Headers) -> None:
-        """Check the key in ``Authorization: Bearer KEY`` or, as Anthropic has it, ``x-api-key``.
-
-        Raises:
-            Refusal: The key is missing or wrong.
-        """
+        """Refuse a wrong key in ``Authorization: Bearer KEY`` or Anthropic's ``x-api-key``."""
         if self.key is None:
             return
         expected = self.key.encode()
@@ -163,15 +150,12 @@ def _keys(headers: Headers) -> list[bytes]:
 
 
 def _name_of(host: str) -> str:
-    """Return a host without its port, in small letters."""
     name, colon, port = host.lower().rpartition(":")
     has_port = colon and port.isdecimal() and (":" not in name or name.endswith("]"))
     return (name if has_port else host.lower()).removeprefix("[").removesuffix("]")
 
 
 def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False

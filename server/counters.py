@@ -1,7 +1,5 @@
 """Counters of a server, in the text format of Prometheus."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
@@ -25,13 +23,10 @@ _HELP = {
 
 @dataclass
 class Counters:
-    """Counters since the start of the server.
+    """Counters since the start of the server: of requests by path and status, and by metric.
 
-    Attributes:
-        requests: Requests by path and status.
-        texts: Texts by the reason for their end: "stop", "length", "tool_calls", "cancelled" or
-            "failed".
-        totals: Other counters by the name of their metric.
+    Texts are counted by the reason for their end: "stop", "length", "tool_calls", "cancelled" or
+    "failed".
     """
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)

@@ -28,15 +28,8 @@ class Fields:
     """The fields of an object; a field that is null counts as left out, as with OpenAI.
 
     Every method that reads a field raises `Refusal` for a value that does not fit, and returns None
-    for a field that is left out.
-
-    Args:
-        values: The object.
-        path: Path of the object in the request, for messages.
-        shown: Names that fields have in messages, where those are others.
-
-    Raises:
-        Refusal: The value is not an object.
+    for a field that is left out. ``path`` is the place of the object in the request, for messages,
+    and ``shown`` has the names of fields there, where those are others.
     """
 
     def __init__(self, values: object, path: str = "", shown: Mapping[str, str] | None = None):
@@ -54,14 +47,12 @@ class Fields:
         return next((value for value in reversed(found) if value is not None), None)
 
     def typed(self, name: str, kind: type[Value]) -> Value | None:
-        """Return the value of a field of one JSON type."""
         value = self.take(name)
         if value is not None and not isinstance(value, kind):
             raise self.refusal(name, _NAMES[kind], value)
         return value
 
     def word(self, name: str) -> str:
-        """Return a text that must be there."""
         value = self.typed(name, str)
         if not value:
             raise self.refusal(name, "a text that is not empty", value)
@@ -85,14 +76,12 @@ class Fields:
         return [Fields(one, f"{self.path_of(name)}[{i}]") for i, one in enumerate(listed)]
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """Return an integer of a range."""
         value = self.take(name)
         if value is not None and (type(value) is not int or not low <= value <= high):
             raise self.refusal(name, f"an integer from {low} to {high}", value)
         return value
 
     def number(self, name: str, low: float, high: float) -> float | None:
-        """Return a number of a range."""
         value = self.take(name)
         if value is not None and not (is_number(value) and low <= value <= high):
             raise self.refusal(name, f"a number from {low:g} to {high:g}", value)
@@ -116,7 +105,6 @@ class Fields:
             )
 
     def refusal(self, name: str, expected: str, value: object) -> Refusal:
-        """Create the error for a field with an unexpected value."""
         return unexpected(self.path_of(name), expected, value)
 
     def path_of(self, name: str) -> str:
@@ -126,11 +114,7 @@ class Fields:
 
 
 def read_text(block: object, path: str) -> str:
-    """Read a text, or a block that is one; the type of blocks depends on the protocol.
-
-    Raises:
-        Refusal: It is something else.
-    """
+    """Read a text, or a block that is one; the type of blocks depends on the protocol."""
     if isinstance(block, str):
         return block
     fields = Fields(block, path)
@@ -142,21 +126,15 @@ def read_text(block: object, path: str) -> str:
 
 
 def unexpected(name: str, expected: str, value: object) -> Refusal:
-    """Create the error for an unexpected value."""
     return Refusal(f"{name} must be {expected}, got {reprlib.repr(value)}", name)
 
 
 def shortened(text: str) -> str:
-    """Shorten a text to fit in a message."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def parse_json(body: bytes) -> Any:
-    """Parse a body as JSON, without the infinities that Python's parser accepts.
-
-    Raises:
-        Refusal: The body is not JSON.
-    """
+    """Parse a body as JSON, without the infinities that Python's parser accepts."""
     try:
         return json.loads(
             body, parse_constant=_parse_finite, parse_float=_parse_finite, parse_int=_parse_integer

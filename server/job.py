@@ -1,7 +1,5 @@
 """One request in the worker: it writes its texts one after the other."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Generator
@@ -29,12 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Job:
-    """A request and its place in the worker.
+    """A request and its place in the worker, which sets ``counters`` to its own.
 
     Attributes:
         receive: Function called with the parts of every step, and at the end.
         owner: Identity of the client, whose prompts no other client may use.
-        counters: Counters of the worker, which sets them.
         num_cached: Number of prompt tokens found in a cache.
         is_cancelled: Whether the client has gone, or the server ends.
     """
@@ -126,7 +123,12 @@ class Job:
         except NonFiniteError as error:
             if self.request.grammar is None:
                 raise
-            raise _nothing_fits(self.request) from error
+            param = "tools" if self.request.format is None else self.request.format.param
+            raise Refusal(
+                f"{param}: no token may follow the text so far: nothing fits the schema, it is too "
+                "complex, or the model's logits are NaN; correct or simplify the schema",
+                param,
+            ) from error
         finally:
             self._count(end, stats)
 
@@ -155,7 +157,6 @@ class Job:
         )
 
     def _count(self, end: str, stats: DecodingStats) -> None:
-        """Count a text that has ended."""
         totals = self.counters.totals
         self.counters.texts[end] += 1
         totals["generated_tokens_total"] += stats.num_tokens
@@ -191,15 +192,6 @@ class Job:
         part = answer.repeat(text, tokens[0], scores)
         part.finish_reason = "length" if request.ends_there else None
         yield part
-
-
-def _nothing_fits(request: TextRequest) -> Refusal:
-    param = "tools" if request.format is None else request.format.param
-    return Refusal(
-        f"{param}: no token may follow the text so far: nothing fits the schema, it is too "
-        "complex, or the model's logits are NaN; correct or simplify the schema",
-        param,
-    )
 
 
 def _penalties(request: TextRequest, known: list[int]) -> list[LogitsProcessor]:

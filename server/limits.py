@@ -1,7 +1,5 @@
 """Limits of a server's clients, which are options of the command line, too."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,11 +10,7 @@ from mlx_redrafter.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests, checked.
-
-    Raises:
-        ConfigError: One is out of range.
-    """
+    """Limits of requests; raises `ConfigError` if one is out of range."""
 
     max_running: Annotated[int, "Maximum number of requests that are written at the same time."] = 8
     max_waiting: Annotated[
@@ -52,10 +46,8 @@ class Limits:
         check_int("max_context", self.max_context, 2)
         for name in ("max_waiting", "prompt_cache_bytes", "prompt_disk_bytes", "max_model_bytes"):
             check_int(name, getattr(self, name), 0)
-        if not is_number(self.keep_alive) or not 0 <= self.keep_alive < math.inf:
-            raise ConfigError(
-                f"keep_alive must be a number of seconds from 0, got {self.keep_alive!r}"
-            )
-        timeout = self.client_timeout
+        stay, timeout = self.keep_alive, self.client_timeout
+        if not is_number(stay) or not 0 <= stay < math.inf:
+            raise ConfigError(f"keep_alive must be a number of seconds from 0, got {stay!r}")
         if not is_number(timeout) or not 0 < timeout < math.inf:
             raise ConfigError(f"client_timeout must be a number above 0, got {timeout!r}")

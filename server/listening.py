@@ -38,11 +38,7 @@ MAX_CONNECTIONS = 1000
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens; port 0 stands for a free one.
-
-    Raises:
-        ConfigError: The address does not exist, or the port is in use.
-    """
+    """Open a socket that listens; port 0 stands for a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

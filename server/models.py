@@ -1,14 +1,12 @@
 """The models of a server: loaded at their first request, unloaded if others need the memory."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -56,14 +54,9 @@ WAIT_SECONDS = 0.02
 class LoadedModel:
     """A model in memory, with what the worker needs for its texts.
 
-    Args:
-        options: Options of texts for requests that leave them out.
-        max_context: Maximum number of tokens of a prompt and its text, if the model allows as many.
-
-    Attributes:
-        context: Maximum number of tokens of a prompt and its text.
-        num_steps: Forward passes after the prompts.
-        num_accepted: Drafts accepted by them.
+    ``context`` is the maximum number of tokens of a prompt and its text. ``num_steps`` counts the
+    forward passes after prompts, and ``num_accepted`` the drafts that they accepted. The worker does
+    not know ``num_preparing`` of its requests yet.
     """
 
     def __init__(
@@ -78,6 +71,16 @@ class LoadedModel:
         identity = identify(engine) if store.is_on_disk else ""
         self.prefixes = Prefixes(engine, store, options, identity or str(next(_numbers)))
         self.num_steps = self.num_accepted = 0
+        self.num_preparing = 0
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Keep the model in use until its request waits for the worker."""
+        self.num_preparing += 1
+        try:
+            yield
+        finally:
+            self.num_preparing -= 1
 
     @cached_property
     def scheduler(self) -> Scheduler:
@@ -105,7 +108,6 @@ class Model:
         folder: Folder of its files, if it is known without a download.
         name_drafter: Function that names the drafter of the loaded model, for clients.
         keep_alive: Seconds without requests after which it is unloaded.
-        max_context: Maximum number of tokens of a prompt and its text, if the model allows as many.
         last_used: Time of its newest request, in seconds of `time.monotonic`.
     """
 
@@ -202,11 +204,7 @@ class Models:
         return iter(self.models)
 
     def find(self, name: str | None) -> Model:
-        """Find a model by its name.
-
-        Raises:
-            Refusal: No model has this name, and names are strict.
-        """
+        """Find a model by its name; refuse an unknown one if names are strict."""
         first = self.models[0]
         for model in self.models:
             if name in (model.name, f"{model.name}:latest"):  # Ollama's clients add the tag
@@ -237,13 +235,12 @@ class Models:
         loaded = model.loaded
         if loaded is None:
             async with self._loading:
-                if model.loaded is None:
-                    await self._make_room(model)
-                    await self._load(model)
-                    await self._make_room(model)  # its size is known only now
                 loaded = model.loaded
+                if loaded is None:
+                    await self._make_room(model)
+                    loaded = await self._load(model)  # a client may unload it at any moment
+                    await self._make_room(model)  # its size is known only now
         model.last_used = time.monotonic()
-        assert loaded is not None
         return model, loaded
 
     def unload(self, model: Model) -> None:
@@ -254,8 +251,11 @@ class Models:
         self._reset(model)  # a client has chosen for this time in memory only
         _free_memory()
 
+    def _is_used(self, loaded: LoadedModel) -> bool:
+        """Return whether a request for a model is prepared, waits or runs."""
+        return loaded.num_preparing > 0 or self.is_busy(loaded)
+
     def _reset(self, model: Model) -> None:
-        """Let a model stay in memory as long as the limits say."""
         model.keep_alive = self.limits.keep_alive or math.inf
 
     async def unload_idle(self) -> None:
@@ -266,24 +266,26 @@ class Models:
             for model in self.models:
                 if model.loaded is None or self._loading.locked():
                     continue
-                if self.is_busy(model.loaded):
+                if self._is_used(model.loaded):
                     model.last_used = now
                 elif now - model.last_used > model.keep_alive:
                     self.unload(model)
 
-    def load(self, model: Model) -> None:
+    def load(self, model: Model) -> LoadedModel:
         """Load a model, in any thread.
 
         Raises:
             RedrafterError: It cannot be loaded.
         """
         start = time.monotonic()
-        model.loaded = LoadedModel(model.load(), self.options, self.store, model.max_context)
+        loaded = LoadedModel(model.load(), self.options, self.store, model.max_context)
+        model.loaded = loaded
         logger.info("loaded %s in %.1f s", model.name, time.monotonic() - start)
+        return loaded
 
-    async def _load(self, model: Model) -> None:
+    async def _load(self, model: Model) -> LoadedModel:
         try:
-            await asyncio.to_thread(self.load, model)
+            return await asyncio.to_thread(self.load, model)
         except RedrafterError as error:
             logger.error("cannot load %s: %s", model.name, error)
             raise Refusal(
@@ -302,7 +304,7 @@ class Models:
             oldest = others.pop(0)
             left = oldest.loaded
             self.unload(oldest)
-            while left is not None and self.is_busy(left):  # its running texts end first
+            while left is not None and self._is_used(left):  # its running texts end first
                 await asyncio.sleep(WAIT_SECONDS)
             left = None
             _free_memory()

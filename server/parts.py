@@ -34,11 +34,9 @@ Score = tuple[int, float]
 
 
 class TokenLogprob(NamedTuple):
-    """A token's text and its natural log-probability.
+    """A token's text, its natural log-probability, and the most probable tokens at its position.
 
-    Attributes:
-        logprob: Its log-probability; None for the first token of a prompt, which nothing predicts.
-        top: The most probable tokens at this position.
+    ``logprob`` is None for the first token of a prompt, which nothing predicts.
     """
 
     text: str
@@ -78,7 +76,6 @@ class Part:
 
     @property
     def has_content(self) -> bool:
-        """Whether it has anything to show to the client."""
         return bool(self.content or self.reasoning or self.tool_calls or self.logprobs)
 
     def __add__(self, later: Part) -> Part:
@@ -212,7 +209,6 @@ class Answer:
         self._blank = ""
 
     def _parse_calls(self, text: str) -> list[ToolCall]:
-        """Parse the tool calls in a text; return none if it is malformed."""
         try:
             parsed = self._tokenizer.tool_parser(text, self._tools)
             return [
@@ -238,9 +234,8 @@ class Answer:
         if self._request.top_logprobs is not None:
             part.logprobs = [self._name(first, 0.0)._replace(logprob=None)]
             for chosen, top in scores:
-                part.logprobs.append(
-                    self._name(*chosen)._replace(top=tuple(self._name(*one) for one in top))
-                )
+                others = tuple(self._name(*one) for one in top)
+                part.logprobs.append(self._name(*chosen)._replace(top=others))
         return part
 
     def _read_logprobs(self, response: GenerationResponse, num_top: int) -> TokenLogprob:

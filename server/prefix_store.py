@@ -5,8 +5,6 @@ checksum of its content, and a damaged one is set aside. One thread of its own w
 that no text waits for the disk. A disk that is full ends the writing, never a request.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile
@@ -67,7 +65,6 @@ class PrefixStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept."""
         return self._max_bytes > 0
 
     @property
@@ -76,7 +73,6 @@ class PrefixStore:
         return self._writer is not None
 
     def has(self, name: str) -> bool:
-        """Whether arrays of this name are kept."""
         return name in self._memory or name in self._paths or name in self._pending
 
     def get(self, name: str) -> Arrays | None:
@@ -236,7 +232,6 @@ def _file_name(name: str, checksum: int) -> str:
 
 
 def _checksum(path: Path) -> int:
-    """Return the CRC-32 of a file's content."""
     found = 0
     with path.open("rb") as file:
         while block := file.read(BLOCK):

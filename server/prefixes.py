@@ -42,13 +42,10 @@ MAX_LOOKUP_TEXTS = 8
 
 @dataclass(eq=False)
 class _Node:
-    """Tokens of texts, after those of the nodes above.
+    """Tokens of texts, after ``start`` tokens of the nodes above; ``name`` is that in the store.
 
-    Attributes:
-        name: Name of the entries in the store.
-        start: Number of tokens before its own.
-        children: Nodes that follow it, or some first part of its tokens.
-        states: Positions for which the store has windows and states.
+    ``children`` follow it, or some first part of its tokens. ``states`` are the positions for which
+    the store has windows and states.
     """
 
     name: str
@@ -70,11 +67,8 @@ _Path = list[tuple[_Node, int]]
 class Prefix:
     """The beginning of one text that need not be processed, and states to keep on the way.
 
-    Attributes:
-        length: Number of tokens that the cache holds.
-        contexts: Contexts of a lookup in the text so far.
-        stops: Positions at which a chunk of the prompt has to end, to keep the states there.
-        states: States kept so far, by position.
+    The cache holds ``length`` tokens. At ``stops`` a chunk of the prompt has to end, to keep the
+    states there; ``states`` has those kept so far, by position.
     """
 
     target: Target
@@ -109,14 +103,10 @@ class Prefix:
 class Prefixes:
     """The kept prompt caches of one model, for one thread.
 
-    Args:
-        options: Options of texts: the cache quantization and the chunks of prompts.
-        model: Identity of the weights, which names on the disk begin with.
+    ``model`` identifies the weights; names on the disk begin with it.
     """
 
-    def __init__(
-        self, engine: Engine, store: PrefixStore, options: GenerationOptions, model: str = ""
-    ):
+    def __init__(self, engine: Engine, store: PrefixStore, options: GenerationOptions, model: str):
         self._engine = engine
         self._store = store
         self._quantisation = options.quantisation
@@ -207,15 +197,10 @@ class Prefixes:
         node, position = root, 0
         while position < len(tokens):
             node.children = [one for one in node.children if self._store.has(one.name)]
-            following = next(
-                (
-                    child
-                    for child in node.children
-                    if child.start == position and child.tokens[0] == tokens[position]
-                ),
-                None,
-            )
-            if following is None:
+            for following in node.children:
+                if following.start == position and following.tokens[0] == tokens[position]:
+                    break
+            else:
                 return
             own = tokens[position : following.end]
             count = len(own) if own == following.tokens else num_same(own, following.tokens)

@@ -1,7 +1,5 @@
 """Errors of requests; each protocol formats them as its own error object."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # Kind of an error by its HTTP status; clients tell errors apart by it. All others are bad requests.
@@ -16,12 +14,9 @@ KINDS = {
 
 
 class Refusal(Exception):
-    """A request that cannot be served.
+    """A request that cannot be served: the field that is wrong, and a word for programs (``code``).
 
-    Args:
-        message: The expected value, the value found, and what to do.
-        param: Field of the request that the error is about.
-        code: Word that identifies the error for programs.
+    The message has the expected value, the value found, and what to do.
     """
 
     def __init__(
@@ -33,7 +28,6 @@ class Refusal(Exception):
         self.code = code
 
     def to_json(self) -> dict[str, Any]:
-        """Return OpenAI's error object."""
         kind = KINDS.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
@@ -42,12 +36,8 @@ class Refusal(Exception):
 class ContextExceeded(Refusal):
     """A prompt that is longer than the context.
 
-    Its message begins as OpenAI's does, because client libraries look for those words.
-
-    Args:
-        length: Length of the prompt, in tokens.
-        context: Maximum number of tokens of a prompt and its text.
-        max_tokens: Maximum length of the text; -1 for none.
+    Its message begins as OpenAI's does, because client libraries look for those words. ``context``
+    is the maximum number of tokens of a prompt of ``length`` and its text.
     """
 
     def __init__(self, param: str, length: int, context: int, max_tokens: int):

@@ -1,14 +1,16 @@
-"""Replies, streamed or whole, for as long as the client is connected."""
-
-from __future__ import annotations
+"""Replies, streamed or whole, for as long as the client is connected, and the log of requests."""
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_redrafter.server.fields import shortened
 from mlx_redrafter.server.job import Item, Job
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Part
@@ -16,21 +18,21 @@ from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.requests import TextRequest
 from mlx_redrafter.server.wire import respond
 
+logger = logging.getLogger(__name__)
+
 # HTTP status of a reply whose client has disconnected, as nginx logs it.
 CLIENT_CLOSED_REQUEST = 499
 # Seconds without an event after which a stream sends one that says nothing. Clients give up after
 # 120 to 300 seconds, proxies after 60.
 KEEP_ALIVE = 15.0
+# Paths that programs ask every few seconds; the log has their errors only.
+_FREQUENT = ("/health", "/metrics", "/v1/metrics")
 
 
 class Reply:
-    """The reply to one request.
+    """The reply to one request, read at the time ``start`` of the event loop's clock.
 
-    Args:
-        start: Time at which the request was read, of the event loop's clock.
-
-    Attributes:
-        job: The request's place in the worker, which sends the parts of the reply.
+    ``job`` is the request's place in the worker, which sends the parts of the reply.
     """
 
     def __init__(
@@ -70,18 +72,13 @@ class Reply:
                 last = self._loop.time()
 
     def _write(self, item: Item) -> Iterator[str]:
-        """Return the events of an item."""
         if isinstance(item, Part):
             self._texts[item.index] = item
             return self.writer.add(item)
         return self.writer.end() if item is None else self.writer.fail(item)
 
     async def whole(self, client: Request) -> Response:
-        """Return the reply in one piece, or end its texts once the client has disconnected.
-
-        Raises:
-            Refusal: The request has failed.
-        """
+        """Return the reply in one piece, or end its texts once the client has disconnected."""
 
         async def collect() -> None:
             while True:
@@ -131,12 +128,10 @@ class Reply:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all texts have come to their ends."""
         num_texts = len(self.job.prompts) * self.job.request.num_texts
         return sum(text.finish_reason is not None for text in self._texts.values()) == num_texts
 
     def usage(self) -> Usage:
-        """Return the numbers of the reply so far."""
         texts = self._texts.values()
         return Usage(
             num_prompt=sum(map(len, self.job.prompts)),
@@ -165,3 +160,45 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._job.cancel()
+
+
+@dataclass
+class RequestLog:
+    """An ASGI application that logs each request of another one in a line, at its end."""
+
+    application: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.application(scope, receive, send)
+            return
+        status, start = 0, time.monotonic()
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self.application(scope, receive, note_status)
+        finally:
+            if status != 200 or scope["path"] not in _FREQUENT:
+                # Idle connections keep the scope of their last request, and a reply its model.
+                reply = scope.get("state", {}).pop("reply", None)
+                seconds = time.monotonic() - start
+                done = f"{seconds:.2f} s" if reply is None else _describe(reply)
+                # As it was sent: what it means could break the line.
+                path = shortened(scope["raw_path"].decode("latin-1"))
+                logger.info("%s %s %s, %s", scope["method"], path, status or 500, done)
+
+
+def _describe(reply: Reply) -> str:
+    usage = reply.usage()
+    seconds, num_tokens = usage.text_seconds, usage.num_tokens
+    kept = f" ({usage.num_cached} kept)" if usage.num_cached else ""
+    unit = "token" if num_tokens == 1 else "tokens"
+    speed = f", {num_tokens / seconds:.1f} tokens/s" if num_tokens > 1 and seconds else ""
+    return (
+        f"{usage.num_prompt} prompt tokens{kept} in {usage.prompt_seconds:.2f} s, {num_tokens} "
+        f"{unit} in {seconds:.2f} s{speed}{'' if reply.is_whole else ', cut'}"
+    )

@@ -1,7 +1,5 @@
 """The record of a request, which every protocol's reader makes, and its check against the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +11,7 @@ from mlx_redrafter.engine.prompt_encoding import (
     check_prompt,
     encode_chat,
     encode_prompt,
+    limit_text,
 )
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
@@ -56,13 +55,9 @@ class TextRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(TextRequest):
-    """A request for answers in a chat.
+    """A request for answers in a chat; ``messages`` have the form that chat templates expect.
 
-    Attributes:
-        messages: Messages in the form that chat templates expect.
-        tools: Tools that the model may call.
-        template_options: Further options of the chat template.
-        effort: Word for the amount of thinking, for templates that read ``reasoning_effort``.
+    ``effort`` is a word for the amount of thinking, for templates that read ``reasoning_effort``.
     """
 
     messages: list[dict[str, Any]]
@@ -74,12 +69,10 @@ class ChatRequest(TextRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest(TextRequest):
-    """A request for continuations.
+    """A request for continuations of texts or token ids.
 
-    Attributes:
-        prompts: Texts or token ids.
-        echoes: Whether the texts begin with their prompts.
-        ends_there: Whether they are their prompts only, for clients that ask for likelihoods.
+    If it ``echoes``, the texts begin with their prompts. If it ``ends_there``, they are their
+    prompts only, for clients that ask for likelihoods.
     """
 
     prompts: list[str | list[int]]
@@ -92,9 +85,7 @@ def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest
 
     ``context`` is the maximum number of tokens of a prompt and its text. Return the request
     with ``max_tokens`` and ``top_k`` within the model's sizes, and the token ids of its prompts.
-
-    Raises:
-        Refusal: The model has no chat template, tools or grammars, or not enough context.
+    Refuse what needs more context, or a chat template, tools or grammars that the model lacks.
     """
     target = engine.target
     prompts = encode(request, engine, context)
@@ -115,18 +106,12 @@ def fit(request: TextRequest, engine: Engine, context: int) -> tuple[TextRequest
     grammar = make_grammar(engine, prompts[0], tools, request.format)
     options, left = request.options, context - longest
     changed: dict[str, Any] = {"top_k": 0} if (options.top_k or 0) >= target.vocab_size else {}
-    if not 0 < options.max_tokens <= left:
-        changed["max_tokens"] = left
+    changed["max_tokens"] = limit_text(options.max_tokens, left)
     return replace(request, options=replace(options, **changed), grammar=grammar), prompts
 
 
 def encode(request: TextRequest, engine: Engine, context: int) -> list[list[int]]:
-    """Encode the prompts of a request.
-
-    Raises:
-        ContextExceeded: A prompt is clearly longer than the context.
-        Refusal: The model has no chat template or tools, or its template rejects the messages.
-    """
+    """Encode the prompts of a request; raise `ContextExceeded` if one is clearly too long."""
     tokenizer = engine.tokenizer
     try:
         if isinstance(request, CompletionRequest):

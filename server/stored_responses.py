@@ -1,7 +1,5 @@
 """Responses that clients may continue or fetch, kept in memory until others need the room."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from typing import Any
@@ -35,12 +33,10 @@ class StoredResponses:
             self._total -= len(self._kept.popitem(last=False)[1])
 
     def find(self, response_id: str, param: str) -> tuple[dict[str, Any], list[Any]]:
-        """Return a response and its items."""
         found = json.loads(self._text_of(response_id, param))
         return found["response"], found["items"]
 
     def forget(self, response_id: str, param: str) -> None:
-        """Forget a response."""
         self._total -= len(self._text_of(response_id, param))
         del self._kept[response_id]
 

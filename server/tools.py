@@ -20,16 +20,13 @@ MAX_TOOLS = 128
 
 @dataclass(frozen=True)
 class Tools:
-    """Tools that a model sees, and the calls that it may make.
+    """At most `MAX_TOOLS` tools that a model sees, and the calls that it may make.
 
     Attributes:
-        definitions: Tools in OpenAI's format, for the chat template.
+        definitions: Tools in OpenAI's format, for the chat template, with names of their own.
         names: Names of the tools that may be called; None for all.
         is_required: Whether the answer must be a call.
         is_parallel: Whether an answer may have several calls.
-
-    Raises:
-        Refusal: There are more than `MAX_TOOLS` tools, or two with the same name.
     """
 
     definitions: list[dict[str, Any]]
@@ -48,7 +45,6 @@ class Tools:
 
     @property
     def callable(self) -> list[dict[str, Any]]:
-        """Functions that may be called, in OpenAI's format."""
         functions = [one["function"] for one in self.definitions]
         names = self.names
         return functions if names is None else [one for one in functions if one["name"] in names]
@@ -59,10 +55,7 @@ class Tools:
         """Return these tools with a choice of the request: "auto", "none" or "required".
 
         ``names`` are those of the tools that may be called, None for all. If ``is_single``, there
-        is at most one call.
-
-        Raises:
-            Refusal: There is no such tool, or no tool to call.
+        is at most one call. Refuse names of no tool, and a call that is required without tools.
         """
         known = [one["function"]["name"] for one in self.definitions]
         for name in names or ():
@@ -84,9 +77,6 @@ def read_tool(fields: Fields, schema: str = "parameters") -> dict[str, Any]:
     """Read a tool, with the JSON schema of its arguments in a field; return OpenAI's definition.
 
     With ``strict``, a schema that cannot be enforced as a whole is refused.
-
-    Raises:
-        Refusal: A value has another type.
     """
     function: dict[str, Any] = {
         "name": fields.word("name"),
@@ -109,9 +99,6 @@ def read_tools(
     ``kinds`` are the types of tools that the client runs, None for tools without a type;
     ``left_out`` are the beginnings of types that the model is not shown. ``schema`` is as in
     `read_tool`.
-
-    Raises:
-        Refusal: A tool has another type, or a value of another type.
     """
     definitions, others = list[dict[str, Any]](), list[str]()
     for tool in fields.each("tools"):

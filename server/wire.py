@@ -1,7 +1,5 @@
 """JSON as it is sent: as a response, or as a server-sent event."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -12,7 +10,6 @@ to_text = json.JSONEncoder(allow_nan=False).encode
 
 
 def event(value: dict[str, Any], name: str = "") -> str:
-    """Format a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {to_text(value)}\n\n"
 
@@ -20,5 +17,4 @@ def event(value: dict[str, Any], name: str = "") -> str:
 def respond(
     value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Make a JSON response."""
     return Response(to_text(value), status, headers, "application/json")

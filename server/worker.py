@@ -5,8 +5,6 @@ prompt, and the others go on between the chunks of that prefill. Prompts that wa
 their passes, too. An error of one request does not end the others.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -30,11 +28,7 @@ SEND_SECONDS = 0.5
 
 
 class Worker(threading.Thread):
-    """The thread that writes texts until `stop` is called.
-
-    Attributes:
-        counters: Counters of requests, tokens and steps.
-    """
+    """The thread that writes texts until `stop` is called."""
 
     def __init__(self, limits: Limits):
         super().__init__(name="redrafter-worker", daemon=True)
@@ -51,11 +45,7 @@ class Worker(threading.Thread):
         return self.is_alive() and not self._is_stopped
 
     def submit(self, job: Job) -> None:
-        """Put a request in the queue; may be called from any thread.
-
-        Raises:
-            Refusal: The queue is full, or the worker has stopped.
-        """
+        """Put a request in the queue, or refuse it if that is full; may be called anywhere."""
         with self._changed:
             if self._is_stopped:
                 raise _shutting_down()
@@ -107,7 +97,6 @@ class Worker(threading.Thread):
         time.sleep(SEND_SECONDS)
 
     def gauges(self) -> dict[str, int]:
-        """Return current values, which rise and fall, by the name of their metric."""
         return {
             "waiting_requests": len(self._waiting),
             "running_requests": len(self._running),

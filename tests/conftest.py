@@ -1,7 +1,5 @@
 """Fixtures that several tests share. Models are loaded once; tests must not change them."""
 
-from __future__ import annotations
-
 import os
 
 # Nothing is downloaded, and the command line sees the same.

@@ -3,8 +3,6 @@
 The source archive is whole, and the page of the package index has no dead link.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -80,21 +78,21 @@ def _weights() -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
-def test_every_source_ships_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_every_source_ships_and_nothing_else(wheel):
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert top == {"mlx_redrafter", f"mlx_redrafter-{__version__}.dist-info"}
     shipped = {name for name in wheel.namelist() if name.startswith("mlx_redrafter/")}
     assert shipped == _sources() | OTHERS | _weights()
 
 
-def test_the_weights_are_small_and_the_licences_in_it(wheel: zipfile.ZipFile) -> None:
+def test_the_weights_are_small_and_the_licences_in_it(wheel):
     assert sum(file.compress_size for file in wheel.infolist()) <= LARGEST_WHEEL
     for name in ("LICENSE", "server/page/marked.LICENSE", "server/page/purify.LICENSE"):
         found = wheel.read(f"mlx_redrafter-{__version__}.dist-info/licenses/{name}")
         assert found == (ROOT / name).read_bytes()
 
 
-def test_metadata(wheel: zipfile.ZipFile) -> None:
+def test_metadata(wheel):
     info = f"mlx_redrafter-{__version__}.dist-info"
     metadata = wheel.read(f"{info}/METADATA").decode()
     assert f"\nVersion: {__version__}\n" in metadata
@@ -114,7 +112,7 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     assert "redrafter-mlx = mlx_redrafter.cli.main:run" in entry_points
 
 
-def test_links_of_the_index_page_are_absolute(wheel: zipfile.ZipFile) -> None:
+def test_links_of_the_index_page_are_absolute(wheel):
     page = wheel.read(f"mlx_redrafter-{__version__}.dist-info/METADATA").decode()
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert len(links) > 20
@@ -125,7 +123,7 @@ def test_links_of_the_index_page_are_absolute(wheel: zipfile.ZipFile) -> None:
     assert f"]({REPOSITORY}/raw/v{__version__}/docs/step.svg)" in page
 
 
-def test_the_source_archive_holds_what_the_tests_import(built: Path) -> None:
+def test_the_source_archive_holds_what_the_tests_import(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -140,7 +138,7 @@ def test_the_source_archive_holds_what_the_tests_import(built: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "argument"), [("mlx_redrafter", "--version"), ("mlx_redrafter.bench.lab", "--help")]
 )
-def test_a_checkout_runs_without_an_editable_install(module: str, argument: str) -> None:
+def test_a_checkout_runs_without_an_editable_install(module, argument):
     """As after README's install, whose package the folder here hides."""
     code = (
         "import runpy, sys\n"

@@ -1,7 +1,5 @@
 """The names that users rely on."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys
@@ -30,14 +28,14 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def test_exported_names_exist_and_no_others() -> None:
+def test_exported_names_exist_and_no_others():
     assert mlx_redrafter.__all__ == EXPORTS
     assert all(getattr(mlx_redrafter, name) is not None for name in EXPORTS)
     with pytest.raises(AttributeError, match="has no attribute 'speculate'"):
         _ = mlx_redrafter.speculate
 
 
-def test_options_of_stream_generate() -> None:
+def test_options_of_stream_generate():
     parameters = inspect.signature(mlx_redrafter.stream_generate).parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
@@ -50,14 +48,14 @@ def test_options_of_stream_generate() -> None:
     assert {one.name: one.default for one in fields(GenerationOptions)} == DEFAULTS
 
 
-def test_responses_have_mlx_lms_fields_and_three_more() -> None:
+def test_responses_have_mlx_lms_fields_and_three_more():
     stock = list(StockResponse.__dataclass_fields__)
     ours = list(mlx_redrafter.GenerationResponse.__dataclass_fields__)
     assert ours == [*stock, "steps", "tokens_per_step", "stats"]
     assert issubclass(mlx_redrafter.GenerationResponse, StockResponse)
 
 
-def test_load_takes_what_mlx_lms_load_takes() -> None:
+def test_load_takes_what_mlx_lms_load_takes():
     parameters = inspect.signature(mlx_redrafter.load).parameters
     stock = inspect.signature(mlx_lm.load).parameters
     shared = {"path_or_repo", "tokenizer_config", "adapter_path", "trust_remote_code"}
@@ -65,7 +63,7 @@ def test_load_takes_what_mlx_lms_load_takes() -> None:
     assert {"tokenizer_config", "adapter_path", "trust_remote_code"} <= set(stock)
 
 
-def test_importing_the_package_does_not_import_mlx_lm() -> None:
+def test_importing_the_package_does_not_import_mlx_lm():
     """``redrafter-mlx --help`` should not take seconds."""
     code = (
         "import sys, mlx_redrafter.cli.main; "

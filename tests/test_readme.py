@@ -1,7 +1,5 @@
 """The README says what is so, and a release has its notes, its formula, and its lock."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
@@ -19,19 +17,19 @@ MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 MOST_LINES = 120
 
 
-def test_the_list_of_supported_models_is_complete() -> None:
+def test_the_list_of_supported_models_is_complete():
     rows = re.findall(r"^\| [A-Z] \| (.+) \|$", MODELS, re.MULTILINE)
     assert re.findall(r"`([^`]+)`", " ".join(rows)) == supported_names()
     assert f"**Your model.** {len(supported_names())} model types" in README
 
 
-def test_the_python_version_is_that_of_the_package() -> None:
+def test_the_python_version_is_that_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     least = project["requires-python"].removeprefix(">=")
     assert f"Python {least} or newer" in README
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= MOST_LINES
 
 
@@ -51,7 +49,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page):
     dead = []
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         path, _, anchor = link.partition("#")
@@ -63,7 +61,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert dead == []
 
 
-def test_every_page_can_be_reached_from_the_readme() -> None:
+def test_every_page_can_be_reached_from_the_readme():
     found, left = set(), [ROOT / "README.md"]
     while left:
         page = left.pop().resolve()
@@ -91,7 +89,7 @@ LOCK = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
 ARCHIVE = b"a source archive"
 
 
-def test_notes_are_the_section_of_the_version() -> None:
+def test_notes_are_the_section_of_the_version():
     assert find_notes(CHANGELOG, "0.2.0") == "### Added\n\n- A thing."
     for version in ("0.1.0", "0.2.1", "Unreleased"):  # empty, absent, without a date
         with pytest.raises(ValueError, match=f"expected a section .*{version}"):
@@ -99,7 +97,7 @@ def test_notes_are_the_section_of_the_version() -> None:
     assert read_version() == __version__
 
 
-def test_the_lock_is_that_of_the_project() -> None:
+def test_the_lock_is_that_of_the_project():
     """`uv lock` must follow each change of the dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
@@ -121,24 +119,14 @@ def test_the_lock_is_that_of_the_project() -> None:
     assert in_order == declared
 
 
-def test_the_formula_follows_the_rules_of_brew_audit() -> None:
+def test_the_formula_follows_the_rules_of_brew_audit():
     formula = write_formula(LOCK, "mlx_redrafter-1.2.3.tar.gz", ARCHIVE)
     lines = formula.splitlines()
     assert max(map(len, (one for one in lines if "url" not in one))) <= 118
     (description,) = re.findall(r'^  desc "(.*)"$', formula, re.MULTILINE)
     assert len(f"mlx-redrafter: {description}") <= 80
     assert not re.match(r"(A|An|The|Mlx|mlx)\b|.*\.$", description)
-    order = [
-        "desc",
-        "homepage",
-        "url",
-        "sha256",
-        "license",
-        "depends_on",
-        "resource",
-        "def",
-        "test",
-    ]
+    order = "desc homepage url sha256 license depends_on resource def test".split()
     found = [line.split()[0] for line in lines if re.match(r"  [a-z]", line)]
     firsts = list(dict.fromkeys(word for word in found if word in order))
     assert firsts == order
@@ -158,14 +146,14 @@ def test_the_formula_follows_the_rules_of_brew_audit() -> None:
     assert {*FORMULAS.values(), PYTHON} <= set(depends)
 
 
-def test_the_address_of_an_archive_is_that_of_pypi() -> None:
+def test_the_address_of_an_archive_is_that_of_pypi():
     """PyPI's folders are named by BLAKE2, as those of the lock's archives are."""
     formula = write_formula(LOCK, "a.tar.gz", b"")
     folder = "0e/57/51c026e543b2e8ab2eb06099daa1d1e5df47778f7787faab45cdf12fe3a8"
     assert f'url "https://files.pythonhosted.org/packages/{folder}/a.tar.gz"' in formula
 
 
-def test_a_package_without_a_source_archive_is_an_error() -> None:
+def test_a_package_without_a_source_archive_is_an_error():
     packages = [
         {key: value for key, value in one.items() if key != "sdist" or one["name"] != "rich"}
         for one in LOCK["package"]

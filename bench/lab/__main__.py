@@ -27,12 +27,7 @@ def make_parser(name: str) -> tuple[ModuleType, argparse.ArgumentParser]:
 
 
 def call(arguments: Sequence[str]) -> None:
-    """Parse the arguments and run one command of the laboratory.
-
-    Raises:
-        RedrafterError: The command failed.
-        typer.Exit: A bound is broken, or a text is wrong.
-    """
+    """Parse the arguments and run one command of the laboratory."""
     parser = argparse.ArgumentParser(prog=PROGRAM, usage=f"{PROGRAM} NAME [options]")
     parser.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     command, options = make_parser(parser.parse_args(arguments[:1]).name)

@@ -24,11 +24,9 @@ FREEDOM = Parameters(base=0.1, fixed=5.0, draft=0.3, row=0.5, cliff=100.0)
 
 
 def fit(steps: Sequence[tuple[Question, float, int]], measured: Sequence[float]) -> Parameters:
-    """Fit the parameters to measured steps; every chip has the same weight.
+    """Fit the parameters to the milliseconds of steps; every chip has the same weight.
 
-    Args:
-        steps: Pair and chip, tokens and beam length of each step.
-        measured: Milliseconds of each step.
+    A step is its pair and chip, its tokens and its beam length.
     """
     chips = [question.chip.name for question, _, _ in steps]
     weights = [1 / np.sqrt(chips.count(name)) for name in chips]

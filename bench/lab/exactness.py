@@ -15,14 +15,7 @@ import mlx_lm
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_redrafter.bench.recording import Recording
-from mlx_redrafter.bench.runs import (
-    AUTO,
-    STOCK,
-    CommonSettings,
-    EncodedPrompt,
-    TimedRun,
-    Turn,
-)
+from mlx_redrafter.bench.runs import AUTO, STOCK, CommonSettings, EncodedPrompt, TimedRun, Turn
 from mlx_redrafter.bench.speed import decode_batch
 from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.bench.turns import Method, TimedTexts, arm_name, one_by_one
@@ -111,14 +104,8 @@ def decode_texts(
 ) -> list[Compared]:
     """Decode all prompts by stock mlx-lm and with all drafters, and compare the texts.
 
-    Args:
-        settings: Settings of all texts; the drafter is not used.
-        drafters: Drafters by their names.
-        plans: Fixed shapes, beside the default.
-        prompts: The prompts.
-        batch_size: Number of texts of a batch.
-        recording: Record of the texts; batches that it already has are not repeated.
-        on_progress: Callback for the number of batches done and their total.
+    ``plans`` are fixed shapes, beside the default. The drafter of the settings is not used, and
+    batches that the recording already has are not repeated.
     """
     work = [
         (one, [Turn(one.name, 0, prompt, 0) for prompt in prompts[first : first + one.batch_size]])
@@ -210,11 +197,7 @@ def _gap(
 
 
 def _logits(
-    settings: CommonSettings,
-    one: Conditions,
-    batch: Sequence[Turn],
-    ids: list[int],
-    position: int,
+    settings: CommonSettings, one: Conditions, batch: Sequence[Turn], ids: list[int], position: int
 ) -> mx.array:
     """Return stock mlx-lm's logits at a position of the text of the last turn; shape (V,)."""
     options = one.begin(settings)

@@ -48,11 +48,7 @@ NORMAL, CONTROL = 1, 3
 
 
 class GgufModel:
-    """A model in a GGUF file.
-
-    Raises:
-        CheckpointError: The file holds another architecture or tokenizer.
-    """
+    """A model in a GGUF file, whose architecture and tokenizer must be known here."""
 
     def __init__(self, path: Path):
         self._reader = GGUFReader(str(path))
@@ -154,11 +150,7 @@ class GgufModel:
         ]
 
     def _smollm_tokenizer(self) -> tuple[Tokenizer, dict[str, Any]]:
-        """Make SmolLM2's tokenizer: BPE on bytes, digits alone.
-
-        Raises:
-            CheckpointError: The file has another tokenizer.
-        """
+        """Make SmolLM2's tokenizer: BPE on bytes, digits alone."""
         if (found := self._field("tokenizer.ggml.pre")) != "smollm":
             raise CheckpointError(f"expected the tokenizer smollm, found {found}")
         tokens = self._field("tokenizer.ggml.tokens")

@@ -49,12 +49,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class HardMachine(Scenario):
-    """A scenario with another cost of steps.
-
-    Attributes:
-        case: Name of the case, a key of CASES.
-        compiled: See `Pass`.
-    """
+    """A scenario with another cost of steps, by a case of CASES; ``compiled`` is that of `Pass`."""
 
     case: str = ""
     compiled: set[tuple[int, int]] = field(default_factory=set)
@@ -119,16 +114,10 @@ def _scaled(costs: StepCosts, factor: float) -> StepCosts:
 
 
 def times_by_plain(number: int, case: str, begin: Begin) -> list[tuple[float, float]]:
-    """Play a scenario on the machine of a case.
+    """Play a scenario on the machine of a case, with policies that ``begin`` makes as in `play`.
 
-    Args:
-        number: Number of the scenario.
-        case: A key of CASES.
-        begin: Function that makes the policy of a sequence, as in `play`.
-
-    Returns:
-        Per seed, the time of a first sequence of FIRST_TEXT + SECOND_TEXT tokens, and that of one
-        of SECOND_TEXT tokens after one of FIRST_TEXT, as multiples of plain decoding's.
+    Return, per seed, the time of a first sequence of FIRST_TEXT + SECOND_TEXT tokens, and that of
+    one of SECOND_TEXT tokens after one of FIRST_TEXT, as multiples of plain decoding's.
     """
     stop, found = FIRST_TEXT + SECOND_TEXT, []
     for seed in range(SEEDS):
@@ -148,11 +137,7 @@ def times_by_plain(number: int, case: str, begin: Begin) -> list[tuple[float, fl
 
 
 def report(numbers: Sequence[int]) -> None:
-    """Print the mean, the 95th percentile and the maximum for each case.
-
-    Args:
-        numbers: Numbers of the scenarios.
-    """
+    """Print the mean, the 95th percentile and the maximum of some scenarios for each case."""
     for case in CASES:
         times = np.array([one for n in numbers for one in times_by_plain(n, case, begin_policy)])
         columns = [

@@ -59,12 +59,7 @@ CASES: dict[str, tuple[Move, bool]] = {
 
 
 class MisleadingText(SimulatedText):
-    """A text whose right children are others than the scores say.
-
-    Args:
-        scenario: The scenario.
-        case: A key of CASES.
-    """
+    """A text whose right children are others than the scores say, by a case of CASES."""
 
     children = CHILDREN
 
@@ -88,11 +83,7 @@ def _at_bound(levels: int, rng: np.random.Generator) -> Floats:
 
 
 def report(numbers: Sequence[int]) -> None:
-    """Play every case.
-
-    Args:
-        numbers: Numbers of the scenarios.
-    """
+    """Play some scenarios in every case."""
     for case in CASES:
         make_text = partial(MisleadingText, case=case)
         found = [play(make_scenario(n), begin_policy, make_text) for n in numbers]

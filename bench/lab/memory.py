@@ -18,8 +18,7 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.bench.lab.contexts import PREFILL_STEP, bushy_tree
-from mlx_redrafter.bench.lab.host_time import COMMON, gpu_like
+from mlx_redrafter.bench.lab.contexts import COMMON, PREFILL_STEP, bushy_tree, gpu_like
 from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.decoding.records import Request
@@ -53,14 +52,7 @@ IN_PLACE_RATIO = 0.01
 
 @dataclass(frozen=True)
 class Finding:
-    """One number and its bound.
-
-    Attributes:
-        name: Name of the measurement.
-        found: Number found.
-        bound: Maximum number allowed.
-        unit: Unit of both.
-    """
+    """A number found by a measurement, and its maximum, in the same unit."""
 
     name: str
     found: float
@@ -119,15 +111,7 @@ def measure_memory(
     prompt_tokens: int = 4096,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Finding]:
-    """Measure everything that has a bound.
-
-    Args:
-        model: The target.
-        drafter: Drafter of the target.
-        plan: Plan of every step.
-        prompt_tokens: Length of the prompt.
-        on_progress: Callback for the number of measurements done and their total.
-    """
+    """Measure everything that has a bound."""
     target = Target(model)
     prompt = [i % target.vocab_size for i in range(prompt_tokens)]
     stock = _peaks(lambda: _stock_tokens(model, prompt))
@@ -236,10 +220,7 @@ def _stock_tokens(
 
 
 def _drafted_tokens(
-    target: Target,
-    drafter: Drafter,
-    plan: DraftPlan,
-    prompt: Sequence[int],
+    target: Target, drafter: Drafter, plan: DraftPlan, prompt: Sequence[int]
 ) -> tuple[Sequence[KVCache], Iterator[object]]:
     caches = make_prompt_cache(target.model)
     chooser = KeyedSampler(SamplingParams(), target.vocab_size)

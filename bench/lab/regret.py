@@ -25,10 +25,8 @@ class SimulatedRegret:
     """Outcomes of many scenarios.
 
     Attributes:
-        outcomes: One per scenario.
         median: Median regret, a share of the best fixed plan's speed.
         p95: Its 95th percentile.
-        worst: Its maximum.
         least_plain: Minimum speed relative to plain decoding in scenarios in which no fixed plan is
             faster than plain decoding; None without such scenarios.
         first_texts: Speed relative to the best fixed plan of the first text of a process that
@@ -45,17 +43,9 @@ class SimulatedRegret:
 
 
 def simulate_regret(
-    scenarios: int,
-    first: int = 0,
-    on_progress: OnProgress = lambda done, total: None,
+    scenarios: int, first: int = 0, on_progress: OnProgress = lambda done, total: None
 ) -> SimulatedRegret:
-    """Let the default decode the texts of simulated scenarios.
-
-    Args:
-        scenarios: Number of scenarios.
-        first: Number of the first scenario, see `make_scenario`.
-        on_progress: Callback for the number of scenarios done and their total.
-    """
+    """Let the default decode the texts of simulated scenarios, from number ``first`` on."""
     outcomes, first_texts = [], []
     for done in range(scenarios):
         on_progress(done, scenarios)

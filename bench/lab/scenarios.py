@@ -82,13 +82,10 @@ class Scenario:
 
 
 def step_seconds(costs: StepCosts, shape: DraftShape | None, num_nodes: int, waits: bool) -> float:
-    """Add up the parts of a step's cost.
+    """Add up the parts of a step's cost; no shape stands for no drafts, and for prompt lookup.
 
-    Args:
-        costs: The parts.
-        shape: Shape of the search; None without drafts, and for prompt lookup.
-        num_nodes: Nodes verified: 1 for the root alone, else a key of ``costs.verify``.
-        waits: Whether the host reads the drafts before the target verifies them.
+    ``num_nodes`` is 1 for the root alone, else a key of ``costs.verify``. ``waits`` is whether the
+    host reads the drafts before the target verifies them.
     """
     verify = costs.plain if num_nodes == 1 else costs.verify[num_nodes]
     drafting = 0.0 if shape is None else costs.drafting(shape)

@@ -32,11 +32,7 @@ TAIL = 200
 
 
 class SimulatedText:
-    """The drafts at every position of a scenario's text.
-
-    Attributes:
-        children: Continuations of a node that are simulated.
-    """
+    """The drafts at every position of a scenario's text; ``children`` of a node are simulated."""
 
     children = CHILDREN
 
@@ -201,13 +197,9 @@ FIXED = (
 
 
 class Outcome(NamedTuple):
-    """A policy's speed beside those of fixed plans.
+    """A policy's speed, and that of the best fixed plan in hindsight, by plain decoding's.
 
-    Attributes:
-        scenario: Name of the scenario.
-        speed: Speed by plain decoding's.
-        best: The best fixed plan in hindsight, None for plain decoding.
-        best_speed: Its speed by plain decoding's.
+    ``best`` is None for plain decoding.
     """
 
     scenario: str
@@ -222,19 +214,12 @@ class Outcome(NamedTuple):
 
 
 def play_first(
-    scenario: Scenario,
-    begin: Begin,
-    forget: Callable[[Any], Any],
+    scenario: Scenario, begin: Begin, forget: Callable[[Any], Any]
 ) -> tuple[float, float]:
     """Let a policy decode the first text of a process, which fixed plans decode, too.
 
-    Args:
-        scenario: The scenario.
-        begin: As in `play`.
-        forget: Makes what a second process begins with from the policy of the first one.
-
-    Returns:
-        Speed by that of the best fixed plan in a first process and in the second one.
+    ``forget`` makes what a second process begins with from the policy of the first one. Return the
+    speeds in both, by those of the best fixed plan.
     """
     start, stop, seconds = FIRST_TEXT, 2 * FIRST_TEXT, np.zeros(2)
     fixed: dict[DraftPlan | None, float] = dict.fromkeys((None, *FIXED), 0.0)
@@ -251,16 +236,11 @@ def play_first(
 
 
 def play(
-    scenario: Scenario,
-    begin: Begin,
-    make_text: Callable[[Scenario], SimulatedText] = SimulatedText,
+    scenario: Scenario, begin: Begin, make_text: Callable[[Scenario], SimulatedText] = SimulatedText
 ) -> Outcome:
     """Let a policy decode a scenario's two texts, and every fixed plan the second one.
 
-    Args:
-        scenario: The scenario.
-        begin: Makes the policy of a text from the times of steps and the policy of the text before.
-        make_text: Makes the text.
+    ``begin`` makes the policy of a text from the times of steps and the policy of the text before.
     """
     stop, seconds = FIRST_TEXT + SECOND_TEXT, 0.0
     fixed: dict[DraftPlan | None, float] = dict.fromkeys((None, *FIXED), 0.0)

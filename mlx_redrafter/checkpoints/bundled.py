@@ -3,8 +3,6 @@
 The cards in their folders describe training data and quality.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 
@@ -38,3 +36,12 @@ def local_folder(model: str | None) -> Path | None:
 
 def bundled_drafters() -> list[Path]:
     return sorted(config.parent for config in DRAFTERS.glob(f"*/{CONFIG_FILE}"))
+
+
+def expand_name(drafter: str) -> str:
+    """Return the folder of a drafter of the package by its name; other names stay as they are.
+
+    A folder here that has the name comes first.
+    """
+    named = next((folder for folder in bundled_drafters() if folder.name == drafter), None)
+    return drafter if named is None or Path(drafter).is_dir() else str(named)

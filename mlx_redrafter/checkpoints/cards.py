@@ -1,10 +1,8 @@
 """Model cards: facts from those of others, and the text of those that this package writes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from huggingface_hub.repocard import metadata_load
 
@@ -23,16 +21,6 @@ class Card(NamedTuple):
     base_models: tuple[str, ...] = ()
     is_quantised: bool = False
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Card:
-        """Read the facts from a card's metadata; values of other types are left out."""
-        bases = values.get("base_model")
-        bases = bases if isinstance(bases, list) else [bases]
-        return cls(
-            tuple(base for base in bases if isinstance(base, str)),
-            values.get("base_model_relation") == "quantized",
-        )
-
 
 def read_card(folder: Path) -> Card:
     """Read the card in a folder; a card that is missing or damaged states nothing."""
@@ -40,9 +28,13 @@ def read_card(folder: Path) -> Card:
     if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
         return Card()
     try:
-        return Card.of(metadata_load(path) or {})
+        values = metadata_load(path) or {}
     except Exception:  # YAML from others may raise anything
         return Card()
+    bases = values.get("base_model")
+    bases = bases if isinstance(bases, list) else [bases]
+    named = tuple(base for base in bases if isinstance(base, str))
+    return Card(named, values.get("base_model_relation") == "quantized")
 
 
 def render_card(

@@ -4,28 +4,22 @@ A drafter counts as made for a model if the table, its config or its card names 
 neither its config nor its tensors contradict that. Nothing is downloaded but a config.
 """
 
-from __future__ import annotations
-
+import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_redrafter.checkpoint_files import read_config, read_shapes, weight_files
+from mlx_redrafter.checkpoint_files import has_weights, read_config, read_shapes, weight_files
 from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.checkpoints.cards import read_card
 from mlx_redrafter.checkpoints.identity import Identity, targets_in_config
-from mlx_redrafter.checkpoints.published_drafters import (
-    METHODS,
-    PublishedDrafter,
-    published_for,
-    read_table,
-)
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.checkpoints.token_table import has_same_tokens
-from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
+from mlx_redrafter.errors import ConfigError, RedrafterError
 from mlx_redrafter.hub import Repository, describe_repository
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
@@ -34,6 +28,16 @@ from mlx_redrafter.proposers.checkpoint import PATTERNS
 from mlx_redrafter.proposers.mtp.families import has_family, is_sidecar, prefix_of
 from mlx_redrafter.target.model_loading import find_model, make_model
 
+# Table of drafters that others have published: tab-separated, with a line of headings.
+TABLE = Path(__file__).with_name("drafters.tsv")
+# Names of methods for messages.
+METHODS = {
+    "assistant": "Gemma 4 assistant",
+    "dflash": "DFlash",
+    "dflash2": "DFlash 2",
+    "dspark": "DSpark",
+    "eagle3": "EAGLE-3",
+}
 # Word for a drafter that is found by the model's name.
 AUTO = "auto"
 # Maximum size of a draft model, in sizes of the target; a larger one costs more than it gains.
@@ -42,15 +46,27 @@ MAX_SHARE = 0.2
 MAX_REASONS = 3
 
 
-class FoundDrafter(NamedTuple):
-    """A drafter for a model.
+class PublishedDrafter(NamedTuple):
+    """A line of the table: the repositories of a model and of a drafter for it.
 
-    Attributes:
-        name: Repository or folder name, for messages.
-        path: Folder, repository or word that `load` accepts.
-        method: Kind of drafter.
-        reason: Evidence that it was made for the model.
-        published: Its line in the table; None if it is not there.
+    ``method`` is a key of `METHODS`. ``licence`` is empty if the sources do not state it, and
+    ``gain``, the speed relative to plain decoding and whose figure it is, if it is unknown.
+    ``source`` names the texts that name the pair.
+    """
+
+    target: str
+    drafter: str
+    method: str
+    licence: str
+    gain: str
+    source: str
+
+
+class FoundDrafter(NamedTuple):
+    """A drafter for a model, and the ``reason`` to think that it was made for the model.
+
+    ``name`` is that of a repository or folder, for messages; `load` accepts ``path``. ``method`` is
+    its kind, and ``published`` its line in the table, if it is there.
     """
 
     name: str
@@ -67,23 +83,17 @@ class FoundDrafter(NamedTuple):
 
 @dataclass
 class DrafterSearch:
-    """Drafters of one model.
-
-    Attributes:
-        model: The model.
-        skipped: Drafters that cannot be used, each with the reason.
-    """
+    """Drafters of one model; ``skipped`` has those that cannot be used, each with the reason."""
 
     model: Identity
     skipped: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: str) -> DrafterSearch:
+    def of(cls, model: str) -> Self:
         """Search for a model, a folder or a repository, which is downloaded if it is not here.
 
-        Raises:
-            CheckpointError: The model's files cannot be found or read.
-            UnsupportedTargetError: The model cannot be decoded exactly.
+        Raise `CheckpointError` if the model's files cannot be found or read, and
+        `UnsupportedTargetError` if the model cannot be decoded exactly.
         """
         return cls(Identity.of_folder(find_model(model)))
 
@@ -101,10 +111,9 @@ class DrafterSearch:
     def published(self) -> tuple[FoundDrafter, Repository] | None:
         """Find a published drafter that is not on this machine; fetch its config alone.
 
-        Raises:
-            CheckpointError: The hub cannot be reached.
+        Raise `CheckpointError` if the hub cannot be reached.
         """
-        for line in published_for(self.model, read_table()):
+        for line in published_for(self.model):
             if find_stored(line.drafter, PATTERNS) is not None:
                 continue
             repository = describe_repository(line.drafter)
@@ -157,7 +166,7 @@ class DrafterSearch:
         )
 
     def _stored(self) -> Iterator[FoundDrafter]:
-        for line in published_for(self.model, read_table()):
+        for line in published_for(self.model):
             folder = find_stored(line.drafter, PATTERNS)
             if folder is not None:
                 yield _of_table(line, str(folder))
@@ -207,12 +216,21 @@ class DrafterSearch:
         return found._replace(method=found.method or kind.NAME)
 
 
-def is_auto(drafter: str | Path | None) -> bool:
-    """Return whether a drafter's name is `AUTO`.
+@cache
+def read_table() -> tuple[PublishedDrafter, ...]:
+    """Read the table; of one target, the preferred drafter comes first."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.reader(file, delimiter="\t") if not row[0].startswith("#")]
+    return tuple(PublishedDrafter(*row) for row in rows[1:])
 
-    Raises:
-        ConfigError: It is, and is a folder as well.
-    """
+
+def published_for(model: Identity) -> list[PublishedDrafter]:
+    """Return the published drafters of a model, the preferred one first."""
+    return [line for line in read_table() if model.is_named(line.target)]
+
+
+def is_auto(drafter: str | Path | None) -> bool:
+    """Return whether a drafter's name is `AUTO`; raise `ConfigError` if it is a folder as well."""
     if drafter == AUTO and Path(AUTO).is_dir():
         raise ConfigError(
             f"{AUTO!r} lets the program choose a drafter, and is a folder here as well; say "
@@ -224,9 +242,7 @@ def is_auto(drafter: str | Path | None) -> bool:
 def can_draft(name: str, config: Mapping[str, Any]) -> bool:
     """Return whether a model attends to all tokens: it has no windows or states.
 
-    Raises:
-        CheckpointError: mlx-lm cannot make the model.
-        UnsupportedTargetError: It has no such type of model.
+    Raise `CheckpointError` or `UnsupportedTargetError` if mlx-lm cannot make the model.
     """
     return all(type(cache) is KVCache for cache in make_prompt_cache(make_model(name, config)))
 
@@ -264,7 +280,4 @@ def _has_module(folder: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _weight_bytes(folder: Path) -> int:
-    try:
-        return sum(path.stat().st_size for path in weight_files(folder))
-    except CheckpointError:
-        return 0
+    return sum(path.stat().st_size for path in weight_files(folder)) if has_weights(folder) else 0

@@ -4,19 +4,17 @@ A model that is stored in another way, such as a quantised copy, is the same mod
 trained further is another one, even if its sizes and most of its name are equal.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.cards import Card, read_card
 from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.checks import as_mapping
 from mlx_redrafter.model_store import repository_of
-from mlx_redrafter.proposers.target_facts import TargetFacts
+from mlx_redrafter.proposers.kind import TargetFacts
 
 # Parts of a name that tell how weights are stored. "it", "Instruct", "Lite" and "qat" are not among
 # them: they name other weights.
@@ -40,19 +38,16 @@ class Identity(NamedTuple):
     folder: Path | None = None
 
     @classmethod
-    def of(cls, name: str, config: Mapping[str, Any], card: Card) -> Identity:
+    def of(cls, name: str, config: Mapping[str, Any], card: Card) -> Self:
         """Identify a model by its name, its config and its card.
 
         The base model of the card is this model if the card says that this is a quantised copy.
         """
-        names = {plain_name(name)}
-        if len(card.base_models) == 1:
-            base = plain_name(card.base_models[0])
-            names |= {base} if card.is_quantised else set()
-        return cls(frozenset(names), config)
+        bases = card.base_models if card.is_quantised and len(card.base_models) == 1 else ()
+        return cls(frozenset(map(plain_name, (name, *bases))), config)
 
     @classmethod
-    def of_folder(cls, folder: Path) -> Identity:
+    def of_folder(cls, folder: Path) -> Self:
         """Identify the model in a folder, also by the name of a link to it.
 
         Raise `CheckpointError` if its config cannot be read.
@@ -92,9 +87,8 @@ class Identity(NamedTuple):
                 return f"it reads a model of {said} layers, not of {count}"
         for key in ("aux_hidden_state_layer_ids", "target_layer_ids"):
             read = config.get(key, nested.get(key))
-            deepest = (
-                max((i for i in read if type(i) is int), default=0) if type(read) is list else 0
-            )
+            layers_read = [i for i in read if type(i) is int] if type(read) is list else []
+            deepest = max(layers_read, default=0)
             if _exceeds(deepest, count):
                 return f"it reads layer {deepest} of a model of {count} layers"
         return None

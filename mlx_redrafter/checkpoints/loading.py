@@ -1,7 +1,5 @@
 """Loading of a target and its proposer, with the cheap checks first."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, read_config
-from mlx_redrafter.checkpoints.bundled import find_bundled
+from mlx_redrafter.checkpoints.bundled import expand_name, find_bundled
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, is_auto
 from mlx_redrafter.checkpoints.recognition import find_kind
 from mlx_redrafter.checks import check_instance
@@ -25,7 +23,7 @@ from mlx_redrafter.machines.following import follow
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.machines.meeting import meet
 from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
+from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.target.model_loading import load_model
 from mlx_redrafter.target.model_parts import check_config
 from mlx_redrafter.target.target import Target
@@ -60,10 +58,11 @@ def load(
         path_or_repo: The model: a folder, or a repository on the Hugging Face Hub; None for the
             bundled one.
         drafter: Likewise a folder or a repository, of a drafter of any kind in `proposers` or of a
-            smaller model with the same token ids. "mtp" stands for the module in the model's own
-            files, "lookup" for prompt lookup. "auto" finds a drafter on this machine that was made
-            for the model, else a much smaller model with the same tokens, else prompt lookup. None
-            loads none. The bundled model has the bundled drafter for None and "auto".
+            smaller model with the same token ids. Or the name of a drafter in the package, such as
+            "smollm2-135m-instruct". "mtp" stands for the module in the model's own files, "lookup"
+            for prompt lookup. "auto" finds a drafter on this machine that was made for the model,
+            else a much smaller model with the same tokens, else prompt lookup. None loads none. The
+            bundled model has the bundled drafter for None and "auto".
         tokenizer_config: Extra options for the tokenizer.
         adapter_path: Folder of a LoRA adapter for the model, whose layers are fused on several
             machines, as ``mlx_lm.fuse --dequantize`` does.
@@ -106,6 +105,7 @@ def load(
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise CheckpointError(f"no such adapter folder: {adapter_path}")
     drafter = _find_drafter(name) if is_auto(drafter) else drafter
+    drafter = expand_name(drafter) if isinstance(drafter, str) else drafter
     kind = None if drafter is None else find_kind(drafter, name)
     proposer: Proposer | None = None
     if kind is not None and drafter is not None:

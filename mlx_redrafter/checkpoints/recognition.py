@@ -1,7 +1,5 @@
 """Recognition of drafters: the kind of a name or folder, from config and tensor headers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

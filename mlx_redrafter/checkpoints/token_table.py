@@ -1,7 +1,5 @@
 """Token ids of a checkpoint, read from its files without loading a tokenizer."""
 
-from __future__ import annotations
-
 import filecmp
 import hashlib
 import json

@@ -21,6 +21,7 @@ from mlx_redrafter.decoding.protocols import JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import Inputs, Lane, Noises, step
+from mlx_redrafter.errors import is_failure
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree, TreeBatch
@@ -161,7 +162,9 @@ class Batch(Lane):
             logits = rows[slot]
             try:
                 processed = sequence.processors.process_after(one, logits[start:end])
-            except Exception as error:  # of the user's processors
+            except BaseException as error:  # of the user's processors or of a grammar
+                if not is_failure(error):
+                    raise
                 sequence.outbox.fail(error)
                 continue
             rows[slot] = mx.concatenate(

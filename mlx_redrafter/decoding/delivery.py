@@ -113,7 +113,7 @@ class Outbox:
         self._request = request
         self.end_of_prompt = end_of_prompt
         self.num_tokens = self.num_cut = 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._tokens: list[Token] = []
 
     @property
@@ -142,7 +142,7 @@ class Outbox:
             self._tokens.append(Token(token, i < len(rows) - 1, log_probs, end))
         return reason is not None
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         self.error = error
 
     def take(self) -> list[Token]:

@@ -24,6 +24,8 @@ class Request:
         prompt: Token ids, at least one.
         stop_tokens: Token ids that end the sequence.
         max_tokens: Maximum number of tokens to yield, -1 for no limit.
+        ends_with_context: Whether that is the room in the target's context, rather than a number
+            that somebody asked for.
         prefill_step_size: Maximum number of prompt tokens per forward pass.
         chunk_size: Function that returns a smaller number, or not, for the prompt tokens
             processed so far; such a prompt shares no passes. None for none.
@@ -35,6 +37,7 @@ class Request:
     prompt: list[int]
     stop_tokens: frozenset[int] = frozenset()
     max_tokens: int = -1
+    ends_with_context: bool = False
     prefill_step_size: int = 2048
     chunk_size: Callable[[int], int] | None = None
     on_progress: ProgressCallback = field(default=lambda done, total: None)

@@ -17,6 +17,7 @@ from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.prefill import may_share, prefill
 from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt
 from mlx_redrafter.decoding.step import step_alone
+from mlx_redrafter.errors import is_failure
 from mlx_redrafter.target.target import Target
 
 # Maximum number of prompt tokens between two steps of other sequences: about 0.3 s of a model of
@@ -84,7 +85,9 @@ class Scheduler:
             active = self._active
             try:
                 self._step_begun(active)
-            except Exception as error:  # no single sequence has caused it
+            except BaseException as error:  # no single sequence has caused it
+                if not is_failure(error):
+                    raise
                 for one in active:
                     one.outbox.fail(error)
 
@@ -127,7 +130,9 @@ class Scheduler:
         limit = partial(self._chunk_limit, first.request.prefill_step_size)
         try:
             yield from prefill(group, limit)
-        except Exception as error:  # no single sequence has caused it
+        except BaseException as error:  # no single sequence has caused it
+            if not is_failure(error):
+                raise
             failed = [one for one in group if one in self._unread]
             for one in failed:
                 one.outbox.fail(error)

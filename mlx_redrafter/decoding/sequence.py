@@ -22,6 +22,7 @@ from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy
 from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, TokenSampler
 from mlx_redrafter.draft_plan import DraftPlan
+from mlx_redrafter.errors import is_failure
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
@@ -260,5 +261,7 @@ def attempt(do: Callable[[SequenceDecoder], object], sequence: SequenceDecoder) 
     """Call a function for a sequence, whose outbox gets its error."""
     try:
         do(sequence)
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         sequence.outbox.fail(error)

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_redrafter.checks import check_instance, check_max_tokens
 from mlx_redrafter.engine.engine import Engine
-from mlx_redrafter.engine.prompt_encoding import Message, encode_chat
+from mlx_redrafter.engine.prompt_encoding import Message, encode_chat, limit_text
 from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.engine.text_comparison import num_same
 from mlx_redrafter.errors import ConfigError
@@ -39,7 +39,7 @@ class Conversation:
         template_options: Options of the chat template.
 
     Attributes:
-        messages: All messages so far, with "role" and "content".
+        messages: All messages so far, with "role" and "content"; an answer joins them at its end.
         num_left_out: Number of the oldest messages that the model does not read any more, because
             the context is full. The system's message is not one of them.
 
@@ -101,9 +101,9 @@ class Conversation:
                 )
             wanted = options.get("max_tokens", GenerationOptions.max_tokens)
             check_max_tokens(wanted)
-            options["max_tokens"] = wanted if 0 < wanted <= left else left
+            options["max_tokens"] = limit_text(wanted, left)
         # A template may render earlier messages differently than the model wrote them.
-        new, answer = tokens[self._keep(tokens) :], ""
+        new, parts = tokens[self._keep(tokens) :], list[str]()
         self._is_answering = True
         try:
             with self._engine.stream(
@@ -111,10 +111,12 @@ class Conversation:
             ) as stream:
                 for response in stream:
                     tokens.append(response.token)
-                    answer += response.text
-                    self.messages = [*messages, {"role": "assistant", "content": answer}]
+                    parts.append(response.text)
                     yield response
         finally:
+            if parts:  # joined once: to add to a long answer token by token copies all of it
+                answer = {"role": "assistant", "content": "".join(parts)}
+                self.messages = [*messages, answer]
             # Fewer than all tokens if the prompt was interrupted.
             length = num_tokens(self._cache[: self._engine.target.num_layers])
             if length is None:  # such a cache does not record its length

@@ -38,7 +38,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.engine.memory_guard import MemoryGuard
-from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
+from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt, limit_text
 from mlx_redrafter.engine.responses import BatchStream, ResponseStream
 from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.errors import ConfigError, shown
@@ -321,6 +321,11 @@ class Engine:
             cached, own = cached[: target.num_layers], cached[target.num_layers :]
         cache = target.caches.new(cached, options.quantisation, prompt_cache)
         check_prompt(ids, cache.length, target)
+        if options.max_tokens < 0 and target.context_length is not None:
+            # A prompt that fills the context still has a next token.
+            room = max(1, target.context_length - cache.length - len(ids))
+            most = limit_text(options.max_tokens, room)
+            request = replace(request, max_tokens=most, ends_with_context=True)
         params = options.sampling(secrets.randbits(32))
         token_sampler: TokenSampler = (
             KeyedSampler(params, target.vocab_size) if sampler is None else StockSampler(sampler)
@@ -376,7 +381,8 @@ class Engine:
         """Return the estimates of earlier texts; those of coupled drafts fit no others."""
         if not options.couple:
             return LearnedState()
-        self.memory.recall(self.networks)
+        has_own = self.proposer is None or self.proposer.networks
+        self.memory.recall(self.networks, "" if has_own else type(self.proposer).__name__)
         return self.memory
 
     def _costs(

@@ -39,11 +39,12 @@ class StateFile:
 
     Args:
         networks: The model, and the networks of the drafter.
+        kind: Word for a drafter without networks, which tells it from others.
     """
 
-    def __init__(self, networks: Sequence[nn.Module]):
+    def __init__(self, networks: Sequence[nn.Module], kind: str = ""):
         folder = cache_folder()
-        name = fingerprint(("state", FORM, _digest(networks)), networks)
+        name = fingerprint(("state", FORM, kind, _digest(networks)), networks)
         self._path = folder and folder / f"{name}.state"
         # Number of texts so far, and at the next time that the file is written.
         self._num_texts, self._next = 0, 1
@@ -113,10 +114,10 @@ class LearnedState:
     passes: CompiledPasses | None = None
     file: StateFile | None = None
 
-    def recall(self, networks: Sequence[nn.Module]) -> None:
-        """Begin, once, with the estimates that an earlier process has stored."""
+    def recall(self, networks: Sequence[nn.Module], kind: str) -> None:
+        """Begin, once, with the estimates that an earlier process has stored; see `StateFile`."""
         if self.file is None:
-            self.file = StateFile(networks)
+            self.file = StateFile(networks, kind)
             policy, batches = self.file.read()
             self.policy = self.policy or policy
             self.batches.update({size: batches[size] for size in batches.keys() - self.batches})

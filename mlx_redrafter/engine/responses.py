@@ -82,7 +82,9 @@ class Responder:
         if self.num_tokens == 1:
             now = time.perf_counter()
             self._prompt_tps, self._start = self._num_prompt / (now - self._start), now
-        if limit is not None and self._num_before + self.num_tokens == limit + 1:
+        if token.finish_reason == "length" and self._sequence.request.ends_with_context:
+            logger.warning("the text ends where the model's context of %d tokens does", limit)
+        elif limit is not None and self._num_before + self.num_tokens == limit + 1:
             logger.warning(
                 "the text is now longer than the model's context of %d tokens; "
                 "what follows may be poor",

@@ -6,8 +6,7 @@ keep K/V entries in 16 bits or float32. Other masks, attention sinks and batches
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
 
-from __future__ import annotations
-
+from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -43,10 +42,6 @@ class AttentionShape:
     head_size: int
     dtype: str
 
-    @property
-    def is_offered(self) -> bool:
-        return self.head_size in HEAD_SIZES and self.dtype in DTYPES
-
     def __str__(self) -> str:
         return (
             f"attention of {self.heads} heads, {self.key_heads} of keys, of {self.head_size}, "
@@ -63,14 +58,7 @@ class AttentionChoice:
     rows: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class AttentionChoices:
-    """The choices of one model. A class, because MLX treats a tuple on a module as parameters."""
-
-    shapes: tuple[AttentionChoice, ...]
-
-
-_choices: ContextVar[AttentionChoices | None] = ContextVar("choices", default=None)
+_choices: ContextVar[Sequence[AttentionChoice] | None] = ContextVar("choices", default=None)
 _seen: ContextVar[list[AttentionShape] | None] = ContextVar("seen", default=None)
 
 
@@ -83,18 +71,18 @@ def attention_shapes(model: nn.Module) -> dict[AttentionShape, int]:
     found: list[AttentionShape] = []
     with Scoped(_seen, found):
         model(mx.array([[0]]), cache=make_prompt_cache(model))
-    return {shape: found.count(shape) for shape in dict.fromkeys(found) if shape.is_offered}
+    return Counter(one for one in found if one.head_size in HEAD_SIZES and one.dtype in DTYPES)
 
 
 def use_attention(model: nn.Module, choices: Sequence[AttentionChoice]) -> None:
     """Let a model that `attention_shapes` has hooked use the kernel from now on."""
-    model.redrafter_kernel = AttentionChoices(tuple(choices))
+    # Set as an attribute, a tuple would be parameters to MLX.
+    vars(model)["redrafter_kernel"] = tuple(choices)
     install(HookPoint(model, "__call__", _run))
 
 
 def _run(call: MethodType, *args: Any, **kwargs: Any) -> Any:
-    """Hook for a model that uses the kernel."""
-    with Scoped(_choices, cast(Any, call.__self__).redrafter_kernel):
+    with Scoped(_choices, vars(call.__self__)["redrafter_kernel"]):
         return call(*args, **kwargs)
 
 
@@ -114,7 +102,7 @@ def _attend(
         seen.append(shape)
     if shape is not None and tree is not None and choices is not None and is_available():
         max_keys = keys.shape[2] - tree.size + tree.max_depth + 1
-        for choice in choices.shapes:
+        for choice in choices:
             if choice.shape == shape and tree.size in choice.rows and max_keys <= choice.max_keys:
                 return tree_attention(queries, keys, values, tree.parents, scale)
     return cast(mx.array, call(*arrays, cache=cache, scale=scale, mask=mask, **options))

@@ -6,8 +6,6 @@ path, and if it is no slower than MLX's attention with a mask.
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from mlx_redrafter.kernels.attention import AttentionShape

@@ -7,8 +7,6 @@ groups. MLX reads a weight once for each row of inputs, this kernel once for all
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from mlx_redrafter.kernels.metal_source import SIMD_GROUPS, KernelSource
 from mlx_redrafter.kernels.variant import LANES, METAL_TYPES, DenseVariant
 

@@ -6,8 +6,6 @@ kernels of mlx-lm.
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -87,7 +85,6 @@ def product(layer: nn.Module, x: mx.array, variant: AnyVariant) -> mx.array:
 
 
 def use_product(layer: nn.Module, choice: ProductChoice) -> None:
-    """Let a layer use the kernel from now on."""
     layer.redrafter_kernel = choice
     install(HookPoint(layer, METHODS[_stock_type(layer)], _multiply))
 
@@ -99,15 +96,13 @@ def choices(model: nn.Module) -> tuple[str, ...]:
 
 
 def _multiply(call: MethodType, x: mx.array) -> mx.array:
-    """Hook for a layer that uses a kernel."""
     layer = cast(Any, call.__self__)
     choice: ProductChoice = layer.redrafter_kernel
     rows = x.size // choice.shape.inputs
     dtype = DTYPES[choice.variant.dtype]
     if not is_verifying() or rows not in choice.rows or x.dtype != dtype or not is_available():
         return call(x)
-    y = product(layer, x.reshape(rows, -1), choice.variant)
-    return y.reshape(*x.shape[:-1], -1)
+    return product(layer, x.reshape(rows, -1), choice.variant).reshape(*x.shape[:-1], -1)
 
 
 def _stock_type(module: nn.Module) -> type[nn.Module]:

@@ -7,8 +7,6 @@ are exchanged: MLX unpacks a weight once for each row of inputs, this kernel onc
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from mlx_redrafter.kernels.variant import METAL_TYPES, PACKS, Variant
@@ -20,13 +18,10 @@ SIMD_GROUPS = 2
 
 
 class KernelSource(NamedTuple):
-    """A kernel's source and the parameters of its launch.
+    """A kernel's body for `mx.fast.metal_kernel`, and the parameters of its launch.
 
-    Attributes:
-        body: Body of the kernel for `mx.fast.metal_kernel`.
-        matrix: Names of the arrays of a matrix.
-        simd_groups: Number of SIMD groups per threadgroup.
-        outputs: Number of outputs per threadgroup, each for all rows.
+    ``matrix`` names the arrays of a matrix. A threadgroup has ``simd_groups`` SIMD groups, which
+    compute ``outputs`` outputs for all rows.
     """
 
     body: str

@@ -1,7 +1,5 @@
 """Try this package's kernels on a model at load, and use those that qualify."""
 
-from __future__ import annotations
-
 import logging
 import os
 

@@ -3,8 +3,6 @@
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -20,16 +18,11 @@ ROWS = range(2, 2 * MAX_ROWS + 1)
 
 
 def small_t(x: mx.array, matrix: Sequence[mx.array], variant: AnyVariant) -> mx.array:
-    """Multiply x with the transposed matrix.
+    """Multiply x, in the variant's dtype, with the transposed matrix: (T, K) to (T, N).
 
-    Args:
-        x: Shape (T, K), the variant's dtype, T in `ROWS`.
-        matrix: Weights of shape (N, K). A quantised matrix has packed weights of shape
-            (N, K * bits / 32), then scales and, if affine, biases of shape (N, K / group_size).
-        variant: Format of the weights and order of additions.
-
-    Returns:
-        Shape (T, N). MLX raises a RuntimeError when it computes a kernel that does not compile.
+    T is in `ROWS`. The matrix has weights of shape (N, K). A quantised one has packed weights of
+    shape (N, K * bits / 32), then scales and, if affine, biases of shape (N, K / group_size). MLX
+    raises a RuntimeError when it computes a kernel that does not compile.
     """
     rows, outputs = x.shape[0], matrix[0].shape[0]
     if rows > MAX_ROWS:

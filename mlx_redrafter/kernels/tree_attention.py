@@ -8,8 +8,6 @@ ancestors and the node itself, wherever they stand among the nodes.
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -122,9 +120,8 @@ class AttentionVariant:
 def attention_source(variant: AttentionVariant) -> str:
     """Write the body of the kernel for `mx.fast.metal_kernel`.
 
-    The arguments of the body are queries of shape (1, heads, N, D), keys and values of shape
-    (1, key heads, S + N, D), parents of shape (N,), int32, the scale, float32, and y of the shape
-    of the queries. One threadgroup of `THREADS` threads computes a node of a head.
+    The arguments of the body are those of `tree_attention`, the scale in float32, and y of the
+    shape of the queries. One threadgroup of `THREADS` threads computes a node of a head.
     """
     return SOURCE.format(dtype=METAL_TYPES[variant.dtype], head_size=variant.head_size)
 
@@ -134,16 +131,10 @@ def tree_attention(
 ) -> mx.array:
     """Let the nodes of one tree attend to all committed tokens, their ancestors and themselves.
 
-    Args:
-        queries: Shape (1, heads, N, D), in the dtype of keys and values.
-        keys: Shape (1, key heads, S + N, D), with the entries of the nodes at the end.
-        values: Shape (1, key heads, S + N, D).
-        parents: Node index of each node's parent, int32, shape (N,); the root's is 0.
-        scale: Factor of the scores.
-
-    Returns:
-        Shape (1, heads, N, D). MLX raises a RuntimeError when it computes a kernel that does not
-        compile.
+    Queries have shape (1, heads, N, D), like the result, keys and values (1, key heads, S + N, D),
+    with the entries of the nodes at the end, all in one dtype. Parents are node indices, int32,
+    shape (N,), the root's 0. MLX raises a RuntimeError when it computes a kernel that does not
+    compile.
     """
     _, heads, nodes, head_size = queries.shape
     (y,) = _kernel(AttentionVariant(head_size, dtype_name(queries.dtype)))(

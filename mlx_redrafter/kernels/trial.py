@@ -5,8 +5,6 @@ A trial compares bits every time. It times the kernel once per machine.
 Axes: T rows of inputs, or nodes of a tree.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import time

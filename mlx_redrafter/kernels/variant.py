@@ -1,7 +1,5 @@
 """Variants of the kernels for matrices: formats of weights and orders of additions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Load a model on all ranks, after a check that all have the same one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,12 +23,8 @@ def load_together(
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load rank 0's part of a model, which leads the parts that all other ranks load meanwhile.
 
-    ``options`` are those of the tokenizer, and ``adapter`` is the folder of a LoRA adapter.
-
-    Raises:
-        CheckpointError: A rank lacks the model, has another one, or cannot load its part.
-        ConfigError: These machines have a model already.
-        UnsupportedTargetError: mlx-lm cannot split the model.
+    ``options`` are those of the tokenizer, and ``adapter`` is the folder of a LoRA adapter. Raise
+    `CheckpointError` if a rank lacks the model, has another one, or cannot load its part.
     """
     if machines.has_model:
         raise ConfigError(

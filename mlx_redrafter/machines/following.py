@@ -1,7 +1,5 @@
 """The other ranks: they do what rank 0 says, and decide nothing."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections import defaultdict
@@ -16,9 +14,8 @@ from mlx_lm.generate import generation_stream
 from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.machines.agreement import load_when_asked
-from mlx_redrafter.machines.drafts import num_values, rebuild
 from mlx_redrafter.machines.frames import Do, Frame
-from mlx_redrafter.machines.leader import share
+from mlx_redrafter.machines.leader import num_values, rebuild, share
 from mlx_redrafter.machines.leading import dispatch_chunk
 from mlx_redrafter.machines.line import BEAT
 from mlx_redrafter.machines.meeting import Machines

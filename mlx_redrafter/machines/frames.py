@@ -3,8 +3,6 @@
 A frame is data for a fixed set of verbs. Nothing in it is ever executed, unpickled or imported.
 """
 
-from __future__ import annotations
-
 import json
 from enum import StrEnum, auto
 from typing import Any, BinaryIO, NamedTuple
@@ -27,7 +25,7 @@ class Do(StrEnum):
     NO = auto()  # text: why a rank cannot do it
     FAIL = auto()  # text: why a rank ends
     END = auto()  # no more passes
-    # Passes. Each takes the tokens of rank 0 from the group. Drafts are those of `drafts.describe`.
+    # Passes. Each takes the tokens of rank 0 from the group. Drafts are those of `leader.describe`.
     ADVANCE = auto()  # cache
     CHUNK = auto()  # cache, number of tokens, whether the last layer's output is computed
     VERIFY = auto()  # cache, draft
@@ -51,23 +49,16 @@ class Do(StrEnum):
 
 
 class Frame(NamedTuple):
-    """A message."""
-
     do: Do
     values: tuple[Any, ...] = ()
 
 
 def pack(do: Do, *values: Any) -> bytes:
-    """Write a frame as bytes."""
     return json.dumps([do, *values]).encode() + b"\n"
 
 
 def read(stream: BinaryIO) -> Frame | None:
-    """Read the next frame; return None at the end of the stream.
-
-    Raises:
-        ValueError: The bytes are no frame, or more than `MOST_BYTES`.
-    """
+    """Read the next frame; None at the end of the stream. Other bytes raise `ValueError`."""
     line = stream.readline(MOST_BYTES)
     if not line.endswith(b"\n"):
         if len(line) == MOST_BYTES:

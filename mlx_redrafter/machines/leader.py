@@ -3,9 +3,9 @@
 Before each pass, rank 0 sends what the others are to do: values that the host knows. What it may
 not know yet, the tokens, goes over the group, as one gather. Operations on caches wait for the next
 pass and go with it.
-"""
 
-from __future__ import annotations
+Axes: N nodes of a tree with padding.
+"""
 
 import itertools
 import signal
@@ -24,11 +24,15 @@ from mlx_redrafter.errors import first_line
 from mlx_redrafter.machines.frames import Do, pack
 from mlx_redrafter.machines.line import BEAT
 from mlx_redrafter.machines.meeting import Machines
+from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 
 # Seconds that a pass may take at least, far above the longest chunk of a prompt.
 PASS_SECONDS = 120.0
 # The same in longest waits so far: a machine may become slower, but not by that much.
 PASS_WAITS = 10.0
+
+# A root alone, or a tree.
+Draft = mx.array | TokenTree
 
 
 class Leader:
@@ -117,6 +121,35 @@ class Handle:
     def __init__(self, leader: Leader):
         self.number = next(leader.count)
         weakref.finalize(self, leader.dropped.append, self.number)
+
+
+def describe(draft: Draft) -> tuple[tuple[int, ...], list[mx.array]]:
+    """Separate what the host knows of a draft from what it may not know yet.
+
+    Return N, the number of nodes without padding, 0 for a root alone, the maximum depth, and the
+    number of arrays; and these arrays, each of shape (N,): the tokens, and the parents and depths
+    of a tree that is no chain.
+    """
+    if not isinstance(draft, TokenTree):
+        return (1, 0, 0, 1), [draft]
+    arrays = [draft.tokens] if draft.is_chain else [draft.tokens, draft.parents, draft.depths]
+    return (draft.size, draft.num_nodes, draft.max_depth, len(arrays)), arrays
+
+
+def num_values(facts: Sequence[int]) -> int:
+    return facts[0] * facts[3]
+
+
+def rebuild(facts: Sequence[int], values: mx.array) -> Draft:
+    """Make a draft of its description and its arrays one after the other, int32."""
+    size, num_nodes, depth, num_arrays = facts
+    if num_nodes == 0:
+        return values
+    if num_arrays == 1:
+        return TokenTree.chain(values, num_nodes)
+    tokens, parents, depths = values[:size], values[size : 2 * size], values[2 * size :]
+    mask = ancestor_mask(parents, depth)
+    return TokenTree(tokens, parents, depths, mask, num_nodes, num_nodes, depth)
 
 
 def share(values: mx.array, group: Any) -> mx.array:

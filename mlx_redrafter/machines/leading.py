@@ -1,7 +1,5 @@
 """Rank 0: a target whose passes run on all ranks, and its caches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
@@ -11,9 +9,8 @@ import mlx.nn as nn
 
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
-from mlx_redrafter.machines.drafts import describe
 from mlx_redrafter.machines.frames import Do
-from mlx_redrafter.machines.leader import Handle, Leader
+from mlx_redrafter.machines.leader import Handle, Leader, describe
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor
@@ -28,6 +25,9 @@ from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 # Attribute of a model that is split, on rank 0, with its `Leader`.
 LEADER = "redrafter_leader"
+
+# Layers whose inputs a pass returns, too.
+Layers = Sequence[int]
 
 
 class LedCache(TreeCache):
@@ -111,14 +111,8 @@ class LedCaches(ModelCaches):
             return LedCache(*facts, cache.has_buckets)
         return LedQuantisingCache(*facts, quantisation, given, cache.has_buckets)
 
-    def handle_of(
-        self, stock: Sequence[Any], length: int, quantisation: Sequence[int] = ()
-    ) -> Handle:
-        """Open mlx-lm's caches of ``length`` tokens for a text, with fields of a `Quantisation`.
-
-        Raises:
-            ConfigError: They hold tokens that these ranks have not computed.
-        """
+    def handle_of(self, stock: Sequence[Any], length: int, quantisation: Sequence[int]) -> Handle:
+        """Open mlx-lm's caches of ``length`` tokens for a text, with fields of a `Quantisation`."""
         handle = self.leader.handles.get(stock[0])
         if handle is None and any(not layer.empty() for layer in stock):
             raise ConfigError(
@@ -164,8 +158,6 @@ class LedCaches(ModelCaches):
 
 
 class LedModules(TargetModules):
-    """The model's modules on rank 0."""
-
     def __init__(self, caches: LedCaches, *given: Any):
         super().__init__(*given)
         self._caches = caches
@@ -201,21 +193,17 @@ class LeadingTarget(Target):
     def stock_model(self) -> Any:
         return LedModel(self.model, self.caches)
 
-    def advance(
-        self, token: mx.array, cache: TreeCache, layers: Sequence[int] = ()
-    ) -> TargetOutputs:
+    def advance(self, token: mx.array, cache: TreeCache, layers: Layers = ()) -> TargetOutputs:
         with self.leader.passing(Do.ADVANCE, [_number(cache)], [token]):
             return _dispatched(super().advance(token, cache, layers))
 
-    def verify(
-        self, tree: TokenTree, cache: TreeCache, layers: Sequence[int] = ()
-    ) -> TargetOutputs:
+    def verify(self, tree: TokenTree, cache: TreeCache, layers: Layers = ()) -> TargetOutputs:
         facts, values = describe(tree)
         with self.leader.passing(Do.VERIFY, [_number(cache), *facts], values):
             return _dispatched(super().verify(tree, cache, layers))
 
     def verify_batch(
-        self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
+        self, trees: TreeBatch, cache: BatchCache, layers: Layers = ()
     ) -> TargetOutputs:
         assert isinstance(cache, LedBatchCache)
         slots, tokens = [], list[mx.array]()
@@ -226,9 +214,7 @@ class LeadingTarget(Target):
         with self.leader.passing(Do.BATCH, [cache.handle.number, trees.size, *slots], tokens):
             return _dispatched(super().verify_batch(trees, cache, layers))
 
-    def process_chunk(
-        self, chunk: mx.array, cache: TreeCache, layers: Sequence[int]
-    ) -> TargetOutputs:
+    def process_chunk(self, chunk: mx.array, cache: TreeCache, layers: Layers) -> TargetOutputs:
         numbers = [_number(cache), chunk.shape[0], bool(layers)]
         with self.leader.passing(Do.CHUNK, numbers, [chunk]):
             outputs = super().process_chunk(chunk, cache, layers)
@@ -247,7 +233,7 @@ class LedModel:
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         """Return the logits of one sequence's next tokens, shape (1, n) to (1, n, V)."""
         leader = self._caches.leader
-        handle = leader.handles.get(cache[0]) or self._caches.handle_of(cache, 0)
+        handle = leader.handles.get(cache[0]) or self._caches.handle_of(cache, 0, ())
         with leader.passing(Do.CALL, [handle.number, tokens.shape[1]], [tokens[0]]):
             logits: mx.array = self._model(tokens, cache=cache)
             mx.async_eval(logits)

@@ -4,8 +4,6 @@ Nothing can interrupt a rank that waits in a collective operation, and some back
 that another rank is gone. So signs of life go over a socket, and a rank that misses them ends.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import socket
@@ -53,8 +51,6 @@ def exit_soon(code: int) -> None:
 
 
 class Line:
-    """One end of a connection."""
-
     def __init__(self, connection: socket.socket, own: str, other: str):
         # Names of both ranks in messages; ``own`` is empty for rank 0.
         self.own, self.other = own, other
@@ -77,7 +73,6 @@ class Line:
             self._connection.sendall(data)
 
     def say(self, do: Do, *values: Any) -> None:
-        """Send one frame."""
         self.send(pack(do, *values))
 
     def receive(self) -> Frame:

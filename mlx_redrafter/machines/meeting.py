@@ -74,7 +74,6 @@ class Machines:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
         return bool(self.group.rank() == 0)
 
     def end(self) -> None:
@@ -112,9 +111,7 @@ met: list[Machines] = []
 def meet(group: Any) -> Machines:
     """Connect rank 0 with every other rank, once per process; blocks until all have called it.
 
-    Raises:
-        ConfigError: On rank 0, if a rank does not come or has other versions; on another, if it
-            cannot reach rank 0.
+    Raise `ConfigError` if a rank does not come, has other versions, or cannot reach rank 0.
     """
     if not met:
         met.append((_join if group.rank() else _gather_ranks)(group))
@@ -122,9 +119,9 @@ def meet(group: Any) -> Machines:
 
 
 def _gather_ranks(group: Any) -> Machines:
-    """Wait for all other ranks, as rank 0."""
     host, key = _own_address(), secrets.token_hex(16)
-    with socket.create_server((host, 0), family=_family(host), backlog=group.size()) as listener:
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family, backlog=group.size()) as listener:
         ranks, _ = _introduce(group, [host, listener.getsockname()[1], key])
         lines = _await_ranks(listener, key, ranks)
     for line in lines:
@@ -138,7 +135,6 @@ def _gather_ranks(group: Any) -> Machines:
 
 
 def _join(group: Any) -> Machines:
-    """Connect to rank 0."""
     ranks, (host, port, key) = _introduce(group)
     own = ranks[group.rank()]
     try:
@@ -207,7 +203,3 @@ def _own_address() -> str:
     if JACCL in os.environ:
         return os.environ[JACCL].rpartition(":")[0].strip("[]")
     return socket.gethostbyname(socket.gethostname())
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]

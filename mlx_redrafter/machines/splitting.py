@@ -1,7 +1,5 @@
 """The parts of a model on several machines, by mlx-lm's own ``shard``, and what cannot be split."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 from collections.abc import Iterator, Mapping
@@ -38,8 +36,7 @@ _stock_sum = mx.distributed.all_sum
 def digests(name: str, adapter: str | None = None) -> dict[str, str]:
     """Return digests of the files of a model and of a LoRA adapter on this machine, by file name.
 
-    Raises:
-        CheckpointError: This machine lacks the model or the adapter.
+    Raise `CheckpointError` if this machine lacks one of them.
     """
     folder = find_checkpoint(name, [CONFIG_FILE])
     paths = [folder / CONFIG_FILE, *folder.glob("*.safetensors")]
@@ -83,10 +80,6 @@ def load_part(
 
     mlx-lm cannot split an adapter's layers. They are fused in the dtype of the model, which are
     the weights of ``mlx_lm.fuse --dequantize``.
-
-    Raises:
-        CheckpointError: mlx-lm cannot load the model.
-        UnsupportedTargetError: It cannot be split over so many machines.
     """
     model, tokenizer = load_model(name, tokenizer_config, adapter, lazy=True)
     adapted = [(path, one) for path, one in model.named_modules() if hasattr(one, "fuse")]
@@ -99,9 +92,8 @@ def load_part(
 def split(model: nn.Module, group: Any) -> None:
     """Keep this rank's part of a model whose weights are not read yet.
 
-    Raises:
-        UnsupportedTargetError: mlx-lm cannot split it, or its heads do not divide: mlx-lm would
-            leave out some of them without a word.
+    Raise `UnsupportedTargetError` if mlx-lm cannot split it, or if its heads do not divide: mlx-lm
+    would leave out some of them without a word.
     """
     size, before = group.size(), list(_sizes(model))
     try:

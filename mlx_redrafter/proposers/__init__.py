@@ -4,8 +4,6 @@ A new kind is a folder and an entry in `KINDS`. Kinds import the files next to t
 never another kind. `speculate_ahead` is no kind: it wraps proposers of two kinds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from mlx_redrafter.proposers import (
@@ -23,15 +21,7 @@ from mlx_redrafter.proposers.kind import Kind
 
 # Every kind that `load` reads.
 KINDS: tuple[Kind, ...] = (
-    redrafter,
-    eagle,
-    medusa,
-    mtp,
-    block,
-    specformer,
-    assistant,
-    draft_model,
-    lookup,
-)
+    redrafter, eagle, medusa, mtp, block, specformer, assistant, draft_model, lookup,
+)  # fmt: skip
 # Kinds that a word stands for, instead of a folder or repository.
 WORDS: Mapping[str, Kind] = {"lookup": lookup, "mtp": mtp}

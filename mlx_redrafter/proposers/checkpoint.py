@@ -4,8 +4,6 @@ A folder has ``config.json`` (with ``"quantization": {"group_size", "bits"}`` if
 quantised) next to ``model.safetensors``, as in mlx-lm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path

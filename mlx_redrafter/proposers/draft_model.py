@@ -22,8 +22,8 @@ from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
-from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
-from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.draft_network import READ_STEP_SIZE, CachedDrafting
+from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.search import (
     COUPLING_WEIGHT,
     Expansion,
@@ -31,7 +31,6 @@ from mlx_redrafter.proposers.search import (
     log_probs,
     search_all,
 )
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.caches.cache_kinds import describe
 from mlx_redrafter.target.caches.draft_cache import DraftMask, hook_attention
 from mlx_redrafter.target.hooks import TreePositions, tree_positions

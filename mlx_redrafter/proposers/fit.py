@@ -10,8 +10,6 @@ Axes: n tokens of a sequence, k most probable tokens, p predictions, V rows of t
 size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -106,8 +104,7 @@ def fit_depths(
                 by_depth.append([0.0] * len(SCALES))
             found = zip(by_depth[depth], _nats(drafter, prediction), strict=True)
             by_depth[depth] = [a + b for a, b in found]
-            noise = mx.random.key(count)
-            equal = _matches(drafter, prediction, noise)
+            equal = _matches(drafter, prediction, mx.random.key(count))
             matches = [a + b for a, b in zip(matches, equal, strict=True)]
             count += prediction.logits.shape[0]
         if count >= ENOUGH:
@@ -144,8 +141,7 @@ def _nats(drafter: DraftNetwork, prediction: Prediction) -> list[float]:
 
 def _matches(drafter: DraftNetwork, prediction: Prediction, key: mx.array) -> list[int]:
     """Count the first ranks that equal the target's sample, under each of `WEIGHTS`."""
-    rows = prediction.logits.shape[0]
-    noise = mx.random.gumbel((rows, drafter.config.vocab_size), key=key)
+    noise = mx.random.gumbel((prediction.logits.shape[0], drafter.config.vocab_size), key=key)
     top_noise = mx.take_along_axis(noise, prediction.top_ids, axis=-1)
     best = mx.argmax(prediction.top_log_probs / TEMP + top_noise, axis=-1, keepdims=True)
     sampled = mx.take_along_axis(prediction.top_ids, best, axis=-1)[:, 0]

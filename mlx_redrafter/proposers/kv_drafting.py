@@ -1,6 +1,7 @@
 """Networks with K/V entries of their own that draft from states of the target, and their drafts.
 
-Axes: R sequences, W beams of each, n tokens, S width of the target's states, H hidden size.
+Axes: R sequences, W beams of each, n tokens, S width of the target's states, H hidden size, V rows
+of the head.
 
 Entry t belongs to the state after token t and to token t + 1. Entries of committed tokens come
 from the target's states. Those of drafts come from the network's own output and stay aside.
@@ -18,8 +19,9 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Group
-from mlx_redrafter.proposers.cached_drafting import READ_STEP_SIZE, CachedDrafting
-from mlx_redrafter.proposers.draft_network import DraftNetwork
+from mlx_redrafter.draft_plan import DraftShape
+from mlx_redrafter.proposers.draft_network import READ_STEP_SIZE, CachedDrafting, DraftNetwork
+from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs, search_all
 from mlx_redrafter.target.caches.draft_cache import (
     DraftCache,
     DraftLayer,
@@ -41,18 +43,18 @@ class KvNetwork(DraftNetwork):
     # True if its layers have an attention of their own instead.
     has_own_attention: ClassVar[bool] = False
 
-    @abstractmethod
     def captured_layers(self, target: Target) -> Sequence[int]:
         """Return the layers of the target whose inputs it reads, and `target.FINAL`."""
+        return self.config.captured_layers
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> KvDrafting:
         return KvDrafting(self, target, prompt, couple_noise, cached)
 
-    @abstractmethod
     def fuse(self, states: mx.array) -> mx.array:
         """Compute features from the target's states, shape (n, S) to (n, H)."""
+        return states
 
     def embed(self, tokens: mx.array, target: Target) -> mx.array:
         """Look up the embeddings of tokens, shape (n,) to (n, H): the target's, or its own."""
@@ -278,3 +280,57 @@ class JointLayer(DraftLayer):
 def _joint_layers(caches: Sequence[DraftCache], sizes: Sequence[int]) -> list[JointLayer]:
     layers = zip(*(cache.layers for cache in caches), strict=True)
     return [JointLayer(layer, sizes) for layer in layers]
+
+
+class AutoregressiveNetwork(KvNetwork):
+    """A network that drafts a token at a time, and reads its own output for the draft before.
+
+    Such networks are EAGLE heads, MTP modules and Gemma 4 assistants.
+    """
+
+    @abstractmethod
+    def feed_back(self, outputs: mx.array) -> mx.array:
+        """Compute the features that replace the target's after drafts, shape (n, H) to (n, H)."""
+
+    @abstractmethod
+    def logits(self, outputs: mx.array, target: Target) -> mx.array:
+        """Compute logits of the token after each pair, shape (n, H) to (n, V), or more columns."""
+
+    def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
+        return search_all(_Levels(group), shape, rank)
+
+
+class _Levels:
+    """The network after one root of each sequence; a `LevelScorer`."""
+
+    def __init__(self, group: Group):
+        self.group, self.draftings = group, [one for one, _ in group]
+        self.network, self.target = self.draftings[0].network, self.draftings[0].target
+        self.to_token_ids = self.network.to_token_ids
+
+    def first(self) -> mx.array:
+        self._outputs = read_flights(self.group)
+        self._lineages = [drafting.lineage_after(flight) for drafting, flight in self.group]
+        return self._log_probs()
+
+    def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
+        """Process the beams; those of the first level share the outputs of their roots."""
+        count, roots = tokens.shape[0], len(self.draftings)
+        width = count // roots
+        features = self.network.feed_back(self._outputs)
+        if beams is not None:
+            features = features[beams]
+        elif features.shape[0] != count:
+            features = mx.broadcast_to(features, (count, features.shape[-1]))
+        own: list[mx.array | None] = [beams] * roots
+        if beams is not None and roots > 1:
+            own = [part - number * width for number, part in enumerate(mx.split(beams, roots))]
+        levels = [
+            lineage.extend(beams, width, depth)
+            for lineage, beams in zip(self._lineages, own, strict=True)
+        ]
+        self._outputs = read_levels(self.draftings, features, tokens, levels)
+        return self._log_probs()
+
+    def _log_probs(self) -> mx.array:
+        return log_probs(self.network.logits(self._outputs, self.target), self.network.num_rows)

@@ -1,12 +1,13 @@
-"""Sizes of mlx-lm's layers in networks that use them, as their configs name them."""
-
-from __future__ import annotations
+"""Sizes of mlx-lm's layers in networks that use them, as their configs name them, and YaRN."""
 
 import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
+
+import mlx.core as mx
+from mlx_lm.models.rope_utils import YarnRoPE
 
 from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
@@ -18,6 +19,9 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 # Kinds of attention that layers have.
 ATTENTION_TYPES = (FULL, SLIDING)
+
+# Keys of numbers that every scaling by YaRN has.
+YARN_NUMBERS = ("factor", "original_max_position_embeddings")
 
 C = TypeVar("C")
 N = TypeVar("N")
@@ -118,3 +122,56 @@ def build(network: Callable[[C], N], config: C) -> N:
             f"mlx-lm cannot make the drafter's layers: {first_line(error)}; check rope_scaling in "
             "config.json"
         ) from error
+
+
+def complete_yarn(rope: Any, config: LayerSizes) -> None:
+    """Give a rotary embedding of mlx-lm, in place, the frequencies and factor of transformers.
+
+    Heads were trained with YaRN (arXiv 2309.00071) as transformers computes it. mlx-lm always
+    rounds the range of dimensions that are partly interpolated, and has no ``attention_factor``. A
+    target keeps the embedding that mlx-lm gives it.
+
+    Embeddings without YaRN stay as they are. A number of the scaling that is missing or not above 0
+    raises ConfigError.
+    """
+    if not isinstance(rope, YarnRoPE):
+        return
+    scaling = config.rope_scaling or {}
+    is_given = scaling.get("attention_factor") is not None
+    for key in (*YARN_NUMBERS, "attention_factor") if is_given else YARN_NUMBERS:
+        value: Any = scaling.get(key)
+        if not is_number(value) or not value > 0:
+            raise ConfigError(f"rope_scaling {key} must be a number above 0, got {value!r}")
+    rope._freqs = _wavelengths(rope.dims, config.rope_theta, scaling)
+    rope.mscale = _attention_factor(scaling)
+
+
+def _attention_factor(scaling: Mapping[str, Any]) -> float:
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    all_dim = scaling.get("mscale_all_dim")
+    scale = math.log(max(scaling["factor"], 1.0))
+    mscales = (scaling["mscale"], all_dim) if scaling.get("mscale") and all_dim else (1.0, 0.0)
+    above, below = (0.1 * mscale * scale + 1.0 for mscale in mscales)
+    return above / below
+
+
+def _wavelengths(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array:
+    """Return the inverse frequencies' inverses, float32, shape (dims / 2,)."""
+    length = scaling["original_max_position_embeddings"]
+
+    def dimension(rotations: float) -> float:
+        """Return the dimension that turns so often within the original context."""
+        return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension(scaling.get("beta_fast") or 32)
+    high = dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    if low == high:
+        high += 0.001
+    ramp = mx.clip((mx.arange(dims // 2, dtype=mx.float32) - low) / (high - low), 0, 1)
+    plain = base ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+    return 1 / (ramp / (scaling["factor"] * plain) + (1 - ramp) / plain)

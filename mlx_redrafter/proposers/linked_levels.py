@@ -4,8 +4,6 @@ Axes: R roots, W beams of all of them, D depths, V rows of the head, K candidate
 hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,19 +26,15 @@ class Link(Protocol):
     ) -> tuple[mx.array, mx.array | None]:
         """Compute features of beams and their next states, (W, r), or None for a link without.
 
-        Args:
-            previous: Newest tokens of the beams, int32, shape (W,).
-            hidden: The block's output at the depth, shape (1, H), or one row per beam, (W, H).
-            state: States of the beams, shape (W, r); None at the first depth.
+        ``previous`` are the newest tokens of the beams, int32, shape (W,), and ``hidden`` the
+        block's output at the depth, shape (1, H) or (W, H). ``state`` is None at the first depth.
         """
 
     def scores(self, feature: mx.array, rows: mx.array | None) -> mx.array:
-        """Compute what is added to logits, shape (W, V) or (W, K).
+        """Compute what is added to logits, shape (W, V) or (W, K), from features, (W, r).
 
-        Args:
-            feature: Shape (W, r).
-            rows: Rows of the head, integer, for all beams, shape (1, K), or for each, (W, K); None
-                for all V rows.
+        ``rows`` of the head are integer, for all beams, shape (1, K), or for each, (W, K); None for
+        all V rows.
         """
 
 

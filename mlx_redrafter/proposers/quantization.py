@@ -1,12 +1,11 @@
 """Quantization of drafters: in place, as stored in a checkpoint, and what it is."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 
 import mlx.nn as nn
 
+from mlx_redrafter.checks import check_choice
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
 QUANTIZED_BITS = (2, 3, 4, 6, 8)
@@ -61,10 +60,14 @@ def quantize_as_stored(drafter: nn.Module, quantization: Any, stored: Collection
     bits: Any = quantization.get("bits")
     group_size: Any = quantization.get("group_size")
     try:
+        check_choice("quantisation mode", mode, (AFFINE, *FLOAT_MODES))
         if mode == AFFINE:
             check_quantization(bits, group_size)
-        else:
-            _check_mode(mode, bits, group_size)
+        elif (group_size, bits) != FLOAT_MODES[mode]:
+            raise ConfigError(
+                f"quantisation mode {mode} needs group_size and bits {FLOAT_MODES[mode]}, got "
+                f"{(group_size, bits)}"
+            )
         nn.quantize(
             drafter,
             group_size,
@@ -78,23 +81,7 @@ def quantize_as_stored(drafter: nn.Module, quantization: Any, stored: Collection
         ) from error
 
 
-def _check_mode(mode: Any, bits: Any, group_size: Any) -> None:
-    if not isinstance(mode, str) or mode not in FLOAT_MODES:
-        raise ConfigError(
-            f"quantisation mode must be one of {(AFFINE, *FLOAT_MODES)}, got {mode!r}"
-        )
-    if (group_size, bits) != FLOAT_MODES[mode]:
-        raise ConfigError(
-            f"quantisation mode {mode} needs group_size and bits {FLOAT_MODES[mode]}, got "
-            f"{(group_size, bits)}"
-        )
-
-
 def check_quantization(bits: Any, group_size: Any) -> None:
     """Raise `ConfigError` unless MLX can quantise so."""
-    if bits not in QUANTIZED_BITS:
-        raise ConfigError(f"quantisation bits must be one of {QUANTIZED_BITS}, got {bits!r}")
-    if group_size not in QUANTIZED_GROUP_SIZES:
-        raise ConfigError(
-            f"quantisation group_size must be one of {QUANTIZED_GROUP_SIZES}, got {group_size!r}"
-        )
+    check_choice("quantisation bits", bits, QUANTIZED_BITS)
+    check_choice("quantisation group_size", group_size, QUANTIZED_GROUP_SIZES)

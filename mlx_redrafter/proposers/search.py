@@ -86,11 +86,9 @@ class LevelScorer(Protocol):
     def following(self, beams: mx.array | None, tokens: mx.array, depth: int) -> mx.array:
         """Return log-probabilities of the tokens after the beams, one token longer each, (R W, V).
 
-        Args:
-            beams: Index of the beam that each continues, int32, shape (R W,); those of a root are
-                neighbours. None if each continues that of its own index, or the only root.
-            tokens: Newest tokens of the beams, int32, shape (R W,).
-            depth: Depth of those tokens, 1 for the children of the roots.
+        ``beams`` has the index of the beam that each continues, int32, shape (R W,); those of a
+        root are neighbours. None if each continues that of its own index, or the only root. The
+        newest tokens of the beams, int32, shape (R W,), are at ``depth``, 1 for children of roots.
         """
 
     def to_token_ids(self, rows: mx.array) -> mx.array:
@@ -179,7 +177,7 @@ def _best(expansion: Expansion, root: mx.array, plan: DraftPlan) -> list[mx.arra
         scores = expansion.scores[..., :count]
         return [tokens, scores, _packed(tokens, scores)]
     best = mx.argsort(-expansion.scores, axis=-1)[..., :count].astype(mx.int32)
-    depths = 1 + best // _level_size(expansion, shape)
+    depths = 1 + best // (expansion.tokens.shape[-1] // shape.levels)
     tokens, parents, depths = _number(expansion, root, best, depths)
     scores = mx.take_along_axis(expansion.scores, best, axis=-1)
     ancestors = ancestor_mask(parents, shape.levels)
@@ -216,7 +214,8 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     if shape.width == 1:
         tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[: shape.levels]])
         return TokenTree.chain(tokens, num_unmerged=expansion.tokens.shape[0] + 1)
-    scored, level = expansion.tokens.shape[0], _level_size(expansion, shape)
+    scored = expansion.tokens.shape[0]
+    level = scored // shape.levels
     lineage = [mx.arange(shape.width, dtype=mx.int32) + (scored - level)]
     for _ in range(shape.levels - 1):
         lineage.append(expansion.parents[lineage[-1]])
@@ -227,10 +226,6 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     kept = kept[:count]
     tokens, parents, depths = _number(expansion, root, kept, 1 + kept // level)
     return _branched(shape, tokens, parents, depths, ancestor_mask(parents, shape.levels))
-
-
-def _level_size(expansion: Expansion, shape: DraftShape) -> int:
-    return expansion.tokens.shape[-1] // shape.levels
 
 
 def _number(

@@ -23,7 +23,7 @@ from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.draft_network import GatedMlp
-from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.kv_drafting import KvNetwork, read_flights
 from mlx_redrafter.proposers.layer_sizes import (
     LayerSizes,
@@ -34,7 +34,6 @@ from mlx_redrafter.proposers.layer_sizes import (
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank
 from mlx_redrafter.proposers.stored_config import MAX_COUNT
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 
@@ -123,9 +122,6 @@ class SpecFormer(KvNetwork):
         # Refuses one without such a norm.
         target.modules.normalise(mx.zeros((1, target.hidden_size)))
 
-    def captured_layers(self, target: Target) -> Sequence[int]:
-        return self.config.captured_layers
-
     def fuse(self, states: mx.array) -> mx.array:
         states = states.astype(self.decoder_input_norm.weight.dtype)
         parts = mx.split(states, len(self.norms), axis=-1)
@@ -136,8 +132,7 @@ class SpecFormer(KvNetwork):
         """Process the features; the network does not read the embeddings."""
         x = features[None]
         mask = create_attention_mask(x, caches[0])
-        y: mx.array = x + self.decoder_att(self.decoder_input_norm(x), mask, caches[0])
-        return y[0]
+        return (x + self.decoder_att(self.decoder_input_norm(x), mask, caches[0]))[0]
 
     def slots(self, outputs: mx.array, count: int) -> mx.array:
         """Compute states of the first slots of each pair, shape (n, H) to (n, ``count``, H)."""

@@ -1,7 +1,5 @@
 """Configs of networks as their ``config.json`` stores them: reading, writing, common checks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
@@ -45,7 +43,7 @@ class StoredConfig:
             check_int("drafter draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
+            if field.type in (bool, "bool") and not isinstance(value, bool):
                 raise ConfigError(f"drafter {field.name} must be true or false, got {value!r}")
         scale, weight = getattr(self, "inverse_temperature", 1), getattr(self, "coupling_weight", 1)
         if not is_number(scale) or not 0 < scale <= MAX_SCORE_SCALE:

@@ -5,8 +5,6 @@ attends to the context has stretches of consecutive positions. Examples of sever
 shuffled together. A run can begin anywhere in the order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

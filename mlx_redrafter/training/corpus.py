@@ -4,8 +4,6 @@ The target generates the held-out sequences, too, from prompts that no other seq
 So they measure drafting as in decoding, which continues text of the target.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -26,6 +24,7 @@ from mlx_redrafter.training.data import (
 )
 from mlx_redrafter.training.self_generated import PromptSource, TextGenerator, plan_jobs
 from mlx_redrafter.training.teacher import Teacher
+from mlx_redrafter.training.text_batch import OnTokens
 from mlx_redrafter.training.training_request import Reporter
 from mlx_redrafter.training_options import DataOptions
 
@@ -136,36 +135,27 @@ def build_corpus(
 
     Shards of the teachers are read instead of made again.
     """
-    share = options.self_generated if sources.given else 1.0
-    given = encode_given(sources.given, encoder, options, 1.0 - share, reporter)
-    num_given = sum(map(len, given))
-    first = training.read(given, lambda done: reporter.progress("reading text", done, num_given))
-    wanted = _count_wanted(given, share, options)
 
     def encode(items: Sequence[Item]) -> list[PromptSource]:
         return [as_prompt_source(item, encoder, options) for item in items]
 
+    def report(stage: str, total: int | None) -> OnTokens:
+        return lambda done: reporter.progress(stage, done, total)
+
+    share = options.self_generated if sources.given else 1.0
+    given = encode_given(sources.given, encoder, options, 1.0 - share, reporter)
+    first = training.read(given, report("reading text", sum(map(len, given))))
+    wanted = _count_wanted(given, share, options)
     self_generated: list[TokenSequence] = []
     if wanted is None or wanted > 0:
         prompts = encode(sources.prompts)
         passes = _choose_num_passes(prompts, wanted)
         jobs = plan_jobs(prompts, options.temp, passes, options.seed)
-        self_generated = generator.answer(
-            training,
-            jobs,
-            options,
-            wanted,
-            lambda done: reporter.progress("generating training text", done, wanted),
-            first,
-        )
+        on_tokens = report("generating training text", wanted)
+        self_generated = generator.answer(training, jobs, options, wanted, on_tokens, first)
     jobs = plan_jobs(encode(sources.held_out), options.temp, 1, options.seed + 1)
-    measured = generator.answer(
-        held_out,
-        jobs,
-        options,
-        None,
-        lambda done: reporter.progress("generating held-out text", done, None),
-    )
+    on_tokens = report("generating held-out text", None)
+    measured = generator.answer(held_out, jobs, options, None, on_tokens)
     return Corpus(given, self_generated, measured)
 
 

@@ -7,8 +7,6 @@ Files are not trusted: errors in a file are reported with its name and line.
 - All other names: plain text. Lines ``<|endoftext|>`` divide the text into documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +107,6 @@ def _read_filled_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Read all lines, each with its file and number."""
     number = 0
     try:
         with path.open(encoding=TEXT_ENCODING) as file:
@@ -205,7 +202,7 @@ class Encoder:
     def encode_prompt(self, item: Chat) -> list[int]:
         """Encode a chat up to the beginning of the assistant's last reply."""
         if self.tokenizer.has_chat_template:
-            return self._apply_template(item.asked, item.origin, add_generation_prompt=True)
+            return self._apply_template(item.asked, item.origin, opens=True)
         if len(item.asked) != 1 or item.asked[0]["role"] != "user":
             raise DataError(
                 f"{item.origin}: expected a model with a chat template for chats, found one "
@@ -233,10 +230,8 @@ class Encoder:
         for turn, message in enumerate(item.messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self._apply_template(
-                item.messages[:turn], item.origin, add_generation_prompt=True
-            )
-            full = self._apply_template(item.messages[: turn + 1], item.origin)
+            prompt = self._apply_template(item.messages[:turn], item.origin, opens=True)
+            full = self._apply_template(item.messages[: turn + 1], item.origin, opens=False)
             if any(text[: len(tokens)] != tokens for text in (prompt, full)):
                 yield from self._finish_chat(tokens, is_trained, item.origin)
                 tokens, is_trained = [], []
@@ -260,13 +255,10 @@ class Encoder:
         stops = self.tokenizer.eos_token_ids
         return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in stops), len(tokens))
 
-    def _apply_template(
-        self, messages: list[Message], origin: str, add_generation_prompt: bool = False
-    ) -> list[int]:
+    def _apply_template(self, messages: list[Message], origin: str, opens: bool) -> list[int]:
+        """Encode messages, and the opening of a reply if ``opens``."""
         try:
-            return encode_chat(
-                self.tokenizer, messages, add_generation_prompt=add_generation_prompt
-            )
+            return encode_chat(self.tokenizer, messages, add_generation_prompt=opens)
         except ConfigError as error:
             raise DataError(f"{origin}: {error}") from error
 

@@ -97,14 +97,16 @@ class Timetable:
         are made less often. Otherwise the numbers of tokens decide how often, so that equal runs
         are equal.
         """
-        measuring = pace.measuring * work.held_out
+        # One half of the held-out texts chooses the weights; the other is measured at the end.
+        half = work.held_out / 2
+        measuring = pace.measuring * half
         # Calibration reads two predictions per token.
-        calibration = pace.calibration * min(work.held_out, ENOUGH // 2)
+        calibration = pace.calibration * min(half, ENOUGH // 2)
         finishing = measuring + calibration
         if minutes is not None:
             room = (EVALUATION_SHARE * 60 * minutes - finishing) / measuring - 1
         else:
-            room = work.steps * work.batch_tokens / (TRAINED_PER_MEASURED * work.held_out)
+            room = work.steps * work.batch_tokens / (TRAINED_PER_MEASURED * half)
         num_evaluations = min(work.num_evaluations, max(LEAST_EVALUATIONS, int(room)))
         generated = work.generated + work.held_out + work.written
         stages = {

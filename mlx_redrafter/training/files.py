@@ -4,11 +4,12 @@ A quantised copy, an adapter or a later checkpoint of the same name has other hi
 drafters and caches made with one of them must not be used with another.
 """
 
-from __future__ import annotations
-
+import fcntl
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mlx_redrafter.checkpoint_files import (
     write_atomically,
     write_text,
 )
-from mlx_redrafter.errors import CheckpointError
+from mlx_redrafter.errors import CheckpointError, ConfigError
 
 Arrays = dict[str, mx.array]
 
@@ -32,12 +33,8 @@ _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 def save_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file; blocks until MLX has evaluated the arrays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-        path,
-        lambda temporary: mx.save_safetensors(
-            str(temporary), arrays, metadata=dict(metadata or {})
-        ),
-    )
+    header = dict(metadata or {})
+    write_atomically(path, lambda temporary: mx.save_safetensors(str(temporary), arrays, header))
 
 
 def load_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
@@ -83,3 +80,28 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.rglob(".*"):
         if INCOMPLETE.fullmatch(path.name):
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locking(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder, which is made if it is missing.
+
+    The lock ends with the process, however that ends.
+
+    Raises:
+        ConfigError: Another run has the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another run trains in {folder}; wait for its end, or choose another --out"
+            ) from error
+        except OSError:
+            pass  # the file system has no locks
+        yield
+    finally:
+        os.close(handle)

@@ -7,8 +7,6 @@ from this posterior gives, on average, the result of decoding.
 Axes: n choices, p roots, k kept tokens, V vocabulary, L beam length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 

@@ -3,8 +3,6 @@
 Axes: V vocabulary, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -36,9 +34,7 @@ def find_special_tokens(tokenizer: Any, vocab_size: int) -> set[int]:
 def choose_slice(options: NetworkOptions, vocab_size: int, num_special: int) -> NetworkOptions:
     """Choose the number of tokens that a new drafter can propose; None for all.
 
-    Raises:
-        ConfigError: The number in the options is above V, or leaves no room for other tokens than
-            the special ones.
+    It must be at most V, and leave room for other tokens than the special ones.
     """
     count = options.draft_vocab
     if "draft_vocab" not in HEADS[options.head] or options.start_from is not None:

@@ -104,12 +104,8 @@ class TrainingBatch(NamedTuple):
 
     def part(self, number: int, count: int) -> TrainingBatch:
         """Select one of ``count`` parts of almost equal size."""
-        return TrainingBatch(
-            *(
-                array[len(array) * number // count : len(array) * (number + 1) // count]
-                for array in self
-            )
-        )
+        parts = [one[len(one) * number // count : len(one) * (number + 1) // count] for one in self]
+        return TrainingBatch(*parts)
 
 
 def draft_loss(

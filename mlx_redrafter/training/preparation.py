@@ -1,7 +1,5 @@
 """The part of a run that needs the target: checks, estimates, texts, and its outputs on them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -126,13 +124,8 @@ class Preparation:
             work = Workload.of(request, 0, tokens, MEAN_TOKENS, limit_held_out(options))
             work = replace(work, written=MEAN_TOKENS * count_prompts(options))
         student = self.student
-        needed = estimate(
-            work,
-            TargetSize.of(self._target),
-            count_weights(student.network),
-            len(student.layers),
-            student.reads_context,
-        )
+        sizes = TargetSize.of(self._target), count_weights(student.network), len(student.layers)
+        needed = estimate(work, *sizes, student.reads_context)
         check_resources(needed, self.cache.folder, request.out)
         self._reporter.say(f"needs {needed}")
         return None if has_state(request.state_folder) else self._plan_time(work)
@@ -143,14 +136,9 @@ class Preparation:
         prompts = [as_prompt_source(i, self._encoder, request.data_options).tokens for i in items]
         if self._writer is not None:
             prompts = [list(self._writer.prefix) or [0]]
-        pace = rehearse(
-            request,
-            target,
-            self.student.holding(self.student.new_network()),
-            prompts,
-            work.generated,
-            partial(self._reporter.progress, "rehearsal"),
-        )
+        student = self.student.holding(self.student.new_network())
+        on_stage = partial(self._reporter.progress, "rehearsal")
+        pace = rehearse(request, target, student, prompts, work.generated, on_stage)
         mx.clear_cache()
         minutes = request.training.minutes
         timetable = Timetable.of(work, pace, minutes)
@@ -168,15 +156,9 @@ class Preparation:
         if self._writer is not None:
             self._sources = self._writer.write(options, self.cache.folder, reporter)
         generator = TextGenerator(self._target, self._tokenizer.eos_token_ids, options.seed)
-        corpus = build_corpus(
-            self._sources,
-            self._encoder,
-            generator,
-            options,
-            self._teacher("train", TOP_K),
-            self._teacher("held-out", TOP_TOKENS),
-            reporter,
-        )
+        teachers = self._teacher("train", TOP_K), self._teacher("held-out", TOP_TOKENS)
+        texts = self._sources, self._encoder, generator, options
+        corpus = build_corpus(*texts, *teachers, reporter)
         if not any(int(s.is_trained.sum()) > 1 for s in corpus.held_out):
             raise DataError(
                 "expected the target to continue held-out prompts, found only empty continuations; "

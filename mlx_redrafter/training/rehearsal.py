@@ -3,8 +3,6 @@
 Axes: n tokens of the rehearsal, L beam length.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -67,10 +65,9 @@ def rehearse(
     """
     on_stage(0, NUM_STAGES)
     num_texts = -(-num_generated // request.data_options.answer_tokens)
-    generated = partial(on_stage, 0, NUM_STAGES)
-    sequences, generating = _generate(
-        request, target, student.layers, prompts, num_texts, generated
-    )
+    on_step = partial(on_stage, 0, NUM_STAGES)
+    texts = request, target, student.layers, prompts, num_texts
+    sequences, generating = _generate(*texts, on_step)
     on_stage(1, NUM_STAGES)
     warm_up = slice(WARM_UP_TOKENS)
     beginnings = [TokenSequence(one.tokens[warm_up], one.is_trained[warm_up]) for one in sequences]
@@ -112,9 +109,8 @@ def _generate(
         on_step()
 
     kept = TeacherOutputs(target, [PROMPT_TOKENS + ANSWER_TOKENS] * len(jobs), TOP_K, layers)
-    texts = generator.generate_round(
-        jobs, replace(options, answer_tokens=ANSWER_TOKENS), 0, on_tokens, kept
-    )
+    options = replace(options, answer_tokens=ANSWER_TOKENS)
+    texts = generator.generate_round(jobs, options, 0, on_tokens, kept)
     tokens = np.concatenate([text.tokens for text in texts])
     size = min(min(len(tokens), MAX_CHUNK_TOKENS) // BATCH_SEQUENCES, longest)
     starts = range(0, BATCH_SEQUENCES * size + 1, size)

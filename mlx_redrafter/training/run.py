@@ -1,10 +1,9 @@
 """A whole training run, from files to a drafter folder with its card."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
@@ -16,7 +15,8 @@ from mlx_redrafter.proposers.checkpoint import SIMULATED
 from mlx_redrafter.training.batches import BatchOrder
 from mlx_redrafter.training.corpus import Corpus
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.files import remove_leftovers
+from mlx_redrafter.training.files import locking, remove_leftovers
+from mlx_redrafter.training.generated_texts import find_generated
 from mlx_redrafter.training.preparation import Preparation
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import TrainingProgress
@@ -37,15 +37,18 @@ OBJECTIVES = {
 # Paragraphs after the table of facts.
 _MEASURED = """## Accepted drafts
 
-Simulated on {num_texts} texts that the target generated from held-out beginnings, half greedily,
-half sampled. The training text may include other parts of the files that the beginnings come from.
-Drafts for sampled texts are ranked with the target's Gumbel noise, as in decoding with a seed.
+Simulated on {num_reported} of {num_texts} texts that the target generated from held-out beginnings,
+half greedily, half sampled. The others have chosen the step and the calibration; a single text does
+both. The training text may include other parts of the files that the beginnings come from. Drafts
+for sampled texts are ranked with the target's Gumbel noise, as in decoding with a seed.
 
 | drafts | tokens/step | acceptance rate by position |
 |---|---|---|
 | chain of {num_drafts} | {rate:.2f} | {by_position} |
 
 ## Training curve
+
+Tokens/step of the texts that have chosen the step.
 
 | step | seconds | loss (nats) | tokens/step |
 |---|---|---|---|
@@ -68,16 +71,33 @@ def train_drafter(
 
     ``on_begin`` is called after all checks, before the first file is written. Raise
     `RedrafterError` if the files, the target, the options, the disk or the memory do not allow the
-    run, as far as possible before any long computation.
+    run, as far as possible before any long computation. A run that has ``request.out`` already is
+    an error, too.
     """
-    begun = time.monotonic()
     request.check_output()
+    with ExitStack() as lock:
+        if request.out.is_dir():  # before the rehearsal, which may take minutes
+            lock.enter_context(locking(request.out))
+
+        def begin() -> None:
+            lock.close()
+            lock.enter_context(locking(request.out))
+            request.check_output()  # another run may have begun and ended meanwhile
+            on_begin()
+            remove_leftovers(request.out)
+
+        return _train(request, reporter, begin)
+
+
+def _train(
+    request: TrainingRequest, reporter: Reporter, on_begin: Callable[[], object]
+) -> TrainingResult | None:
+    begun = time.monotonic()
     preparation = Preparation(request, reporter)
     timetable = preparation.plan()
     if request.dry_run:
         return None
     on_begin()
-    remove_leftovers(request.out)
     corpus, request = preparation.run(), preparation.request
     student, cache = preparation.student, preparation.cache
     target = preparation.target_facts
@@ -94,26 +114,37 @@ def train_drafter(
     shards = (
         cache.load("held-out", n, student.layers) for n in range(cache.num_shards("held-out"))
     )
-    held_out = [text for shard in shards for text in shard.texts()]
+    choosing, reporting = split_held_out([text for shard in shards for text in shard.texts()])
 
-    def watched() -> Iterator[Shard]:
-        """Iterate over the held-out texts, with a report before each."""
-        for number, text in enumerate(held_out):
-            reporter.progress("evaluation", number, len(held_out))
+    def watched(texts: Sequence[Shard]) -> Iterator[Shard]:
+        """Iterate over held-out texts, with a report before each."""
+        for number, text in enumerate(texts):
+            reporter.progress("evaluation", number, len(texts))
             yield text
 
-    trainer = Trainer(student, order, watched, request, identity, total_steps)
+    trainer = Trainer(student, order, lambda: watched(choosing), request, identity, total_steps)
     if trainer.progress.step:
         reporter.say(f"resuming at step {trainer.progress.step:,}")
     best = trainer.run(
         on_step=lambda progress: _report_step(progress, reporter),
         on_best=lambda student: _save(student, request, target),
     )
-    best.calibrate(watched())
-    measured = simulate(best, watched(), request.network.length, request.data_options.temp)
+    best.calibrate(watched(choosing))
+    measured = simulate(best, watched(reporting), request.network.length, request.data_options.temp)
     _save(best, request, target, measured)
-    _write_card(request, target["fingerprint"], corpus, best, trainer.progress, measured)
+    card = request, target["fingerprint"], corpus, best, trainer.progress
+    _write_card(*card, measured, len(reporting))
     return TrainingResult(best, measured)
+
+
+def split_held_out(texts: Sequence[Shard]) -> tuple[Sequence[Shard], Sequence[Shard]]:
+    """Split the texts with a continuation: the first half chooses the weights, the other reports.
+
+    A single text does both.
+    """
+    used = [text for text in texts if find_generated(text)]
+    middle = len(used) // 2
+    return (used[:middle], used[middle:]) if middle else (used, used)
 
 
 def _describe_run(request: TrainingRequest, preparation: Preparation, corpus: Corpus) -> str:
@@ -160,8 +191,9 @@ def _write_card(
     student: Student,
     progress: TrainingProgress,
     measured: DecodingStats,
+    num_reported: int,
 ) -> None:
-    """Write the card to ``README.md``, with statistics of simulated decoding of held-out texts."""
+    """Write the card to ``README.md``, with simulated decoding of ``num_reported`` texts."""
     target, options = shared_name(request.model), request.training
     start = request.network.start_from
     files = [path.name for path in (*request.data, *request.prompts)]
@@ -187,6 +219,7 @@ def _write_card(
         num_drafts=request.network.length - 1,
         rate=measured.tokens_per_step or 1.0,
         by_position=" ".join(f"{rate:.0%}" for rate in measured.acceptance_rate_by_depth),
+        num_reported=num_reported,
         num_texts=len(corpus.held_out),
         curve="\n".join(
             f"| {p.step:,} | {p.seconds:.0f} | {'' if p.step == 0 else f'{p.loss:.3f}'} | "

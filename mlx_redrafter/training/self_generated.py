@@ -5,8 +5,6 @@ at once. A round is a shard of the teacher cache, with the target's outputs, so 
 run continues with the next one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

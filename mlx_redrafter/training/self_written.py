@@ -86,6 +86,10 @@ class PromptWriter:
         options = replace(options, answer_tokens=longest, sequence_length=length)
         found: dict[str, Item] = {}
         num_written = number = 0
+
+        def report(_: int) -> None:
+            reporter.progress("writing prompts", len(found), wanted)
+
         while len(found) < wanted and num_written < MAX_TRIES * wanted:
             path = folder / f"prompts-{number:05d}.safetensors"
             # As many as are missing, if as many of them are of use as of the earlier ones.
@@ -93,12 +97,7 @@ class PromptWriter:
             size = min(size, generator.round_size)
             round_jobs = list(islice(jobs, size))
             if not path.exists():
-                texts = generator.generate_round(
-                    round_jobs,
-                    options,
-                    number,
-                    lambda _: reporter.progress("writing prompts", len(found), wanted),
-                )
+                texts = generator.generate_round(round_jobs, options, number, report)
                 save_arrays(path, pack_sequences(texts))
             number += 1
             num_written += size
@@ -106,7 +105,7 @@ class PromptWriter:
                 item = self._read(text.tokens[text.is_trained].tolist())
                 if item is not None:
                     found.setdefault(str(item), item)
-            reporter.progress("writing prompts", len(found), wanted)
+            report(num_written)
         items = list(found.values())
         if len(items) < 2:
             raise DataError(

@@ -5,8 +5,6 @@ the drafts with the text, gives the steps of decoding. Sampled texts are drafted
 Gumbel noise, as decoding with a seed ranks drafts with the target's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

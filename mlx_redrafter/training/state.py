@@ -4,8 +4,6 @@ The file is replaced as a whole, so a killed run continues from a finished step.
 learning rate depend on the step alone, so it ends in the same weights as an undisturbed one.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +22,8 @@ class CurvePoint:
     """One measurement of the training curve.
 
     ``loss`` is the mean since the last measurement, in nats, not comparable between recipes.
-    ``tokens_per_step`` is simulated on held-out texts, with chains of L - 1 drafts.
+    ``tokens_per_step`` is simulated on the held-out texts that choose the step, with chains of
+    L - 1 drafts.
     """
 
     step: int

@@ -1,7 +1,5 @@
 """Texts that the target reads, and its outputs on them in the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,9 +52,8 @@ class Teacher:
     ) -> None:
         """Read the texts of one shard, unless its files exist."""
         if not (self.has(number) and self.cache.has(self.split, number, self.layers)):
-            self.save(
-                number, read_sequences(self.target, sequences, self.k, self.layers, on_tokens)
-            )
+            shard = read_sequences(self.target, sequences, self.k, self.layers, on_tokens)
+            self.save(number, shard)
 
     def has(self, number: int) -> bool:
         """Return whether there is a shard, which may lack the inputs of layers."""
@@ -108,10 +105,7 @@ def read_sequences(
 
 
 def _read_batch(
-    target: Target,
-    sequences: Sequence[TokenSequence],
-    rows: Sequence[int],
-    outputs: TeacherOutputs,
+    target: Target, sequences: Sequence[TokenSequence], rows: Sequence[int], outputs: TeacherOutputs
 ) -> Iterator[None]:
     """Write the outputs of some sequences; yields after every pass."""
     lengths = np.array([len(sequences[row]) for row in rows])

@@ -65,7 +65,6 @@ class Shard:
     states: mx.array | None = None
 
     def arrays(self) -> Arrays:
-        """Return the arrays in the shard's file, by name."""
         return {name: value for name, value in vars(self).items() if name != "states"}
 
     def text(self, start: int, end: int) -> Shard:
@@ -75,11 +74,9 @@ class Shard:
         return Shard(**parts)
 
     def texts(self) -> Iterator[Shard]:
-        """Iterate over the sequences, each as a shard of its own."""
         return (self.text(start, end) for start, end in pairwise(to_ints(self.starts)))
 
     def sequences(self) -> list[TokenSequence]:
-        """Return the texts without the target's outputs."""
         return unpack_sequences(self.arrays())
 
 

@@ -69,8 +69,7 @@ class TeacherOutputs:
         Args:
             texts: Numbers of the texts of the pass, B of them.
             begins: Index of the pass's first token in each text, shape (B,).
-            counts: Number of its tokens that belong to the text, shape (B,); the others are
-                padding.
+            counts: Number of its tokens that belong to the text, without padding, shape (B,).
             outputs: Outputs of shape (B, c).
         """
         found = _summarise(outputs, self._k)
@@ -83,8 +82,7 @@ class TeacherOutputs:
     def make_shard(self, sequences: Sequence[TokenSequence]) -> Shard:
         """Join all texts, which have at most as many tokens as there is room for.
 
-        Raises:
-            NonFiniteError: Hidden states or logits are not finite, or beyond float16.
+        Raise `NonFiniteError` if hidden states or logits are not finite, or beyond float16.
         """
         kept = self._arrays
         if not np.isfinite(kept["hidden"]).all() or not np.isfinite(kept["tail"]).all():

@@ -8,8 +8,6 @@ whenever a text ends.
 Axes: B texts, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,9 +83,8 @@ def sample(logits: mx.array, temps: Sequence[float]) -> mx.array:
     if sampled:
         where = mx.array(sampled)
         scale = mx.array([1 / temps[row] for row in sampled])[:, None]
-        chosen[where] = mx.random.categorical(logits[where].astype(mx.float32) * scale).astype(
-            chosen.dtype
-        )
+        drawn = mx.random.categorical(logits[where].astype(mx.float32) * scale)
+        chosen[where] = drawn.astype(chosen.dtype)
     return chosen
 
 

@@ -1,7 +1,5 @@
 """The training loop: batch, gradient, step, with regular measurements and checkpoints."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -55,13 +53,8 @@ class Optimiser:
         self.stretch = stretch
         self.recipe = options.recipe
         self.network.freeze(keys=["token_ids"], strict=False)
-        peak = options.lr or student.learning_rate
-        self.adam = optim.AdamW(
-            learning_rate=make_schedule(peak, total_steps),
-            betas=[0.9, 0.95],
-            weight_decay=0.0,
-            bias_correction=True,
-        )
+        rate = make_schedule(options.lr or student.learning_rate, total_steps)
+        self.adam = optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=0.0, bias_correction=True)
         self.adam.init(self.network.trainable_parameters())
         self.average: Arrays = {n: mx.array(v) for n, v in self._trainable_parameters().items()}
         self._gradient = self._compile(self._part_gradient, [self.network.state])
@@ -263,10 +256,6 @@ def make_schedule(peak: float, total_steps: int) -> Callable[[mx.array], mx.arra
     """Make the schedule: linear warm-up, then cosine to a hundredth of the peak."""
     rising = max(1, round(WARM_UP * total_steps))
     falling = max(1, total_steps - rising)
-    return optim.join_schedules(
-        [
-            optim.linear_schedule(peak / rising, peak, rising),
-            optim.cosine_decay(peak, falling, FINAL_RATE * peak),
-        ],
-        [rising],
-    )
+    rise = optim.linear_schedule(peak / rising, peak, rising)
+    fall = optim.cosine_decay(peak, falling, FINAL_RATE * peak)
+    return optim.join_schedules([rise, fall], [rising])

@@ -1,7 +1,5 @@
 """The request of a training run: files, models and options, checked before anything is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Anthropic's ``/v1/messages``, with tools, thinking and streams, and its count of tokens."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -56,7 +54,6 @@ async def count(service: Service, client: Request) -> Response:
 
 
 def to_error(refusal: Refusal) -> dict[str, Any]:
-    """Return Anthropic's error object."""
     message = str(refusal)
     if isinstance(refusal, ContextExceeded):  # clients look for these words
         message = (
@@ -78,8 +75,8 @@ def read(
     if kept:
         conversation.add_text("system", BREAK.join(kept))
     _read_messages(fields, conversation)
-    last = conversation.messages[-1:]
-    if not counts and (not last or last[0]["role"] == "assistant"):
+    roles = [one["role"] for one in conversation.messages]
+    if not counts and roles[-1:] in ([], ["assistant"]):
         raise Refusal(
             "messages must end with a message of the user; the model cannot go on with an answer",
             "messages",
@@ -101,8 +98,6 @@ def read(
 
 
 class MessageWriter(BlockWriter):
-    """Writes messages of content blocks."""
-
     def __init__(self, model: str):
         super().__init__(model)
         self._id = f"msg_{uuid.uuid4().hex}"
@@ -132,12 +127,8 @@ class MessageWriter(BlockWriter):
         yield self._event("content_block_stop")
 
     def finish(self) -> Iterator[str]:
-        delta = {
-            "type": "message_delta",
-            "delta": _end_of(self.last),
-            "usage": _format_usage(self.usage()),
-        }
-        yield event(delta, "message_delta")
+        end = {"delta": _end_of(self.last), "usage": _format_usage(self.usage())}
+        yield event({"type": "message_delta", **end}, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
 
     def fail(self, refusal: Refusal) -> Iterator[str]:
@@ -241,12 +232,10 @@ def _read_thinking(fields: Fields) -> dict[str, Any]:
 
 
 def _read_output(fields: Fields) -> tuple[str | None, AnswerFormat | None]:
-    """Read the effort and the format of the answer."""
     output = fields.inner("output_config")
     effort, _ = read_effort(output, "effort")
-    asked = next(
-        (one for one in (output.inner("format"), fields.inner("output_format")) if one.values), None
-    )
+    formats = output.inner("format"), fields.inner("output_format")
+    asked = next((one for one in formats if one.values), None)
     output.finish()
     return effort, None if asked is None else read_format(asked)
 

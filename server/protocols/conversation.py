@@ -4,8 +4,6 @@ Templates want one system message at the beginning, and turns that alternate. So
 beginning become one message, later ones a user's text, and texts of one role in a row one message.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mlx_redrafter.server.refusals import Refusal
@@ -41,12 +39,10 @@ class Conversation:
             self.messages.append({"role": role, "content": text})
 
     def add_reasoning(self, text: str) -> None:
-        """Add thinking of the model."""
         message = self._assistant()
         message["reasoning_content"] = message.get("reasoning_content", "") + text
 
     def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
-        """Add a call of a tool."""
         self._calls[call_id] = name
         self._waiting[call_id] = self._waiting_by_name.setdefault(name, {})[call_id] = None
         function = {"name": name, "arguments": arguments}
@@ -54,11 +50,7 @@ class Conversation:
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def add_result(self, call_id: str, text: str, param: str) -> None:
-        """Add the result of a call.
-
-        Raises:
-            Refusal: No call before it has this id.
-        """
+        """Add the result of a call; refuse one if no call before it has this id."""
         if call_id not in self._calls:
             raise Refusal(
                 f"{param} must be the id of a call before it, got {call_id[:100]!r}", param
@@ -66,9 +58,8 @@ class Conversation:
         name = self._calls[call_id]
         self._waiting.pop(call_id, None)
         self._waiting_by_name.get(name, {}).pop(call_id, None)
-        self.messages.append(
-            {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
-        )
+        result = {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
+        self.messages.append(result)
 
     def add_result_of(self, name: str | None, text: str) -> None:
         """Add the result of the call with an id, or of the oldest call of a tool with that name.

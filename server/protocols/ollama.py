@@ -1,7 +1,5 @@
 """Ollama's ``/api/chat``, ``/api/generate`` and its lists of models."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re
@@ -61,7 +59,6 @@ Prompted = ChatRequest | CompletionRequest
 
 
 def to_error(refusal: Refusal) -> dict[str, Any]:
-    """Return Ollama's error object."""
     return {"error": str(refusal)}
 
 
@@ -136,11 +133,7 @@ def read_generate(body: object, defaults: GenerationOptions) -> tuple[Prompted, 
 
 
 class OllamaWriter(Writer):
-    """Writes replies as lines of JSON.
-
-    Args:
-        field: Field of a text: "message" in a chat, "response" otherwise.
-    """
+    """Writes replies as lines of JSON; a text's field is "message" in chats, else "response"."""
 
     media_type = "application/x-ndjson"
 
@@ -173,7 +166,6 @@ class OllamaWriter(Writer):
         return {**self._head(), **self._say(texts[0]), **self._end()}
 
     def loaded(self, reason: str) -> dict[str, Any]:
-        """Return the reply to a request without a prompt."""
         return {**self._head(), **self._say(), "done": True, "done_reason": reason}
 
     def _head(self) -> dict[str, Any]:
@@ -217,11 +209,7 @@ class OllamaWriter(Writer):
 
 
 def _read_chat(
-    fields: Fields,
-    defaults: GenerationOptions,
-    conversation: Conversation,
-    tools: Tools,
-    param: str,
+    fields: Fields, defaults: GenerationOptions, talk: Conversation, tools: Tools, param: str
 ) -> tuple[ChatRequest, float | None]:
     think = fields.take("think")
     if isinstance(think, str) and think not in ("low", "medium", "high"):
@@ -230,7 +218,7 @@ def _read_chat(
     fields.finish()
     request = ChatRequest(
         **common,
-        messages=conversation.messages,
+        messages=talk.messages,
         tools=tools,
         template_options={} if think is None else {"enable_thinking": bool(think)},
         effort=think if isinstance(think, str) else None,
@@ -245,11 +233,10 @@ def _read_common(
     """Read the fields of `TextRequest` and the seconds that the model stays in memory."""
     options = _read_options(fields)
     fields.take("truncate", "shift")
-    stream = fields.typed("stream", bool)
     common = {
         "model": fields.typed("model", str),
         "options": read_options(options, defaults, "max_tokens"),
-        "is_streamed": stream is not False,
+        "is_streamed": fields.typed("stream", bool) is not False,
         "stops": read_stops(options, "stop"),
         "penalties": read_penalties(options),
         "format": _read_format(fields),
@@ -361,7 +348,6 @@ def _describe_details(loaded: LoadedModel | None) -> dict[str, Any]:
 
 
 def _describe_loaded(model: Model, loaded: LoadedModel) -> dict[str, Any]:
-    """Return a model's entry in the list of those in memory."""
     stays = model.last_used + model.keep_alive - time.monotonic()
     end = min(time.time() + stays, _FOREVER.timestamp())
     more = {"expires_at": _format_time(end), "context_length": loaded.context}

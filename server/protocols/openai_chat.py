@@ -1,7 +1,5 @@
 """OpenAI's ``/v1/chat/completions``."""
 
-from __future__ import annotations
-
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -67,8 +65,6 @@ def read_effort(fields: Fields, name: str) -> tuple[str | None, dict[str, Any]]:
 
 
 class ChatWriter(ChoiceWriter):
-    """Writes chat completions."""
-
     def __init__(self, request: ChatRequest, options: StreamOptions, model: str):
         kind = "chat.completion.chunk" if request.is_streamed else "chat.completion"
         super().__init__("chatcmpl", kind, options, model)
@@ -93,12 +89,8 @@ class ChatWriter(ChoiceWriter):
         logprobs = None
         if self._request.top_logprobs is not None:
             logprobs = {"content": list(map(format_logprobs, part.logprobs))}
-        return {
-            "index": part.index,
-            "finish_reason": part.finish_reason,
-            name: message,
-            "logprobs": logprobs,
-        }
+        head = {"index": part.index, "finish_reason": part.finish_reason}
+        return {**head, name: message, "logprobs": logprobs}
 
 
 def _format_call(call: ToolCall, known: list[str], name: str) -> dict[str, Any]:

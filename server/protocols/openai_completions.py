@@ -1,7 +1,5 @@
 """OpenAI's ``/v1/completions``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
@@ -27,7 +25,8 @@ def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, 
     fields.one_of("suffix", [""])
     fields.one_of("best_of", [1])
     prompt = fields.take("prompt")
-    prompts = prompt if _is_several(prompt) else [prompt]
+    is_several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+    prompts = prompt if is_several else [prompt]
     if not all(map(_is_prompt, prompts)) or len(prompts) > MAX_TEXTS:
         expected = f"a text, a list of token ids, or a list of at most {MAX_TEXTS} of them"
         raise fields.refusal("prompt", expected, prompt)
@@ -43,8 +42,6 @@ def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, 
 
 
 class CompletionWriter(ChoiceWriter):
-    """Writes text completions."""
-
     def __init__(self, request: CompletionRequest, options: StreamOptions, model: str):
         super().__init__("cmpl", "text_completion", options, model)
         self._request = request
@@ -63,10 +60,6 @@ class CompletionWriter(ChoiceWriter):
         }
 
 
-def _is_several(prompt: object) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
-
-
 def _is_prompt(prompt: object) -> bool:
     if isinstance(prompt, list):
         return bool(prompt) and all(type(token) is int for token in prompt)
@@ -81,11 +74,18 @@ def _format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, A
         "tokens": texts,
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": [
-            None if token.logprob is None else {one.text: one.logprob for one in token.top}
-            for token in tokens
+            None if token.logprob is None else _name_by_text(token.top) for token in tokens
         ],
         "text_offset": ends[:-1],
     }
+
+
+def _name_by_text(top: Sequence[TokenLogprob]) -> dict[str, float | None]:
+    """Name log-probabilities, largest first, by text; of equal texts the first one counts."""
+    found: dict[str, float | None] = {}
+    for one in top:
+        found.setdefault(one.text, one.logprob)
+    return found
 
 
 ROUTES: Routes = {("POST", "/v1/completions"): texts(read)}

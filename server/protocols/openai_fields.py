@@ -1,7 +1,5 @@
 """Fields that both of OpenAI's older endpoints read, and the sampling options of all protocols."""
 
-from __future__ import annotations
-
 import reprlib
 from dataclasses import replace
 from typing import Any
@@ -91,7 +89,6 @@ def format_options(options: GenerationOptions) -> dict[str, Any]:
 
 
 def read_stops(fields: Fields, name: str) -> tuple[str, ...]:
-    """Read stop strings: one, or a list of them."""
     given = fields.take(name)
     stops = given if isinstance(given, list) else [] if given is None else [given]
     if len(stops) > MAX_STOPS or not all(

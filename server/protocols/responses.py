@@ -1,7 +1,5 @@
 """OpenAI's ``/v1/responses``: items instead of messages, and answers that clients may continue."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid
@@ -101,7 +99,6 @@ ROUTES: Routes = {
 def read(
     body: object, defaults: GenerationOptions, stored: StoredResponses
 ) -> tuple[ChatRequest, MakeWriter]:
-    """Read a body, which may continue a stored response."""
     fields = Fields(body)
     given = {name: one for name, one in fields.values.items() if one is not None}
     repeated = {name: given.get(name, value) for name, value in _REPEATED.items()}
@@ -129,13 +126,7 @@ def read(
 
 
 class ResponseWriter(BlockWriter):
-    """Writes responses of items.
-
-    Args:
-        items: Items of the conversation so far.
-        repeated: Fields of the request that the response repeats.
-        stored: Responses to add this one to.
-    """
+    """Writes responses of items, which go on a conversation of items; ``stored`` receives both."""
 
     def __init__(
         self, items: list[Any], repeated: dict[str, Any], stored: StoredResponses, model: str
@@ -259,7 +250,6 @@ class ResponseWriter(BlockWriter):
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Place of the last item in the output."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _added(self) -> dict[str, Any]:

@@ -38,11 +38,7 @@ _BODY_TYPES = ("", "application/json", "application/x-www-form-urlencoded")
 
 @dataclass
 class Service:
-    """The functions that the endpoints of a protocol use.
-
-    Attributes:
-        stored: Responses that clients may continue.
-    """
+    """The functions that the endpoints of a protocol use; all raise `Refusal`."""
 
     models: Models
     worker: Worker
@@ -53,22 +49,14 @@ class Service:
         self._encoding = {is_large: asyncio.Lock() for is_large in (False, True)}
 
     async def read(self, client: Request, reader: Reader[Read]) -> Read:
-        """Read the JSON body of a request, next to the event loop.
-
-        Raises:
-            Refusal: The body is too large, too slow or malformed, or the reader refuses it.
-        """
+        """Read the JSON body of a request, next to the event loop."""
         raw = await self._receive(client)
         client.state.is_large = len(raw) > LARGE_BODY
         async with self._encoding[client.state.is_large]:
             return await asyncio.to_thread(lambda: reader(parse_json(raw), self.models.options))
 
     async def count(self, client: Request, request: TextRequest) -> int:
-        """Return the number of tokens of the prompts of a request, whatever the context.
-
-        Raises:
-            Refusal: The model has no chat template or tools, or its template rejects the messages.
-        """
+        """Return the number of tokens of the prompts of a request, whatever the context."""
         _, loaded = await self.models.open(request.model)
         async with self._encoding[client.state.is_large]:
             try:
@@ -80,22 +68,20 @@ class Service:
     async def write(
         self, client: Request, request: TextRequest, make_writer: MakeWriter
     ) -> Response:
-        """Write the texts of a request.
-
-        Raises:
-            Refusal: The request does not fit the model, or has failed.
-        """
         start = time.monotonic()
         model, loaded = await self.models.open(request.model)
-        async with self._encoding[client.state.is_large]:
-            fitted, prompts = await asyncio.to_thread(fit, request, loaded.engine, loaded.context)
-        reply = client.state.reply = Reply(loaded, fitted, prompts, make_writer(model.name), start)
-        reply.job.owner = self.callers.identify(client.headers)
-        self.worker.submit(reply.job)
+        with loaded.preparing():
+            async with self._encoding[client.state.is_large]:
+                fitted, prompts = await asyncio.to_thread(
+                    fit, request, loaded.engine, loaded.context
+                )
+            writer = make_writer(model.name)
+            reply = client.state.reply = Reply(loaded, fitted, prompts, writer, start)
+            reply.job.owner = self.callers.identify(client.headers)
+            self.worker.submit(reply.job)
         return EventStream(reply) if fitted.is_streamed else await reply.whole(client)
 
     async def _receive(self, request: Request) -> bytes:
-        """Read the body of a request, within the limits of size and time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in _BODY_TYPES:
             raise Refusal("the body must have Content-Type: application/json", status=415)

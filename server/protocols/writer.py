@@ -1,7 +1,5 @@
 """The writers of replies: each formats the parts of a reply for one protocol."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -42,9 +40,7 @@ class Usage:
 class Writer(ABC):
     """Formats one reply, as events or as one object.
 
-    Attributes:
-        media_type: Media type of a stream of events.
-        usage: Function that returns the numbers of the reply so far; the reply sets it.
+    ``usage`` returns the numbers of the reply so far; the reply sets it.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
@@ -77,11 +73,8 @@ class Writer(ABC):
 class BlockWriter(Writer):
     """Writes replies of blocks in a row, as those of Anthropic's messages and OpenAI's responses.
 
-    Each block is thinking, text or a call; it is open until another one begins.
-
-    Attributes:
-        kind: Kind of the open block: "thinking", "text" or "call"; empty if none is open.
-        last: The newest part.
+    A block is open until another one begins. Its ``kind`` is "thinking", "text" or "call", or empty
+    if none is open. ``last`` is the newest part.
     """
 
     def __init__(self, model: str):
@@ -143,12 +136,7 @@ class BlockWriter(Writer):
 
 
 class StreamOptions(NamedTuple):
-    """Options of a stream.
-
-    Attributes:
-        shows_usage: Whether the last part of the stream is the usage.
-        shows_drafts: Whether the parts tell drafted tokens from others.
-    """
+    """Whether a stream ends with the usage, and whether its parts mark drafted tokens."""
 
     shows_usage: bool
     shows_drafts: bool

@@ -1,7 +1,5 @@
 """Commands of `redrafter-mlx bench` and of the laboratory, run in this process."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stderr, redirect_stdout, suppress
 

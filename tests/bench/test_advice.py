@@ -1,39 +1,39 @@
-"""`redrafter-mlx advise`: what is known of a model, and sentences that follow from it."""
+"""`redrafter-mlx advise`: what is known of a model, and sentences that follow from it.
 
-from __future__ import annotations
+At the end, a smaller copy of the model as its drafter: offered and advised if it is predicted to
+pay.
+"""
 
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from mlx_redrafter.bench import forecast
 from mlx_redrafter.bench.advice import Subject, advise, find_subject, recommend
 from mlx_redrafter.bench.chips import CHIPS
 from mlx_redrafter.bench.forecast import predict_forecast
-from mlx_redrafter.bench.model_shape import shape_of_config
+from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
+from mlx_redrafter.bench.smaller_copy import advise_copy, find_copy, predict_gain
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
+from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
+from mlx_redrafter.cli.choose_drafter import choose_drafter
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training.duration import Pace
 from tests.helpers.cli import Cli
 
 # From the config.json of Llama-3.1-8B.
 LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-}
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128256,
+    "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "max_position_embeddings": 131072,
+}  # fmt: skip
 # Its sizes in 4 bits.
 SHAPE = shape_of_config("llama", {**LLAMA_8B, "quantization": {"bits": 4, "group_size": 64}})
 MIXTRAL = {
@@ -105,19 +105,14 @@ def _advice(chip: str, trial: float | None = None, drafter: str | None = None) -
 @pytest.mark.parametrize(
     ("stated", "gain"),
     [
-        (
-            {"length": 5, "tokens_per_step": 2.5},
-            r"1\.3\d times .*; predicted for chains of 4",
-        ),
+        ({"length": 5, "tokens_per_step": 2.5}, r"1\.3\d times .*; predicted for chains of 4"),
         ({"length": 5, "tokens_per_step": 1.05}, "Gain: 1.00 times .*; predicted, as chains of 4"),
         ({"length": 5, "tokens_per_step": 6.0}, "Gain: unknown"),
         ({"length": "5", "tokens_per_step": 2.5}, "Gain: unknown"),
         ([5, 2.5], "Gain: unknown"),
     ],
 )
-def test_the_gain_of_a_trained_drafter_is_predicted_for_a_chip(
-    tmp_path: Path, stated: object, gain: str
-) -> None:
+def test_a_trained_drafters_gain_is_predicted(tmp_path: Path, stated: object, gain: str) -> None:
     config = {**read_config(find_bundled("drafter")), "simulated": stated}
     (tmp_path / "config.json").write_text(json.dumps(config))
     subject, chip = Subject("MODEL", SHAPE, None, drafter=str(tmp_path)), CHIPS["M4"]
@@ -163,9 +158,7 @@ def test_what_was_tried_decides() -> None:
     assert "`redrafter-mlx try` measures it" in _advice("M1", None, drafter)["Recommended"]
 
 
-def test_the_bundled_pair_is_measured_and_tried(
-    cli: Cli, no_timing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pair_is_tried(cli: Cli, no_timing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "TRIAL_TOKENS", 8)
     result = cli("advise", "--tokens", "50K")
     assert result.code == 0
@@ -225,11 +218,12 @@ def test_answers_without_a_machine(cli: Cli, tmp_path: Path, llama: Path) -> Non
         wrong = cli(*arguments)
         assert wrong.code == 2
         assert wrong.err.count("\n") == 1
+    none = cli("advise", llama, "--drafter", "none")
+    assert (none.code, none.err.count("\n")) == (2, 1)
+    assert "expected a drafter, found --drafter none" in none.err
 
 
-def test_a_machine_without_figures_says_what_to_do(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, llama: Path
-) -> None:
+def test_an_unknown_machine(cli: Cli, monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
     monkeypatch.setattr("mlx_redrafter.bench.machine.processor_name", lambda: "Other CPU")
     result = cli("advise", llama)
     assert result.code == 2
@@ -248,3 +242,89 @@ def test_the_forecast_is_of_the_question() -> None:
     assert small.training
     assert large.training
     assert small.training.total > large.training.total
+
+
+# A smaller copy of the model as its drafter
+
+# Every second layer of this Llama attends to the newest tokens only.
+WINDOWED = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 16}
+LLAMA = shape_of_config("llama", LLAMA_8B)
+
+
+def test_a_copy_pays_where_reading_the_weights_takes_the_time() -> None:
+    gain = predict_gain(LLAMA, 4, CHIPS["M4"])
+    # A chain of three drafts: four tokens verified at once, three readings of 0.28 of the bytes.
+    most = (1 + 0.8 + 0.8**2 + 0.8**3) / (1 + 3 * 0.5625 / 2)
+    assert 0.9 * most < gain < most
+    small = replace(LLAMA, parameters=1.35e8, active=1.35e8)
+    assert predict_gain(small, 4, CHIPS["M4 Max"]) < 1
+    quantised = replace(LLAMA, bits=4)
+    assert predict_gain(quantised, 4, CHIPS["M4"]) < 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        (LLAMA, "Make a copy in 4 bits: python -m mlx_lm convert --hf-path org/Llama --mlx-path "),
+        (replace(LLAMA, active=1.35e8), "It would not pay: predicted 0."),
+        (replace(LLAMA, bits=4), "It would not pay: the model is stored in 4 bits itself."),
+        (replace(LLAMA, bits=8), "mlx-lm makes a smaller copy of an unquantised model only"),
+    ],
+)
+def test_the_advice_names_a_command_or_says_why_not(shape: ModelShape, said: str) -> None:
+    first, *rest = advise_copy("org/Llama", shape, CHIPS["M4 Max"])
+    assert first.startswith(said)
+    assert bool(rest) == first.endswith("--mlx-path Llama-4bit -q --q-bits 4")
+    assert not rest or rest[0].startswith("Then give --drafter Llama-4bit: predicted 1.")
+
+
+def _models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The bundled model by the name of another, and a smaller file beside it in 4 bits."""
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    model, copy = folder / "Tiny", folder / "Tiny-4bit"
+    for one in (copy, model):
+        shutil.copytree(find_bundled("target"), one)
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization"] = {"bits": 4, "group_size": 64}
+    (copy / "config.json").write_text(json.dumps(config))
+    with (model / "model.safetensors").open("ab") as file:
+        file.write(b"0")
+    return model, copy
+
+
+def test_auto_offers_the_copy_where_it_pays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, copy = _models(tmp_path, monkeypatch)
+    search, chip = DrafterSearch.of(str(model)), CHIPS["M4 Pro"]
+    half_written = shutil.copytree(copy, tmp_path / "Tiny-8bit")
+    (half_written / "model.safetensors").unlink()
+    assert find_copy(search, chip) is None, "a model of a few megabytes"
+    slow = replace(chip, bandwidth=0.1)
+    found = find_copy(search, slow)
+    assert found.path == str(copy)
+    assert found.reason.startswith("a copy of the model in 4 bits; predicted 1.")
+
+    for one, is_offered in ((slow, True), (chip, False), (None, False)):
+        monkeypatch.setattr("mlx_redrafter.bench.machine.this_chip", lambda one=one: one)
+        chosen = choose_drafter(str(model), "auto", yes=False)
+        assert chosen == (str(copy) if is_offered else "lookup")
+        assert (found.reason in capsys.readouterr().err) == is_offered
+        assert choose_drafter(str(model), None, yes=False) == "lookup", "only if asked for"
+
+
+def test_advice_names_a_copy(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    _models(tmp_path, monkeypatch)
+    told = cli("advise", llama, "--chip", "M4 Pro").out
+    assert f"convert --hf-path {llama} --mlx-path {llama}-4bit -q --q-bits 4" in told
+    told = cli("advise", tmp_path / "Tiny", "--chip", "M4 Pro").out
+    assert "A smaller copy of the model as its drafter\n  It would not pay: predicted 0." in told
+    monkeypatch.setitem(CHIPS, "M4 Pro", replace(CHIPS["M4 Pro"], bandwidth=0.1))
+    told = cli("advise", tmp_path / "Tiny", "--chip", "M4 Pro").out
+    assert f"--model {tmp_path / 'Tiny'} --drafter {tmp_path / 'Tiny-4bit'} --prompt" in told
+    assert "Tiny-4bit (a copy of the model in 4 bits; predicted 1." in told
+    (llama / "config.json").write_text(json.dumps({**LLAMA_8B, **WINDOWED}))
+    assert "smaller copy" not in cli("advise", llama, "--chip", "M4 Pro").out

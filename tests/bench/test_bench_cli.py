@@ -2,9 +2,19 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 
+from mlx_redrafter.bench import speed
+from mlx_redrafter.bench.lab.commands.tables import fill
+from mlx_redrafter.bench.plots import _groups
+from mlx_redrafter.bench.recording import Recording
+from mlx_redrafter.bench.report import Row
+from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt, TimedRun, Turn
+from mlx_redrafter.bench.sweep import Grid, Point
+from mlx_redrafter.bench.timing import estimate
+from mlx_redrafter.bench.turns import Interleaving, decode_in_turns
 from mlx_redrafter.cli.bench_output import (
     parse_count,
     parse_ints,
@@ -13,7 +23,7 @@ from mlx_redrafter.cli.bench_output import (
     parse_temps,
 )
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import CheckpointError, ConfigError
 from tests.bench.commands import run, run_lab
 from tests.helpers.models import shared_path
 
@@ -90,3 +100,139 @@ def test_lists_and_counts():
 def test_validation_of_the_prediction():
     sweeps = shared_path("data/apple_sweeps")
     assert "median error of step time" in run_lab("validate", sweeps)
+
+
+def test_every_method_after_a_power_cut(folders, prompts, tmp_path, monkeypatch):
+    target, drafter = folders
+    out = tmp_path / "t.json"
+    options = (
+        "throughput", "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 6,
+        "--batch-sizes", "1,3", "--shapes", "2x3", "--rounds", 1, "-o", out,
+    )  # fmt: skip
+    decode = speed._decode_by_stock
+
+    def break_down(settings, batch):
+        if len(batch) == 3:
+            raise RuntimeError("power cut")
+        return decode(settings, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(speed, "_decode_by_stock", break_down)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run(*options)
+    before = json.loads(out.read_text())["runs"]
+    assert {one["group"] for one in before} == {"T 0, batch 1"}
+    run(*options, "--resume")
+    result = json.loads(out.read_text())
+    assert result["kind"] == "throughput"
+    assert result["runs"][: len(before)] == before
+    rows = [(row["batch_size"], row["arm"]) for row in result["rows"]]
+    assert len(set(rows)) == len(rows) == 8
+    for row in result["rows"]:
+        assert row["num_different"] == 0
+        assert row["tokens_per_second"]["median"] > 0
+        assert row["arm"] != "mlx-lm" or row["speedup"]["median"] == 1
+
+
+def test_a_table_has_a_column_for_each_number_of_texts():
+    medians = {"tokens_per_second": {"median": 100.0}, "speedup": {"median": 1.25}}
+    result = {
+        **{"kind": "throughput", "commit": "0123456789", "configuration": {"temp": 0.0}},
+        **{"disturbances": [], "rows": [{"arm": "auto", "batch_size": 2, **medians}]},
+    }
+    page = fill("<!-- table: throughput -->\n<!-- end -->", {"x": result})
+    assert "| x | 0123456 | 0 | auto |  | 100 (1.25) |  |  |  | yes |" in page
+
+
+# Grids, what survives an interruption, and what plots show
+
+
+def test_grid_leaves_out_what_cannot_be():
+    # Of width 1 one per length, of width 2 two, and four of beams.
+    plans = Grid((1, 2), (2, 3), (None, 7)).plans
+    assert DraftPlan.of(2, 3, 7) in plans
+    assert DraftPlan.of(2, 3, select="beam") in plans
+    assert len(plans) == len(set(plans)) == 10
+    with pytest.raises(ConfigError, match="fewer nodes"):
+        Grid((1,), (2,), (9,), ("top_n",))
+
+
+def test_a_grid_that_would_take_weeks_is_refused():
+    with pytest.raises(ConfigError, match="at most 1000 shapes, got 1024"):
+        Grid(tuple(range(1, 65)), tuple(range(2, 18)), selections=("top_n",))
+
+
+def make_run(repeat):
+    return TimedRun("g", 0, "a", "p", "c", repeat, 5, 0.5, 1.0, [1, 2], [1], 2, 2)
+
+
+def test_recordings_go_on(tmp_path):
+    path = tmp_path / "r.json"
+    first = Recording(path, "sweep", {"seed": 1})
+    first.add([make_run(0)])
+    with pytest.raises(ConfigError, match="--resume"):
+        Recording(path, "sweep", {"seed": 1})
+    second = Recording(path, "sweep", {"seed": 1}, resume=True)
+    assert second.runs == [make_run(0)]
+    assert second.has(("g", 0, "p", 0))
+    assert not second.has(("g", 0, "p", 1))
+    second.add([make_run(1)])
+    third = Recording(path, "sweep", {"seed": 1}, resume=True)
+    assert len(third.runs) == 2
+    assert len(third.result["sittings"]) == 3
+    with pytest.raises(ConfigError, match="measured with seed 1, now it is 2"):
+        Recording(path, "sweep", {"seed": 2}, resume=True)
+    whole = path.read_text()
+    path.write_text(whole.replace('"num_unmerged"', '"num_plain"'))
+    with pytest.raises(ConfigError, match="another version of this program"):
+        Recording(path, "sweep", {"seed": 1}, resume=True)
+    machine = json.loads(whole)["machine"]
+    path.write_text(whole.replace(json.dumps(machine["processor"]), '"M1"', 1))
+    with pytest.raises(ConfigError, match="measured with processor 'M1', now it is"):
+        Recording(path, "sweep", {"seed": 1}, resume=True)
+    for part in ('"runs"', '"versions"', '"sittings"', '"machine"'):
+        path.write_text(whole.replace(part, '"lost"'))
+        with pytest.raises(CheckpointError, match="is damaged"):
+            Recording(path, "sweep", {"seed": 1}, resume=True)
+
+
+def test_every_round_starts_with_another_method():
+    """The rounds may share anything else, such as the block of a sweep's shapes."""
+    order = []
+
+    def make_methods(settings):
+        def decode(name, batch):
+            order.append(name)
+            measured = {"prompt_seconds": 1.0, "decode_seconds": 1.0, "tokens": [1, 2]}
+            return [(turn.run(name, **measured), "") for turn in batch]
+
+        return {name: partial(decode, name) for name in "abc"}
+
+    prompts = [EncodedPrompt(name, "", [1]) for name in "pqr"]
+    batches = [[Turn("g", 0, prompt, repeat)] for repeat in range(2) for prompt in prompts]
+    settings = CommonSettings(None, None, None, max_tokens=2)
+    recording = Recording(None, "sweep", {})
+    decode_in_turns([Interleaving(make_methods, settings, batches)], recording)
+    warm_up, rounds = order[:3], order[3:]
+    assert warm_up == ["a", "b", "c"]
+    assert "".join(rounds[::3]) == "abcbca"
+    assert [run.arm for run in recording.runs] == 6 * ["a", "b", "c"]
+
+
+def point(width, length, nodes=None, select="top_n", speed=1.0, tokens=1.0, temp=0.0):
+    row = Row("", estimate([speed]), None, None, tokens, [], None, 0, 0, 1)
+    return Point(temp, DraftPlan.of(width, length, nodes, select), row)
+
+
+def test_maps_have_all_shapes_of_one_number_of_nodes():
+    points = [point(w, n, min(w * n, 9)) for w in (1, 2, 3) for n in (2, 3)]
+    points += [point(2, 3, select="beam"), point(2, 3, 6, temp=0.5)]
+    names = "best nodes, greedy", "merged beams, greedy", "best nodes, temperature 0.5"
+    assert _sizes(points) == dict(zip(names, (6, 1, 1), strict=True))
+    points = [point(4, 5, 8), point(4, 5, 16), point(4, 4, 8)]
+    names = "best nodes, 8 nodes, greedy", "best nodes, 16 nodes, greedy"
+    assert _sizes(points) == dict(zip(names, (2, 1), strict=True))
+
+
+def _sizes(points):
+    return {name: len(group) for name, group in _groups(points).items()}

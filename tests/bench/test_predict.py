@@ -6,13 +6,23 @@ from statistics import median
 import pytest
 
 from mlx_redrafter.bench.chips import CHIPS, CURVES, find_chip, find_curve
-from mlx_redrafter.bench.cost_model import FITTED, Parameters, Question
+from mlx_redrafter.bench.cost_model import (
+    APPLE_ACCEPTANCE,
+    FITTED,
+    Parameters,
+    Question,
+    ShapeAcceptance,
+    assumptions,
+    predict,
+)
 from mlx_redrafter.bench.lab import validation
+from mlx_redrafter.bench.lab.commands.training import TABLE_CHIPS, shape_of
 from mlx_redrafter.bench.lab.cost_fit import fit
 from mlx_redrafter.bench.lab.validation import read_apple_sweeps
-from mlx_redrafter.bench.predict import APPLE_ACCEPTANCE, ShapeAcceptance, assumptions, predict
+from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from tests.helpers.models import ABSENT, SHARED
+from tests.bench.commands import run_lab
+from tests.helpers.models import ABSENT, ROOT, SHARED
 
 SWEEPS = SHARED / "data" / "apple_sweeps"
 needs_sweeps = pytest.mark.skipif(not SWEEPS.is_dir(), reason=f"{ABSENT} data/apple_sweeps")
@@ -89,18 +99,13 @@ def test_curves_start_at_one_and_are_interpolated():
         assert curve.chip in CHIPS
         assert list(curve.ratios) == sorted(curve.ratios)
     curve = find_curve(CHIPS["M3 Max"], 4)
-    assert curve is not None
     assert curve.at(6) == pytest.approx((1.28 + 2.5) / 2)
     assert curve.at(33) is None
 
 
 @pytest.mark.parametrize(
     ("name", "bits", "nearest"),
-    [
-        ("M3 Ultra", 4, "M3 Ultra"),
-        ("M4", 8, "M4 Pro"),
-        ("M1 Ultra", 8, "M1 Ultra, converted"),
-    ],
+    [("M3 Ultra", 4, "M3 Ultra"), ("M4", 8, "M4 Pro"), ("M1 Ultra", 8, "M1 Ultra, converted")],
 )
 def test_the_nearest_chip_stands_for_one_without_figures(name, bits, nearest):
     question = Question(CHIPS[name], 8e9, bits, 4e8)
@@ -127,3 +132,37 @@ def test_every_chip_has_a_prediction():
     for chip in CHIPS.values():
         for bits in (16, 8, 4):
             assert predict(Question(chip, 8e9, bits, 4e8), APPLE_ACCEPTANCE)
+
+
+# Training
+
+
+def test_the_table_in_the_documentation_is_what_the_command_gives():
+    table = run_lab("training").strip()
+    assert table in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    head, _, *rows = table.splitlines()
+    assert all(chip in head for chip in TABLE_CHIPS)
+    assert len(rows) == 6
+
+
+def test_the_cost_grows_with_the_model_and_the_tokens():
+    chip, totals = CHIPS["M1"], []
+    for model in ("llama 1B", "llama 8B"):
+        shape = shape_of(model, 4)
+        once, twice = (TrainingCost.of(shape, tokens) for tokens in (10**6, 2 * 10**6))
+        totals.append(once.predict(shape, chip).total)
+        assert 1.7 < twice.predict(shape, chip).total / totals[-1] < 2.1
+        assert twice.needed.cache > 1.9 * once.needed.cache
+        assert twice.needed.drafter == once.needed.drafter
+    assert totals == sorted(totals)
+
+
+def test_the_stages_follow_from_the_hardware():
+    shape = shape_of("llama 8B", 16)
+    cost = TrainingCost.of(shape, 10**6)
+    stages = cost.predict(shape, CHIPS["M2 Max"]).stages
+    assert set(stages) == {"reading", "generating", "training", "evaluation"}
+    # Reading is arithmetic: two operations per parameter and token, at best.
+    least = cost.work.given * 2 * shape.parameters / (CHIPS["M2 Max"].teraflops * 1e12)
+    assert least < stages["reading"] < 2 * least
+    assert least < stages["generating"] < 2 * least * cost.work.tokens / cost.work.given

@@ -1,7 +1,5 @@
 """The store of the published models: made once, whole, and every failure is one line."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

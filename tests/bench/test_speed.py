@@ -1,7 +1,5 @@
 """`bench speed` and `bench share`: settings, servers beside this process, and pages."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import threading
@@ -89,21 +87,17 @@ def test_a_result_that_cannot_be_shared(tmp_path: Path) -> None:
 
 
 def test_a_page_of_a_machine_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("processor", "cores", "memory_bytes", "system", "device")
-    settings = {"model": "a/b", "drafter": "c", "prompt_file": "p.jsonl", "prompts": [1]}
-    result = {
-        "machine": {**dict.fromkeys(names, "x"), "memory_bytes": None},
-        "configuration": {**settings, "servers": [], "repeats": 1, "max_tokens": 2},
-        "versions": {},
-        "commit": None,
-        "measured_at": "2026",
-        "disturbances": [],
-        "tables": ["| table |"],
+    machine = dict.fromkeys(("processor", "cores", "system", "device"), "x") | {
+        "memory_bytes": None
     }
+    settings = {"model": "a/b", "drafter": "c", "prompt_file": "p.jsonl", "prompts": [1]}
+    settings |= {"servers": [], "repeats": 1, "max_tokens": 2}
+    facts = {"versions": {}, "commit": None, "measured_at": "2026", "disturbances": []}
+    result = {"machine": machine, "configuration": settings, **facts, "tables": ["| table |"]}
     monkeypatch.setenv("HOME", "/")
     assert "a/b" in page(result)
     monkeypatch.setenv("HOME", "/a/b")
-    result["configuration"]["prompt_file"] = "x/a/b/p.jsonl"
+    settings["prompt_file"] = "x/a/b/p.jsonl"
     with pytest.raises(DataError, match="your home folder"):
         page(result)
 

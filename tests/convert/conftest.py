@@ -1,7 +1,5 @@
 """The texts by which the converter measures drafters, written once by the target of the tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 from mlx_redrafter.convert import selftest
 from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.target.target import Target
+from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 
 _TEXTS: dict[tuple[int, ...], list[ReadSequence]] = {}
 

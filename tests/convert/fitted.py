@@ -3,8 +3,6 @@
 Axes: B windows, S tokens, H hidden size.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafter checkpoints written without torch, byte by byte, so that they can be wrong on purpose."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zipfile
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_redrafter.convert.conversion import convert_drafter
+from mlx_redrafter.convert.conversion import Conversion, convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import CheckpointError
 
@@ -158,11 +156,16 @@ def write(
     return folder
 
 
+def convert(source: str | Path, out: Path, **options: Any) -> Conversion:
+    """Convert with these options."""
+    return convert_drafter(source, out, ConversionOptions(**options))
+
+
 def refusal(folder: Path, **options: Any) -> str:
     """The message of a refused conversion, one printable line, which leaves nothing behind."""
     before = sorted(folder.parent.iterdir())
     with pytest.raises(CheckpointError) as caught:
-        convert_drafter(folder, folder.parent / "out", ConversionOptions(**options))
+        convert(folder, folder.parent / "out", **options)
     assert sorted(folder.parent.iterdir()) == before
     message = str(caught.value)
     assert len(message) < 2000

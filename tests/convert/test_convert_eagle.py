@@ -1,11 +1,10 @@
 """EAGLE heads through the converter: pickles and safetensors, what it says of them and refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -14,8 +13,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from mlx_redrafter.checkpoint_files import read_config  # noqa: E402
 from mlx_redrafter.checkpoints.bundled import find_bundled  # noqa: E402
-from mlx_redrafter.convert.conversion import convert_drafter  # noqa: E402
-from mlx_redrafter.convert.conversion_options import ConversionOptions  # noqa: E402
 from mlx_redrafter.convert.eagle import with_rope  # noqa: E402
 from mlx_redrafter.convert.recognition import inspect_checkpoint  # noqa: E402
 from mlx_redrafter.errors import CheckpointError, ConfigError  # noqa: E402
@@ -25,12 +22,13 @@ from mlx_redrafter.proposers.eagle.config import EagleConfig  # noqa: E402
 from mlx_redrafter.proposers.eagle.network import Eagle  # noqa: E402
 from mlx_redrafter.proposers.fit import Prediction, ReadSequence  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402
+from tests.convert.handmade import convert  # noqa: E402
 from tests.helpers.equality import assert_same_weights  # noqa: E402
 from tests.helpers.models import layer_inputs  # noqa: E402
 from tests.helpers.published_eagle import LAYOUTS, write_head  # noqa: E402
 
 TARGET = find_bundled("target")
-FOR_TARGET = ConversionOptions(target=TARGET, dtype="float32")
+FOR_TARGET: Any = {"target": TARGET, "dtype": "float32"}
 
 
 def _pickled(folder: Path) -> None:
@@ -50,19 +48,18 @@ def test_a_converted_head_is_the_published_one(name: str, tmp_path: Path) -> Non
     _pickled(source)
     with pytest.raises(CheckpointError, match=r"no model\*.safetensors"):
         load_eagle(source)
-    conversion = convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="float32"))
+    conversion = convert(source, tmp_path / "out", dtype="float32")
     assert conversion.config == published.config
     assert_same_weights(load_eagle(tmp_path / "out"), published)
 
 
 def test_quantised_heads_load(tmp_path: Path) -> None:
     write_head(tmp_path / "source", LAYOUTS["EAGLE-3"])
-    options = ConversionOptions(quantize=True, q_group_size=32)
-    convert_drafter(tmp_path / "source", tmp_path / "out", options)
+    convert(tmp_path / "source", tmp_path / "out", quantize=True, q_group_size=32)
     assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 4}
     assert load_eagle(tmp_path / "out").lm_head.bits == 4
     with pytest.raises(CheckpointError, match="quantised already"):
-        convert_drafter(tmp_path / "out", tmp_path / "again", options)
+        convert(tmp_path / "out", tmp_path / "again")
 
 
 def test_inspection_names_the_kind_and_the_target(tmp_path: Path) -> None:
@@ -72,7 +69,6 @@ def test_inspection_names_the_kind_and_the_target(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     inspection = inspect_checkpoint(tmp_path)
     assert inspection.kind == "EAGLE-3 head, with speculators' names, for 'org/model'"
-    assert inspection.config is not None
     assert "embed_tokens.weight" in inspection.notes[0]
     (tmp_path / "config.json").write_text(json.dumps({**config, "fc_norm": True}))
     refused = inspect_checkpoint(tmp_path)
@@ -83,9 +79,7 @@ def test_inspection_names_the_kind_and_the_target(tmp_path: Path) -> None:
 def test_options_of_recurrent_drafters_are_refused(tmp_path: Path) -> None:
     write_head(tmp_path / "source", LAYOUTS["EAGLE-1"])
     with pytest.raises(ConfigError, match="is not for an EAGLE head"):
-        convert_drafter(
-            tmp_path / "source", tmp_path / "out", ConversionOptions(rnn_activation="silu")
-        )
+        convert(tmp_path / "source", tmp_path / "out", rnn_activation="silu")
 
 
 @pytest.fixture
@@ -101,7 +95,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_target_tells_how_much_it_accepts(source: Path, tmp_path: Path) -> None:
     """Of a random head, and one that was made for another model."""
-    conversion = convert_drafter(source, tmp_path / "out", FOR_TARGET)
+    conversion = convert(source, tmp_path / "out", **FOR_TARGET)
     measured = conversion.provenance["self_test"]
     assert measured["positions"] == 32
     assert measured["acceptance"] < 0.2
@@ -109,7 +103,7 @@ def test_the_target_tells_how_much_it_accepts(source: Path, tmp_path: Path) -> N
     assert "probably trained for another model" in conversion.warnings[0]
     write_head(tmp_path / "other", LAYOUTS["EAGLE-3"])
     with pytest.raises(CheckpointError, match="hidden_size 32 does not match the target's"):
-        convert_drafter(tmp_path / "other", tmp_path / "none", FOR_TARGET)
+        convert(tmp_path / "other", tmp_path / "none", **FOR_TARGET)
 
 
 def test_the_layers_are_those_that_the_target_accepts_most(
@@ -126,7 +120,7 @@ def test_the_layers_are_those_that_the_target_accepts_most(
         return Prediction(ids.astype(mx.float32), chosen, text.top_log_probs[1:])
 
     monkeypatch.setattr("mlx_redrafter.convert.eagle.predict_next", predict)
-    conversion = convert_drafter(source, tmp_path / "out", FOR_TARGET)
+    conversion = convert(source, tmp_path / "out", **FOR_TARGET)
     assert load_eagle(tmp_path / "out").config.captured_layers == (1, 2)
     assert re.search("as it says 0%,.* later layers 100%", conversion.provenance["notes"][-1])
     assert re.search("; used later layers", conversion.provenance["notes"][-1])
@@ -141,7 +135,6 @@ def test_the_rope_of_the_target_is_tried_with_the_same_weights(tmp_path: Path) -
     head, expected = heads
     rope = {"rope_theta": 500.0, "rope_scaling": None}
     other = with_rope(head, rope)
-    assert other is not None
     assert with_rope(other, rope) is None
     rows = mx.random.normal((2, 5, 32), key=mx.random.key(1))
     outputs = [net(rows[0], rows[1], net.make_cache()) for net in (other, expected, head)]

@@ -3,8 +3,6 @@
 Some of the seeds carry a call of ``os.system``, so that damage could also set it free.
 """
 
-from __future__ import annotations
-
 import struct
 import sys
 import tempfile
@@ -19,8 +17,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_redrafter.convert.conversion import convert_drafter
-from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.medusa import load as load_medusa
 from mlx_redrafter.proposers.redrafter import load as load_drafter
@@ -140,7 +136,7 @@ def convert_damaged(content: bytes, seed: str, watch: Watch) -> bool:
         watch.is_on = True
         refusal = None
         try:
-            convert_drafter(folder, out, ConversionOptions(dtype="float32"))
+            handmade.convert(folder, out, dtype="float32")
         except RedrafterError as error:
             refusal = str(error)
         finally:

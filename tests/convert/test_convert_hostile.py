@@ -1,7 +1,5 @@
 """Files made to do harm: refused by one line, in bounded time and memory, and never executed."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -73,9 +71,7 @@ class Evil:
     ("function", "argument"),
     [(os.system, "touch executed"), (eval, "open('executed', 'w')"), (exec, "1/0"), (open, "x")],
 )
-def test_functions_are_not_called(
-    source: Path, protocol: int, function: object, argument: str
-) -> None:
+def test_nothing_is_called(source: Path, protocol: int, function: object, argument: str) -> None:
     refused_pickle(source, pickle.dumps({"x": Evil(function, argument)}, protocol))
 
 

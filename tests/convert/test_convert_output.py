@@ -1,23 +1,21 @@
 """What is written: whole or not at all, quantised, sliced, described, back to PyTorch, and said."""
 
-from __future__ import annotations
-
 import hashlib
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from huggingface_hub import HfApi
 
-from mlx_redrafter.cli.main import main
+from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.convert import publication
-from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.export import export_drafter
 from mlx_redrafter.convert.vocabulary import choose_rows
@@ -26,6 +24,8 @@ from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.version import __version__
 from tests.convert import handmade
+from tests.convert.handmade import convert
+from tests.helpers.cli import Cli
 from tests.helpers.models import random_drafter
 
 WIDE = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 96}
@@ -48,10 +48,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_the_folder_says_where_it_comes_from(source: Path) -> None:
     out = source.parent / "deep" / "out"
-    convert_drafter(source, out)
+    convert(source, out)
     assert files(out) == OUTPUT
     assert files(out.parent) == ["out"]
-    values = json.loads((out / "config.json").read_text())
+    values = read_config(out)
     assert values["model_type"] == "recurrent_drafting_drafter"
     assert values["conversion"]["source"] == "source"
     assert values["conversion"]["converter"] == f"mlx_redrafter {__version__}"
@@ -62,7 +62,7 @@ def test_the_folder_says_where_it_comes_from(source: Path) -> None:
 
 
 def test_the_card_describes_the_drafter(source: Path) -> None:
-    convert_drafter(source, source.parent / "out", ConversionOptions(quantize=True, q_bits=8))
+    convert(source, source.parent / "out", quantize=True, q_bits=8)
     card = (source.parent / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: mlx\n")
     assert "| weights | 8 bits, groups of 64 |" in card
@@ -72,67 +72,57 @@ def test_the_card_describes_the_drafter(source: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_dtypes(source: Path, dtype: str) -> None:
-    convert_drafter(source, source.parent / "out", ConversionOptions(dtype=dtype))
+    convert(source, source.parent / "out", dtype=dtype)
     assert load_drafter(source.parent / "out").dtype == getattr(mx, dtype)
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 64), (4, 64), (6, 32), (8, 64)])
 def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_size: int) -> None:
     out = source.parent / "out"
-    options = ConversionOptions(quantize=True, q_bits=bits, q_group_size=group_size)
-    convert_drafter(source, out, options)
-    values = json.loads((out / "config.json").read_text())
-    assert values["quantization"] == {"group_size": group_size, "bits": bits}
+    convert(source, out, quantize=True, q_bits=bits, q_group_size=group_size)
+    assert read_config(out)["quantization"] == {"group_size": group_size, "bits": bits}
     layer: Any = load_drafter(out).lm_head[-1]
     assert (layer.bits, layer.group_size) == (bits, group_size)
     with pytest.raises(CheckpointError, match="quantised already"):
-        convert_drafter(out, source.parent / "again")
+        convert(out, source.parent / "again")
 
 
 def test_a_quantised_copy_is_for_the_same_target(tmp_path: Path) -> None:
     target = {"name": "org/Model", "tokens": "0123", "fingerprint": "4567"}
     save_drafter(random_drafter(64, 64), tmp_path / "given", {"target": target})
-    convert_drafter(tmp_path / "given", tmp_path / "out", ConversionOptions(quantize=True))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["target"] == target
+    convert(tmp_path / "given", tmp_path / "out", quantize=True)
+    assert read_config(tmp_path / "out")["target"] == target
     assert "base_model: org/Model" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_impossible_quantisation(source: Path) -> None:
     for bits, group_size in ((5, 64), (4, 48), (0, 64)):
-        options = ConversionOptions(quantize=True, q_bits=bits, q_group_size=group_size)
         with pytest.raises(ConfigError, match="must be one of"):
-            convert_drafter(source, source.parent / "out", options)
+            convert(
+                source, source.parent / "out", quantize=True, q_bits=bits, q_group_size=group_size
+            )
     narrow = source.parent / "narrow"
     handmade.write_checkpoint(narrow, "zip")
     with pytest.raises(ConfigError, match="group_size 64"):  # which divides no width
-        convert_drafter(narrow, source.parent / "out", ConversionOptions(quantize=True))
+        convert(narrow, source.parent / "out", quantize=True)
     assert files(source.parent) == ["narrow", "source"]
 
 
 def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source: Path) -> None:
     out = source.parent / "out"
     out.mkdir()
-    convert_drafter(source, out)
+    convert(source, out)
     before = contents(out)
-    convert_drafter(source, out, ConversionOptions(dtype="float32"))
+    (out / ".DS_Store").write_text("")  # by macOS's Finder
+    convert(source, out, dtype="float32")
     assert contents(out) != before
     assert files(out) == OUTPUT
     assert files(out.parent) == ["out", "source"]
 
 
-def test_a_folder_that_the_finder_has_shown_is_still_an_earlier_conversion(source: Path) -> None:
-    out = source.parent / "out"
-    convert_drafter(source, out)
-    (out / ".DS_Store").write_text("")
-    convert_drafter(source, out, ConversionOptions(dtype="float32"))
-    assert json.loads((out / "config.json").read_text())["conversion"]["source"] == "source"
-
-
-def test_a_failure_leaves_or_brings_back_the_earlier_output(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_keep_the_earlier_output(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, rename, calls = source.parent / "out", os.rename, []
-    convert_drafter(source, out)
+    convert(source, out)
     before = contents(out)
 
     def fail(*_: object) -> None:
@@ -149,7 +139,7 @@ def test_a_failure_leaves_or_brings_back_the_earlier_output(
         with monkeypatch.context() as patch:
             patch.setattr(f"mlx_redrafter.convert.{name}", function)
             with pytest.raises(OSError, match="disk full"):
-                convert_drafter(source, out, ConversionOptions(dtype="float32"))
+                convert(source, out, dtype="float32")
         assert contents(out) == before
         assert files(out.parent) == ["out", "source"]
     assert len(calls) > 1
@@ -157,12 +147,12 @@ def test_a_failure_leaves_or_brings_back_the_earlier_output(
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_back_to_pytorch(source: Path, bits: int | None) -> None:
-    options = ConversionOptions("float32", quantize=bits is not None, q_bits=bits or 4)
+    options: Any = {} if bits is None else {"quantize": True, "q_bits": bits}
     mlx, back = source.parent / "mlx", source.parent / "back"
-    convert_drafter(source, mlx, options)
+    convert(source, mlx, dtype="float32", **options)
     assert export_drafter(mlx, back) == ()
-    assert json.loads((back / "config.json").read_text()).items() >= WIDE.items()
-    convert_drafter(back, source.parent / "again", ConversionOptions(dtype="float32"))
+    assert read_config(back).items() >= WIDE.items()
+    convert(back, source.parent / "again", dtype="float32")
     original = handmade.tensors(WIDE)
     returned = mx.load(str(back / "model.safetensors"), return_metadata=True)
     assert returned[1]["format"] == "pt"
@@ -175,11 +165,9 @@ def test_back_to_pytorch(source: Path, bits: int | None) -> None:
 @pytest.mark.parametrize(
     "variant", [{"rnn_activation": "identity"}, {"rnn_first_step_bias": False}], ids=str
 )
-def test_what_apples_code_cannot_compute_is_not_written(
-    tmp_path: Path, variant: dict[str, Any]
-) -> None:
+def test_what_apples_code_cannot_compute(tmp_path: Path, variant: dict[str, Any]) -> None:
     handmade.write_checkpoint(tmp_path / "source", "zip", {**WIDE, **variant})
-    convert_drafter(tmp_path / "source", tmp_path / "mlx")
+    convert(tmp_path / "source", tmp_path / "mlx")
     with pytest.raises(CheckpointError, match="TensorRT-LLM's recurrence"):
         export_drafter(tmp_path / "mlx", tmp_path / "back")
     assert files(tmp_path) == ["mlx", "source"]
@@ -208,39 +196,22 @@ def test_token_ids_out_of_range(tmp_path: Path) -> None:
         arrays["token_ids"] = mx.array(ids, dtype=mx.int32)
         mx.save_safetensors(str(tmp_path / "source" / "model.safetensors"), arrays)
         if is_valid:
-            convert_drafter(tmp_path / "source", tmp_path / "out")
+            convert(tmp_path / "source", tmp_path / "out")
         else:
             with pytest.raises(CheckpointError, match="token_ids in source must be"):
-                convert_drafter(tmp_path / "source", tmp_path / "out")
+                convert(tmp_path / "source", tmp_path / "out")
 
 
-class FakeHub:
-    """Stands for the hub's client and remembers what it is asked."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, str]] = []
-
-    def create_repo(self, repo: str, exist_ok: bool) -> str:
-        self.calls.append(("create", repo))
-        if repo == "nobody/nothing":
-            raise OSError("offline\nsecond line")
-        return f"https://hub/{repo}"
-
-    def upload_folder(self, repo_id: str, folder_path: Path) -> None:
-        self.calls.append((repo_id, ",".join(files(folder_path))))
-
-
-def test_upload(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = FakeHub()
+def test_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = create_autospec(HfApi, instance=True)
+    hub.create_repo.return_value = "https://hub/me/drafter"
     monkeypatch.setattr(publication, "HfApi", lambda: hub)
-    out = source.parent / "out"
-    convert_drafter(source, out)
-    assert publication.upload_folder(out, "me/drafter") == "https://hub/me/drafter"
-    assert hub.calls == [("create", "me/drafter"), ("me/drafter", ",".join(OUTPUT))]
-    with pytest.raises(
-        CheckpointError, match=r"complete but could not be uploaded.*offline; check"
-    ):
-        publication.upload_folder(out, "nobody/nothing")
+    assert publication.upload_folder(tmp_path, "me/drafter") == "https://hub/me/drafter"
+    hub.create_repo.assert_called_once_with("me/drafter", exist_ok=True)
+    hub.upload_folder.assert_called_once_with(repo_id="me/drafter", folder_path=tmp_path)
+    hub.create_repo.side_effect = OSError("offline\nsecond line")
+    with pytest.raises(CheckpointError, match=r"complete but could not be .*offline; check"):
+        publication.upload_folder(tmp_path, "nobody/nothing")
 
 
 @pytest.mark.parametrize("top_k", [None, 7, 50])
@@ -250,31 +221,23 @@ def test_calibration_outlives_quantising_and_pytorch(tmp_path: Path, top_k: int 
     save_drafter(drafter, tmp_path / "mlx")
     notes = export_drafter(tmp_path / "mlx", tmp_path / "torch")
     assert ["keeps 50 logits" in note for note in notes] == [True] * (top_k != 50)
-    convert_drafter(tmp_path / "torch", tmp_path / "back", ConversionOptions(dtype="float32"))
+    convert(tmp_path / "torch", tmp_path / "back", dtype="float32")
     assert load_drafter(tmp_path / "back").config == drafter.config
-    convert_drafter(tmp_path / "mlx", tmp_path / "out", ConversionOptions(quantize=True))
+    convert(tmp_path / "mlx", tmp_path / "out", quantize=True)
     assert load_drafter(tmp_path / "out").config == drafter.config
 
 
-def test_convert_by_command(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = str(tmp_path / "out")
-    assert main(["convert", "-q", "--q-bits", "8", str(source), out, "--dtype", "bfloat16"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.startswith(f"wrote {out}: hidden_size 64")
-    assert "8 bits, groups of 64" in captured.out
-    assert captured.err == ""
-    values = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert values["quantization"]["bits"] == 8
-    back = str(tmp_path / "back")
-    assert main(["convert", str(source), str(tmp_path / "mlx")]) == 0
-    assert main(["convert", str(tmp_path / "mlx"), back, "--to", "pytorch"]) == 0
-    assert "Apple's PyTorch code" in capsys.readouterr().out
-    assert main(["convert", back]) == 0
-    capsys.readouterr()
-    assert main(["convert", str(source)]) == 0
-    shown = capsys.readouterr().out
+def test_convert_by_command(source: Path, tmp_path: Path, cli: Cli) -> None:
+    out, mlx, back = (tmp_path / name for name in ("out", "mlx", "back"))
+    found = cli("convert", "-q", "--q-bits", 8, source, out, "--dtype", "bfloat16")
+    assert (found.code, found.err) == (0, "")
+    assert found.out.startswith(f"wrote {out}: hidden_size 64")
+    assert "8 bits, groups of 64" in found.out
+    assert read_config(out)["quantization"]["bits"] == 8
+    assert cli("convert", source, mlx).code == 0
+    assert "Apple's PyTorch code" in cli("convert", mlx, back, "--to", "pytorch").out
+    assert cli("convert", back).code == 0
+    shown = cli("convert", source).out
     assert "a recurrent drafter with apple names" in shown
     assert "hidden_size: 64" in shown
     assert re.search(r"rnn_w\.weight +float32 +\[64, 64\]", shown)
@@ -292,13 +255,10 @@ def test_convert_by_command(
         (["a", "b", "-q", "--q-bits", "5"], "must be one of"),
     ],
 )
-def test_usage_errors(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["convert", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_usage_errors(arguments: list[str], message: str, cli: Cli) -> None:
+    found = cli("convert", *arguments)
+    assert (found.code, found.err.count("\n")) == (2, 1)
+    assert message in found.err
 
 
 def test_help_loads_little_and_names_both_uses() -> None:

@@ -1,33 +1,42 @@
 """Converted drafters with a trained target: the self-test, and the text that comes out.
 
-A drafter is fitted to stories260k within seconds, so acceptance is real, if modest.
+A drafter and Medusa heads are fitted to stories260k within seconds, so acceptance is real, if
+modest. Medusa heads are also read from files.
 """
 
-from __future__ import annotations
-
 import json
+import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from mlx_redrafter import load_drafter
+from mlx_redrafter import generate, load, load_drafter, stream_generate
 from mlx_redrafter.bench.lab.contexts import prefill
-from mlx_redrafter.convert.conversion import Conversion, convert_drafter
-from mlx_redrafter.convert.conversion_options import ConversionOptions
+from mlx_redrafter.checkpoint_files import read_config
+from mlx_redrafter.checkpoints.recognition import recognise
+from mlx_redrafter.convert.conversion import Conversion
+from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.convert.selftest import MIN_ACCEPTANCE, TOKENS_PER_PROMPT
 from mlx_redrafter.convert.selftest import PROMPTS as PROMPTS_OF_SELF_TEST
 from mlx_redrafter.convert.vocabulary import count_tokens
 from mlx_redrafter.draft_plan import DraftShape
+from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.medusa import load as load_medusa
+from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.convert import handmade
-from tests.convert.fitted import fit_drafter
+from tests.convert.fitted import fit_drafter, fit_medusa
+from tests.convert.handmade import convert, refusal
+from tests.helpers.cli import Cli
 from tests.helpers.equality import tokens
 from tests.helpers.models import random_drafter, shared_path
 from tests.helpers.recurrent_search import expand
@@ -47,15 +56,9 @@ def fitted(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def convert(fitted: Path, stories: Trained, tmp_path: Path) -> Convert:
+def convert_fitted(fitted: Path, stories: Trained, tmp_path: Path) -> Convert:
     """Convert the fitted drafter for stories260k with any options."""
-
-    def run(**options: Any) -> Conversion:
-        return convert_drafter(
-            fitted, tmp_path / "out", ConversionOptions(target=stories.folder, **options)
-        )
-
-    return run
+    return partial(convert, fitted, tmp_path / "out", target=stories.folder)
 
 
 def decode(stories: Trained, drafter: Drafter | None) -> list[list[int]]:
@@ -64,8 +67,8 @@ def decode(stories: Trained, drafter: Drafter | None) -> list[list[int]]:
     return [tokens(stories.model, prompt, drafter, **options) for prompt in PROMPTS]
 
 
-def test_quantised_drafters_give_the_same_text(
-    convert: Convert, stories: Trained, tmp_path: Path
+def test_quantised_drafters_keep_texts(
+    convert_fitted: Convert, stories: Trained, tmp_path: Path
 ) -> None:
     plain = decode(stories, None)
     formats: list[dict[str, Any]] = [
@@ -75,14 +78,12 @@ def test_quantised_drafters_give_the_same_text(
         {"dtype": "float32", "quantize": True},
     ]
     for options in formats:
-        assert convert(**options).provenance["self_test"]["acceptance"] > MIN_ACCEPTANCE
+        assert convert_fitted(**options).provenance["self_test"]["acceptance"] > MIN_ACCEPTANCE
         assert decode(stories, load_drafter(tmp_path / "out")) == plain
 
 
-def test_a_drafter_that_fits_is_calibrated_and_gets_no_warning(
-    convert: Convert, tmp_path: Path
-) -> None:
-    conversion = convert()
+def test_a_fitting_drafter_is_calibrated(convert_fitted: Convert, tmp_path: Path) -> None:
+    conversion = convert_fitted()
     assert conversion.warnings == ()
     assert conversion.provenance["self_test"]["acceptance"] > MIN_ACCEPTANCE
     assert conversion.provenance["target"] == "stories260k"
@@ -91,35 +92,34 @@ def test_a_drafter_that_fits_is_calibrated_and_gets_no_warning(
 
 
 def test_the_recurrence_is_the_one_that_the_target_accepts_most(
-    convert: Convert, fitted: Path, stories: Trained, tmp_path: Path
+    convert_fitted: Convert, fitted: Path, stories: Trained, tmp_path: Path
 ) -> None:
     wrong = shutil.copytree(fitted, tmp_path / "wrong")
-    values = json.loads((wrong / "config.json").read_text())
+    values = read_config(wrong)
     (wrong / "config.json").write_text(json.dumps({**values, "rnn_activation": "identity"}))
-    options = ConversionOptions(target=stories.folder)
-    conversion = convert_drafter(wrong, tmp_path / "right", options)
+    conversion = convert(wrong, tmp_path / "right", target=stories.folder)
     assert conversion.config.rnn_activation == "silu"
     assert conversion.provenance["notes"][-1].endswith("; used other recurrence")
     assert conversion.warnings == ()
-    assert convert().provenance["notes"][-1].endswith("; used as it says")
-    assert convert(rnn_activation="identity").config.rnn_activation == "identity"
+    assert convert_fitted().provenance["notes"][-1].endswith("; used as it says")
+    assert convert_fitted(rnn_activation="identity").config.rnn_activation == "identity"
 
 
 @pytest.mark.parametrize("rnn", [True, False])
 def test_an_untrained_drafter_is_noticed(stories: Trained, tmp_path: Path, rnn: bool) -> None:
     save_drafter(random_drafter(512, 64, rnn=rnn), tmp_path / "source")
-    options = ConversionOptions(target=stories.folder)
-    conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
+    source = tmp_path / "source"
+    conversion = convert(source, tmp_path / "out", target=stories.folder)
     assert "probably trained for another model" in conversion.warnings[0]
 
 
 @pytest.mark.parametrize("is_linear", [False, True])
 def test_the_self_test_measures_what_drafting_does(
-    convert: Convert, stories: Trained, tmp_path: Path, is_linear: bool
+    convert_fitted: Convert, stories: Trained, tmp_path: Path, is_linear: bool
 ) -> None:
     """The first draft of a beam search at every token of the target's own text."""
     activation = "identity" if is_linear else "silu"
-    conversion = convert(dtype="float32", rnn_activation=activation)
+    conversion = convert_fitted(dtype="float32", rnn_activation=activation)
     drafter = load_drafter(tmp_path / "out")
     target, shape = Target(stories.model), DraftShape(1, 2)
     matches = []
@@ -150,14 +150,14 @@ def test_a_drafter_of_another_model(
     stories: Trained, tmp_path: Path, config: dict[str, int], message: str
 ) -> None:
     handmade.write_checkpoint(tmp_path / "source", "zip", {**handmade.CONFIG, **config})
-    assert message in handmade.refusal(tmp_path / "source", target=stories.folder)
+    assert message in refusal(tmp_path / "source", target=stories.folder)
 
 
 def test_padding_rows_are_dropped(stories: Trained, tmp_path: Path) -> None:
     config = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 576}
     handmade.write_checkpoint(tmp_path / "source", "zip", config)
-    options = ConversionOptions(target=stories.folder, dtype="float32")
-    conversion = convert_drafter(tmp_path / "source", tmp_path / "out", options)
+    options: Any = {"target": stories.folder, "dtype": "float32"}
+    conversion = convert(tmp_path / "source", tmp_path / "out", **options)
     assert conversion.config.vocab_size == 512
     assert any("64 padding rows" in note for note in conversion.provenance["notes"])
     head = load_drafter(tmp_path / "out").lm_head[-1].weight
@@ -173,12 +173,12 @@ def test_a_byte_order_mark_is_not_counted(stories: Trained, tmp_path: Path) -> N
     assert counts[0] == counts[1]
 
 
-def test_a_vocabulary_slice_drafts_less_and_changes_no_text(
-    convert: Convert, stories: Trained, tmp_path: Path
+def test_vocabulary_slices_are_exact(
+    convert_fitted: Convert, stories: Trained, tmp_path: Path
 ) -> None:
-    whole = convert(dtype="float32").provenance["self_test"]["acceptance"]
-    conversion = convert(dtype="float32", vocab_slice=300, vocab_text=[shared_path(TEXT)])
-    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    whole = convert_fitted(dtype="float32").provenance["self_test"]["acceptance"]
+    conversion = convert_fitted(dtype="float32", vocab_slice=300, vocab_text=[shared_path(TEXT)])
+    values = read_config(tmp_path / "out")
     assert values["draft_vocab_size"] == 300
     drafter = load_drafter(tmp_path / "out")
     kept = set(drafter.token_ids.tolist())
@@ -186,3 +186,172 @@ def test_a_vocabulary_slice_drafts_less_and_changes_no_text(
     assert len(kept) == 300
     assert conversion.provenance["self_test"]["acceptance"] > whole - 0.1
     assert decode(stories, drafter) == decode(stories, None)
+
+
+# Medusa heads
+
+
+@pytest.fixture(scope="module")
+def source(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fitted heads in the layout of FasterDecoding's code."""
+    folder = tmp_path_factory.mktemp("fitted") / "medusa"
+    fit_medusa(stories.model, stories.tokenizer, shared_path(TEXT), folder)
+    return folder
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "4 bits, sliced": {"dtype": "float32", "quantize": True, "vocab_slice": 256,
+        "vocab_text": [Path("text.txt")]},
+    "static": {"dtype": "float32", "tree": "static"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_converted_heads_give_the_targets_text(
+    source: Path, stories: Trained, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(shared_path(TEXT).read_text(encoding="utf-8")[:20_000])
+    conversion = convert(source, tmp_path / "out", target=stories.folder, **OPTIONS[name])
+    measured = conversion.provenance["self_test"]
+    assert measured["acceptance"] > MIN_ACCEPTANCE
+    assert conversion.warnings == ()
+    config = read_config(tmp_path / "out")
+    assert config["model_type"] == "redrafter_medusa"
+    assert config["score_scale"] != 1
+    accuracies = config["rank_accuracies"]
+    assert accuracies[0][0] == pytest.approx(measured["acceptance"], abs=0.06)
+    assert accuracies[0][0] > accuracies[1][0] > accuracies[1][5]
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "[Medusa](https://arxiv.org/abs/2401.10774) heads for `stories260k`" in card
+
+    if name == "static":  # a conversion can be converted again, and knows what was measured
+        again = convert(tmp_path / "out", tmp_path / "again", dtype="float32")
+        assert again.config == conversion.config
+    model, tokenizer, heads = load(stories.folder, drafter=tmp_path / "out")
+    assert isinstance(heads, Medusa)
+    assert heads.config.tree == ("static" if name == "static" else "dynamic")
+    plain = generate(model, tokenizer, PROMPTS[-1], drafter=None, max_tokens=60)
+    for shape in ({}, {"beam_width": 1, "beam_length": 3}, {"beam_length": 3, "tree_nodes": 9}):
+        options = {"drafter": heads, "max_tokens": 60, **shape}
+        responses = list(stream_generate(model, tokenizer, PROMPTS[-1], **options))
+        assert "".join(response.text for response in responses) == plain
+        if shape:
+            assert responses[-1].tokens_per_step > 1.2
+
+
+def test_heads_that_know_nothing_are_warned_about(stories: Trained, tmp_path: Path) -> None:
+    source = write_heads(tmp_path / "source", handmade.medusa(3, hidden=64, rows=512), {})
+    (warning,) = convert(source, tmp_path / "out", target=stories.folder).warnings
+    assert "probably trained for another model" in warning
+
+
+@pytest.mark.parametrize(
+    ("hidden", "rows", "message"),
+    [(32, 512, "hidden_size 32 does not match"), (64, 700, "vocab_size 700 does not match")],
+)
+def test_heads_for_another_model_are_refused(
+    stories: Trained, tmp_path: Path, hidden: int, rows: int, message: str
+) -> None:
+    values = handmade.medusa(3, hidden, rows)
+    assert message in refusal(write_heads(tmp_path / "source", values, {}), target=stories.folder)
+    values["0.1.weight"][0] = float("nan")  # sizes are compared before any weights are read
+    source = write_heads(tmp_path / "source", values, {})
+    with pytest.raises(CheckpointError, match=message):
+        load(stories.folder, drafter=source)
+
+
+def test_the_command_line(
+    source: Path, stories: Trained, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published files are used as they are by every command."""
+    monkeypatch.setattr("mlx_redrafter.bench.speed.time_shapes", lambda *_: None)
+    pair = ["--model", stories.folder, "--drafter", source]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(PROMPTS[-1])
+    assert cli("check", *pair, "-p", PROMPTS[-1], "-m", 9).out.startswith("equal: 9 tokens")
+    options = ["--prompts", prompts, "-m", 6, "--shapes", "4x3x9", "--repeats", 1]
+    found = cli("bench", "compare", *pair, *options)
+    assert (found.code, "top_n w4 l3 n9" in found.out) == (0, True)
+    out = tmp_path / "out"
+    found = cli("convert", source, out, "--target", stories.folder, "--tree", "static")
+    assert "2 heads of 512 tokens with 1 blocks, static tree, float16" in found.out
+
+
+Values = dict[str, np.ndarray]
+CONFIG = {"medusa_num_heads": 2, "hidden_size": 8, "base_model_name_or_path": "org/vicuna"}
+
+
+def write_heads(folder: Path, values: Values, config: dict[str, Any] = CONFIG) -> Path:
+    return handmade.write(folder, values, config, "medusa_lm_head.safetensors")
+
+
+def without(*names: str) -> Values:
+    return {name: value for name, value in handmade.medusa(3).items() if name not in names}
+
+
+def with_(name: str, shape: tuple[int, ...]) -> Values:
+    return {**handmade.medusa(3), name: np.zeros(shape, np.float32)}
+
+
+BAD: dict[str, tuple[Values, dict[str, Any], str]] = {
+    "missing": (without("1.0.linear.bias"), CONFIG, r"1\.0\.linear\.bias is missing, expected sh"),
+    "no final layer": (without("0.1.weight"), CONFIG, "the final layer of the first head.*none"),
+    "shape": (with_("2.0.linear.weight", (8, 9)), CONFIG,
+        r"2\.0\.linear\.weight' has shape \[8, 9\], expected \[8, 8\]"),
+    "rows": (with_("1.1.weight", (71, 8)), CONFIG, r"1\.1\.weight' has shape \[71, 8\], expected"),
+    "unexpected": (with_("norm.weight", (8, )), CONFIG, "not part of Medusa heads: 'norm.weight'"),
+    "twice": (with_("medusa_head.0.1.weight", (70, 8)), CONFIG, "both stand for heads.0.1.weight"),
+    "whole model": (with_("model.embed_tokens.weight", (70, 8)), {**CONFIG, "model_type": "llama"},
+        "in a Medusa-2 model both were trained"),
+    "too few": (handmade.medusa(2), {**CONFIG, "medusa_num_heads": 5}, "medusa_num_heads 5, but"),
+    "hidden": (handmade.medusa(2), {**CONFIG, "hidden_size": 16}, "hidden_size 16, but the tens"),
+    "layers": (handmade.medusa(2), {**CONFIG, "medusa_num_layers": 2}, "num_layers 2, but the te"),
+    "vllm's layers": (handmade.medusa(2), {"model_type": "medusa", "num_hidden_layers": 2},
+        "num_hidden_layers 2, but the te"),
+    "vocabulary": (handmade.medusa(2), {**CONFIG, "vocab_size": 90}, "vocab_size 90, but"),
+    "too many heads": (handmade.medusa(65, 1, 1), {"medusa_num_heads": 2}, "num_heads must be an"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_named(tmp_path: Path, case: str) -> None:
+    values, config, message = BAD[case]
+    source = write_heads(tmp_path / "source", values, config)
+    assert recognise(source)[0].NAME == "Medusa heads"
+    with pytest.raises(CheckpointError, match=message):
+        load_medusa(source)
+    assert re.search(message, refusal(source))
+    (note,) = inspect_checkpoint(source).notes
+    assert note.isprintable()
+
+
+def test_inspection_names_the_target(tmp_path: Path) -> None:
+    found = inspect_checkpoint(write_heads(tmp_path, handmade.medusa(5)))
+    assert found.kind == "Medusa heads with fasterdecoding names, for 'org/vicuna'"
+    assert found.notes == ("config.json says medusa_num_heads 2, the file has 5 heads",)
+    assert found.config.to_dict()["num_heads"] == 5
+
+
+def test_pickles_are_for_convert(tmp_path: Path) -> None:
+    handmade.write_config(tmp_path, CONFIG)
+    values = handmade.medusa(2)
+    handmade.write_zip(tmp_path / "medusa_lm_head.pt", handmade.pickled(values), values)
+    with pytest.raises(CheckpointError, match="loadable by `redrafter-mlx convert`"):
+        recognise(tmp_path)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"rnn_activation": "silu"}, "--rnn-activation is not for Medusa heads"),
+    ({"tree": "static"}, "a static tree needs --target"),
+])  # fmt: skip
+def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    source = write_heads(tmp_path / "source", handmade.medusa(2))
+    with pytest.raises(ConfigError, match=message):
+        convert(source, tmp_path / "out", **options)
+
+
+def test_a_tree_is_no_option_of_recurrent_drafters(tmp_path: Path) -> None:
+    handmade.write_checkpoint(tmp_path / "source", "safetensors")
+    with pytest.raises(ConfigError, match="--tree is not for"):
+        convert(tmp_path / "source", tmp_path / "out", tree="static")

@@ -1,9 +1,10 @@
-"""Checkpoints written by real torch: every variant, format and dtype gives torch's own numbers."""
+"""Checkpoints written by real torch: every variant, format and dtype gives torch's own numbers.
 
-from __future__ import annotations
+First those of recurrent drafters, then Medusa heads.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch.nn import ModuleDict, ModuleList, Sequential  # noqa: E402
 
-from mlx_redrafter.convert.conversion import convert_drafter  # noqa: E402
-from mlx_redrafter.convert.conversion_options import ConversionOptions  # noqa: E402
+from mlx_redrafter.convert.export import export_drafter  # noqa: E402
+from mlx_redrafter.device_read import to_ints  # noqa: E402
 from mlx_redrafter.draft_plan import DraftShape  # noqa: E402
+from mlx_redrafter.proposers.medusa import load as load_medusa  # noqa: E402
+from mlx_redrafter.proposers.medusa.network import Medusa  # noqa: E402
 from mlx_redrafter.proposers.redrafter import load as load_drafter  # noqa: E402
 from mlx_redrafter.proposers.redrafter.network import Drafter  # noqa: E402
 from tests.convert import handmade  # noqa: E402
@@ -67,11 +71,9 @@ def write(folder: Path, state_dict: dict[str, torch.Tensor], file_format: str) -
     if file_format == "safetensors":
         save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
     elif file_format in ("sharded", "zip-sharded"):
-        stem, suffix, save = (
-            ("model", "safetensors", save_file)
-            if file_format == "sharded"
-            else ("pytorch_model", "bin", torch.save)
-        )
+        stem, suffix, save = "model", "safetensors", save_file
+        if file_format == "zip-sharded":
+            stem, suffix, save = "pytorch_model", "bin", torch.save
         files = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
         for half, file in zip(halves, files, strict=True):
             save(half, folder / file)
@@ -110,9 +112,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("variant", "file_format", "dtype"), list(cases()))
-def test_logits_and_beams_are_those_of_torch(
-    tmp_path: Path, variant: str, file_format: str, dtype: str
-) -> None:
+def test_logits_and_beams(tmp_path: Path, variant: str, file_format: str, dtype: str) -> None:
     config, is_tensorrt = VARIANTS[variant], variant.startswith("tensorrt")
     state_dict = random_state_dict(config, dtype)
     source = tmp_path / "source"
@@ -123,7 +123,7 @@ def test_logits_and_beams_are_those_of_torch(
         handmade.write_config(source, config)
         write(source, state_dict, file_format)
 
-    convert_drafter(source, tmp_path / "out", ConversionOptions(dtype="float32"))
+    handmade.convert(source, tmp_path / "out", dtype="float32")
     drafter = load_drafter(tmp_path / "out")
     widened = {name: value.float() for name, value in state_dict.items()}
     published = Recurrent(widened, is_tensorrt)
@@ -134,17 +134,13 @@ def test_logits_and_beams_are_those_of_torch(
 def write_tensorrt(
     folder: Path, state_dict: dict[str, torch.Tensor], config: Mapping[str, Any]
 ) -> None:
+    sizes = {name: config[name] for name in ("hidden_size", "vocab_size")}
     values = {
-        "architecture": "ReDrafterForCausalLM",
-        "hidden_size": config["hidden_size"],
-        "vocab_size": config["vocab_size"],
-        "mapping": {"world_size": 1, "tp_size": 1},
-        "quantization": {"quant_algo": None},
+        "architecture": "ReDrafterForCausalLM", **sizes, "quantization": {"quant_algo": None},
+        "mapping": {"world_size": 1, "tp_size": 1}, "redrafter_is_rnn": config["rnn"],
         "redrafter_num_layers": config["num_draft_layers"],
-        "redrafter_hidden_size": config["hidden_size"],
-        "redrafter_exit_dim": config["exit_dim"],
-        "redrafter_is_rnn": config["rnn"],
-    }
+        "redrafter_hidden_size": config["hidden_size"], "redrafter_exit_dim": config["exit_dim"],
+    }  # fmt: skip
     handmade.write_config(folder, values)
     save_file(state_dict, folder / "rank0.safetensors")
 
@@ -175,10 +171,8 @@ def check_beams(drafter: Drafter, published: Recurrent) -> None:
         hidden = torch.randn(config.hidden_size, generator=generator)
         own_root, own_hidden = mx.array([root], dtype=mx.int32), mx.array(hidden.numpy())
         expansion = expand(drafter, lambda ids: embedding[ids], own_hidden, own_root, shape)
-        tokens, parents, scores = (
-            array.tolist() for array in (expansion.tokens, expansion.parents, expansion.scores)
-        )
-        found = {}
+        arrays = expansion.tokens, expansion.parents, expansion.scores
+        (tokens, parents, scores), found = map(mx.array.tolist, arrays), {}
         last = len(tokens) - shape.level_nodes
         for node in range(last, last + shape.width):
             score, path = scores[node], []
@@ -213,15 +207,11 @@ def beams(
 
 
 def test_what_comes_back_from_mlx_is_what_torch_loads(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    from mlx_redrafter.convert.export import export_drafter
-
     config = VARIANTS["rnn-proj"]
     state_dict = random_state_dict(config, "bfloat16")
     handmade.write_config(tmp_path / "source", config)
     write(tmp_path / "source", state_dict, "zip")
-    convert_drafter(tmp_path / "source", tmp_path / "mlx", ConversionOptions(dtype="bfloat16"))
+    handmade.convert(tmp_path / "source", tmp_path / "mlx", dtype="bfloat16")
     export_drafter(tmp_path / "mlx", tmp_path / "back")
     returned = load_file(tmp_path / "back" / "model.safetensors")
     assert returned.keys() == state_dict.keys()
@@ -230,3 +220,96 @@ def test_what_comes_back_from_mlx_is_what_torch_loads(tmp_path: Path) -> None:
         assert torch.equal(returned[name], value)
     values = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {key: values[key] for key in config} == config
+
+
+# Equations of Medusa, arXiv 2401.10774: x = h; x = x + silu(W x + b), n times; logits = V x.
+HIDDEN, VOCAB = 16, 96
+MAP = [5, 0, 7, 95, 33, 12]
+
+
+def _linear(rows: int = HIDDEN, bias: bool = True) -> torch.nn.Linear:
+    return torch.nn.Linear(HIDDEN, rows, bias=bias)
+
+
+def log_probs(blocks: Sequence[torch.nn.Linear], final: torch.nn.Linear) -> torch.Tensor:
+    """Compute log-probabilities of a head after each of the `hidden_states`."""
+    x = torch.from_numpy(hidden_states())
+    for block in blocks:
+        x = x + torch.nn.functional.silu(block(x))
+    return torch.log_softmax(final(x), dim=-1)
+
+
+def write_medusa(folder: Path, layout: str) -> list[torch.Tensor]:
+    """Write heads in a layout, and return each one's log-probabilities."""
+    torch.manual_seed(3)
+    config: dict[str, Any]
+    if layout.startswith("vllm"):
+        is_shared, rows = "shared" in layout, len(MAP) if "map" in layout else VOCAB
+        finals = [_linear(rows, False) for _ in range(3)]
+        finals = finals[:1] * 3 if is_shared else finals
+        heads = [([_linear(bias="bias" in layout) for _ in range(2)], final) for final in finals]
+        parts = [ModuleDict({"layers": ModuleList(blocks)}) for blocks, _ in heads]
+        finals = ModuleList(finals[: 1 if is_shared else 3])
+        state = ModuleDict({"blocks": ModuleList(parts), "lm_heads": finals}).state_dict()
+        if "map" in layout:
+            state["token_map"] = torch.tensor(MAP)
+        config = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCAB}
+        config |= {"num_heads": 3, "num_hidden_layers": 2, "original_lm_head": is_shared}
+    else:
+        num_layers = {"pt, two blocks": 2, "pt, no block": 0}.get(layout, 1)
+        # One block stands for all of a head, as in the published code.
+        heads = [([_linear()] * num_layers, _linear(VOCAB, False)) for _ in range(5)]
+        parts = [
+            Sequential(*(ModuleDict({"linear": block}) for block in blocks), final)
+            for blocks, final in heads
+        ]
+        whole = ModuleList(parts).to(torch.bfloat16 if "bfloat16" in layout else torch.float32)
+        state = whole.state_dict()
+        whole.float()
+        # Uploaded configs say two heads where there are five.
+        config = {"medusa_num_heads": 2, "medusa_num_layers": num_layers}
+        config |= {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    if layout.startswith("pt"):
+        torch.save(state, folder / "medusa_lm_head.pt")
+    else:
+        stem = "model" if layout.startswith("vllm") else "medusa_lm_head"
+        save_file(state, folder / f"{stem}.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        return [log_probs(*head) for head in heads]
+
+
+def hidden_states() -> np.ndarray:
+    random = np.random.default_rng(1)
+    return random.standard_normal((7, HIDDEN)).astype(np.float32)
+
+
+def assert_equal(network: Medusa, expected: list[torch.Tensor]) -> None:
+    assert network.config.num_heads == len(expected)
+    hidden = mx.array(hidden_states())
+    for head, wanted in enumerate(expected):
+        found = np.array(network.log_probs(hidden, head))
+        np.testing.assert_allclose(found, wanted.numpy(), atol=1e-5, rtol=0)
+
+
+LAYOUTS = (
+    "pt", "pt, bfloat16", "pt, two blocks", "pt, no block", "safetensors", "vllm", "vllm, bias",
+    "vllm, map", "vllm, shared",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probabilities_of_medusa_heads_are_torchs(tmp_path: Path, layout: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    expected = write_medusa(source, layout)
+    converted = handmade.convert(source, tmp_path / "out", dtype="float32")
+    networks = [load_medusa(tmp_path / "out")]
+    if "pt" not in layout:
+        networks.append(load_medusa(source))
+    for network in networks:
+        assert_equal(network, expected)
+        ids = to_ints(network.to_token_ids(mx.arange(3)))
+        assert ids == (MAP[:3] if "map" in layout else [0, 1, 2])
+    notes = ["config.json says medusa_num_heads 2, the file has 5 heads"]
+    assert converted.provenance["notes"] == ([] if "vllm" in layout else notes)

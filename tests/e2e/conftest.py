@@ -1,7 +1,5 @@
 """Models for the command line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

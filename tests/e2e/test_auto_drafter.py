@@ -1,11 +1,10 @@
 """`--drafter auto` on a fake hub: found, asked for, downloaded, used; offline the second time."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,7 +58,7 @@ def _tokens(result: Result) -> list[int]:
     return tokens
 
 
-def test_a_newcomer_finds_downloads_and_drafts(
+def test_a_newcomer_finds_a_drafter(
     hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = _generate(cli, "--drafter", "none", "--yes")
@@ -139,23 +138,27 @@ def test_a_wrong_name_and_a_gate_are_one_line(hub: FakeHub, cli: Cli) -> None:
     assert f"{DRAFTER} is a drafter; give it with --drafter" in drafter.err
 
 
-def test_a_terminal_is_asked(hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    _generate(cli, "--drafter", "none", "--yes")
+@contextmanager
+def _declining() -> Iterator[list[str]]:
+    """Let a terminal decline every question; yield the questions."""
     questions: list[str] = []
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(
-        "mlx_redrafter.cli.names.typer.confirm",
-        lambda text, err: bool(questions.append(text)),
-    )
-    declined = _generate(cli, "--drafter", "auto")
+    with pytest.MonkeyPatch.context() as patch:
+        for stream in (sys.stdin, sys.stderr):
+            patch.setattr(stream, "isatty", lambda: True)
+        confirm = "mlx_redrafter.cli.names.typer.confirm"
+        patch.setattr(confirm, lambda text, err: bool(questions.append(text)))
+        yield questions
+
+
+def test_a_terminal_is_asked(hub: FakeHub, cli: Cli) -> None:
+    _generate(cli, "--drafter", "none", "--yes")
+    with _declining() as questions:
+        declined = _generate(cli, "--drafter", "auto")
     assert questions[0].startswith(f"Download {DRAFTER} (EAGLE-3, ")
     assert "drafter: prompt lookup" in declined.err
 
 
-def test_a_drafter_that_is_named_is_not_downloaded_without_a_question(
-    hub: FakeHub, cli: Cli, tmp_path: Path
-) -> None:
+def test_a_named_drafter_needs_a_question(hub: FakeHub, cli: Cli, tmp_path: Path) -> None:
     _generate(cli, "--drafter", "none", "--yes")
     texts = tmp_path / "texts.txt"
     texts.write_text("Once upon a time.\n")
@@ -191,17 +194,10 @@ def test_the_target_of_a_conversion_is_not_downloaded_without_a_question(
     assert (result.code, f" by {MODEL}" in result.out) == (0, True), result.err
 
 
-def test_a_licence_cannot_change_the_question(
-    hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_licence_cannot_change_the_question(hub: FakeHub, cli: Cli) -> None:
     """Signs that move the cursor would let a repository write over its size."""
     hub.add(MODEL, hub.folders[MODEL], license="\x1b[2K\rDownload one kilobyte")
-    questions: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.stdin, "isatty", lambda: True)
-        patch.setattr(sys.stderr, "isatty", lambda: True)
-        confirm = "mlx_redrafter.cli.names.typer.confirm"
-        patch.setattr(confirm, lambda text, err: bool(questions.append(text)))
+    with _declining() as questions:
         assert _generate(cli, "--drafter", "none").code == 1
     assert "licence \\x1b[2K Download one kilobyte)?" in questions[0]
     pulled = cli("pull", MODEL)
@@ -226,15 +222,12 @@ def test_a_damaged_drafter_is_replaced_by_lookup(hub: FakeHub, cli: Cli, tmp_pat
     assert "Traceback" not in result.err
 
 
-def test_a_model_that_is_too_large_is_one_line(
-    hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_too_large_model(hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     _generate(cli, "--drafter", "none", "--yes")
     memory = "mlx_redrafter.checkpoints.memory_check.read_total_memory"
     monkeypatch.setattr(memory, lambda: 10**5)
-    refused = _generate(cli, "--drafter", "lookup")
-    assert (refused.code, refused.err.count("\n")) == (1, 1), refused.err
-    assert refused.err.startswith("error: the model needs about ")
+    refused = _line(_generate(cli, "--drafter", "lookup"), 1)
+    assert refused.startswith("error: the model needs about ")
     disk = "mlx_redrafter.hub.shutil.disk_usage"
     monkeypatch.setattr(disk, lambda _: shutil._ntuple_diskusage(1, 0, 1))
     full = cli("pull", DRAFTER)
@@ -242,9 +235,7 @@ def test_a_model_that_is_too_large_is_one_line(
     assert "of disk in" in full.err
 
 
-def test_without_a_network_lookup_drafts(
-    hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lookup_drafts_offline(hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     _generate(cli, "--drafter", "none", "--yes")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     result = _generate(cli, "--drafter", "auto")
@@ -269,13 +260,9 @@ def test_advice_names_the_drafter_and_whose_figure_its_gain_is(hub: FakeHub, cli
 
     hub.add("mlx-community/Qwen3-8B-4bit", hub.folders[MODEL])
     hub.add("RedHatAI/Qwen3-8B-speculator.eagle3", hub.folders[DRAFTER])
-    gain = json.loads(cli("advise", "mlx-community/Qwen3-8B-4bit", "--json", *arguments[2:]).out)[
-        "gain"
-    ]
-    assert gain == {
-        "speedup": "1.5 to 2.5",
-        "source": "measured by others (GPUs, Red Hat's article of 19 November 2025)",
-    }
+    other = cli("advise", "mlx-community/Qwen3-8B-4bit", "--json", *arguments[2:])
+    source = "measured by others (GPUs, Red Hat's article of 19 November 2025)"
+    assert json.loads(other.out)["gain"] == {"speedup": "1.5 to 2.5", "source": source}
 
 
 def test_models_are_listed_pulled_and_removed(hub: FakeHub, cli: Cli, tmp_path: Path) -> None:
@@ -291,10 +278,9 @@ def test_models_are_listed_pulled_and_removed(hub: FakeHub, cli: Cli, tmp_path: 
     assert f"\nchecking the files of {MODEL} (" in again.err
     assert cli("pull", DRAFTER).code == 0
     rows = json.loads(cli("list", "--json").out)["models"]
-    assert [(row["name"], row["kind"]) for row in rows] == [
-        (MODEL, "model"),
-        (DRAFTER, "recurrent drafter"),
-    ]
+    assert {row["name"]: row["kind"] for row in rows} == {
+        MODEL: "model", DRAFTER: "recurrent drafter",
+    }  # fmt: skip
     assert rows[0]["drafter"] == f"{DRAFTER} (EAGLE-3, on this machine)"
     assert rows[0]["bytes"] == sum(path.stat().st_size for path in hub.folders[MODEL].iterdir())
 
@@ -303,7 +289,5 @@ def test_models_are_listed_pulled_and_removed(hub: FakeHub, cli: Cli, tmp_path: 
     assert cli("rm", DRAFTER, "--yes").code == 0
     shutil.copytree(hub.folders[MODEL], tmp_path / ".lmstudio" / "models" / "org" / "kept")
     for name, error in (("org/kept", "LM Studio keeps it"), (DRAFTER, "is not in the Hugging")):
-        refused = cli("rm", name, "--yes")
-        assert (refused.code, refused.err.count("\n")) == (1, 1), refused
-        assert error in refused.err
+        assert error in _line(cli("rm", name, "--yes"), 1)
     assert "no 'nobody/nothing' on" in cli("pull", "nobody/nothing").err

@@ -1,7 +1,5 @@
 """Bad input: one line on stderr, nothing on stdout, exit code 1, or 2 for wrong usage."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -254,7 +252,6 @@ def test_closed_streams_are_no_error() -> None:
 
 
 def test_signs_that_stdout_lacks_are_escaped() -> None:
-    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
     words = ("generate", "-p", "The", "-m", "9", "--beam-width", "2", "--regex", "\u20ac")
     found = subprocess.run(
         [sys.executable, *PROGRAM, *words],

@@ -1,7 +1,5 @@
 """The pair that ships: without a model, on the command line and in Python."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -54,34 +52,28 @@ def _stock_text(pair: Pair, max_tokens: int) -> str:
     return mlx_lm.generate(pair.model, pair.tokenizer, PROMPT, max_tokens=max_tokens)
 
 
+def _refuse(*_: object) -> None:
+    raise AssertionError("something was to be fetched")
+
+
 def _dtypes(module: nn.Module) -> set[mx.Dtype]:
     tensors: list[tuple[str, Any]] = tree_flatten(module.parameters())  # type: ignore[assignment]
     return {tensor.dtype for _, tensor in tensors if mx.issubdtype(tensor.dtype, mx.floating)}
 
 
 @pytest.mark.parametrize("drafting", [[], ["--drafter", "none"]], ids=str)
-def test_text_is_stock_mlx_lms(pair: Pair, cli: Cli, drafting: list[object]) -> None:
+def test_text_is_stock_mlx_lms(
+    pair: Pair, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafting: list[object]
+) -> None:
+    """In any folder, and without a network."""
+    monkeypatch.setattr(socket.socket, "connect", _refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", _refuse)
+    monkeypatch.chdir(tmp_path)
     result = cli("generate", "-p", PROMPT, "-m", 60, "--stats", *drafting)
     assert (result.code, result.out) == (0, _stock_text(pair, 60) + "\n")
     assert result.err.startswith(NOTE)
     assert result.err.count(NOTE) == 1
     assert ("Speculative: " in result.err) == (drafting == [])
-
-
-def test_neither_network_nor_folder_matter(
-    pair: Pair,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("something was to be fetched")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.chdir(tmp_path)
-    result = cli("generate", "-p", PROMPT, "-m", 10)
-    assert (result.code, result.out) == (0, _stock_text(pair, 10) + "\n")
 
 
 def test_a_drafter_of_ones_own(pair: Pair, cli: Cli, tmp_path: Path) -> None:
@@ -122,9 +114,7 @@ def test_files_and_cards(pair: Pair) -> None:
     assert "tokens/step" in card
 
 
-def test_an_installation_without_the_pair(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_absent_pair(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bundled, "FOLDER", tmp_path)
     with pytest.raises(CheckpointError, match=r"expected the bundled target in .*, found none"):
         load()

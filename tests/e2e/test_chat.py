@@ -1,10 +1,9 @@
 """``redrafter-mlx chat``: messages from stdin, answers on stdout."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,27 @@ from mlx_redrafter.engine import prompt_encoding
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ResourceError
 from tests.conftest import Trained
-from tests.helpers.cli import Cli
+from tests.helpers.cli import Cli, Result
+
+Chat = Callable[..., Result]
 
 
-def _say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+@pytest.fixture
+def chat(chat_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """A function that says lines to a command, by default a chat with a model, and options."""
+
+    def say(lines: list[str], *options: object, command: object = ("chat", chat_folder)) -> Result:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return cli(*command, *options)
+
+    return say
 
 
 @pytest.mark.parametrize("options", [[], ["--drafter", "none"]], ids=str)
-def test_answers_are_those_to_the_whole_chat(
-    stories: Trained,
-    chat_folder: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-) -> None:
+def test_answers_are_those_to_the_whole_chat(stories: Trained, chat: Chat, options: Any) -> None:
     """It begins anew at /reset, and ends at /exit."""
     messages = ["Hi", "Who is Tim", "/reset", "", "And then", "/exit", "Hi"]
-    chat = ["chat", "--model", chat_folder, "-m", 12, "--system-prompt", "Be good", *options]
-    _say(monkeypatch, *messages)
-    answers = cli(*chat, "--verbose")
+    answers = chat(messages, "-m", 12, "--system-prompt", "Be good", *options, "--verbose")
     assert answers.code == 0
     assert answers.err.count("tokens/s\n") == 3
     text, expected = "[system]Be good", ""
@@ -48,31 +48,21 @@ def test_answers_are_those_to_the_whole_chat(
     assert answers.out == expected
 
 
-def test_the_end_of_the_input_ends_a_message_of_several_lines(
-    chat_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = "chat", "--model", chat_folder, "-m", 4
-    _say(monkeypatch, '"""Who', 'is Tim"""')
-    closed = cli(*chat)
-    _say(monkeypatch, '"""Who', "is Tim")
-    assert closed.out == cli(*chat).out != ""
+def test_the_end_of_the_input_ends_a_message_of_several_lines(chat: Chat) -> None:
+    closed = chat(['"""Who', 'is Tim"""'], "-m", 4)
+    assert closed.out == chat(['"""Who', "is Tim"], "-m", 4).out != ""
 
 
-def test_chats_that_cannot_be(stories: Trained, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    _say(monkeypatch, "Hi")
-    bundled = cli("chat")
-    assert (bundled.code, bundled.out) == (2, "")
-    assert "give --model" in bundled.err
-    untemplated = cli("chat", "--model", stories.folder)
-    assert (untemplated.code, untemplated.out) == (2, "")
-    assert "a model with a chat template" in untemplated.err
+def test_chats_that_cannot_be(stories: Trained, chat: Chat) -> None:
+    named = ("--model", stories.folder)
+    for words, message in (((), "give --model"), (named, "a model with a chat template")):
+        found = chat(["Hi"], command=("chat", *words))
+        assert (found.code, found.out) == (2, "")
+        assert message in found.err
 
 
 def test_a_chat_goes_on_at_the_end_of_its_context(
-    chat_folder: Path,
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
+    chat_folder: Path, tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three times the context: the oldest turns go, the system's message stays."""
     model = tmp_path / "model"
@@ -90,19 +80,19 @@ def test_a_chat_goes_on_at_the_end_of_its_context(
         return tokens
 
     monkeypatch.setattr("mlx_redrafter.engine.conversation.encode_chat", watch)
-    _say(monkeypatch, *["Tell me of a cat and a dog"] * 9, "x" * 4000, "Hi")
-    chat = cli("chat", "--model", model, "-m", 60, "--system-prompt", "Be good")
-    assert chat.code == 0
-    assert chat.err.count(f"the model's context of {context} tokens is full") >= 3
-    assert chat.err.count("error: ") == 1  # of the message that is too long by itself
-    assert f"the model's context is {context}" in chat.err or f"at most {context}" in chat.err
-    assert "is now longer than the model's context" not in chat.err
+    lines = [*["Tell me of a cat and a dog"] * 9, "x" * 4000, "Hi"]
+    found = chat(lines, "-m", 60, "--system-prompt", "Be good", command=("chat", model))
+    assert found.code == 0
+    assert found.err.count(f"the model's context of {context} tokens is full") >= 3
+    assert found.err.count("error: ") == 1  # of the message that is too long by itself
+    assert f"the model's context is {context}" in found.err or f"at most {context}" in found.err
+    assert "is now longer than the model's context" not in found.err
     tokenizer = mlx_lm.load(str(model))[1]
-    assert len(tokenizer.encode(chat.out)) > 3 * context
+    assert len(tokenizer.encode(found.out)) > 3 * context
 
 
-def test_a_message_that_does_not_fit_into_memory_loses_no_other(
-    chat_folder: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+def test_a_message_beyond_the_memory_loses_no_other(
+    tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Engine.stream
 
@@ -113,33 +103,27 @@ def test_a_message_that_does_not_fit_into_memory_loses_no_other(
 
     monkeypatch.setattr(Engine, "stream", refusing)
     file = tmp_path / "chat.jsonl"
-    _say(monkeypatch, "Who is Tim", "word " * 60, f"/save {file}")
-    chat = cli("chat", chat_folder, "-m", 8, "--drafter", "lookup")
-    assert chat.code == 0
-    assert "error: the prompt does not fit into memory" in chat.err
+    found = chat(["Who is Tim", "word " * 60, f"/save {file}"], "-m", 8, "--drafter", "lookup")
+    assert found.code == 0
+    assert "error: the prompt does not fit into memory" in found.err
     saved = json.loads(file.read_text())["messages"]
     assert [one["role"] for one in saved] == ["user", "assistant"]
 
 
-def test_commands_of_a_chat(
-    chat_folder: Path,
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_commands_of_a_chat(chat_folder: Path, tmp_path: Path, chat: Chat) -> None:
     file, other = tmp_path / "chat.jsonl", tmp_path / "other"
     other.write_text("mine")
     lines = ['"""Who', 'is Tim"""', f"/save {file}", f"/save {file}", f"/save {other}", "/save"]
     lines += ["/help", "/set temp 0.5", "/set temp -1", "/set no 1", "/set system Be good", "/set"]
     lines += ["/nonsense", "/save ~no-such-user.jsonl", "/bye", "Hi"]
-    _say(monkeypatch, *lines)
-    chat = cli("run", chat_folder, "-m", 8, "--temp", 0, "--drafter", "lookup")
-    assert chat.code == 0
+    options = ("-m", 8, "--temp", 0, "--drafter", "lookup")
+    found = chat(lines, *options, command=("run", chat_folder))
+    assert found.code == 0
     saved = json.loads(file.read_text())["messages"]
     assert [one["role"] for one in saved] == ["user", "assistant"]
     assert saved[0]["content"] == "Who\nis Tim"
     assert other.read_text() == "mine"
     for part in ("other exists", "say /save FILE", "/reset ", "temp=0.5", "system=Be good"):
-        assert part in chat.err
-    assert chat.err.count("error: ") == 6
-    assert len(chat.out.splitlines()) == len(saved[1]["content"].splitlines())
+        assert part in found.err
+    assert found.err.count("error: ") == 6
+    assert len(found.out.splitlines()) == len(saved[1]["content"].splitlines())

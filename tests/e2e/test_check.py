@@ -1,14 +1,16 @@
-"""``redrafter-mlx check``: equal texts, and the first difference of texts that are not."""
-
-from __future__ import annotations
+"""``redrafter-mlx check`` and ``try``: equal texts, and the first difference of others."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 
+from mlx_redrafter.bench import machine, runs
 from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine import engine
@@ -90,3 +92,44 @@ def test_a_difference_is_told_with_its_gap(
     logits = mx.sort(stories.model(mx.array([[*prompt, *tokens[:6]]]))[0, -1])
     gap: Any = (logits[-1] - logits[-2]).item()
     assert difference["gap"] == pytest.approx(gap, abs=1e-3)
+
+
+# The first command of a new user
+
+TRIED = "Tim had a red ball. Tim had a"
+
+
+@pytest.mark.parametrize("load", [0.0, 1000.0])
+def test_the_text_is_printed_and_compared_with_mlx_lm(
+    load: float, stories: Trained, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "load_averages", lambda: [load])
+    shown = cli("try", stories.folder, "-p", TRIED, "-m", 12)
+    stock = mlx_lm.generate(stories.model, stories.tokenizer, TRIED, max_tokens=12)
+    assert (shown.code, shown.out) == (0, stock + "\n")
+    assert "equal, all 12 tokens" in shown.err
+    assert "times mlx-lm's (median of 5 runs in turns)" in shown.err
+    assert ("other programs keep 1000.0 of" in shown.err) == bool(load)
+
+
+def test_a_difference_fails(stories: Trained, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = runs.stock_arm
+
+    def wrong(settings: Any) -> Any:
+        def decode(ids: list[int]) -> Iterator[Any]:
+            for number, response in enumerate(right(settings)(ids)):
+                yield replace(response, token=response.token + (number == 11))
+
+        return decode
+
+    monkeypatch.setattr(runs, "stock_arm", wrong)
+    shown = cli("try", stories.folder, "-p", TRIED, "-m", 12)
+    assert shown.code == 1
+    assert "DIFFERENT from token 12 on" in shown.err
+
+
+def test_an_impossible_name_is_all_that_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "load_averages", lambda: [1000.0])
+    refused = cli("try", "llama3:8b", "-p", TRIED)
+    assert (refused.code, refused.err.count("\n")) == (2, 1), refused.err
+    assert "names have no tags here" in refused.err

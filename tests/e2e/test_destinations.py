@@ -1,7 +1,5 @@
 """Nothing of the user's is written over: every command that writes refuses it before any work."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

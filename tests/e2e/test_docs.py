@@ -1,7 +1,5 @@
 """README and docs: their commands are ones that there are, and their examples run."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import re
@@ -187,9 +185,7 @@ def test_every_command_on_the_pages_is_run_by_a_test() -> None:
     assert {one for one in quoted if not one.startswith("-")} <= called
 
 
-def test_the_example_of_the_readme_is_what_is_shown(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_readme_shows_what_is_printed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_redrafter.cli.try_out.ROUNDS", 1)
     (shown,) = (one for one in _blocks(PAGES[0].read_text(), "") if one.startswith("$ "))
     command, _, output = shown.removeprefix("$ ").partition("\n")

@@ -1,7 +1,5 @@
 """``redrafter-mlx generate``: text, statistics, JSON, prompts, templates and caches."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -9,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +35,7 @@ FIELDS: dict[str, Any] = {
 
 
 @pytest.fixture
-def drafted(stories: Trained, drafter_folder: Path, cli: Cli) -> Callable[..., Result]:
+def drafted(stories: Trained, drafter_folder: Path, cli: Cli) -> Cli:
     """A function that generates 20 tokens with the random drafter."""
 
     def generate(*options: object, prompt: str = PROMPT) -> Result:
@@ -49,7 +46,7 @@ def drafted(stories: Trained, drafter_folder: Path, cli: Cli) -> Callable[..., R
 
 
 @pytest.fixture
-def plain(drafted: Callable[..., Result]) -> Callable[..., Result]:
+def plain(drafted: Cli) -> Cli:
     """The same without a drafter."""
     return lambda *options, **prompt: drafted("--drafter", "none", *options, **prompt)
 
@@ -64,7 +61,7 @@ def _stock_text(stories: Trained, prompt: str = PROMPT, max_tokens: int = 20) ->
     ids=str,
 )
 def test_text_goes_to_stdout_and_statistics_to_stderr(
-    stories: Trained, drafted: Callable[..., Result], shape: list[object]
+    stories: Trained, drafted: Cli, shape: list[object]
 ) -> None:
     result = drafted(*shape, "--stats")
     assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
@@ -75,7 +72,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(
     assert "tokens/step over" in lines[4]
 
 
-def test_one_token_has_no_speed(drafted: Callable[..., Result], plain: Callable[..., Any]) -> None:
+def test_one_token_has_no_speed(drafted: Cli, plain: Cli) -> None:
     alone = plain("-m", 1, "--stats").err.splitlines()
     assert alone[2] == "Generation: 1 token, in the time of the prompt"
     assert json.loads(plain("-m", 1, "--json").out)["generation_tps"] is None
@@ -95,14 +92,14 @@ def test_half_precision_on_a_cpu_is_told(stories: Trained, tmp_path: Path, cli: 
         assert ("mlx_lm.convert --dtype float32" in result.err) == is_told, result.err
 
 
-def test_drafts_made_ahead_change_no_text(stories: Trained, drafted: Callable[..., Result]) -> None:
+def test_drafts_made_ahead_change_no_text(stories: Trained, drafted: Cli) -> None:
     result = drafted("--predraft", 4, "--beam-width", 2, "--temp", 0, "--stats")
     assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
     assert "results were foreseen" in result.err.splitlines()[5]
 
 
 def test_plain_decoding_prints_the_same_text_and_no_speculation(
-    stories: Trained, plain: Callable[..., Result]
+    stories: Trained, plain: Cli
 ) -> None:
     result = plain("--stats")
     assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
@@ -115,9 +112,7 @@ def test_plain_decoding_prints_the_same_text_and_no_speculation(
     assert shape == {None}
 
 
-def test_json_has_every_field_and_nothing_else_is_printed(
-    stories: Trained, drafted: Callable[..., Result]
-) -> None:
+def test_json_has_every_field_and_nothing_else_is_printed(stories: Trained, drafted: Cli) -> None:
     result = drafted("--json", "--beam-width", 4)
     assert (result.code, result.err) == (0, "")
     values = json.loads(result.out)
@@ -138,7 +133,7 @@ def test_json_has_every_field_and_nothing_else_is_printed(
 
 @pytest.mark.parametrize("drafter", [[], ["--drafter", "none"]], ids=str)
 def test_stop_token_is_counted_and_not_listed(
-    stories: Trained, drafted: Callable[..., Result], drafter: list[str]
+    stories: Trained, drafted: Cli, drafter: list[str]
 ) -> None:
     prompt: list[int] = stories.tokenizer.encode(PROMPT)
     tokens = ids(stock_tokens(stories.model, prompt, 20))
@@ -148,9 +143,7 @@ def test_stop_token_is_counted_and_not_listed(
     assert (values["finish_reason"], values["generation_tokens"]) == ("stop", end + 1)
 
 
-def test_a_seed_is_reported_and_repeats_the_text(
-    drafted: Callable[..., Result], plain: Callable[..., Result]
-) -> None:
+def test_a_seed_is_reported_and_repeats_the_text(drafted: Cli, plain: Cli) -> None:
     sampling = ["--temp", 1, "--top-p", 0.95, "--top-k", 50, "--min-p", 0.01, "--json"]
     first, other = (json.loads(drafted(*sampling).out) for _ in range(2))
     assert first["seed"] != other["seed"]
@@ -174,7 +167,7 @@ def test_quantised_keys_and_values(cli: Cli) -> None:
 
 
 def test_prompts_from_stdin_and_with_escapes(
-    stories: Trained, plain: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    stories: Trained, plain: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
     assert plain(prompt="-").out == _stock_text(stories) + "\n"
@@ -182,18 +175,14 @@ def test_prompts_from_stdin_and_with_escapes(
     assert escaped == _stock_text(stories, "Lily\nand\tTom") + "\n"
 
 
-def test_a_byte_order_mark_is_no_part_of_a_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_byte_order_mark_is_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text(PROMPT, encoding="utf-8-sig")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + PROMPT))
     assert PromptOptions(prompt_file=path).read() == PromptOptions("-").read() == PROMPT
 
 
-def test_a_prompt_that_cannot_be_read_is_named_before_the_model_is_loaded(
-    cli: Cli, tmp_path: Path
-) -> None:
+def test_an_unreadable_prompt_is_named_before_loading(cli: Cli, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for options, message in (
         ((), "expected a prompt, found none; give --prompt or --prompt-file"),
@@ -207,7 +196,7 @@ def test_a_prompt_that_cannot_be_read_is_named_before_the_model_is_loaded(
 
 
 def test_verbose_says_what_is_drafted_and_the_seed(
-    stories: Trained, drafted: Callable[..., Result], drafter_folder: Path, cli: Cli
+    stories: Trained, drafted: Cli, drafter_folder: Path, cli: Cli
 ) -> None:
     result = drafted("--verbose", "--seed", 7, "--beam-width", 4)
     assert "Seed: 7." in result.err
@@ -219,7 +208,6 @@ def test_verbose_says_what_is_drafted_and_the_seed(
     assert rows[0].startswith("nothing ")
     assert len(rows) > 1
     steps = re.search(r"over (\d+) steps", result.err)
-    assert steps is not None
     assert sum(int(row[19:25]) for row in rows) == int(steps[1])
     # The name that mlx-lm has for the option.
     alias = cli("generate", stories.folder, "--draft-model", drafter_folder, "-p", PROMPT, "-m", 20)
@@ -227,7 +215,7 @@ def test_verbose_says_what_is_drafted_and_the_seed(
 
 
 def test_the_first_run_says_what_it_waits_for(
-    drafted: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drafted: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(engine, "step_costs", stored_costs.step_costs)  # the real ones
@@ -272,7 +260,7 @@ def _write_cache(trained: Trained, prompt: list[int], path: Path, model: Path) -
 
 
 def test_prompt_cache_files(
-    stories: Trained, drafted: Callable[..., Result], chat_folder: Path, cli: Cli, tmp_path: Path
+    stories: Trained, drafted: Cli, chat_folder: Path, cli: Cli, tmp_path: Path
 ) -> None:
     """That of a chat leaves out the template's beginning."""
     encode, path = stories.tokenizer.encode, tmp_path / "cache.safetensors"
@@ -294,7 +282,6 @@ def test_prompt_cache_files(
 def test_the_installed_command(stories: Trained, drafter_folder: Path) -> None:
     """One real process: what a shell sees."""
     command = shutil.which("redrafter-mlx", path=str(Path(sys.executable).parent))
-    assert command is not None
     pair = ["--model", str(stories.folder), "--drafter", str(drafter_folder)]
     # With a width, so that drafts are not timed.
     options = [*pair, "-p", PROMPT, "-m", "20", "--beam-width", "2", "--stats"]
@@ -304,9 +291,7 @@ def test_the_installed_command(stories: Trained, drafter_folder: Path) -> None:
     assert b"Speculative: " in done.stderr
 
 
-def test_version_help_and_interrupts(
-    cli: Cli, plain: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_help_and_interrupts(cli: Cli, plain: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli("--version") == (0, f"{__version__}\n", "")
     nothing = cli()
     assert (nothing.code, nothing.err) == (2, "")
@@ -319,8 +304,7 @@ def test_version_help_and_interrupts(
     assert plain()[:2] == (130, "")
 
 
-def test_grammars(plain: Callable[..., Result], tmp_path: Path) -> None:
-    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+def test_grammars(plain: Cli, tmp_path: Path) -> None:
     schema, rules = tmp_path / "schema.json", tmp_path / "rules.lark"
     schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}')
     rules.write_text('start: "a" | "b"', encoding="utf-8-sig")

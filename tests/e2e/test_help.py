@@ -1,7 +1,5 @@
 """Help and completion: every command, as it is called."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Every failing command ends with exit code 1 or 2, one line that begins with "err
 on stdout; the folder that it ran in is as before, names and bytes.
 """
 
-from __future__ import annotations
-
 import encodings.raw_unicode_escape  # noqa: F401  (sentencepiece's model imports it late)
 import hashlib
 import json
@@ -337,15 +335,11 @@ LOCKED: dict[str, tuple[str, int, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("path", "mode", "arguments"), LOCKED.values(), ids=LOCKED)
+@pytest.mark.parametrize("case", LOCKED.values(), ids=LOCKED)
 def test_what_must_not_be_read_or_written(
-    cli: Cli,
-    untouched: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    mode: int,
-    arguments: list[str],
+    cli: Cli, untouched: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, int, list[str]]
 ) -> None:
+    path, mode, arguments = case
     with TemporaryDirectory() as temporary:  # in a folder that everyone may enter
         os.chmod(temporary, 0o755)
         yard = Path(temporary) / "yard"
@@ -368,15 +362,12 @@ def test_what_must_not_be_read_or_written(
         assert "Permission denied; choose a path that you may use" in last
 
 
-FULL: dict[str, list[str]] = {
-    "convert": ["convert", "drafter", "new"],
-    "export": ["convert", "drafter", "new", "--to", "pytorch"],
-    "result": [*MEASURE, "--out", "new.json"],
-}
+CONVERT = ["convert", "drafter", "new"]
+FULL = CONVERT, [*CONVERT, "--to", "pytorch"], [*MEASURE, "--out", "new.json"]
 
 
 @pytest.mark.parametrize("room", [0, 100])
-@pytest.mark.parametrize("arguments", FULL.values(), ids=FULL)
+@pytest.mark.parametrize("arguments", FULL, ids=["convert", "export", "result"])
 def test_no_room_for_a_file(
     cli: Cli, yard: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], room: int
 ) -> None:
@@ -407,9 +398,7 @@ HUB_ERRORS = [
 
 
 @pytest.mark.parametrize("error", HUB_ERRORS, ids=lambda error: type(error).__name__)
-def test_no_network(
-    cli: Cli, yard: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_offline(cli: Cli, yard: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
@@ -420,11 +409,10 @@ def test_no_network(
     refused(cli, yard, "convert", "org/name", "new", codes=(1,))
 
     monkeypatch.setattr(publication.HfApi, "create_repo", fail)
-    result = cli("convert", "drafter", "new", "--upload-repo", "org/name")
+    result = cli(*CONVERT, "--upload-repo", "org/name")
+    last = result.err.splitlines()[-1]
     assert result.code == 1
-    assert result.err.splitlines()[-1].startswith(
-        "error: new is complete but could not be uploaded"
-    )
+    assert last.startswith("error: new is complete but could not be uploaded")
     assert (yard / "new" / "model.safetensors").is_file()
 
 
@@ -441,9 +429,7 @@ def _timing(rounds: str, runs: str = '1, "doubted": false') -> str:
     ],
     ids=lambda content: content[:12],
 )
-def test_damaged_timings_are_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
-) -> None:
+def test_damaged_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def rounds(*timed: dict[str, float]) -> list[Any]:

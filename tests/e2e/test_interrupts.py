@@ -1,7 +1,5 @@
 """Ctrl-C on a terminal ends every command soon, with exit code 130 and one line."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -5,8 +5,6 @@
 Axes: H hidden size, V vocabulary, S captured layers, r rank of a link.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, NamedTuple
 
@@ -29,13 +27,7 @@ ZLAB, DSPARK, VLM, SPECULATORS = "dflash", "mlx-dspark", "mlx-vlm", "speculators
 
 
 class Layout(NamedTuple):
-    """A drafter as published.
-
-    Attributes:
-        config: The object in its ``config.json``.
-        shapes: Shapes of its tensors by name.
-        references: The packages that read it, the one to follow first.
-    """
+    """A drafter as published, and the packages that read it, the one to follow first."""
 
     config: Config
     shapes: dict[str, tuple[int, ...]]
@@ -43,32 +35,21 @@ class Layout(NamedTuple):
 
 
 LAYER: Config = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDTH,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-    "head_dim": HEAD_SIZE,
-    "vocab_size": VOCAB,
-    "num_hidden_layers": LAYERS,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
-    "model_type": "qwen3",
+    "hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS, "head_dim": HEAD_SIZE, "vocab_size": VOCAB,
+    "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 512, "hidden_act": "silu", "model_type": "qwen3",
     "attention_bias": False,
-}
+}  # fmt: skip
 YARN: Config = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 8,
-}
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0,
+    "beta_slow": 1.0, "original_max_position_embeddings": 8,
+}  # fmt: skip
 SLIDING = ["sliding_attention"] * LAYERS
 MIXED = ["full_attention", "sliding_attention"]
 BOUNDED: Config = {"layer_types": SLIDING, "sliding_window": WINDOW}
 SLIDING_LAYERS: Config = {**BOUNDED, "use_sliding_window": True}
+MIXED_LAYERS: Config = {**SLIDING_LAYERS, "layer_types": MIXED}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -98,20 +79,18 @@ def backbone(taps: int = 2) -> Shapes:
 
 def selector() -> Shapes:
     """Return the shapes of DFlash 2's selector and convolutions."""
+    kernels = {"base_kernel": (2, TAPS, HIDDEN)}
+    kernels["kernel_projection.weight"] = (2 * TAPS * GROUPS_OF_KERNELS, HIDDEN)
+    convolutions = {
+        f"{part}_conv.{name}": shape
+        for part in ("attention", "mlp")
+        for name, shape in kernels.items()
+    }
     return {
         "candidate_selector.predecessor_codebook": (VOCAB, RANK),
         "candidate_selector.successor_codebook": (VOCAB, RANK),
         "candidate_selector.hidden_projection.weight": (RANK, HIDDEN),
-        **per_layer(
-            {
-                f"{part}_conv.{name}": shape
-                for part in ("attention", "mlp")
-                for name, shape in (
-                    ("base_kernel", (2, TAPS, HIDDEN)),
-                    ("kernel_projection.weight", (2 * TAPS * GROUPS_OF_KERNELS, HIDDEN)),
-                )
-            }
-        ),
+        **per_layer(convolutions),
     }
 
 
@@ -134,11 +113,9 @@ def markov(kind: str = "vanilla", rows: int = VOCAB) -> Shapes:
 
 OWN = {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
 MARKOV_KEYS: Config = {
-    "markov_rank": RANK,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
+    "markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True,
     "confidence_head_with_markov": True,
-}
+}  # fmt: skip
 NUM_LAYERS: Config = {"num_target_layers": NUM_TARGET_LAYERS}
 DSPARK_KEYS: Config = {"block_size": 5, "mask_token_id": 47, **MARKOV_KEYS, **NUM_LAYERS}
 
@@ -162,23 +139,14 @@ def speculators(method: str, layer: Config | None = None, **top: Any) -> Config:
     names = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
     verifier = {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
+    about = {"algorithm": method, "default_proposal_method": "greedy"}
     return {
-        "architectures": [f"{names[method]}DraftModel"],
-        "speculators_model_type": method,
+        "architectures": [f"{names[method]}DraftModel"], "speculators_model_type": method,
         "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": method,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
-        },
-        "transformer_layer_config": {**LAYER, **(layer or {})},
-        "draft_vocab_size": VOCAB,
-        "block_size": 6,
-        "mask_token_id": 47,
-        "aux_hidden_state_layer_ids": [1, 4],
-        **top,
-    }
+        "speculators_config": {**about, "proposal_methods": [proposal], "verifier": verifier},
+        "transformer_layer_config": {**LAYER, **(layer or {})}, "draft_vocab_size": VOCAB,
+        "block_size": 6, "mask_token_id": 47, "aux_hidden_state_layer_ids": [1, 4], **top,
+    }  # fmt: skip
 
 
 META_NAMES = {
@@ -187,20 +155,14 @@ META_NAMES = {
 }
 REDUCED_HEAD = {"lm_head.weight": (REDUCED, HIDDEN), "d2t": (REDUCED,), "t2d": (VOCAB,)}
 SELECTOR_KEYS: Config = {
-    "conv_kernel_size": TAPS,
-    "conv_group_size": HIDDEN // GROUPS_OF_KERNELS,
-    "selector_rank": RANK,
-    "selector_top_k": 16,
-}
+    "conv_kernel_size": TAPS, "conv_group_size": HIDDEN // GROUPS_OF_KERNELS,
+    "selector_rank": RANK, "selector_top_k": 16,
+}  # fmt: skip
 LFM: Config = {
-    **LAYER,
-    "architectures": ["Lfm2DSparkDraftModel"],
-    "block_size": 5,
-    **MARKOV_KEYS,
+    **LAYER, "architectures": ["Lfm2DSparkDraftModel"], "block_size": 5, **MARKOV_KEYS,
     "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 47, **NUM_LAYERS},
-    "layer_types": ["full_attention"] * LAYERS,
-    "rope_is_neox_style": False,
-}
+    "layer_types": ["full_attention"] * LAYERS, "rope_is_neox_style": False,
+}  # fmt: skip
 SPECFORGE_CONFIG: Config = {
     **zlab(nested={"projector_type": "dspark"}),
     **{"block_size": 5, **MARKOV_KEYS, **NUM_LAYERS},
@@ -211,20 +173,39 @@ SPECFORGE_CONFIG["dflash_config"].pop("block_size")
 # The Qwen 3.5 fork, whose queries have gates.
 GATED = per_layer({"self_attn.q_proj.weight": (2 * HEADS * HEAD_SIZE, HIDDEN)})
 # DeepSpec's Gemma 4, whose values are its keys before their norm.
-GEMMA = per_layer(
-    {
-        "self_attn.k_proj.weight": (HEAD_SIZE, HIDDEN),
-        "self_attn.v_proj.weight": (),
-        "pre_feedforward_layernorm.weight": (HIDDEN,),
-        "post_feedforward_layernorm.weight": (HIDDEN,),
-        "layer_scalar": (1,),
-    }
-)
+GEMMA = per_layer({
+    "self_attn.k_proj.weight": (HEAD_SIZE, HIDDEN), "self_attn.v_proj.weight": (),
+    "pre_feedforward_layernorm.weight": (HIDDEN,), "layer_scalar": (1,),
+    "post_feedforward_layernorm.weight": (HIDDEN,),
+})  # fmt: skip
+GEMMA_KEYS: Config = {
+    "hidden_activation": "gelu_pytorch_tanh", "global_head_dim": HEAD_SIZE,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0,
+    "rope_parameters": {"full_attention": {"rope_type": "proportional",
+        "partial_rotary_factor": 0.5, "rope_theta": 1000.0}},
+}  # fmt: skip
 # NVIDIA's Nemotron drafter, which has the target's head and sinks.
 SINKS = {
     "embed_tokens.weight": (VOCAB, HIDDEN),
     **per_layer({"self_attn.attention_sink_bias": (HEADS,)}),
 }
+NVIDIA_KEYS: Config = {
+    **BOUNDED, "attention_sink_bias": True, "dflash_query_causal": True,
+    "sample_from_anchor": False, "dspark_bonus_anchor": True, "has_lm_head": False,
+}  # fmt: skip
+QWEN_KEYS: Config = {
+    "model_type": "qwen3_5", "enable_qwen35_gated_q_proj": True,
+    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000.0},
+}  # fmt: skip
+META: Config = {
+    **LAYER, "model_type": "muse_glimmer_assistant",
+    "architectures": ["MuseGlimmerAssistantForCausalLM"], **BOUNDED, "block_size": 6,
+    "mask_token_id": 47, "target_layer_ids": [0, 2], **NUM_LAYERS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+SCALES: Config = {
+    "input_embedding_scale": 2.5, "output_multiplier": 0.5, "final_logit_softcapping": 3.0,
+}  # fmt: skip
 
 
 def layout(config: Config, *references: str, more: Shapes | None = None) -> Layout:
@@ -243,107 +224,53 @@ def of_speculators(kind: str) -> Layout:
 
 
 WITH_HEAD = {**markov(), **OWN}
+DFLASH_2 = "DFlash2DraftModel"
+# The first draft is that of the slot after the root.
+AFTER: Config = {"sample_from_anchor": False}
 LAYOUTS: dict[str, Layout] = {
     # mlx-vlm reads a block_size at the top only.
     "z-lab": layout(zlab(block_size=6), ZLAB, VLM),
     "z-lab sliding": layout(zlab(**{**BOUNDED, "layer_types": MIXED}), ZLAB),
     "z-lab causal": layout(zlab(**BOUNDED, is_causal=True), ZLAB),
     "z-lab sliding, not causal": layout(zlab(**BOUNDED, is_causal=False), ZLAB),
-    "z-lab scales": layout(
-        zlab(
-            nested={
-                "input_embedding_scale": 2.5,
-                "output_multiplier": 0.5,
-                "final_logit_softcapping": 3.0,
-            },
-            rope_parameters=YARN,
-        ),
-        ZLAB,
-    ),
-    "incoai": layout(zlab("DFlash2DraftModel", SELECTOR_KEYS), ZLAB, VLM, more=selector()),
-    "incoai sliding": layout(
-        zlab("DFlash2DraftModel", SELECTOR_KEYS, **BOUNDED), ZLAB, more=selector()
-    ),
+    "z-lab scales": layout(zlab(nested=SCALES, rope_parameters=YARN), ZLAB),
+    "incoai": layout(zlab(DFLASH_2, SELECTOR_KEYS), ZLAB, VLM, more=selector()),
+    "incoai sliding": layout(zlab(DFLASH_2, SELECTOR_KEYS, **BOUNDED), ZLAB, more=selector()),
     "Meta": Layout(
-        {
-            **LAYER,
-            "model_type": "muse_glimmer_assistant",
-            "architectures": ["MuseGlimmerAssistantForCausalLM"],
-            **BOUNDED,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            **{"block_size": 6, "mask_token_id": 47, "target_layer_ids": [0, 2], **NUM_LAYERS},
-        },
-        {META_NAMES.get(name, name): shape for name, shape in backbone().items()},
-        (VLM,),
+        META, {META_NAMES.get(name, name): shape for name, shape in backbone().items()}, (VLM,)
     ),
     "DeepSpec": layout(deepspec(), DSPARK, more=WITH_HEAD),
     "DeepSpec Gemma 4": layout(
-        {
-            **deepspec("Gemma4DSparkModel", model_type="gemma4_text"),
-            "hidden_activation": "gelu_pytorch_tanh",
-            "global_head_dim": HEAD_SIZE,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "final_logit_softcapping": 5.0,
-            "rope_parameters": {
-                "full_attention": {
-                    "rope_type": "proportional",
-                    "partial_rotary_factor": 0.5,
-                    "rope_theta": 1000.0,
-                }
-            },
-        },
+        deepspec("Gemma4DSparkModel", model_type="gemma4_text", **GEMMA_KEYS),
         DSPARK,
         more={**WITH_HEAD, **GEMMA},
     ),
-    "NVIDIA": layout(
-        {
-            **deepspec(**BOUNDED, attention_sink_bias=True, dflash_query_causal=True),
-            "sample_from_anchor": False,
-            "dspark_bonus_anchor": True,
-            "has_lm_head": False,
-        },
-        DSPARK,
-        more={**markov(), **SINKS},
-    ),
+    "NVIDIA": layout(deepspec(**NVIDIA_KEYS), DSPARK, more={**markov(), **SINKS}),
     "SpecForge": layout(SPECFORGE_CONFIG, DSPARK, VLM, more=markov()),
     "SpecForge YaRN": layout(
         {**SPECFORGE_CONFIG, "rope_parameters": YARN}, DSPARK, VLM, more=markov()
     ),
     "LFM2.5": layout(LFM, DSPARK, VLM, more=markov()),
     "Qwen3.5": layout(
-        {
-            **deepspec("Qwen35DSparkModel", model_type="qwen3_5"),
-            "enable_qwen35_gated_q_proj": True,
-            "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000.0},
-        },
-        DSPARK,
-        more={**WITH_HEAD, **GATED},
+        deepspec("Qwen35DSparkModel", **QWEN_KEYS), DSPARK, more={**WITH_HEAD, **GATED}
     ),
-    "speculators DFlash": layout(speculators("dflash", sample_from_anchor=False), SPECULATORS),
+    "speculators DFlash": layout(speculators("dflash", **AFTER), SPECULATORS),
     "speculators DFlash at the anchor": layout(
         speculators("dflash", sample_from_anchor=True), SPECULATORS
     ),
     "speculators DFlash 2": layout(
-        speculators("dflash2", sample_from_anchor=False, **SELECTOR_KEYS),
-        SPECULATORS,
-        more=selector(),
+        speculators("dflash2", **AFTER, **SELECTOR_KEYS), SPECULATORS, more=selector()
     ),
     "speculators DFlash sliding": layout(
-        speculators("dflash", SLIDING_LAYERS, sample_from_anchor=False), SPECULATORS
+        speculators("dflash", SLIDING_LAYERS, **AFTER), SPECULATORS
     ),
     "speculators DFlash 2 sliding": layout(
-        speculators("dflash2", SLIDING_LAYERS, sample_from_anchor=False, **SELECTOR_KEYS),
+        speculators("dflash2", SLIDING_LAYERS, **AFTER, **SELECTOR_KEYS),
         SPECULATORS,
         more=selector(),
     ),
     "speculators DSpark sliding": layout(
-        speculators(
-            "dspark",
-            {**SLIDING_LAYERS, "layer_types": MIXED},
-            sample_from_anchor=True,
-            **MARKOV_KEYS,
-        ),
+        speculators("dspark", MIXED_LAYERS, sample_from_anchor=True, **MARKOV_KEYS),
         SPECULATORS,
         more=markov(),
     ),

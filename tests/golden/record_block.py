@@ -8,8 +8,6 @@ Without arguments it checks that the first reference of each layout still gives 
 and that its other references agree with it. With --write it stores them.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -4,8 +4,6 @@
 version before proposers were separated from decoding (5b03b25), on a Linux CPU.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from functools import cache
@@ -18,19 +16,11 @@ FILE = Path(__file__).with_name("fixed_shapes.json")
 PROMPTS = ("The old man opened the door and", '"I do not know," said the captain, "whether')
 # Width, length, nodes of the tree, and how nodes are selected.
 SHAPES: tuple[tuple[int, int, int | str, str], ...] = (
-    (1, 2, 2, "top_n"),
-    (1, 5, 5, "top_n"),
-    (1, 8, 4, "top_n"),
-    (2, 4, 7, "top_n"),
-    (2, 8, 16, "top_n"),
-    (3, 6, 16, "top_n"),
-    (4, 5, 9, "top_n"),
-    (8, 3, 17, "top_n"),
-    (1, 4, "auto", "beam"),
-    (3, 4, "auto", "beam"),
-    (4, 5, "auto", "beam"),
+    (1, 2, 2, "top_n"), (1, 5, 5, "top_n"), (1, 8, 4, "top_n"), (2, 4, 7, "top_n"),
+    (2, 8, 16, "top_n"), (3, 6, 16, "top_n"), (4, 5, 9, "top_n"), (8, 3, 17, "top_n"),
+    (1, 4, "auto", "beam"), (3, 4, "auto", "beam"), (4, 5, "auto", "beam"),
     (4, 6, "auto", "beam"),
-)
+)  # fmt: skip
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
     {"temp": 0.8, "seed": 3},
@@ -48,20 +38,9 @@ def record(
     """Return a digest of a text's tokens, and the counts of its steps."""
     model, tokenizer, drafter = load_once()
     width, length, nodes, select = shape
-    responses = list(
-        stream_generate(
-            model,
-            tokenizer,
-            prompt,
-            drafter=drafter,
-            max_tokens=MAX_TOKENS,
-            beam_width=width,
-            beam_length=length,
-            tree_nodes=nodes,
-            select=select,
-            **sampling,
-        )
-    )
+    plan = {"beam_width": width, "beam_length": length, "tree_nodes": nodes, "select": select}
+    options = {"drafter": drafter, "max_tokens": MAX_TOKENS, **plan, **sampling}
+    responses = list(stream_generate(model, tokenizer, prompt, **options))
     stats = responses[-1].stats
     tokens = json.dumps([response.token for response in responses])
     digest = hashlib.sha256(tokens.encode()).hexdigest()[:16]

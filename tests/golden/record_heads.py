@@ -5,8 +5,6 @@ speculators. Recorded on 2026-11-26 with torch 2.13.0, transformers 5.24.0, mlx-
 speculators 0.9.0.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import tempfile

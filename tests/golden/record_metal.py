@@ -3,8 +3,6 @@
 `python -m tests.golden.record_metal` writes the files anew.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product

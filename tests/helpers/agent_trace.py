@@ -1,7 +1,5 @@
 """A conversation of an agent, as token ids: it grows turn by turn, and branches now and then."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +11,9 @@ from operator import eq
 class Trace:
     """Prompts of a conversation whose answers are not known before.
 
-    Attributes:
-        num_turns: Number of requests.
-        num_tokens: Length of the last prompt, about.
-        branch_every: Turns after which the conversation goes back to an earlier turn.
-        vocab_size: Number of token ids.
-        texts: Prompts with their answers so far, which may be those of an earlier replay.
-        num_prompt: Number of tokens of all prompts.
-        num_ideal: Number of them that no earlier text begins with.
+    The last prompt has about ``num_tokens``, and each ``branch_every`` turns the conversation goes
+    back to an earlier turn. ``texts`` are prompts with their answers, also of earlier replays. Of
+    the ``num_prompt`` tokens of all prompts no earlier text begins with ``num_ideal``.
     """
 
     num_turns: int
@@ -32,11 +25,7 @@ class Trace:
     num_ideal: int = 0
 
     def replay(self, answer: Callable[[list[int]], list[int]]) -> None:
-        """Send all prompts, one after the other.
-
-        Args:
-            answer: Function that returns the tokens after a prompt.
-        """
+        """Send all prompts, one after the other, to what answers with tokens."""
         draw = random.Random(7)
         system = [draw.randrange(1, self.vocab_size) for _ in range(self.num_tokens // 4)]
         history, turns = system, list[list[int]]()

@@ -1,7 +1,5 @@
 """Random block drafters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx
@@ -24,20 +22,11 @@ LINKS: dict[str, dict[str, Any]] = {
 def block_config(vocab_size: int, hidden_size: int, **changes: Any) -> BlockConfig:
     """Make a small config of two layers, the second one with a short window."""
     values: dict[str, Any] = {
-        "hidden_size": hidden_size,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": vocab_size,
-        "num_hidden_layers": 2,
-        "captured_layers": (0, 1),
-        "block_size": 5,
-        "first_slot": 0,
-        "mask_token_id": 1,
-        "windows": (None, 9),
-        "causal": (False, True),
-    }
+        "hidden_size": hidden_size, "intermediate_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": vocab_size, "num_hidden_layers": 2,
+        "captured_layers": (0, 1), "block_size": 5, "first_slot": 0, "mask_token_id": 1,
+        "windows": (None, 9), "causal": (False, True),
+    }  # fmt: skip
     return BlockConfig(**{**values, **changes})
 
 

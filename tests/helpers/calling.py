@@ -4,8 +4,6 @@ The next token depends on the newest one only, so that a table of weights is the
 chat template ends in the token `ASK` if there are tools and no result yet, else in `TELL`.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -29,12 +27,9 @@ TEMPLATE = (
 
 
 def calling_engine(kind: str = "json_tools", drafter: Any = "lookup", **logits: float) -> Engine:
-    """An engine of such a model.
+    """An engine of such a model, with the marks of one of mlx-lm's parsers.
 
-    Args:
-        kind: Module of mlx-lm's parser.
-        drafter: The drafter.
-        **logits: Further logits of characters after a quotation mark, to choose names by.
+    ``logits`` are those of characters after a quotation mark, to choose names by.
     """
     tokenizer = tool_tokenizer(kind)
     tokenizer._tokenizer.add_tokens([AddedToken(mark, special=True) for mark in (ASK, TELL)])

@@ -1,7 +1,5 @@
 """Running the command line in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple

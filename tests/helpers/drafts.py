@@ -1,7 +1,5 @@
 """Drafts of known quality: trees built from the true text with some tokens corrupted."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,7 +58,6 @@ def grow(
         token = rng.randrange(vocab_size)
         is_right = right is not None and rng.random() < accuracy
         if is_right:
-            assert right is not None
             token = right
         if token in children.setdefault(node, set()):
             if len(children[node]) >= vocab_size:
@@ -76,14 +73,7 @@ def grow(
 
 
 class Scripted:
-    """A proposer of trees from the text that is known to come, right with some accuracy.
-
-    Args:
-        script: Tokens that plain decoding yields.
-        vocab_size: Token ids of the target.
-        accuracy: Chance that a draft on the trunk is right.
-        seed: Random seed of the trees.
-    """
+    """A proposer of trees from the text to come; a draft on the trunk is right by ``accuracy``."""
 
     num_layers = 0
     num_rows: int | None = None
@@ -103,7 +93,7 @@ class Scripted:
 
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
-    ) -> ScriptedDrafting:
+    ) -> "ScriptedDrafting":
         return ScriptedDrafting(self)
 
 

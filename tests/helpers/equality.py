@@ -1,7 +1,5 @@
 """Texts of stock mlx-lm and of this package, and exact comparisons of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -99,6 +97,14 @@ def batch_texts(stream: Iterable[Any], count: int) -> list[str]:
     for number, response in stream:
         texts[number] += response.text
     return texts
+
+
+def batch_tokens(stream: Iterable[Any], count: int) -> list[list[int]]:
+    """Tokens of the responses of a batch of ``count`` prompts."""
+    tokens: list[list[int]] = [[] for _ in range(count)]
+    for number, response in stream:
+        tokens[number].append(response.token)
+    return tokens
 
 
 def assert_same_weights(found: nn.Module, expected: nn.Module) -> None:

@@ -1,7 +1,5 @@
 """A Hugging Face Hub on this machine, with the repositories of a test."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -21,28 +19,20 @@ PIECE = 2**20
 
 
 class FakeHub:
-    """Repositories by name, each a folder.
-
-    Attributes:
-        folders: Folder of every repository.
-        cards: Metadata of every card.
-        fetched: Files that were downloaded, as ``org/name/file``.
-        address: Address of the server.
-        pause: Seconds between two pieces of a file.
-    """
+    """Repositories by name, each a folder; ``fetched`` are files as ``org/name/file``."""
 
     def __init__(self) -> None:
         self.folders: dict[str, Path] = {}
         self.cards: dict[str, dict[str, Any]] = {}
         self.fetched: list[str] = []
         self.address = ""
-        self.pause = 0.0
+        self.pause = 0.0  # seconds between two pieces of a file
 
     def add(self, name: str, folder: Path, **card: Any) -> None:
         self.folders[name], self.cards[name] = folder, card
 
     @contextmanager
-    def serving(self) -> Iterator[FakeHub]:
+    def serving(self) -> Iterator["FakeHub"]:
         """Answer requests on a free port."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.address = f"http://127.0.0.1:{server.server_port}"

@@ -1,7 +1,5 @@
 """The paths for GPUs on any machine."""
 
-from __future__ import annotations
-
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 

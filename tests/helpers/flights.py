@@ -1,7 +1,5 @@
 """Forward passes as proposers see them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,20 +12,11 @@ from mlx_redrafter.target.target import Target
 
 
 def flight_of(
-    path: Sequence[int],
-    num_accepted: int,
-    bonus: int,
-    length: int,
-    states: mx.array | None = None,
+    path: Sequence[int], num_accepted: int, bonus: int, length: int, states: mx.array | None = None
 ) -> Pass:
-    """A verified path of tokens, root first, of whose drafts some were accepted.
+    """A verified chain of tokens, root first, of whose drafts some were accepted.
 
-    Args:
-        path: Tokens of a chain, the first one the root.
-        num_accepted: Accepted drafts.
-        bonus: The target's own token after them.
-        length: Committed tokens before the root.
-        states: States of the nodes.
+    The target's own token ``bonus`` follows them; ``length`` tokens are committed before the root.
     """
     outcome = [bonus, num_accepted, *range(len(path)), *path]
     return Pass(
@@ -49,15 +38,7 @@ def drafts_after_any_steps(
 ) -> Iterator[tuple[list[int], mx.array, Any]]:
     """Drafts after a prompt in chunks, and accepted, rejected and skipped drafts.
 
-    Args:
-        network: One that reads states of the target.
-        target: The model; its states are random.
-        width: Width of a state.
-        plans: Plans in turn.
-        rng: Source of tokens and states.
-
-    Yields:
-        The text so far, the states after each of its tokens but the last, and a tree.
+    With each tree comes the text so far, and the random states after its tokens but the last.
     """
 
     def draw(count: int) -> tuple[list[int], mx.array]:

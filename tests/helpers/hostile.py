@@ -4,8 +4,6 @@ A call ends badly with an exception, a message of more than `MOST_LINES` lines o
 characters, without an error, or with another exit code than those that are documented.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -25,7 +23,7 @@ from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.cli.main import main
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from tests.helpers.cli import commands
-from tests.helpers.models import random_drafter, tiny_llama
+from tests.helpers.models import random_drafter, tiny_llama, tiny_sizes
 
 # Maximum number of lines about a call that fails.
 MOST_LINES = 10
@@ -78,13 +76,7 @@ FILES = (
 
 
 class Call(NamedTuple):
-    """A hostile call.
-
-    Attributes:
-        arguments: Arguments of ``redrafter-mlx``.
-        harm: Name of the harm that is done to a file, and that file; empty for none.
-        damage: Function that does it, in the current folder.
-    """
+    """Arguments of a call, and the harm that ``damage`` does to a file of the current folder."""
 
     arguments: list[str]
     harm: str
@@ -96,15 +88,7 @@ def build_yard(folder: Path) -> None:
     bundled = find_bundled("target")
     config = json.loads((bundled / "config.json").read_text())
     model: Any = tiny_llama(vocab_size=config["vocab_size"], layers=1)
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "tie_word_embeddings": False,
-    }
+    sizes = {**tiny_sizes("llama", config["vocab_size"], 1024), "num_hidden_layers": 1}
     tensors = checkpoint_files.named_parameters(model)
     write_checkpoint(folder / "model", {**config, **sizes}, tensors)
     for path in bundled.glob("tokenizer*"):

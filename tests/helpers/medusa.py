@@ -3,8 +3,6 @@
 Axes: n tokens of a text, H hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory of decoding, beyond what is there when it is under way."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Axes: V vocabulary, H hidden size, D exit_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,8 @@ def shared_model(name: str) -> Path:
     return shared_path(f"models/{name}")
 
 
-def _sizes(name: str, vocab_size: int, context: int = 512) -> dict[str, Any]:
+def tiny_sizes(name: str, vocab_size: int, context: int = 512) -> dict[str, Any]:
+    """Config of a tiny model of the kind of Llama."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, **heads}
     more = {"model_type": name, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
@@ -65,13 +64,13 @@ def tiny_llama(
 ) -> nn.Module:
     """A random float32 llama with grouped queries, hidden size 32."""
     own = {"num_hidden_layers": layers, "head_dim": head_size}
-    sizes = _sizes("llama", vocab_size, context) | own
+    sizes = tiny_sizes("llama", vocab_size, context) | own
     return randomised(llama.Model(llama.ModelArgs(**sizes)), seed, spread)
 
 
 def tiny_qwen3(seed: int = 0, vocab_size: int = 64, spread: float = 6.0) -> nn.Module:
     """A random float32 qwen3 with normalised queries, hidden size 32."""
-    sizes = _sizes("qwen3", vocab_size) | {"rope_theta": 10000.0}
+    sizes = tiny_sizes("qwen3", vocab_size) | {"rope_theta": 10000.0}
     return randomised(qwen3.Model(qwen3.ModelArgs(**sizes)), seed, spread)
 
 
@@ -163,9 +162,7 @@ class ByteTokenizer:
 
 def layer_inputs(target: Target, tokens: mx.array, layers: Sequence[int]) -> mx.array:
     """Capture the inputs of layers at all tokens of a new sequence, shape (n,) to (n, S)."""
-    states = target.compute(tokens[None], None, layers).alone.states
-    assert states is not None
-    return states
+    return target.compute(tokens[None], None, layers).alone.states
 
 
 def wrapped_tokenizer(vocab_size: int, eos_token_ids: set[int] | None = None) -> TokenizerWrapper:

@@ -3,8 +3,6 @@
 Axes: H hidden size, E experts, I their width.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json
@@ -18,9 +16,9 @@ import numpy as np
 from mlx_lm.models import mimo
 
 from tests.helpers.models import randomised
+from tests.helpers.published_heads import Shapes, mlp_shapes
 from tests.models.tiny_models import tiny_config
 
-Shapes = dict[str, tuple[int, ...]]
 # The config of a tiny MiMo, and what the names of its module begin with.
 MIMO: dict[str, Any] = {
     "model_type": "mimo", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
@@ -30,14 +28,10 @@ MIMO: dict[str, Any] = {
 MIMO_PREFIX = "model.mtp_layers.0."
 # Classes of the families in transformers.
 TORCH_NAMES = {
-    "mimo": "Qwen2",
-    "deepseek_v3": "DeepseekV3",
-    "glm4_moe": "Glm4Moe",
-    "glm4_moe_lite": "Glm4MoeLite",
-    "qwen3_5": "Qwen3_5",
-    "qwen3_5_moe": "Qwen3_5Moe",
+    "mimo": "Qwen2", "deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe",
     "qwen3_next": "Qwen3Next",
-}
+}  # fmt: skip
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -62,11 +56,6 @@ def family_config(model_type: str) -> dict[str, Any]:
     elif model_type != "glm4_moe" and not model_type.startswith("qwen"):
         values |= {"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-6}
     return values
-
-
-def _mlp(prefix: str, hidden: int, width: int) -> Shapes:
-    shapes = (width, hidden), (width, hidden), (hidden, width)
-    return {f"{prefix}.{part}.weight": s for part, s in zip(PARTS, shapes, strict=True)}
 
 
 def _attention(config: Mapping[str, Any], has_gate: bool, has_bias: bool) -> Shapes:
@@ -105,7 +94,7 @@ def _mimo_shapes(config: Mapping[str, Any]) -> Shapes:
         **{f"{name}.weight": (hidden,) for name in names},
         "input_proj.weight": (hidden, 2 * hidden),
         **{f"self_attn.{n}": s for n, s in _attention(config, False, True).items()},
-        **_mlp("mlp", hidden, config["intermediate_size"]),
+        **mlp_shapes("mlp", hidden, config["intermediate_size"]),
     }
 
 
@@ -128,11 +117,11 @@ def _deepseek_shapes(config: Mapping[str, Any]) -> Shapes:
         "shared_head.head.weight": (config["vocab_size"], hidden),
         "mlp.gate.weight": (num, hidden),
         "mlp.gate.e_score_correction_bias": (num,),
-        **_mlp("mlp.shared_experts", hidden, width * config["n_shared_experts"]),
+        **mlp_shapes("mlp.shared_experts", hidden, width * config["n_shared_experts"]),
         **{f"self_attn.{name}": shape for name, shape in attention.items()},
     }
     for e in range(num):
-        shapes |= _mlp(f"mlp.experts.{e}", hidden, width)
+        shapes |= mlp_shapes(f"mlp.experts.{e}", hidden, width)
     return shapes
 
 
@@ -142,15 +131,15 @@ def _qwen_shapes(config: Mapping[str, Any]) -> Shapes:
     if num:
         width = config["moe_intermediate_size"]
         block |= {"mlp.gate.weight": (num, hidden), "mlp.shared_expert_gate.weight": (1, hidden)}
-        block |= _mlp("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
+        block |= mlp_shapes("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
         if config["model_type"] == "qwen3_5_moe":
             block["mlp.experts.gate_up_proj"] = (num, 2 * width, hidden)
             block["mlp.experts.down_proj"] = (num, hidden, width)
         else:
             for e in range(num):
-                block |= _mlp(f"mlp.experts.{e}", hidden, width)
+                block |= mlp_shapes(f"mlp.experts.{e}", hidden, width)
     else:
-        block |= _mlp("mlp", hidden, config["intermediate_size"])
+        block |= mlp_shapes("mlp", hidden, config["intermediate_size"])
     return {
         "fc.weight": (hidden, 2 * hidden),
         "pre_fc_norm_embedding.weight": (hidden,),
@@ -230,13 +219,7 @@ def write(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any] = 
 
 
 class TorchModule:
-    """A module by the published equations, its decoder layer that of transformers.
-
-    Args:
-        torch: PyTorch.
-        config: The config of the model.
-        tensors: Tensors by their published names.
-    """
+    """A module by the published equations and names, its decoder layer that of transformers."""
 
     def __init__(self, torch: Any, config: Mapping[str, Any], tensors: Mapping[str, mx.array]):
         self.torch, self.eps = torch, config["rms_norm_eps"]

@@ -3,8 +3,6 @@
 Axes: W beam width, L beam length (root included), V vocabulary, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

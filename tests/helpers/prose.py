@@ -3,8 +3,6 @@
 Run as a script, it lists the offenders below the folders or pages given.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

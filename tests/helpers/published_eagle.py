@@ -1,7 +1,5 @@
 """EAGLE heads as others publish them, and their equations in torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from tests.helpers.published_heads import (
     VOCAB,
     Tensors,
     draft_vocabulary,
+    eagle_3_shapes,
     layer_shapes,
     seeded,
 )
@@ -80,28 +79,21 @@ def write_head(folder: Path, layout: Layout, seed: int = 0) -> dict[str, torch.T
 
 def random_tensors(layout: Layout, layer: Mapping[str, Any], seed: int) -> Tensors:
     """Draw the tensors of a head by their published names."""
-    is_third, prefix = layout.version == 3, layout.prefix
-    shapes = {
-        name.replace("layers.0", prefix): shape
-        for name, shape in layer_shapes(layer, (2 if is_third else 1) * HIDDEN).items()
-    }
-    if layout.num_states > 1:
-        shapes["fc.weight"] = (HIDDEN, (3 if is_third else 2) * HIDDEN)
-    if is_third:
-        shapes |= {"norm.weight": (HIDDEN,), "lm_head.weight": (DRAFT_VOCAB, HIDDEN)}
-        shapes[f"{prefix}.hidden_norm.weight"] = (HIDDEN,)
-    else:
-        del shapes[f"{prefix}.input_layernorm.weight"]
+    if layout.version == 1:
+        shapes = layer_shapes(layer, HIDDEN) | {"fc.weight": (HIDDEN, 2 * HIDDEN)}
+        del shapes["layers.0.input_layernorm.weight"]
         if layout.config.get("bias", True):
             shapes["fc.bias"] = (HIDDEN,)
-    if layout.says("norm_before_fc"):
-        shapes["input_norm.weight"] = (3 * HIDDEN,)
-    if layout.config.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}
-    if prefix == "layers.0":
+    else:
+        flags = {key: layout.says(key) for key in ("norm_before_fc", "fc_norm")}
+        shapes = eagle_3_shapes(layer, flags)
+        if layout.num_states == 1:
+            del shapes["fc.weight"]
+    if layout.prefix == "layers.0":
         shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
+    shapes = {name.replace("layers.0", layout.prefix): shape for name, shape in shapes.items()}
     tensors = seeded(shapes, seed)
-    if is_third:
+    if layout.version == 3:
         tensors["lm_head.weight"] *= 3
         tensors |= draft_vocabulary(seed)
     return tensors

@@ -6,8 +6,6 @@ compute. The tests load the same files here.
 Axes: H hidden size, C states of the target, n tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,14 +33,10 @@ def _layer(model_type: str, kinds: str, rope: Mapping[str, Any]) -> dict[str, An
     """Describe layers: "s" attends to a window of 5 tokens, "f" to all."""
     names = {"s": "sliding_attention", "f": "full_attention"}
     return {
-        **LAYER,
-        "model_type": model_type,
-        "num_hidden_layers": len(kinds),
-        "layer_types": [names[kind] for kind in kinds],
-        "sliding_window": 5,
-        "use_sliding_window": "s" in kinds,
-        "rope_parameters": dict(rope),
-    }
+        **LAYER, "model_type": model_type, "num_hidden_layers": len(kinds),
+        "layer_types": [names[kind] for kind in kinds], "sliding_window": 5,
+        "use_sliding_window": "s" in kinds, "rope_parameters": dict(rope),
+    }  # fmt: skip
 
 
 # Heads of speculators by name: the config.
@@ -73,27 +67,16 @@ SIDECARS: dict[str, tuple[str, str | None]] = {
 
 
 _ASSISTANT_LAYERS = {
-    "model_type": "gemma4_text",
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_kv_shared_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "vocab_size": 96,
-    "rms_norm_eps": 1e-6,
-    "sliding_window": 8,
+    "model_type": "gemma4_text", "hidden_size": 24, "intermediate_size": 40,
+    "num_hidden_layers": 3, "num_kv_shared_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "vocab_size": 96,
+    "rms_norm_eps": 1e-6, "sliding_window": 8,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
         "full_attention": {"rope_type": "proportional", "rope_theta": 100.0,
         "partial_rotary_factor": 0.25}},
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-    "use_double_wide_mlp": False,
-    "enable_moe_block": False,
-    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+    "use_double_wide_mlp": False, "enable_moe_block": False, "attention_k_eq_v": False,
     "max_position_embeddings": 512,
 }  # fmt: skip
 # Gemma 4 assistants by name: the config. Their target has a hidden size of 64.
@@ -118,26 +101,43 @@ def seeded(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
     return weights
 
 
+def mlp_shapes(prefix: str, hidden: int, width: int) -> Shapes:
+    """Shapes of an MLP with a gate."""
+    wide = dict.fromkeys(("gate_proj", "up_proj"), (width, hidden))
+    return {f"{prefix}.{n}.weight": s for n, s in {**wide, "down_proj": (hidden, width)}.items()}
+
+
 def layer_shapes(layer: Mapping[str, Any], entering: int) -> Shapes:
     """Shapes of decoder layers, of which the first one reads rows of ``entering`` numbers."""
     heads, keys = layer["num_attention_heads"], layer["num_key_value_heads"]
     size, width = layer["head_dim"], layer["intermediate_size"]
     shapes: Shapes = {}
     for i in range(layer["num_hidden_layers"]):
-        own, inputs = f"layers.{i}.", HIDDEN if i else entering
-        shapes |= {
-            own + "self_attn.q_proj.weight": (heads * size, inputs),
-            own + "self_attn.k_proj.weight": (keys * size, inputs),
-            own + "self_attn.v_proj.weight": (keys * size, inputs),
-            own + "self_attn.o_proj.weight": (HIDDEN, heads * size),
-            own + "mlp.gate_proj.weight": (width, HIDDEN),
-            own + "mlp.up_proj.weight": (width, HIDDEN),
-            own + "mlp.down_proj.weight": (HIDDEN, width),
-            own + "input_layernorm.weight": (HIDDEN,),
-            own + "post_attention_layernorm.weight": (HIDDEN,),
-        }
+        inputs = HIDDEN if i else entering
+        own = {
+            "self_attn.q_proj": (heads * size, inputs), "self_attn.k_proj": (keys * size, inputs),
+            "self_attn.v_proj": (keys * size, inputs), "self_attn.o_proj": (HIDDEN, heads * size),
+            "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
+        }  # fmt: skip
         if layer["model_type"] == "qwen3":
-            shapes |= {own + f"self_attn.{x}_norm.weight": (size,) for x in "qk"}
+            own |= {f"self_attn.{x}_norm": (size,) for x in "qk"}
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in own.items()}
+        shapes |= mlp_shapes(f"layers.{i}.mlp", HIDDEN, width)
+    return shapes
+
+
+def eagle_3_shapes(layer: Mapping[str, Any], flags: Mapping[str, Any]) -> Shapes:
+    """Shapes of an EAGLE-3 head that joins three states of the target."""
+    shapes = layer_shapes(layer, 2 * HIDDEN) | {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
+        "layers.0.hidden_norm.weight": (HIDDEN,),
+    }
+    if flags.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (3 * HIDDEN,)
+    if flags.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}
     return shapes
 
 
@@ -150,17 +150,8 @@ def draft_vocabulary(seed: int) -> Tensors:
 def speculators_head(name: str) -> Tensors:
     """Draw the tensors of a head of speculators by their published names."""
     config = SPECULATORS[name]
-    shapes = layer_shapes(config["transformer_layer_config"], 2 * HIDDEN) | {
-        "fc.weight": (HIDDEN, 3 * HIDDEN),
-        "norm.weight": (HIDDEN,),
-        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
-        "embed_tokens.weight": (VOCAB, HIDDEN),
-        "layers.0.hidden_norm.weight": (HIDDEN,),
-    }
-    if config.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (3 * HIDDEN,)
-    if config.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}
+    shapes = eagle_3_shapes(config["transformer_layer_config"], config)
+    shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
     if config["speculators_model_type"] == "peagle":
         shapes["mask_hidden"] = (1, 1, 3 * HIDDEN)
     tensors = seeded(shapes, 3)
@@ -191,18 +182,16 @@ def assistant_tensors(name: str) -> Tensors:
     for i, kind in enumerate(text["layer_types"]):
         size = text["global_head_dim" if kind == "full_attention" else "head_dim"]
         rows = text["num_attention_heads"] * size
-        own = f"model.layers.{i}."
+        own = f"model.layers.{i}"
         shapes |= {
-            own + "self_attn.q_proj.weight": (rows, hidden),
-            own + "self_attn.q_norm.weight": (size,),
-            own + "self_attn.o_proj.weight": (hidden, rows),
-            own + "mlp.gate_proj.weight": (width, hidden),
-            own + "mlp.up_proj.weight": (width, hidden),
-            own + "mlp.down_proj.weight": (hidden, width),
-            own + "layer_scalar": (1,),
+            f"{own}.self_attn.q_proj.weight": (rows, hidden),
+            f"{own}.self_attn.q_norm.weight": (size,),
+            f"{own}.self_attn.o_proj.weight": (hidden, rows),
+            f"{own}.layer_scalar": (1,),
+            **mlp_shapes(f"{own}.mlp", hidden, width),
         }
         for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            shapes[f"{own}{norm}_layernorm.weight"] = (hidden,)
+            shapes[f"{own}.{norm}_layernorm.weight"] = (hidden,)
     is_clustered = config.get("use_ordered_embeddings", False)
     if is_clustered:
         shapes["masked_embedding.centroids.weight"] = (config["num_centroids"], hidden)

@@ -1,7 +1,5 @@
 """A search of a recurrent drafter outside decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import mlx.core as mx

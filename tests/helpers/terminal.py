@@ -1,7 +1,5 @@
 """A program on a terminal of its own, and Ctrl-C there."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

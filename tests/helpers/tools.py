@@ -1,7 +1,5 @@
 """Tokenizers of models that call tools, in the formats of mlx-lm's parsers."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -37,12 +35,7 @@ TEMPLATE = (
 
 
 def tool_tokenizer(kind: str = "json_tools", thinks: bool = False) -> TokenizerWrapper:
-    """A byte-level tokenizer with the tokens and the parser of one format, and token 0 as the end.
-
-    Args:
-        kind: Module of mlx-lm's parser.
-        thinks: Whether it also has the tokens of thinking.
-    """
+    """A byte-level tokenizer with the tokens and the parser of one format; token 0 is the end."""
     inner = fast_tokenizer()._tokenizer
     inner.add_tokens([AddedToken(mark, special=kind in SPECIAL) for mark in MARKS[kind]])
     if thinks:

@@ -5,8 +5,6 @@ each draft of the level before appended to it, through causal layers. Axes: n to
 V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,15 +14,7 @@ from torch.nn.functional import linear, silu
 
 
 class Frozen(NamedTuple):
-    """Outputs of the target.
-
-    Attributes:
-        embedding: Input embedding, shape (V, H).
-        head: Output matrix, shape (V, H).
-        norm: Weight of the final norm, shape (H,).
-        norm_eps: Epsilon of that norm.
-        eps: Epsilon of the norms of heads.
-    """
+    """The target's embedding and head, shape (V, H), and final norm; ``eps`` is that of heads."""
 
     embedding: Tensor
     head: Tensor
@@ -34,13 +24,7 @@ class Frozen(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Sizes of attention.
-
-    Attributes:
-        heads: Query heads.
-        groups: Heads of keys and values.
-        theta: Base of the rotary embedding.
-    """
+    """Attention: query heads, heads of keys and values, and the base of the rotary embedding."""
 
     heads: int
     groups: int
@@ -113,11 +97,7 @@ class Recurrent(NamedTuple):
         s_t = f(W e_t + U s_{t-1} + b), or s_t = e_t + s_{t-1};  s_0 = 0
         x = [h, s_t]; x = P x + p if widths differ; x = x + silu(L_i x + l_i); logits = V x
 
-    with f = silu. TensorRT-LLM: f = identity and s_1 = W e_1, without U's bias.
-
-    Attributes:
-        weights: Tensors by Apple's names.
-        is_tensorrt: Whether the recurrence is TensorRT-LLM's.
+    with f = silu and Apple's names. TensorRT-LLM: f = identity and s_1 = W e_1, without U's bias.
     """
 
     weights: Weights

@@ -3,8 +3,6 @@
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping, Sequence
 
@@ -64,12 +62,7 @@ OUR_CALL = """
 
 
 class AttentionKernels:
-    """Attention of some variants: ours, and for each of them MLX's own for one token.
-
-    Args:
-        sources: Sources of ours.
-        flags: Further flags of the compiler.
-    """
+    """Attention of some variants: ours, and for each of them MLX's own for one token."""
 
     def __init__(
         self, sources: Mapping[AttentionVariant, str], flags: Sequence[str] = ROUNDED

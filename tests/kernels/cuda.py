@@ -4,8 +4,6 @@
 names differ; these are given here, and no line of arithmetic is written twice.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -90,12 +88,7 @@ Compiled = tuple[AnyVariant, int] | AttentionVariant
 
 
 class Usage(NamedTuple):
-    """What a kernel needs of a GPU, as nvcc reports it.
-
-    Attributes:
-        registers: Registers of a thread, of 32 bits.
-        spilled: Bytes of a thread that found no register.
-    """
+    """What a thread needs, as nvcc reports it: registers of 32 bits, and bytes that found none."""
 
     registers: int
     spilled: int
@@ -124,24 +117,13 @@ def cuda_kernel(name: str, source: str, input_names: list[str], **given: Any) ->
 def usage(
     variants: Sequence[tuple[AnyVariant, int] | AttentionVariant], folder: Path
 ) -> list[Usage]:
-    """What kernels need on Hopper, without limit; compiled by nvcc, together.
-
-    Args:
-        variants: What to compile.
-        folder: Folder for files that nobody needs.
-
-    Raises:
-        RuntimeError: One does not compile; what nvcc says.
-    """
+    """What kernels need on Hopper, without limit; compiled by nvcc, together."""
     said = _compile(variants, folder, "-cubin", "-Xptxas", "-v")
     return [_reported(said, f"kernel_{i}") for i in range(len(variants))]
 
 
 def fused_by_choice(variants: Sequence[Compiled], folder: Path) -> list[str]:
-    """Sums of two products in which the compiler has chosen the one that it fuses.
-
-    The arguments are those of `usage`.
-    """
+    """Sums of two products in which the compiler has chosen the one that it fuses."""
     _compile(variants, folder, "-ptx")
     text = (folder / "out").read_text(encoding="utf-8")
     return [

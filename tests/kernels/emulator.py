@@ -7,8 +7,6 @@ what it makes of it.
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import re
@@ -73,13 +71,7 @@ QMV_CALL = """
 
 
 class Stock(NamedTuple):
-    """A call of a kernel for one row.
-
-    Attributes:
-        call: The call, in a program with the variables of `STATE`.
-        groups: SIMD groups of a threadgroup.
-        outputs: Outputs of a threadgroup.
-    """
+    """A kernel for one row: its call, by `STATE`, and a threadgroup's SIMD groups and outputs."""
 
     call: str
     groups: int
@@ -87,11 +79,7 @@ class Stock(NamedTuple):
 
 
 def stock_source(variants: Iterable[AnyVariant]) -> str:
-    """The `TEMPLATES` of the installed MLX that these variants need.
-
-    Args:
-        variants: Any variants.
-    """
+    """The `TEMPLATES` of the installed MLX that these variants need."""
     text = BEFORE
     for file in dict.fromkeys(map(_file, variants)):
         header, names = _text(file), TEMPLATES[file]
@@ -185,12 +173,7 @@ static int group, column;
 
 
 class Kernels:
-    """Kernels compiled together: ours, and for each of their variants MLX's own for one row.
-
-    Args:
-        sources: Sources of ours by variant and rows.
-        flags: Further flags of the compiler.
-    """
+    """Kernels compiled together: ours, and for each of their variants MLX's own for one row."""
 
     def __init__(
         self, sources: Mapping[tuple[AnyVariant, int], KernelSource], flags: Sequence[str] = ROUNDED
@@ -299,11 +282,7 @@ def _header(flags: tuple[str, ...]) -> Path:
 
 @cache
 def compiled(text: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """A library of a C++ source; compiled once.
-
-    Raises:
-        RuntimeError: It does not compile; the compiler's first error.
-    """
+    """A library of a C++ source, compiled once; `RuntimeError` has the compiler's first error."""
     name = _folder() / hashlib.sha256(repr((text, flags)).encode()).hexdigest()[:16]
     source, library = name.with_suffix(".cpp"), name.with_suffix(".so")
     source.write_text(text, encoding="utf-8")

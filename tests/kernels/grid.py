@@ -6,8 +6,6 @@ multiplications and additions fused as the compiler likes.
 Prints what differs; takes some minutes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 

@@ -4,8 +4,6 @@ All variants and all numbers of rows of one launch. A hint only of what Apple's 
 another compiler, and another GPU. Takes some minutes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 

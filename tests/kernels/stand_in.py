@@ -3,8 +3,6 @@
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -33,27 +31,39 @@ def emulated(pairs: Iterable[tuple[AnyVariant, int]], **options: Any) -> Kernels
     return Kernels({pair: small_t.source_of(*pair) for pair in pairs}, **options)
 
 
+Place = tuple[int, int, int]
+
+
+def _launch(compute: Callable[[list[mx.array], Place, Place], mx.array]) -> Callable[..., Any]:
+    """What launches a kernel: it computes one output, of the shape and dtype that are asked for."""
+
+    def launch(
+        inputs: list[mx.array],
+        grid: Place,
+        threadgroup: Place,
+        output_shapes: list[tuple[int, ...]],
+        output_dtypes: list[mx.Dtype],
+    ) -> list[mx.array]:
+        y = compute(inputs, grid, threadgroup)
+        assert ([y.shape], [y.dtype]) == (output_shapes, output_dtypes)
+        return [y]
+
+    return launch
+
+
 def run_emulated(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, order: int = 0) -> None:
     """Let `small_t` launch emulated kernels."""
 
-    def launcher(variant: AnyVariant, rows: int) -> Callable[..., list[mx.array]]:
-        def launch(
-            inputs: list[mx.array],
-            grid: tuple[int, int, int],
-            threadgroup: tuple[int, int, int],
-            output_shapes: list[tuple[int, int]],
-            output_dtypes: list[mx.Dtype],
-        ) -> list[mx.array]:
+    def kernel(variant: AnyVariant, rows: int) -> Callable[..., Any]:
+        def compute(inputs: list[mx.array], grid: Place, threadgroup: Place) -> mx.array:
             groups = small_t.source_of(variant, rows).simd_groups
             assert (grid[0], grid[2], threadgroup) == (LANES, 1, (LANES, groups, 1))
-            assert grid[1] % groups == 0
-            y = kernels.ours(variant, *inputs, groups=grid[1], order=order)
-            assert (y.shape, y.dtype, rows) == (output_shapes[0], output_dtypes[0], y.shape[0])
-            return [y]
+            assert (grid[1] % groups, inputs[0].shape[0]) == (0, rows)
+            return kernels.ours(variant, *inputs, groups=grid[1], order=order)
 
-        return launch
+        return _launch(compute)
 
-    monkeypatch.setattr(small_t, "_kernel", launcher)
+    monkeypatch.setattr(small_t, "_kernel", kernel)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
@@ -137,27 +147,18 @@ def emulated_attention() -> AttentionKernels:
 def run_emulated_attention(monkeypatch: pytest.MonkeyPatch, kernels: AttentionKernels) -> None:
     """Let `tree_attention` launch emulated kernels."""
 
-    def launcher(variant: AttentionVariant) -> Callable[..., list[mx.array]]:
-        def launch(
-            inputs: list[mx.array],
-            grid: tuple[int, int, int],
-            threadgroup: tuple[int, int, int],
-            output_shapes: list[tuple[int, ...]],
-            output_dtypes: list[mx.Dtype],
-        ) -> list[mx.array]:
+    def kernel(variant: AttentionVariant) -> Callable[..., Any]:
+        def compute(inputs: list[mx.array], grid: Place, threadgroup: Place) -> mx.array:
             *rows, parents, scale = inputs
             _, heads, nodes, head_size = rows[0].shape
             assert (grid, threadgroup) == ((heads * THREADS, nodes, 1), (THREADS, 1, 1))
             assert (parents.dtype, scale.dtype) == (mx.int32, mx.float32)
             assert variant.head_size == head_size
-            y = kernels.ours(*rows, parents=parents, scale=scale.item())
-            assert [y.shape] == output_shapes
-            assert [y.dtype] == output_dtypes
-            return [y]
+            return kernels.ours(*rows, parents=parents, scale=scale.item())
 
-        return launch
+        return _launch(compute)
 
-    monkeypatch.setattr(tree_attention, "_kernel", launcher)
+    monkeypatch.setattr(tree_attention, "_kernel", kernel)
 
 
 def stand_in_attention(monkeypatch: pytest.MonkeyPatch, kernels: AttentionKernels) -> None:

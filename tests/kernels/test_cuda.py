@@ -3,10 +3,6 @@
 Axes: T rows of inputs, K inputs, N outputs or nodes of a tree.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import mlx.core as mx
 import pytest
 
@@ -38,7 +34,7 @@ PARENTS = (0, 0, 1, 0, 3, 4)
 
 
 @needs_nvcc
-def test_sums_stay_in_registers(tmp_path: Path) -> None:
+def test_sums_stay_in_registers(tmp_path):
     heads = [AttentionVariant(size, "float16") for size in HEAD_SIZES]
     variants = [*((variant, rows) for variant in SOME for rows in FULL), *heads]
     found = dict(zip(map(str, variants), usage(variants, tmp_path), strict=True))
@@ -48,7 +44,7 @@ def test_sums_stay_in_registers(tmp_path: Path) -> None:
 
 @needs_nvcc
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_all_rows_are_fused_alike(tmp_path: Path, dtype: str) -> None:
+def test_all_rows_are_fused_alike(tmp_path, dtype):
     """Of a sum of two products the compiler may fuse either, for one row another than for two."""
     variants = [type(one)(**{**vars(one), "dtype": dtype}) for one in SOME]
     heads = [AttentionVariant(size, dtype) for size in HEAD_SIZES]
@@ -68,7 +64,7 @@ def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_nvidia
 @pytest.mark.parametrize("variant", SOME, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_those_of_one_row_on_a_gpu(variant: AnyVariant, dtype: str) -> None:
+def test_rows_are_those_of_one_row_on_a_gpu(variant, dtype):
     """One row is computed by the same source for T = 1, which no program of this package uses."""
     variant = type(variant)(**{**vars(variant), "dtype": dtype})
     inputs = 3 * variant.block
@@ -90,7 +86,7 @@ def test_rows_are_those_of_one_row_on_a_gpu(variant: AnyVariant, dtype: str) -> 
 @needs_nvidia
 @pytest.mark.parametrize("size", HEAD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nodes_are_those_of_their_paths_on_a_gpu(size: int, dtype: str) -> None:
+def test_nodes_are_those_of_their_paths_on_a_gpu(size, dtype):
     """A path alone is a chain, for the same source."""
     rows = (1, 2, 70 + len(PARENTS), size)
     queries, keys, values = (

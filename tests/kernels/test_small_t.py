@@ -3,10 +3,8 @@
 Axes: T rows of inputs, K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +14,7 @@ from mlx_redrafter.kernels import trial
 from mlx_redrafter.kernels.attention import AttentionShape
 from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import layers_by_shape
-from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
+from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
 from mlx_redrafter.kernels.tree_attention import HEAD_SIZES, tree_attention
@@ -33,7 +31,6 @@ from mlx_redrafter.kernels.variant import (
     Variant,
 )
 from tests.golden.record_metal import RECORDS
-from tests.helpers.sources import print_generated_source
 from tests.kernels.emulator import (
     FUSED,
     ROUNDED,
@@ -102,9 +99,7 @@ def different_rows(
 
 @needs_emulator
 @pytest.mark.parametrize("variant", SAMPLE, ids=str)
-def test_rows_have_the_bits_of_one_row(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, variant: AnyVariant
-) -> None:
+def test_rows_have_the_bits_of_one_row(kernels, monkeypatch, variant):
     has_all = _launched(variant) is LAUNCHED
     rows = ROWS if has_all else (*FEW, 2 * MAX_ROWS)
     for order in SIMD_ORDERS if has_all else SIMD_ORDERS[::2]:
@@ -125,9 +120,7 @@ def test_rows_have_the_bits_of_one_row(
     ],
     ids=lambda variants: str(variants[0]),
 )
-def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(
-    monkeypatch: pytest.MonkeyPatch, variants: list[AnyVariant]
-) -> None:
+def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(monkeypatch, variants):
     fused = emulated([(variant, t) for variant in variants for t in FEW], flags=FUSED)
     run_emulated(monkeypatch, fused)
     for variant in variants:
@@ -135,7 +128,7 @@ def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(
 
 
 @needs_emulator
-def test_the_compiler_fuses() -> None:
+def test_the_compiler_fuses():
     variant = DenseVariant("float32")
     (weight,) = random_matrix(variant, OUTPUTS, 4 * variant.block)
     x = mx.random.normal((1, 4 * variant.block))
@@ -156,7 +149,7 @@ def test_the_compiler_fuses() -> None:
     ],
     ids=str,
 )
-def test_the_emulated_kernel_computes_the_product(kernels: Kernels, variant: AnyVariant) -> None:
+def test_the_emulated_kernel_computes_the_product(kernels, variant):
     matrix = random_matrix(variant, OUTPUTS, 1024)
     x = mx.random.normal((3, 1024))
     if isinstance(variant, DenseVariant):
@@ -166,17 +159,6 @@ def test_the_emulated_kernel_computes_the_product(kernels: Kernels, variant: Any
         how = {"group_size": variant.group_size, "bits": variant.bits, "mode": variant.mode}
         expected = mx.quantized_matmul(x, *matrix, **how)
     assert mx.allclose(kernels.stock(variant, x, *matrix), expected, atol=1e-5)
-
-
-@needs_emulator
-def test_the_emulator_notices_lanes_that_part() -> None:
-    variant = Variant(4, 64, "float32")
-    body = "if (thread_index_in_simdgroup < 3) { y[0] = simd_sum(1.0f); }"
-    source = metal_source(variant, 2)._replace(body=body)
-    kernels = Kernels({(variant, 2): source})
-    matrix = random_matrix(variant, 8, 512)
-    with pytest.raises(RuntimeError, match="have parted"):
-        kernels.ours(variant, mx.zeros((2, 512)), *matrix, groups=2)
 
 
 def _product(variant: AnyVariant) -> Callable[[mx.array], mx.array]:
@@ -210,19 +192,24 @@ SIGNATURES: dict[str, tuple[Callable[[mx.array], mx.array], tuple[int, ...], lis
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signature_of_the_generated_source(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_signature_of_the_generated_source(monkeypatch, tmp_path, capfd, name):
     """What MLX makes of the source, as it prints it; nothing is compiled."""
+    kernel = mx.fast.metal_kernel
+
+    def verbose(**given: Any) -> Any:
+        launch = kernel(**given)
+        return lambda **inputs: launch(**inputs, verbose=True)
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", verbose)
     function, shape, arguments = SIGNATURES[name]
-    print_generated_source(tmp_path, function, mx.zeros(shape, mx.bfloat16))
+    mx.export_function(str(tmp_path / "kernel.mlxfn"), function, mx.zeros(shape, mx.bfloat16))
     source = capfd.readouterr().out
     lane = "uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]"
     for argument in (*arguments, "device bfloat16_t* y ", lane):
         assert argument in source
 
 
-def test_orders_of_dense_matrices() -> None:
+def test_orders_of_dense_matrices():
     """As MLX chooses for a product with one row; the others follow."""
     orders = {
         (shape.lanes, shape.groups): [
@@ -239,7 +226,7 @@ def test_orders_of_dense_matrices() -> None:
     }
 
 
-def test_sources_are_those_on_record() -> None:
+def test_sources_are_those_on_record():
     for file, record in RECORDS.items():
         assert record() == file.read_text(encoding="utf-8")
 
@@ -248,9 +235,7 @@ def test_sources_are_those_on_record() -> None:
 @pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
 @pytest.mark.parametrize("kind", ["dense", "mxfp4", *BITS])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_on_an_apple_gpu(
-    monkeypatch: pytest.MonkeyPatch, kind: str | int, dtype: str
-) -> None:
+def test_equal_on_an_apple_gpu(monkeypatch, kind, dtype):
     monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
     model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100), nn.Linear(1024, 32))
     model.set_dtype(DTYPES[dtype])
@@ -268,8 +253,6 @@ def test_equal_on_an_apple_gpu(
 @pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
 @pytest.mark.parametrize("size", HEAD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_equal_on_an_apple_gpu(
-    monkeypatch: pytest.MonkeyPatch, size: int, dtype: str
-) -> None:
+def test_attention_is_equal_on_an_apple_gpu(monkeypatch, size, dtype):
     monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
     assert AttentionTrial(AttentionShape(8, 2, size, dtype), 1).failure is None

@@ -3,8 +3,6 @@
 Axes: N nodes of a tree, S committed tokens, D head size.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 
@@ -16,6 +14,7 @@ from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import FUSED, SIMD_ORDERS, needs_emulator
 from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated_attention
 
+pytestmark = needs_emulator
 # A branch from the root, one from its middle, and nodes that stand apart from their parents.
 PARENTS = [0, 0, 1, 2, 1]
 # More than a key per SIMD group, a group without any, and the tree alone.
@@ -57,23 +56,20 @@ def different_nodes(
     return found
 
 
-@needs_emulator
 @pytest.mark.parametrize("variant", ATTENTION_VARIANTS, ids=str)
-def test_nodes_have_the_bits_of_one_token(variant: AttentionVariant) -> None:
+def test_nodes_have_the_bits_of_one_token(variant):
     for order, committed in zip(SIMD_ORDERS, COMMITTED, strict=True):
         assert different_nodes(emulated_attention(), variant, committed, order) == []
 
 
-@needs_emulator
-def test_nodes_have_the_bits_of_one_token_where_the_compiler_fuses() -> None:
+def test_nodes_have_the_bits_of_one_token_where_the_compiler_fuses():
     variants = [AttentionVariant(64, "float32"), AttentionVariant(96, "float16")]
     fused = AttentionKernels({one: attention_source(one) for one in variants}, FUSED)
     for variant in variants:
         assert different_nodes(fused, variant, COMMITTED[0]) == []
 
 
-@needs_emulator
-def test_wrong_sources_differ() -> None:
+def test_wrong_sources_differ():
     pairs = list(zip(ATTENTION_VARIANTS, MUTATIONS, strict=True))
     sources = {variant: attention_source(variant) for variant, _ in pairs}
     assert [wrong for variant, wrong in pairs if wrong[0] not in sources[variant]] == []
@@ -82,8 +78,7 @@ def test_wrong_sources_differ() -> None:
     assert missed == []
 
 
-@needs_emulator
-def test_the_emulated_kernel_attends() -> None:
+def test_the_emulated_kernel_attends():
     shapes = [(1, 4, 1, 64), (1, 2, 40, 64), (1, 2, 40, 64)]
     rows = [mx.random.normal(shape) for shape in shapes]
     y = emulated_attention().stock(*rows, scale=0.125)

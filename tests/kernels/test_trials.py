@@ -1,30 +1,37 @@
-"""Trials at load accept kernels that are equal and faster, and nothing else."""
-
-from __future__ import annotations
+"""Trials at load accept kernels that are equal and no slower, and nothing else."""
 
 import json
 import logging
 import random
-from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import llama
 from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.kernels import product_trials, selection, small_t, trial
-from mlx_redrafter.kernels.attention import AttentionShape
+from mlx_redrafter.kernels import (
+    attention_trials,
+    product_trials,
+    selection,
+    small_t,
+    tree_attention,
+    trial,
+)
+from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
 from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.kernels.small_t import as_integers, source_of
+from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
 from mlx_redrafter.kernels.trial import Times
 from mlx_redrafter.kernels.variant import (
     DENSE_ORDERS,
@@ -37,12 +44,14 @@ from mlx_redrafter.kernels.variant import (
     MatrixShape,
     Variant,
 )
+from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.target.target import Target
 from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted, grow, make_tree
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
-from tests.helpers.models import tiny_llama
+from tests.helpers.models import tiny_llama, wrapped_tokenizer
 from tests.helpers.oracles import node_paths
+from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import Kernels, needs_emulator
 from tests.kernels.stand_in import (
     check_kernels,
@@ -166,9 +175,7 @@ def are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
 @needs_emulator
 @pytest.mark.parametrize("build", [quantised_model, dense_model])
 @pytest.mark.usefixtures("machine")
-def test_trees_and_drafted_texts_have_the_bits_of_single_tokens(
-    build: Callable[[], nn.Module],
-) -> None:
+def test_trees_and_drafted_texts_have_the_bits_of_single_tokens(build):
     model = build()
     plain, text = logits_of_tree(model, follow=True), stock_tokens(model, [1, 5, 9], 16)
     assert not are_equal(logits_of_tree(model, follow=False), plain)  # another order of additions
@@ -181,7 +188,7 @@ def test_trees_and_drafted_texts_have_the_bits_of_single_tokens(
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
-def test_equal_kernels_are_used_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_kernels_are_used_where_they_are_faster(monkeypatch):
     model = quantised_model()
     with monkeypatch.context() as patch:
         patch.setenv(selection.SWITCH, "0")
@@ -194,7 +201,7 @@ def test_equal_kernels_are_used_where_they_are_faster(monkeypatch: pytest.Monkey
     assert "16)" in last
 
 
-def test_kernels_are_tried_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_tried_unless_told_not_to(monkeypatch):
     tried: list[nn.Module] = []
     monkeypatch.setattr(loading, "use_kernels", tried.append)
     Pair(drafter="lookup").load(kernels=False)
@@ -216,9 +223,7 @@ def _layer_of(variant: AnyVariant) -> tuple[MatrixShape | DenseShape, nn.Module]
 
 @needs_emulator
 @pytest.mark.parametrize(("variant", "wrong"), CONSTANTS, ids=str)
-def test_wrong_constants_are_refused(
-    monkeypatch: pytest.MonkeyPatch, variant: AnyVariant, wrong: list[tuple[str, str]]
-) -> None:
+def test_wrong_constants_are_refused(monkeypatch, variant, wrong):
     """Each in the source of another number of rows, as all are compiled together."""
     shape, layer = _layer_of(variant)
     sources = {(variant, rows): source_of(variant, rows) for rows in range(2, 2 + len(wrong))}
@@ -237,7 +242,7 @@ def test_wrong_constants_are_refused(
 @needs_emulator
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(("inputs", "order"), [(57, FEW), (150, USUAL), (1100, MANY)])
-def test_dense_layers_with_biases_are_equal(inputs: int, order: tuple[int, int]) -> None:
+def test_dense_layers_with_biases_are_equal(inputs, order):
     layer = nn.Linear(inputs, 40)
     layer.bias = 10 * mx.random.normal((40,))
     layer.set_dtype(mx.float16)
@@ -246,7 +251,7 @@ def test_dense_layers_with_biases_are_equal(inputs: int, order: tuple[int, int])
 
 
 @needs_emulator
-def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_those_of_both(monkeypatch):
     shape, layer = _layer(8)
     variant = Variant(8, 32, "float32")
     stand_in(monkeypatch, emulated([(variant, 3)]))
@@ -264,11 +269,7 @@ def test_times_are_those_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
-def test_what_does_not_compile_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_does_not_compile_is_not_used(monkeypatch, capsys, caplog):
     refuse_to_compile(monkeypatch, small_t)
     model = quantised_model()
     shown = check_kernels(monkeypatch, capsys, model, "--json")
@@ -287,7 +288,7 @@ def test_what_does_not_compile_is_not_used(
     )
 
 
-def test_layers_with_adapters_and_other_formats_are_left_alone() -> None:
+def test_layers_with_adapters_and_other_formats_are_left_alone():
     model = nn.Sequential(
         LoRALinear.from_base(nn.QuantizedLinear(32, 16, group_size=32, bits=4)),
         nn.QuantizedLinear(16, 16, group_size=16, mode="nvfp4"),
@@ -301,7 +302,7 @@ def test_layers_with_adapters_and_other_formats_are_left_alone() -> None:
     assert found == [(24, 1), (24, 1), (40, 1)]
 
 
-def test_mxfp4_needs_a_model_of_one_dtype() -> None:
+def test_mxfp4_needs_a_model_of_one_dtype():
     """Its layers do not say which one inputs have."""
     layer = nn.QuantizedLinear(32, 16, bias=False, group_size=32, bits=4, mode="mxfp4")
     model = nn.Sequential(layer, nn.RMSNorm(16), nn.RMSNorm(16))
@@ -311,7 +312,7 @@ def test_mxfp4_needs_a_model_of_one_dtype() -> None:
     assert list(layers_by_shape(model)) == []
 
 
-def test_the_order_of_variants() -> None:
+def test_the_order_of_variants():
     for shape, names in (
         ((4, 64, "float16", 1024), ["qmv_fast_4_bits_64_float16", "qmv_4_bits_64_float16"]),
         ((8, 32, "bfloat16", 320), ["qmv_8_bits_32_bfloat16"]),
@@ -322,7 +323,7 @@ def test_the_order_of_variants() -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("machine")
-def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(monkeypatch, capsys):
     shown = check_kernels(monkeypatch, capsys, quantised_model())
     assert shown.code == 0
     notes = [line.partition(" for ")[0] for line in shown.err.splitlines()]
@@ -337,7 +338,162 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is an Apple GPU")
-def test_the_table_needs_an_apple_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_needs_an_apple_gpu(capsys):
     shown = run(capsys, "check", "--kernels")
     assert (shown.code, shown.out) == (2, "")
     assert "--kernels needs an Apple GPU, found Device(" in shown.err
+
+
+NAME = "scaled_dot_product_attention"
+SHAPE = AttentionShape(4, 2, 64, "float16")
+
+
+def _as_long(trial: AttentionTrial, equal: object, rows: int) -> Times:
+    """Times of a machine where our kernel takes MLX's time, but twice that for 5 nodes."""
+    return Times(stock=1.0, kernel=2.0 if rows == 5 else 1.0)
+
+
+@pytest.fixture
+def attending_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an Apple GPU, as far as these tests can tell."""
+    stand_in_attention(monkeypatch, emulated_attention())
+    monkeypatch.setattr(selection, "is_available", lambda: True)
+    monkeypatch.setattr(AttentionTrial, "measure", _as_long)
+    # Threads are slow in the emulator.
+    monkeypatch.setattr(attention_trials, "FEW_KEYS", (5,))
+    monkeypatch.setattr(attention_trials, "MAX_KEYS", (40,))
+    monkeypatch.setattr(attention_trials, "PARENTS", (0, 0, 0, 1, 3))
+
+
+@pytest.fixture
+def no_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models without matrices that there are kernels for."""
+    monkeypatch.setattr(selection, "layers_by_shape", lambda model: {})
+
+
+def _attending_model() -> nn.Module:
+    model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=64)
+    model.set_dtype(mx.float16)
+    mx.eval(model.parameters())
+    return model
+
+
+@needs_emulator
+@pytest.mark.usefixtures("attending_machine")
+def test_drafted_text_and_logits_are_plain_with_both_kernels(monkeypatch):
+    stand_in(monkeypatch, kernels_of_model())
+    monkeypatch.setattr(ProductTrial, "measure", lambda *_: Times(1.0, 0.5))
+    model = quantised_model(head_size=64)
+    plain = logits_of_tree(model, follow=True)
+    use_kernels(model)
+    assert are_equal(logits_of_tree(model, follow=False), plain)
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_redrafter.kernels.attention.is_available", lambda: False)
+        assert not are_equal(logits_of_tree(model, follow=False), plain)
+    text = stock_tokens(model, [1, 5, 9], 8)
+    drafted = tokens(model, [1, 5, 9], Scripted(ids(text), VOCAB_SIZE), max_tokens=8)
+    assert_same_tokens(text, drafted, "with kernels")
+
+
+@needs_emulator
+@pytest.mark.usefixtures("attending_machine", "no_matrices")
+def test_longer_texts_are_left_to_mlx(monkeypatch):
+    """Kernels are equal up to the shorter of the limits only; trees beyond it go without."""
+    model = _attending_model()
+    stock = logits_of_tree(model, follow=False)
+    stock_call = mx.fast.scaled_dot_product_attention
+
+    def two_passes(*rows: mx.array, **options: object) -> mx.array:
+        y = stock_call(*rows, **options)
+        return -y if rows[1].shape[2] > 8 else y
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", two_passes)
+    monkeypatch.setattr(attention_trials, "FEW_KEYS", (1,))
+    monkeypatch.setattr(attention_trials, "MAX_KEYS", (40, 5))
+    trial = AttentionTrial(SHAPE, 1)
+    assert (trial.equal, trial.failure) == (5, None)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", stock_call)
+    monkeypatch.setattr(attention_trials, "MAX_KEYS", (5,))
+    use_kernels(model)
+    assert "max_keys=5" in choices(model)[0]
+    assert are_equal(logits_of_tree(model, follow=False), stock)  # 3 tokens and a path of 5
+
+
+@needs_emulator
+@pytest.mark.usefixtures("attending_machine", "no_matrices")
+@pytest.mark.parametrize(("max_keys", "is_used"), [(7, False), (8, True)])
+def test_the_limit_counts_the_keys_of_the_deepest_node(monkeypatch, max_keys, is_used):
+    """The tree follows 3 tokens, and its deepest node is the fifth on its path."""
+    monkeypatch.setattr(attention_trials, "MAX_KEYS", (max_keys,))
+    model = _attending_model()
+    stock = logits_of_tree(model, follow=False)
+    use_kernels(model)
+    assert f"max_keys={max_keys}" in choices(model)[0]
+    assert are_equal(logits_of_tree(model, follow=False), stock) != is_used
+
+
+@needs_emulator
+@pytest.mark.usefixtures("attending_machine", "no_matrices")
+def test_a_wrong_order_is_refused(monkeypatch, capsys):
+    variant = AttentionVariant(64, "float32")  # 16 bits hide most of it
+    source = attention_source(variant).replace("int i = group;", "int i = group ^ (group >> 1);")
+    stand_in_attention(monkeypatch, AttentionKernels({variant: source}))
+    model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=64)
+    shown = check_kernels(monkeypatch, capsys, model)
+    assert shown.code == 1
+    assert shown.out.splitlines()[1:] == [
+        "attention of 4 heads, 2 of keys, of 64, float32; layers: 1",
+        "  failed: its bits are not those of MLX's attention for one token",
+    ]
+
+
+@needs_emulator
+@pytest.mark.usefixtures("attending_machine", "no_matrices")
+def test_equal_attention_is_used_where_it_is_no_slower(monkeypatch, capsys):
+    model = _attending_model()
+    assert attention_shapes(model) == {SHAPE: 1}
+    use_kernels(model)
+    (choice,) = choices(model)
+    assert "max_keys=40, rows=(2, 3, 4, 6, 7," in choice
+    shown = check_kernels(monkeypatch, capsys, _attending_model())
+    assert shown.code == 0
+    assert "\n  equal: up to 40 keys\n" in shown.out
+    assert "   4 rows: 1000.000 ms, MLX's 1000.000 ms, used\n" in shown.out
+    assert "   5 rows: 2000.000 ms, MLX's 1000.000 ms\n" in shown.out
+
+
+@needs_emulator
+@pytest.mark.usefixtures("attending_machine", "no_matrices")
+def test_attention_that_does_not_compile_is_not_used(monkeypatch, caplog):
+    refuse_to_compile(monkeypatch, tree_attention)
+    model = _attending_model()
+    with caplog.at_level(logging.WARNING):
+        use_kernels(model)
+    assert choices(model) == ()
+    (line,) = caplog.messages
+    assert line == (
+        "MLX's kernels are used for 1 of 1 shapes: for attention of 4 heads, 2 of keys, of 64, "
+        "float16, [metal::Device] Unable to build metal library from source; "
+        "`redrafter-mlx check --kernels` shows all"
+    )
+
+
+def test_attention_of_other_kinds_is_left_alone():
+    assert attention_shapes(tiny_llama(layers=1)) == {}  # heads of 8
+
+
+@pytest.mark.parametrize("first", ["kernel", "levels"])
+def test_drafters_with_attention_of_their_own_are_hooked_beside_the_kernel(monkeypatch, first):
+    """A draft model out of the same file as the target: its levels and our kernel, in any order."""
+    monkeypatch.setattr(llama, NAME, unwrap(llama.scaled_dot_product_attention))
+    model, smaller = _attending_model(), tiny_llama(vocab_size=VOCAB_SIZE, layers=1, seed=3)
+    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
+    text = stock_tokens(model, [1, 5, 9], 8)
+    for _ in range(2):
+        if first == "kernel":
+            attention_shapes(model)
+        drafter = DraftModel(smaller, tokenizer)
+        attention_shapes(model)
+    assert len(llama.scaled_dot_product_attention.redrafter_hooks) == 2
+    drafted = tokens(model, [1, 5, 9], drafter, tokenizer=tokenizer, max_tokens=8)
+    assert_same_tokens(text, drafted, "with both hooks")

@@ -3,8 +3,6 @@
 python -m tests.machines.families FAMILY ... [tokens=24] [dtype=bfloat16]
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any
@@ -12,10 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
-from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.machines.following import Follower
@@ -23,11 +18,10 @@ from mlx_redrafter.machines.frames import Do
 from mlx_redrafter.machines.leading import lead, target_of
 from mlx_redrafter.machines.meeting import Machines, meet
 from mlx_redrafter.machines.splitting import split
-from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.caches.stored_cache import has_states
 from mlx_redrafter.target.target import Target
 from tests.models.tiny_models import build, main_rope, tiny_config
-from tests.models.trees import PLAN, PROMPT, ScriptedDrafts
+from tests.models.trees import PROMPT, ScriptedDrafts, sequence_of, step_together
 
 # Families that mlx-lm splits and trees work on; it cannot split prism_hadamard_qwen35.
 FAMILIES = (
@@ -67,18 +61,16 @@ def write(
     target: Target, prompt: list[int], count: int, temp: float, right: Any = None, chunk: int = 5
 ) -> Any:
     """Tokens of a text, and its steps; with drafts around the text ``right`` if it is given."""
-    sampler = KeyedSampler(SamplingParams(temp=temp, seed=7), target.vocab_size)
-    drafts = () if right is None else (ScriptedDrafts(right), FixedPolicy(PLAN))
-    request = Request(prompt, max_tokens=count, prefill_step_size=chunk)
-    sequence = SequenceDecoder(target, target.caches.new(), sampler, request, *drafts)
+    drafts, params = right and ScriptedDrafts(right), SamplingParams(temp=temp, seed=7)
+    options = {"max_tokens": count, "prefill_step_size": chunk}
+    sequence = sequence_of(target, prompt, drafts, params, **options)
     return [token.id for token in decode(sequence)], sequence.delivery.stats.steps
 
 
 def write_kept(target: Target, prompt: list[int], right: list[int]) -> list[int]:
     """Tokens of a greedy text whose cache is filled with copies of another text's."""
-    sampler, half = KeyedSampler(SamplingParams(), target.vocab_size), len(right) // 2
-    first = target.caches.new()
-    begun = SequenceDecoder(target, first, sampler, Request(prompt, max_tokens=half))
+    half, first = len(right) // 2, target.caches.new()
+    begun = sequence_of(target, prompt, cache=first, max_tokens=half)
     tokens = [token.id for token in decode(begun)]
     entries, states = target.caches.copy_entries(first.stock, 0, first.length), {}
     if has_states(first.stock):
@@ -87,8 +79,8 @@ def write_kept(target: Target, prompt: list[int], right: list[int]) -> list[int]
     del first
     target.caches.fill(stock, [(entries, length)], states, length, None)
     del entries, states  # the other ranks drop their copies, too
-    request = Request([*prompt, *tokens][length:], max_tokens=len(right) - half)
-    rest = SequenceDecoder(target, target.caches.new(stock), sampler, request)
+    cache, num_left = target.caches.new(stock), len(right) - half
+    rest = sequence_of(target, [*prompt, *tokens][length:], cache=cache, max_tokens=num_left)
     return tokens + [token.id for token in decode(rest)]
 
 
@@ -96,21 +88,17 @@ def write_batch(target: Target, texts: list[list[int]], count: int, temp: float)
     """Tokens of texts that share their passes, the last with drafts; the second is cancelled."""
     scheduler, sequences = Scheduler(target), []
     for number, (prompt, right) in enumerate(zip(PROMPTS, texts, strict=True)):
-        sampler = KeyedSampler(SamplingParams(temp=temp, seed=7), target.vocab_size)
-        drafts = (ScriptedDrafts(right), FixedPolicy(PLAN)) if number else ()
-        request = Request(prompt, max_tokens=count)
-        sequences.append(SequenceDecoder(target, target.caches.new(), sampler, request, *drafts))
+        drafts = ScriptedDrafts(right) if number else None
+        params = SamplingParams(temp=temp, seed=7)
+        sequences.append(sequence_of(target, prompt, drafts, params, max_tokens=count))
     scheduler.begin(sequences)
     found: list[list[int]] = [[] for _ in sequences]
     while not all(one.is_closed for one in sequences):
-        for sequence in scheduler.step_all():
+        for sequence, tokens in step_together(scheduler):
             number = sequences.index(sequence)
-            found[number] += [token.id for token in sequence.delivery.deliver(sequence.take())]
+            found[number] += tokens
             if number == 1 and len(found[1]) > count // 2:
                 sequence.cancel()
-            if sequence.is_finished or sequence.is_cancelled:
-                scheduler.leave(sequence)
-                sequence.close()
     return found
 
 

@@ -6,8 +6,6 @@ Without ``mlx.launch`` it fills the folder. With it, it prints a JSON line with 
 kind, all of them but MTP by default. With "slow" the last rank waits 3 ms before each pass.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -81,13 +79,7 @@ def store(folder: Path) -> None:
 
 
 class Writer:
-    """An engine whose tokens are counted.
-
-    Attributes:
-        engine: The engine.
-        length: Number of tokens of a text.
-        tokens: Number of tokens so far.
-    """
+    """An engine for texts of ``length`` tokens, which are counted."""
 
     def __init__(self, length: int, *given: Any):
         self.engine = Engine(*given)

@@ -1,21 +1,24 @@
-"""``mlx.launch`` itself: rank 0 talks, and Ctrl-C ends all ranks."""
-
-from __future__ import annotations
+"""``mlx.launch`` itself: rank 0 talks, and Ctrl-C or a rank that fails ends all ranks."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_redrafter import Engine, load
+from mlx_redrafter.bench.lab.machine_ends import end_by
 from mlx_redrafter.bench.lab.ranks import LIMIT, free_ports, preloaded
+from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.engine.conversation import Conversation
-from tests.machines.test_ends import store_tiny
+from mlx_redrafter.machines.line import LOST
+from tests.models.tiny_models import build, flat_parameters, tiny_config
 
 pytestmark = pytest.mark.timeout(600)  # ranks have a limit of their own
 # The command ``mlx.launch``, which need not be on the path.
@@ -26,6 +29,19 @@ MESSAGES = ("The king", "In the old house")
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
+def store_tiny(folder: Path, family: str = "llama", **changes: object) -> Path:
+    """Write a tiny model with the bundled tokenizer, as mlx-lm stores one."""
+    config = {**tiny_config(family), "vocab_size": 4096, "eos_token_id": 2, **changes}
+    config["max_position_embeddings"] = 4096
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(flat_parameters(build(config)))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(Path(find_bundled("target")) / name, folder / name)
+    return folder
+
+
 def _wait_for(text: str, output: Path) -> None:
     end = time.monotonic() + LIMIT
     while text not in (found := output.read_text()):
@@ -33,7 +49,7 @@ def _wait_for(text: str, output: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_chat_on_two_ranks_until_ctrl_c(tmp_path: Path) -> None:
+def test_a_chat_on_two_ranks_until_ctrl_c(tmp_path):
     folder = store_tiny(tmp_path / "tiny")
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
@@ -58,7 +74,6 @@ def test_a_chat_on_two_ranks_until_ctrl_c(tmp_path: Path) -> None:
         ) as launched,
     ):
         try:
-            assert launched.stdin is not None
             _wait_for("type a message", output)
             for message, answer in zip(MESSAGES, expected, strict=True):
                 launched.stdin.write(f"{message}\n".encode())
@@ -72,3 +87,10 @@ def test_a_chat_on_two_ranks_until_ctrl_c(tmp_path: Path) -> None:
             if launched.poll() is None:
                 os.killpg(launched.pid, signal.SIGKILL)
     assert output.read_text().count("2 machines: ") == 1
+
+
+def test_a_rank_that_fails_ends_the_other(tmp_path):
+    end = end_by("a follower raises in a pass", str(store_tiny(tmp_path / "tiny")))
+    assert end.codes == [LOST, 1]
+    assert end.lines[0].startswith("redrafter-mlx: rank 1 (")
+    assert end.lines[0].endswith("MemoryError: no memory for a buffer of 12 GB")

@@ -1,7 +1,5 @@
 """Models and options that are refused on several machines, before any weights are read."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -24,7 +22,7 @@ from mlx_redrafter.machines.leader import Leader
 from mlx_redrafter.machines.leading import LeadingTarget
 from mlx_redrafter.machines.meeting import Machines, Rank
 from mlx_redrafter.machines.splitting import check_family, digests, split
-from tests.machines.test_ends import store_tiny
+from tests.machines.test_launch import store_tiny
 from tests.models.tiny_models import build, tiny_config
 
 
@@ -72,19 +70,19 @@ def _machines(*answers: Frame) -> tuple[Machines, Line]:
         ({"intermediate_size": 63}, 2, "Cannot shard the output of size 63"),
     ],
 )
-def test_what_does_not_divide_is_refused(changes: dict[str, int], size: int, found: str) -> None:
+def test_what_does_not_divide_is_refused(changes, size, found):
     model = build({**tiny_config("llama"), **changes})
     with pytest.raises(UnsupportedTargetError, match=found):
         split(model, Group(size))
 
 
-def test_a_family_that_mlx_lm_cannot_split_is_refused() -> None:
+def test_a_family_that_mlx_lm_cannot_split_is_refused():
     check_family({"model_type": "llama"})
     with pytest.raises(UnsupportedTargetError, match=r"'gemma2' cannot be split .* llama"):
         check_family({"model_type": "gemma2"})
 
 
-def test_a_rank_without_the_model_loads_nothing(tmp_path: Path) -> None:
+def test_a_rank_without_the_model_loads_nothing(tmp_path):
     folder = store_tiny(tmp_path / "tiny")
     machines, line = _machines(Frame(Do.NO, ("no such model",)))
     config = json.loads((folder / "config.json").read_text())
@@ -93,7 +91,7 @@ def test_a_rank_without_the_model_loads_nothing(tmp_path: Path) -> None:
     assert line.sent == [Do.CHECK]
 
 
-def test_a_rank_with_other_files_says_so(tmp_path: Path) -> None:
+def test_a_rank_with_other_files_says_so(tmp_path):
     folder = str(store_tiny(tmp_path / "tiny"))
     own = digests(folder)
     weights = Path(folder) / "model.safetensors"
@@ -112,16 +110,14 @@ def test_a_rank_with_other_files_says_so(tmp_path: Path) -> None:
     assert line.sent == [Do.YES, Do.NO, Do.NO, Do.NO, Do.NO]
 
 
-def test_other_versions_are_named() -> None:
+def test_other_versions_are_named():
     own = Rank.own(0)
     assert Rank.own(1).disagreement(own) is None
     other = replace(own, rank=1, host="there", versions=("0.1", *own.versions[1:]))
     assert str(other.disagreement(own)).startswith("rank 1 (there) has mlx 0.1, rank 0 has ")
 
 
-def test_machines_that_cannot_connect_are_an_error_of_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_machines_that_cannot_connect_are_an_error_of_one_line(monkeypatch, capfd):
     def init() -> None:
         raise RuntimeError("[ring] Couldn't bind socket (error: 98)")
 
@@ -138,7 +134,7 @@ def test_machines_that_cannot_connect_are_an_error_of_one_line(
         meeting.meet(Group())
 
 
-def test_options_for_one_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_for_one_machine_are_refused(monkeypatch):
     machines, _ = _machines()
     monkeypatch.setattr("mlx_redrafter.checkpoints.loading.meet", lambda group: machines)
     monkeypatch.setattr(mx.distributed, "Group", Group)
@@ -154,7 +150,7 @@ def test_options_for_one_machine_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         target.caches.new(filled)
 
 
-def test_a_rank_that_nobody_joins_ends_with_one_line(tmp_path: Path) -> None:
+def test_a_rank_that_nobody_joins_ends_with_one_line(tmp_path):
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([["there:1"], ["here:2"]]))
     waits = "import time\nfrom mlx_redrafter.cli import machines\nmachines.START_SECONDS = 0.1\n"

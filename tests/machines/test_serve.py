@@ -1,7 +1,5 @@
 """The server on two ranks: one listens, and its answers are those of one process."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re
@@ -22,7 +20,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_redrafter import Engine, load
 from mlx_redrafter.bench.lab.ranks import Ranks, started
 from mlx_redrafter.machines.line import LOST
-from tests.machines.test_ends import store_tiny
+from tests.machines.test_launch import store_tiny
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -74,7 +72,7 @@ def _served(folder: Path, *options: str) -> Iterator[tuple[Ranks, int]]:
         yield ranks, port
 
 
-def test_a_lost_rank_ends_the_server_with_an_answer(folder: Path) -> None:
+def test_a_lost_rank_ends_the_server_with_an_answer(folder):
     with _served(folder) as (ranks, port), ThreadPoolExecutor(1) as pool:
         body = {"prompt": PROMPTS[0], "max_tokens": 3000, "temperature": 1}
         body["logit_bias"] = {"2": -100}
@@ -90,7 +88,7 @@ def test_a_lost_rank_ends_the_server_with_an_answer(folder: Path) -> None:
     assert f"redrafter-mlx: {error['message']}" in ended[0].out
 
 
-def test_answers_of_two_ranks_with_an_adapter(folder: Path, tmp_path: Path) -> None:
+def test_answers_of_two_ranks_with_an_adapter(folder, tmp_path):
     bare = Engine(*load(folder)[:2], None)
     adapter = _store_adapter(tmp_path / "adapter", load(folder)[0])
     engine = Engine(*load(folder, adapter_path=adapter)[:2], None)

@@ -1,7 +1,5 @@
 """Texts of models that are split over ranks of this machine, against those of one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -25,7 +23,7 @@ def _rows(*arguments: str, size: int = 2) -> dict[str, dict[str, bool]]:
     return {row["what"]: row["checks"] for row in rows}
 
 
-def test_two_ranks_write_what_one_process_writes() -> None:
+def test_two_ranks_write_what_one_process_writes():
     families = ("llama", "qwen3_5")
     found = _rows("tests.machines.families", *families, "tokens=12")
     assert found.keys() == set(families)
@@ -40,13 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", TRIED)
-def test_proposers_batches_and_caches_on_two_ranks(kind: str, folder: Path) -> None:
+def test_proposers_batches_and_caches_on_two_ranks(kind, folder):
     found = _rows("tests.machines.proposers", str(folder), kind, "tokens=10")
     assert found.keys() == {"no drafts", kind}
     assert all(all(checks.values()) for checks in found.values()), found
 
 
-def test_sums_in_rank_order_keep_drafted_texts_plain_on_three_ranks() -> None:
+def test_sums_in_rank_order_keep_drafted_texts_plain_on_three_ranks():
     words = "llama", "dtype=bfloat16", "tokens=12"
     found = _rows("tests.machines.families", *words, size=3)["llama"]
     assert all(found[check] for check in ("drafted", "batch", "kept"))

@@ -1,7 +1,5 @@
 """Fixtures of the parity tests."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

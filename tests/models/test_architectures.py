@@ -1,7 +1,5 @@
 """Every supported architecture: trees against token-by-token decoding by stock mlx-lm."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,27 +9,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRAEmbedding
 
-from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedSampler
-from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
-from mlx_redrafter.generation_options import SamplingParams
-from mlx_redrafter.policy.plans import FixedPolicy
-from mlx_redrafter.target import target as target_module
 from mlx_redrafter.target.architectures import SUPPORTED, WRAPPERS
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.hooks import (
-    Hook,
-    HookPoint,
-    embed_tree_positions,
-    install,
-    rotate_at_tree_positions,
-    rotate_with_dynamic_base,
-    scale_at_tree_positions,
-)
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
@@ -48,7 +31,6 @@ from tests.models.tiny_models import (
     wrapper_config,
 )
 from tests.models.trees import (
-    PLAN,
     PROMPT,
     DraftsOnDevice,
     Followed,
@@ -56,6 +38,7 @@ from tests.models.trees import (
     branching_tree,
     decode_paths,
     rows_of,
+    sequence_of,
     stock_tokens,
     verify_after_prompt,
     wide_tree,
@@ -107,23 +90,23 @@ def assert_tree_agrees(model: nn.Module, tree: TokenTree | None = None) -> None:
     assert_agree(verify_after_prompt(Target(model), tree).logits, expected.logits)
 
 
-def test_every_kind_of_rope_scaling_is_compared() -> None:
+def test_every_kind_of_rope_scaling_is_compared():
     kinds = {rope for ropes in SUPPORTED.values() for rope in ropes}
     assert kinds == {rope for _, rope in MAIN_CASES + OTHER_CASES}
 
 
 @pytest.mark.parametrize(("model_type", "rope"), OTHER_CASES)
-def test_tree_logits(model_type: str, rope: str) -> None:
+def test_tree_logits(model_type, rope):
     assert_tree_agrees(build(tiny_config(model_type, rope)))
 
 
 @pytest.mark.parametrize(("model_type", "text_type"), INNER_CASES)
-def test_tree_logits_of_other_inner_models(model_type: str, text_type: str) -> None:
+def test_tree_logits_of_other_inner_models(model_type, text_type):
     assert_tree_agrees(build(wrapper_config(model_type, text_type, "yarn")))
 
 
 @pytest.mark.parametrize(("model_type", "rope"), MAIN_CASES)
-def test_logits_and_hidden_states(model_type: str, rope: str) -> None:
+def test_logits_and_hidden_states(model_type, rope):
     """Hidden states enter the head; logits of a wrong position differ."""
     model = build(tiny_config(model_type, rope))
     tree = branching_tree()
@@ -157,9 +140,7 @@ def apply_head(model: nn.Module, model_type: str, forward: TargetOutputs) -> mx.
 
 @pytest.mark.parametrize("model_type", TEXT_MODELS)
 @pytest.mark.parametrize("has_few_shapes", [False, True])
-def test_generated_tokens_and_cache(
-    model_type: str, has_few_shapes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generated_tokens_and_cache(model_type, has_few_shapes, monkeypatch):
     """Trees may attend to whole buckets, here of so few entries that short texts fill some."""
     if has_few_shapes:
         use_few_shapes(monkeypatch)
@@ -170,14 +151,13 @@ def test_generated_tokens_and_cache(
 
     target = Target(model)
     cache = target.caches.new()
-    request = Request(PROMPT, max_tokens=NUM_TOKENS, keeps_cache=True)
-    chooser = KeyedSampler(SamplingParams(), target.vocab_size)
     drafts: Any = ScriptedDrafts(stock)
     if target.compiled.are_used:
         compile_passes(monkeypatch, uses=1)
         drafts = DraftsOnDevice([*PROMPT, *stock], is_chain=False)
     followed = Followed(monkeypatch)
-    text = SequenceDecoder(target, cache, chooser, request, drafts, FixedPolicy(PLAN))
+    options = {"cache": cache, "max_tokens": NUM_TOKENS, "keeps_cache": True}
+    text = sequence_of(target, PROMPT, drafts, **options)
     assert [token.id for token in decode(text)] == stock
     if target.compiled.are_used:
         assert bool(target.compiled.passes) == (model_type not in NOT_COMPILED)
@@ -194,39 +174,7 @@ def test_generated_tokens_and_cache(
                 assert disagreement(rows, stock_rows) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("model_type", "rope", "missing"),
-    [
-        ("llama", "default", rotate_at_tree_positions),
-        ("llama", "llama3", rotate_at_tree_positions),
-        ("llama", "dynamic", rotate_with_dynamic_base),
-        ("deepseek_v2", "yarn", rotate_at_tree_positions),
-        ("gpt2", "default", embed_tree_positions),
-        ("hunyuan", "dynamic", rotate_at_tree_positions),
-        ("ministral3", "yarn", scale_at_tree_positions),
-        ("mistral4", "yarn", scale_at_tree_positions),
-        ("nanochat", "default", rotate_at_tree_positions),
-        ("phi3", "longrope", rotate_at_tree_positions),
-        ("qwen3", "proportional", rotate_at_tree_positions),
-        ("talkie", "default", rotate_at_tree_positions),
-    ],
-)
-def test_a_missing_hook_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, rope: str, missing: Hook
-) -> None:
-    def install_others(point: HookPoint) -> None:
-        if point.hook is not missing:
-            install(point)
-
-    monkeypatch.setattr(target_module, "install", install_others)
-    model = build(tiny_config(model_type, rope))
-    tree = branching_tree()
-    expected = decode_paths(model, tree).logits
-    found = verify_after_prompt(Target(model), tree).logits
-    assert disagreement(found, expected) > VISIBLE
-
-
-def test_dynamic_rope_before_its_base_grows_and_of_the_longest_chain() -> None:
+def test_dynamic_rope_before_its_base_grows_and_of_the_longest_chain():
     config = {**tiny_config("llama", "dynamic"), "max_position_embeddings": 4 * THRESHOLD}
     assert_tree_agrees(build(config))
     parents = [max(node - 1, 0) for node in range(MAX_BEAM_LENGTH)]
@@ -237,7 +185,7 @@ def test_dynamic_rope_before_its_base_grows_and_of_the_longest_chain() -> None:
 @pytest.mark.parametrize(
     "model_type", ["dbrx", "deepseek_v3", "granitemoe", "mixtral", "phixtral", "qwen3_moe"]
 )
-def test_more_expert_choices_than_mlx_lm_leaves_unsorted(model_type: str) -> None:
+def test_more_expert_choices_than_mlx_lm_leaves_unsorted(model_type):
     # mlx-lm sorts tokens by expert from 64 choices on.
     num_nodes = 40
     assert num_nodes * COMMON["num_experts_per_tok"] > 64
@@ -247,7 +195,7 @@ def test_more_expert_choices_than_mlx_lm_leaves_unsorted(model_type: str) -> Non
 @pytest.mark.parametrize(
     "model_type", ["deepseek_v3", "gpt2", "llama", "qwen3_moe", "starcoder2", "talkie", "LoRA"]
 )
-def test_quantised_or_with_lora_on_the_embedding(model_type: str) -> None:
+def test_quantised_or_with_lora_on_the_embedding(model_type):
     model: Any = build(tiny_config("llama" if model_type == "LoRA" else model_type))
     if model_type == "LoRA":
         model.model.embed_tokens = LoRAEmbedding.from_base(model.model.embed_tokens)
@@ -258,7 +206,7 @@ def test_quantised_or_with_lora_on_the_embedding(model_type: str) -> None:
     assert (parts.hidden_size, parts.vocab_size) == (COMMON["hidden_size"], VOCAB_SIZE)
 
 
-def test_packed_embedding() -> None:
+def test_packed_embedding():
     """Rows of the weights are packed; rows of hidden states are not."""
     config = tiny_config("prism_hadamard_qwen35")
     (packed,) = config["modules"]
@@ -273,7 +221,7 @@ def test_packed_embedding() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode"])
-def test_drafts_past_the_last_learned_position(model_type: str) -> None:
+def test_drafts_past_the_last_learned_position(model_type):
     num_positions = len(PROMPT) + 3
     model = build({**tiny_config(model_type), "n_positions": num_positions})
     tree = branching_tree()

@@ -1,7 +1,5 @@
 """Every architecture: texts that share passes, at random times, against stock mlx-lm."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Generator, Sequence
@@ -15,14 +13,13 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.decoding import prefill
-from mlx_redrafter.decoding.records import Request, Token
-from mlx_redrafter.decoding.sampling import KeyedSampler, gumbel_noise
+from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.sampling import gumbel_noise
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
-from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.caches import batch_layers
 from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.cache_kinds import parts_of
@@ -38,7 +35,15 @@ from tests.models.tiny_models import (
     tiny_config,
     wide_config,
 )
-from tests.models.trees import DRAFT_LENGTH, PLAN, ScriptedDrafts, read_by_stock, rows_of
+from tests.models.trees import (
+    DRAFT_LENGTH,
+    GREEDY,
+    ScriptedDrafts,
+    read_by_stock,
+    rows_of,
+    sequence_of,
+    step_together,
+)
 
 NUM_TEXTS = 3
 # Maximum difference of entries, of the largest one: states differ by up to 3e-5 on some machines.
@@ -60,14 +65,9 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Case(NamedTuple):
-    """A text of the batch.
+    """A text as stock mlx-lm decodes it, and its cache after ``num_taken`` tokens.
 
-    Attributes:
-        prompt: Its prompt.
-        params: Its sampling parameters.
-        num_taken: Number of tokens after which its reader goes away.
-        text: All tokens of the text, as stock mlx-lm decodes them.
-        cache: Stock mlx-lm's cache after ``num_taken`` tokens.
+    After these the reader goes away.
     """
 
     prompt: list[int]
@@ -149,12 +149,11 @@ def decode_together(
     while readers or len(texts) < num_texts:
         if len(texts) < num_texts and (not readers or rng.random() < 0.3):
             case, number = cases[len(texts)], len(texts)
-            request = Request(case.prompt, max_tokens=len(case.text), keeps_cache=True)
-            sampler = KeyedSampler(case.params, target.vocab_size)
             # Every third text decodes plainly.
-            drafts = (ScriptedDrafts(case.text), FixedPolicy(PLAN)) if number % 3 else ()
+            drafts = ScriptedDrafts(case.text) if number % 3 else None
             cache = target.caches.new(quantisation=quantisation)
-            texts.append(SequenceDecoder(target, cache, sampler, request, *drafts))
+            options = {"max_tokens": len(case.text), "keeps_cache": True, "cache": cache}
+            texts.append(sequence_of(target, case.prompt, drafts, case.params, **options))
             found.append([])
             readers[number] = decode(texts[number], scheduler.step, scheduler.leave)
         # Passes are dropped to which no text may have to go back.
@@ -184,24 +183,22 @@ def assert_same_entries(found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("model_type", TEXT_MODELS)
-def test_texts_that_come_and_go(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+def test_texts_that_come_and_go(monkeypatch, model_type):
     poison_what_texts_leave(monkeypatch)
     decode_together(model_type, Target(build(tiny_config(model_type, main_rope(model_type)))))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_a_text_that_leaves_and_comes_again_between_two_passes_of_a_batch(model_type: str) -> None:
+def test_a_text_that_leaves_and_comes_again_between_two_passes_of_a_batch(model_type):
     """A text ends; the other one, alone, is about to make its own pass when a third one comes."""
     target = Target(build(tiny_config(model_type, main_rope(model_type))))
-    scheduler, sampler = Scheduler(target), KeyedSampler(SamplingParams(), VOCAB_SIZE)
-    cases, texts = [], []
+    scheduler, cases, texts = Scheduler(target), [], []
     for number, (size, length) in enumerate([(9, 4), (1, 11), (9, 7)]):
         prompt = [(7 * number + 3 * k + 5) % VOCAB_SIZE for k in range(size)]
-        case = make_case(target.model, prompt, length, length, sampler.params)
-        drafts = (ScriptedDrafts(case.text), FixedPolicy(PLAN)) if number else ()
-        request = Request(prompt, max_tokens=length, keeps_cache=True)
-        cases.append(case)
-        texts.append(SequenceDecoder(target, target.caches.new(), sampler, request, *drafts))
+        cases.append(make_case(target.model, prompt, length, length, GREEDY))
+        drafts = ScriptedDrafts(cases[-1].text) if number else None
+        options = {"max_tokens": length, "keeps_cache": True}
+        texts.append(sequence_of(target, prompt, drafts, **options))
     readers = [decode(text, scheduler.step, scheduler.leave) for text in texts]
     found: list[list[int]] = [[], [], []]
     # Each number reads a token of a text, which begins when it is first read.
@@ -215,24 +212,18 @@ def test_a_text_that_leaves_and_comes_again_between_two_passes_of_a_batch(model_
 
 
 @pytest.mark.parametrize("model_type", TEXT_MODELS)
-def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+def test_prompts_share_their_passes(monkeypatch, model_type):
     """Ends of up to three tokens are trees of the first step, as stock mlx-lm reads tokens."""
     monkeypatch.setattr(prefill, "MAX_END", 3)
     target = Target(build(tiny_config(model_type, main_rope(model_type))))
     prompts = [[(3 * n + k) % VOCAB_SIZE for k in range(n)] for n in (12, 8, 9, 8, 11)]
-    texts = {}
-    for prompt in prompts:
-        request = Request(prompt, max_tokens=3, prefill_step_size=25, keeps_cache=True)
-        sampler = KeyedSampler(SamplingParams(), VOCAB_SIZE)
-        texts[SequenceDecoder(target, target.caches.new(), sampler, request)] = list[int]()
+    options = {"max_tokens": 3, "prefill_step_size": 25, "keeps_cache": True}
+    texts = {sequence_of(target, prompt, **options): list[int]() for prompt in prompts}
     scheduler = Scheduler(target)
     scheduler.begin(list(texts))
     while not all(text.is_closed for text in texts):
-        for text in scheduler.step_all():
-            texts[text] += [token.id for token in text.delivery.deliver(text.take())]
-            if text.is_finished:
-                scheduler.leave(text)
-                text.close()
+        for text, tokens in step_together(scheduler):
+            texts[text] += tokens
     for prompt, (text, tokens) in zip(prompts, texts.items(), strict=True):
         cache = make_prompt_cache(target.model)
         *_, end = ends = {8: (0, 5), 12: (0, 5, 8, 11)}.get(len(prompt), (0, 5, 8))
@@ -247,7 +238,7 @@ def test_prompts_share_their_passes(monkeypatch: pytest.MonkeyPatch, model_type:
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_buckets(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+def test_buckets(monkeypatch, model_type):
     use_few_shapes(monkeypatch)
     decode_together(model_type, Target(build(tiny_config(model_type))), num_texts=5)
 
@@ -255,7 +246,7 @@ def test_buckets(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
 # With few codes on the border of two values: rounding changes some codes of other seeds.
 @pytest.mark.parametrize("start", [0, 20])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "falcon_h1"])
-def test_quantised_entries(monkeypatch: pytest.MonkeyPatch, model_type: str, start: int) -> None:
+def test_quantised_entries(monkeypatch, model_type, start):
     """Texts join the batch once their entries are quantised."""
     poison_what_texts_leave(monkeypatch)
     passes, expect = [], BatchCache.expect
@@ -268,17 +259,13 @@ def test_quantised_entries(monkeypatch: pytest.MonkeyPatch, model_type: str, sta
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3", "llama4", "qwen3_5", "lfm2"])
-def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
+def test_poison_spoils_the_text_of_its_slot_alone(model_type):
     """Show that the other tests would notice entries or states of another slot."""
     model = build(tiny_config(model_type))
     rng, target = random.Random(1), Target(model)
     scheduler = Scheduler(target)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(12)] for _ in range(3)]
-    sampler = KeyedSampler(SamplingParams(), VOCAB_SIZE)
-    texts = [
-        SequenceDecoder(target, target.caches.new(), sampler, Request(prompt, max_tokens=20))
-        for prompt in prompts
-    ]
+    texts = [sequence_of(target, prompt, max_tokens=20) for prompt in prompts]
     readers = [decode(text, scheduler.step, scheduler.leave) for text in texts]
     found: list[list[int]] = [[] for _ in texts]
 
@@ -297,7 +284,7 @@ def test_poison_spoils_the_text_of_its_slot_alone(model_type: str) -> None:
         assert found[i] == [int(token) for token, _ in alone]
 
 
-def test_texts_that_begin_together_get_their_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_begin_together_get_their_slots_at_once(monkeypatch):
     sizes, resize = [], BatchCache.resize
 
     def noted(cache: BatchCache, slots: Any, num_slots: int, num_rows: int) -> None:
@@ -306,14 +293,9 @@ def test_texts_that_begin_together_get_their_slots_at_once(monkeypatch: pytest.M
 
     monkeypatch.setattr(BatchCache, "resize", noted)
     target = Target(build(tiny_config("llama")))
-    sampler = KeyedSampler(SamplingParams(), VOCAB_SIZE)
-    texts = [
-        SequenceDecoder(target, target.caches.new(), sampler, Request([3, 4 + i], max_tokens=2))
-        for i in range(5)
-    ]
     scheduler = Scheduler(target)
-    scheduler.begin(texts)
-    while len(scheduler.batch.cache.slots) == 0:
+    scheduler.begin([sequence_of(target, [3, 4 + i], max_tokens=2) for i in range(5)])
+    while not scheduler.batch.cache.slots:
         scheduler.advance()
     assert 8 in sizes
     assert not {1, 2, 4} & set(sizes)

@@ -1,7 +1,5 @@
 """What cannot be decoded exactly is refused by name and reason, before any text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.nn as nn
@@ -29,7 +27,7 @@ def refusal_of(config: Config) -> str:
 
 
 @pytest.mark.parametrize("model_type", sorted(REFUSED))
-def test_refused_model_types(model_type: str) -> None:
+def test_refused_model_types(model_type):
     message = refusal_of({"model_type": model_type})
     assert f"'{model_type}'" in message
     assert REFUSED[model_type] in message
@@ -57,7 +55,7 @@ def test_refused_model_types(model_type: str) -> None:
         ),
     ],
 )
-def test_refused_configs(config: Config, words: str) -> None:
+def test_refused_configs(config, words):
     assert words in refusal_of(config)
 
 
@@ -76,11 +74,11 @@ def test_refused_configs(config: Config, words: str) -> None:
         {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
     ],
 )
-def test_accepted_configs(config: Config) -> None:
+def test_accepted_configs(config):
     check_config(config)
 
 
-def test_every_supported_name_is_accepted_or_needs_a_certain_rope() -> None:
+def test_every_supported_name_is_accepted_or_needs_a_certain_rope():
     names = supported_names()
     assert {"mistral", "kimi_k2", "qwen2_5_vl", "llama"} <= set(names)
     for name, kinds in SUPPORTED.items():
@@ -93,7 +91,7 @@ def test_every_supported_name_is_accepted_or_needs_a_certain_rope() -> None:
     assert set(SUPPORTED) == set(ARCHITECTURES) | set(WRAPPERS)
 
 
-def test_built_model_of_refused_type() -> None:
+def test_built_model_of_refused_type():
     with pytest.raises(UnsupportedTargetError, match="'bitnet'"):
         find_parts(build({**tiny_config("llama"), "model_type": "bitnet"}))
 
@@ -101,7 +99,7 @@ def test_built_model_of_refused_type() -> None:
 @pytest.mark.parametrize(
     ("cache", "words"), [(object(), r"object\(\)"), (RotatingKVCache(8, keep=4), "keep=4")]
 )
-def test_built_model_with_other_caches(cache: Any, words: str) -> None:
+def test_built_model_with_other_caches(cache, words):
     class Quirky(llama.Model):
         def make_cache(self) -> list[Any]:
             return [cache for _ in self.layers]
@@ -113,7 +111,7 @@ def test_built_model_with_other_caches(cache: Any, words: str) -> None:
         find_parts(model)
 
 
-def test_built_models_with_an_unknown_rope_or_from_elsewhere() -> None:
+def test_built_models_with_an_unknown_rope_or_from_elsewhere():
     class SpiralRoPE(nn.Module):
         pass
 

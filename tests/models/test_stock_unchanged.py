@@ -1,7 +1,5 @@
 """Hooks change nothing outside a verify, and every architecture drafts with its probabilities."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -46,7 +44,7 @@ def stock_logits(model: nn.Module) -> list[mx.array]:
 
 
 @pytest.mark.parametrize("model_type", SUPPORTED)
-def test_stock_logits_stay_bitwise_equal(model_type: str) -> None:
+def test_stock_logits_stay_bitwise_equal(model_type):
     model = build(tiny_config(model_type, main_rope(model_type)))
     names = [name for name, _ in flat_parameters(model)]
     before, hooked = stock_logits(model), list[object]()
@@ -64,7 +62,7 @@ def test_stock_logits_stay_bitwise_equal(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt2", "llama"])
 @pytest.mark.parametrize("way", COPIES)
-def test_copies_of_a_hooked_model_are_stock(model_type: str, way: str) -> None:
+def test_copies_of_a_hooked_model_are_stock(model_type, way):
     config = tiny_config(model_type, main_rope(model_type))
     model = build(config)
     stock_classes, before = classes(model), stock_logits(model)
@@ -103,7 +101,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize("model_type", EXACT)
-def test_scores_are_sums_of_the_models_log_probabilities(model_type: str) -> None:
+def test_scores_are_sums_of_the_models_log_probabilities(model_type):
     model = build(tiny_config(model_type, main_rope(model_type)))
     drafting = DraftModel(model, None).open(Target(model), PROMPT, True, [])
     # The newest pass has verified a path of four tokens and accepted the first two drafts of it.
@@ -115,12 +113,12 @@ def test_scores_are_sums_of_the_models_log_probabilities(model_type: str) -> Non
 
 
 @pytest.mark.parametrize("model_type", sorted(WITH_WINDOWS.keys() - {"smollm3"}))
-def test_windows_are_refused_by_name(model_type: str) -> None:
+def test_windows_are_refused_by_name(model_type):
     with pytest.raises(UnsupportedTargetError, match=r"with caches \w+KVCache\(\w+=8"):
         DraftModel(build(windowed_config(model_type)), None)
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_states_and_layers_with_several_caches_are_refused_by_name(model_type: str) -> None:
+def test_states_and_layers_with_several_caches_are_refused_by_name(model_type):
     with pytest.raises(UnsupportedTargetError, match=r"with caches (ArraysCache|CacheList)"):
         DraftModel(build(tiny_config(model_type)), None)

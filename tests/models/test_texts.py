@@ -1,7 +1,5 @@
 """Texts through windows, chunks, states and quantised rows, and their caches: stock mlx-lm's."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
@@ -151,7 +149,7 @@ def assert_holds(
     assert_continues_alike(model, cache, stock, oldest)
 
 
-def test_the_families_are_known() -> None:
+def test_the_families_are_known():
     windows, states = set(), set()
     for name in SUPPORTED:
         layers = parts_of(make_prompt_cache(build(tiny_config(name, SUPPORTED[name][0]))))
@@ -179,9 +177,7 @@ LENGTHS = WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW
         *((name, len(PROMPT), False) for name in QUANTISED),
     ],
 )
-def test_texts_of_any_shapes(
-    monkeypatch: pytest.MonkeyPatch, name: str, length: int, has_few_shapes: bool
-) -> None:
+def test_texts_of_any_shapes(monkeypatch, name, length, has_few_shapes):
     """Trees of all sizes with plain steps between, over several wraps, and the cache after them."""
     monkeypatch.setattr(ChunkedKVCache, "step", 32)  # so that buffers are copied, too
     if has_few_shapes:
@@ -209,9 +205,7 @@ def test_texts_of_any_shapes(
         *zip([*KINDS, *QUANTISED], itertools.cycle(SAMPLERS)),
     ],
 )
-def test_sampled_texts(
-    monkeypatch: pytest.MonkeyPatch, name: str, sampling: dict[str, Any]
-) -> None:
+def test_sampled_texts(monkeypatch, name, sampling):
     """With seeds and with a sampler of mlx-lm, drafts or not."""
     model, own = build(config_of(name)), options_of(name)
     options = {"seed": 5, "max_tokens": NUM_TOKENS, **sampling, **own}
@@ -234,7 +228,7 @@ def test_sampled_texts(
         *((name, True) for name in ("8 bits from 0", "8 bits from 20")),
     ],
 )
-def test_conversations_of_several_turns(name: str, has_drafts: bool) -> None:
+def test_conversations_of_several_turns(name, has_drafts):
     model = build(config_of(name))
     ours, stock = make_prompt_cache(model), make_prompt_cache(model)
     for turn, question in enumerate([[5, 17, 3], [8], [40, 2], prompt_of(20), [7], [1, 2]]):
@@ -264,9 +258,7 @@ CLOSED = {"trees": (1, 2, 3, 5, 7, 12), "both": (2, 6, 13), "plain": (1, 2)}
         if policy != "both" or name not in QUANTISED
     ],
 )
-def test_a_text_that_is_closed_in_the_middle(
-    monkeypatch: pytest.MonkeyPatch, name: str, count: int, policy: str
-) -> None:
+def test_a_text_that_is_closed_in_the_middle(monkeypatch, name, count, policy):
     model, text = build(config_of(name)), written(name)
     cache = make_prompt_cache(model)
     if policy == "both":
@@ -325,8 +317,8 @@ def assert_interrupted(
     [(RotatingKVCache, 1), (RotatingKVCache, 2), *((SlidingCache, n) for n in (1, 2, 3, 4))],
 )
 def test_an_interruption_between_two_layers_with_windows(
-    monkeypatch: pytest.MonkeyPatch, kind: type, number: int, has_drafts: bool, layer: int
-) -> None:
+    monkeypatch, kind, number, has_drafts, layer
+):
     when = kind, "update_and_fetch", 2 * number + layer
     held = 4 * number if kind is RotatingKVCache else None  # a chunk of the prompt
     # What was the oldest row when the pass began is gone, and no token sees it any more.
@@ -338,9 +330,7 @@ def test_an_interruption_between_two_layers_with_windows(
     [("token", n, (n + more) % 3) for n in range(1, 7) for more in (0, 1)]
     + [("tree", n, (n + more) % 3) for n in range(4) for more in (0, 1)],
 )
-def test_an_interruption_between_two_layers_with_states(
-    monkeypatch: pytest.MonkeyPatch, kind: str, number: int, layer: int
-) -> None:
+def test_an_interruption_between_two_layers_with_states(monkeypatch, kind, number, layer):
     place, is_tree = 3 * number + layer, kind == "tree"
     when = (RecurrentCache, "branch", place) if is_tree else (ArraysCache, "__setitem__", 2 * place)
     # A chunk of the prompt, or its last token.
@@ -348,16 +338,8 @@ def test_an_interruption_between_two_layers_with_states(
     assert_interrupted(monkeypatch, "states around rows", is_tree, when, held, oldest=0)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "llama4"])
-def test_a_long_text_past_many_wraps(name: str) -> None:
-    model = build(windowed_config(name, 20))
-    stock = stock_tokens(model, PROMPT, 150)
-    drafter = Scripted(ids(stock), VOCAB_SIZE)
-    assert_same_tokens(stock, tokens(model, PROMPT, drafter, max_tokens=150))
-
-
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5"])
-def test_a_recurrent_drafter_and_lookup(name: str) -> None:
+def test_a_recurrent_drafter_and_lookup(name):
     model = build(config_of(name))
     stock = stock_tokens(model, PROMPT, 50)
     for drafter in (random_drafter(VOCAB_SIZE, 64), "lookup"):
@@ -366,7 +348,7 @@ def test_a_recurrent_drafter_and_lookup(name: str) -> None:
 
 @pytest.mark.parametrize("length", [3, WINDOW, 600])
 @pytest.mark.parametrize("name", ["gemma3_text", "llama4", *KINDS, "8 bits from 0"])
-def test_blank_caches_of_any_length(name: str, length: int) -> None:
+def test_blank_caches_of_any_length(name, length):
     target = Target(build(config_of(name)))
     cache = blank_cache(target, length, QUANTISED.get(name))
     for shorter in (length, length - 1):

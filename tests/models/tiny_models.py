@@ -5,8 +5,6 @@ of an attention scale, the length from which "dynamic" rope grows its base) are 
 the trees of the tests lie across it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any, cast

@@ -1,8 +1,7 @@
 """Trees made by hand, and what stock mlx-lm says about their nodes."""
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +19,16 @@ from mlx_lm.models.cache import (
 
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.sampling import GumbelNoise
+from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
+from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import Lane
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.generation_options import Quantisation
+from mlx_redrafter.generation_options import Quantisation, SamplingParams
+from mlx_redrafter.policy.plans import FixedPolicy
+from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
@@ -37,6 +40,7 @@ assert len(PROMPT) < THRESHOLD - 1
 
 DRAFT_LENGTH = 5
 PLAN = DraftPlan.of(2, DRAFT_LENGTH + 1, 1 + 2 * DRAFT_LENGTH)
+GREEDY = SamplingParams()
 
 # Branches at three depths, and siblings apart from each other.
 PARENTS = [0, 0, 0, 1, 1, 2, 3, 3, 6, 8, 5]
@@ -123,6 +127,30 @@ def rows_of(cache: Any) -> tuple[mx.array, ...]:
     return keys[..., : cache.offset, :], values[..., : cache.offset, :]
 
 
+def sequence_of(
+    target: Target,
+    prompt: list[int],
+    drafts: Any = None,
+    params: SamplingParams = GREEDY,
+    cache: TreeCache | None = None,
+    **request: Any,
+) -> SequenceDecoder:
+    """Open a text, with these drafts around `PLAN` if there are any."""
+    sampler = KeyedSampler(params, target.vocab_size)
+    policy = None if drafts is None else FixedPolicy(PLAN)
+    own = target.caches.new() if cache is None else cache
+    return SequenceDecoder(target, own, sampler, Request(prompt, **request), drafts, policy)
+
+
+def step_together(scheduler: Scheduler) -> Iterator[tuple[SequenceDecoder, list[int]]]:
+    """Make one step of texts, and yield their new tokens; texts that have ended leave."""
+    for text in scheduler.step_all():
+        yield text, [token.id for token in text.delivery.deliver(text.take())]
+        if text.is_finished or text.is_cancelled:
+            scheduler.leave(text)
+            text.close()
+
+
 class _Drafts:
     """Drafts that are right for 0, 1, 2 ... tokens in turn."""
 
@@ -146,11 +174,7 @@ class _Drafts:
 
 
 class ScriptedDrafts(_Drafts):
-    """Drafts that are right for 0, 1, ... 4 tokens in turn, then wrong; they follow `PLAN`.
-
-    Args:
-        stock: The text that is coming, from which drafts are made.
-    """
+    """Drafts of a text that are right for 0, 1, ... 4 tokens in turn, then wrong, by `PLAN`."""
 
     def __init__(self, stock: list[int]):
         super().__init__()
@@ -167,11 +191,9 @@ class ScriptedDrafts(_Drafts):
 
 
 class DraftsOnDevice(_Drafts):
-    """Drafts of a known text, made on the device, that are right for 0, 1, 2 ... tokens in turn.
+    """Drafts of a text with its prompt, made on the device, right for 0, 1, 2 ... in turn.
 
-    Args:
-        text: The text, prompt included.
-        is_chain: Whether drafts form a chain; else every draft comes after a wrong sibling.
+    In trees that are no chains every draft comes after a wrong sibling.
     """
 
     def __init__(self, text: list[int], is_chain: bool):

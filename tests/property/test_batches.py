@@ -1,7 +1,5 @@
 """Texts that share their forward passes are those that each has alone."""
 
-from __future__ import annotations
-
 import random
 from contextlib import closing
 from dataclasses import replace
@@ -13,21 +11,17 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_redrafter import Engine, generate, generate_batch
-from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine import responses
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.adaptive import Explorer
 from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST, Choice
-from mlx_redrafter.target.target import Target, TargetOutputs
-from mlx_redrafter.trees.tree import TreeBatch
 from tests.golden.record_fixed_shapes import load_once
 from tests.helpers.equality import batch_texts
 from tests.helpers.memory import peak_of
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.models.trees import sequence_of, step_together
 
 VOCAB_SIZE = 64
 MODEL, TOKENIZER = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
@@ -55,7 +49,7 @@ def _watch_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 @pytest.mark.parametrize("shape", [{}, TREE])
-def test_random_drafts(sampling: dict[str, Any], shape: dict[str, Any]) -> None:
+def test_random_drafts(sampling, shape):
     options: dict[str, Any] = {"drafter": random_drafter(VOCAB_SIZE, 32), "max_tokens": 10}
     options |= sampling | shape
     prompts = _prompts(9)
@@ -67,7 +61,7 @@ def test_random_drafts(sampling: dict[str, Any], shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("drafter", ["trained", "lookup"])
 @pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}], ids=str)
-def test_good_drafts(drafter: str, sampling: dict[str, Any]) -> None:
+def test_good_drafts(drafter, sampling):
     model, tokenizer, trained = load_once()
     engine = Engine(model, tokenizer, trained if drafter == "trained" else drafter)
     prompts = ["Once upon a time", "The old man opened the door and", "It was", "She said that he"]
@@ -83,9 +77,7 @@ def test_good_drafts(drafter: str, sampling: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
-def test_drafts_that_are_only_looked_at(
-    monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
-) -> None:
+def test_drafts_that_are_only_looked_at(monkeypatch, sampling):
     rng = random.Random(2)
     shadows = [Choice(replace(plan, num_nodes=1), 1) for plan in (SHORTEST, LONGEST)]
     choices = [Choice(), *shadows, Choice(WIDEST, 3)]
@@ -98,7 +90,7 @@ def test_drafts_that_are_only_looked_at(
     assert batch_texts(batch, len(prompts)) == plain
 
 
-def test_a_stream_that_is_closed_and_one_that_is_cancelled() -> None:
+def test_a_stream_that_is_closed_and_one_that_is_cancelled():
     engine = Engine(MODEL, TOKENIZER, None)
     with closing(engine.stream_batch(_prompts(5), batch_size=2, max_tokens=50)) as stream:
         assert len(list(islice(stream, 20))) == 20
@@ -109,7 +101,7 @@ def test_a_stream_that_is_closed_and_one_that_is_cancelled() -> None:
     assert before + len(list(stream)) < 5 * 50
 
 
-def test_a_cancelled_stream_that_nobody_reads_leaves_the_batch() -> None:
+def test_a_cancelled_stream_that_nobody_reads_leaves_the_batch():
     engine = Engine(MODEL, TOKENIZER, None)
     prompts, shared = _prompts(3), engine.share()
     expected = engine.generate(prompts[0], max_tokens=30)
@@ -122,7 +114,7 @@ def test_a_cancelled_stream_that_nobody_reads_leaves_the_batch() -> None:
     assert text + "".join(one.text for one in first) == expected
 
 
-def test_memory_does_not_grow_with_the_number_of_texts() -> None:
+def test_memory_does_not_grow_with_the_number_of_texts():
     def peak(count: int) -> int:
         options: dict[str, Any] = {"drafter": None, "batch_size": 4, "max_tokens": 20}
         return peak_of(lambda: generate_batch(MODEL, TOKENIZER, _prompts(count), **options))
@@ -131,13 +123,13 @@ def test_memory_does_not_grow_with_the_number_of_texts() -> None:
     assert peak(24) < 1.2 * peak(12)
 
 
-def test_bad_options() -> None:
+def test_bad_options():
     reason = "batch_size must be an integer at least 1, got '4'"
     with pytest.raises(ConfigError, match=reason):
         generate_batch(MODEL, TOKENIZER, [[1, 2]], batch_size="4")  # type: ignore[arg-type]
 
 
-def test_quantised_texts_share_their_passes_and_others_have_their_own() -> None:
+def test_quantised_texts_share_their_passes_and_others_have_their_own():
     model = tiny_llama(seed=5, vocab_size=VOCAB_SIZE, head_size=32)
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
     quantised = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}
@@ -161,7 +153,7 @@ def _read_in_turns(streams: list[Any]) -> list[str]:
     return texts
 
 
-def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text() -> None:
+def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text():
     engine = Engine(MODEL, TOKENIZER, None)
 
     def fail(done: int, total: int) -> None:
@@ -190,7 +182,7 @@ def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text()
     assert [texts[0], texts[2]] == [expected[0], expected[2]]
 
 
-def test_the_speed_of_a_prompt_counts_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_a_prompt_counts_its_chunks(monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(responses.time, "perf_counter", lambda: next(clock))
     engine = Engine(MODEL, TOKENIZER, None)
@@ -207,7 +199,7 @@ def test_the_speed_of_a_prompt_counts_its_chunks(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("drafter", ["none", "random", "lookup"])
 @pytest.mark.parametrize("shape", [{}, TREE])
-def test_streams_that_share_their_passes(drafter: str, shape: dict[str, Any]) -> None:
+def test_streams_that_share_their_passes(drafter, shape):
     """They come and go in any order, with caches, processors and samplings of their own."""
     drafters: dict[str, Any] = {"none": None, "lookup": "lookup"}
     drafters["random"] = random_drafter(VOCAB_SIZE, 32)
@@ -250,7 +242,7 @@ def test_streams_that_share_their_passes(drafter: str, shape: dict[str, Any]) ->
                 assert mx.allclose(rows, stock_rows, atol=1e-4)
 
 
-def test_prompts_share_passes_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_share_passes_until_they_end(monkeypatch):
     engine = Engine(MODEL, TOKENIZER, None)
     rng, lengths = random.Random(3), (40, 9, 33, 1, 10, 30, 21)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
@@ -264,8 +256,8 @@ def test_prompts_share_passes_until_they_end(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("shape", "last"), [({}, [8, 2, 1]), (TREE, [8, 4, 2, 1])])
 def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
-    monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], last: list[int]
-) -> None:
+    monkeypatch, shape, last
+):
     """Sooner if each costs the nodes of a tree."""
     engine = Engine(MODEL, TOKENIZER, random_drafter(VOCAB_SIZE, 32) if shape else None)
     rng = random.Random(4)
@@ -286,7 +278,7 @@ def test_slots_of_texts_that_have_ended_are_given_up_and_the_last_text_has_none(
     assert passes[-len(last) :] == last
 
 
-def test_a_text_that_is_never_alone_leaves_the_estimates_of_one_that_was() -> None:
+def test_a_text_that_is_never_alone_leaves_the_estimates_of_one_that_was():
     engine = Engine(*load_once())
     list(engine.stream_batch(["Once upon a time"], max_tokens=20))
     estimates = engine.memory.policy
@@ -297,7 +289,7 @@ def test_a_text_that_is_never_alone_leaves_the_estimates_of_one_that_was() -> No
     assert 2 in engine.memory.batches
 
 
-def test_texts_cancelled_while_they_begin_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_cancelled_while_they_begin_end(monkeypatch):
     engine, calls = Engine(MODEL, TOKENIZER, None), 0
     stream = engine.stream_batch([[5] * 40, [6] * 40], max_tokens=8, prefill_step_size=8)
     process = type(MODEL).__call__
@@ -313,7 +305,7 @@ def test_texts_cancelled_while_they_begin_end(monkeypatch: pytest.MonkeyPatch) -
     assert (list(stream), calls) == ([], 3)
 
 
-def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch):
     monkeypatch.setattr("mlx_redrafter.decoding.scheduler.SHARED_CHUNK", 8)
     engine, prompts = Engine(MODEL, TOKENIZER, None), [[5], [9, 7, 5], [8, 3] * 30]
     ends = [4, 40, 40]
@@ -322,41 +314,21 @@ def test_a_prompt_does_not_stop_the_tokens_of_others(monkeypatch: pytest.MonkeyP
     ]
     shapes = _watch_passes(monkeypatch)
     shared = Scheduler(engine.target)
-    requests = [Request(prompt, max_tokens=end) for prompt, end in zip(prompts, ends, strict=True)]
-    sampler = KeyedSampler(SamplingParams(), engine.target.vocab_size)
     texts = [
-        SequenceDecoder(engine.target, engine.target.caches.new(), sampler, request)
-        for request in requests
+        sequence_of(engine.target, prompt, max_tokens=end)
+        for prompt, end in zip(prompts, ends, strict=True)
     ]
     found: dict[SequenceDecoder, list[int]] = {text: [] for text in texts}
+    waiting = texts[2:]
     shared.begin(texts[:2])
     while not all(text.is_closed for text in texts):
-        for text in shared.step_all():
-            found[text] += [token.id for token in text.delivery.deliver(text.take())]
-            if text.is_finished:
-                shared.leave(text)
-                text.close()
-                if text is texts[0]:
-                    shared.begin(texts[2:])
-                    shapes.clear()
+        for text, tokens in step_together(shared):
+            found[text] += tokens
+        if texts[0].is_closed and waiting:
+            shared.begin([waiting.pop()])
+            shapes.clear()
     decoded = [TOKENIZER.decode(found[text]) for text in texts]
     assert [text.rstrip() for text in decoded] == [text.rstrip() for text in expected]
     chunks = [i for i, shape in enumerate(shapes) if shape == (1, 8)]
     assert len(chunks) == 7, "59 tokens, the last three in a smaller chunk"
     assert all(later - earlier > 1 for earlier, later in pairwise(chunks)), "with steps in between"
-
-
-def test_first_tokens_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, sizes = Engine(MODEL, TOKENIZER, None), []
-    verify = Target.verify_batch
-
-    def counted(self: Target, forest: TreeBatch, *rest: Any) -> TargetOutputs:
-        sizes.append(len(forest))
-        return verify(self, forest, *rest)
-
-    monkeypatch.setattr(Target, "verify_batch", counted)
-    stream = engine.stream_batch(_prompts(4), batch_size=4, max_tokens=6)
-    numbers = [number for number, _ in islice(stream, 4)]
-    assert (numbers, sizes) == ([0, 1, 2, 3], [4])
-    assert len(list(stream)) == 4 * 5
-    assert sizes == [4] * 6

@@ -1,11 +1,8 @@
 """A text under a grammar is plain decoding's under the same masks, whatever is drafted."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -71,7 +68,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
-def test_texts_are_stock_mlx_lms_under_the_same_masks(temp: float) -> None:
+def test_texts_are_stock_mlx_lms_under_the_same_masks(temp):
     grammar = Grammar.json_schema(SCHEMA)
     mx.random.seed(5)
     options: dict[str, Any] = {"sampler": make_sampler(temp=temp)}
@@ -138,7 +135,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_schemas_are_met_with_and_without_drafts(seed: int) -> None:
+def test_random_schemas_are_met_with_and_without_drafts(seed):
     rng = random.Random(seed)
     for _ in range(2):
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -154,7 +151,7 @@ def test_random_schemas_are_met_with_and_without_drafts(seed: int) -> None:
     assert _write(grammar, drafter=drafter, **options, **TREE)[0] == tokens
 
 
-def test_other_grammars_and_processors() -> None:
+def test_other_grammars_and_processors():
     text = _write(Grammar.regex("[ab]{3}-[0-9]+"), temp=1.0, seed=1)[1]
     assert re.fullmatch("[ab]{3}-[0-9]+", text)
     rules = 'start: "(" start ")" | "x"'
@@ -203,13 +200,13 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_schemas_are_rejected_in_no_time(name: str) -> None:
+def test_hostile_schemas_are_rejected_in_no_time(name):
     message, schema = HOSTILE[name]
     with pytest.raises(ConfigError, match=f"grammar .*{message}"):
         Grammar.json_schema(schema)
 
 
-def test_patterns_of_different_values_are_free() -> None:
+def test_patterns_of_different_values_are_free():
     """And those of tools that are not strict are left out if there are too many."""
     properties: dict[str, Any] = {f"p{i}": one for i, one in enumerate(_PATTERNS)}
     properties["pattern"] = {"anyOf": [_PATTERNS[1], {"type": "null"}], "default": None}
@@ -219,14 +216,14 @@ def test_patterns_of_different_values_are_free() -> None:
 
 
 @pytest.mark.parametrize("make", [Grammar.regex, Grammar.lark])
-def test_other_grammars_are_checked(make: Callable[[Any], Grammar]) -> None:
+def test_other_grammars_are_checked(make):
     for given, message in ((5, "must be a string, got int"), ('"\ud800"', "cannot be used")):
         with pytest.raises(ConfigError, match=f"grammar {message}"):
             make(given)
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
-def test_texts_in_a_batch_have_a_grammar_each(temp: float) -> None:
+def test_texts_in_a_batch_have_a_grammar_each(temp):
     options: dict[str, Any] = {"temp": temp, "seed": 3, "max_tokens": 60}
     grammar, prompts = Grammar.json_schema(SCHEMA), ["a", "bc", "{"]
     alone = [
@@ -238,7 +235,7 @@ def test_texts_in_a_batch_have_a_grammar_each(temp: float) -> None:
         assert generate_batch(MODEL, TOKENIZER, prompts, drafter=drafter, **batch) == alone
 
 
-def test_what_does_not_go_together_is_named() -> None:
+def test_what_does_not_go_together_is_named():
     grammar = Grammar.json_object()
     with pytest.raises(ConfigError, match=r"grammar must be a Grammar"):
         generate_batch(MODEL, TOKENIZER, ["a"], drafter=None, grammar={})  # type: ignore[arg-type]
@@ -251,7 +248,7 @@ def test_what_does_not_go_together_is_named() -> None:
         list(stream_generate(MODEL, TOKENIZER, [1], **options))
 
 
-def test_a_branch_that_breaks_the_matcher_leaves_the_others() -> None:
+def test_a_branch_that_breaks_the_matcher_leaves_the_others():
     """As the limits of llguidance do; here the matcher says so of one token."""
     broken = TOKENIZER.encode("b", add_special_tokens=False)[0]
     good = TOKENIZER.encode("a", add_special_tokens=False)[0]

@@ -3,8 +3,6 @@
 An error is one of this package, or Python's own TypeError about names and numbers of arguments.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -168,9 +166,7 @@ def complaint(error: Exception) -> str | None:
     return None
 
 
-def test_any_value_ends_in_one_line(
-    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_value_ends_in_one_line(yard, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls, bad, num_errors = yard.calls(), [], 0
     for name, (function, arguments) in calls.items():
@@ -192,7 +188,7 @@ def test_any_value_ends_in_one_line(
     assert num_errors > NUM_CALLS // 2
 
 
-def test_known_odd_arguments(yard: Yard) -> None:
+def test_known_odd_arguments(yard):
     one = {"model": yard.model, "tokenizer": yard.tokenizer, "max_tokens": FEW}
     with pytest.raises(TypeError, match="history"):
         api.generate_batch(prompts=["Hi"], history=[[1]], **one)

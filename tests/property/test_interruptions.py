@@ -1,7 +1,5 @@
 """A text that is cancelled or fails at any point ends alone; its cache holds what it yielded."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +16,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import Scripted
-from tests.helpers.equality import ids, stock_tokens
+from tests.helpers.equality import batch_tokens, ids, stock_tokens
 from tests.helpers.few_shapes import compile_passes
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
@@ -105,9 +103,7 @@ def assert_holds(cache: list[Any], prompt: list[int], tokens: list[int]) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "shared"])
-def test_cancelled_by_another_thread_at_any_point(
-    monkeypatch: pytest.MonkeyPatch, kind: str, is_shared: bool
-) -> None:
+def test_cancelled_by_another_thread_at_any_point(monkeypatch, kind, is_shared):
     drafter, shape = KINDS[kind]
     options = {**shape, "max_tokens": NUM_TOKENS, "prefill_step_size": 3}
     num_cut = 0
@@ -131,7 +127,7 @@ def test_cancelled_by_another_thread_at_any_point(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_turns_on_one_cache_go_on_where_a_reader_left(kind: str) -> None:
+def test_turns_on_one_cache_go_on_where_a_reader_left(kind):
     """Alone and with others, closed or cancelled after any number of tokens."""
     drafter, shape = KINDS[kind]
     plain, turn = _engine(None), [12, 40]
@@ -160,9 +156,7 @@ def test_turns_on_one_cache_go_on_where_a_reader_left(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(monkeypatch, kind):
     drafter, shape = KINDS[kind]
     engine, num_failed = _engine(drafter), 0
 
@@ -189,7 +183,7 @@ def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(
 @pytest.mark.parametrize(
     ("kind", "fault"), [("plain", "no token"), ("chains", "no token"), ("chains", "raises")]
 )
-def test_a_sampler_that_fails_while_its_text_rests_ends_no_other(kind: str, fault: str) -> None:
+def test_a_sampler_that_fails_while_its_text_rests_ends_no_other(kind, fault):
     drafter, shape = KINDS[kind]
     for number in range(2, 17, 2):
         calls = 0
@@ -215,9 +209,7 @@ def test_a_sampler_that_fails_while_its_text_rests_ends_no_other(kind: str, faul
             assert isinstance(errors[2], OSError if fault == "raises" else ConfigError)
 
 
-def test_no_pass_follows_an_unread_path_of_quantised_entries_or_a_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_pass_follows_an_unread_path_of_quantised_entries_or_a_batch(monkeypatch):
     """With compiled passes in use for a text with K/V entries of its own."""
     compile_passes(monkeypatch, uses=1)
     followed = []
@@ -238,16 +230,14 @@ def test_no_pass_follows_an_unread_path_of_quantised_entries_or_a_batch(
         assert [
             [r.token for r in engine.stream(p, **options, **shape)] for p in PROMPTS
         ] == expected
-        found: list[list[int]] = [[] for _ in PROMPTS]
-        for number, response in engine.stream_batch(PROMPTS, **options, **shape):
-            found[number].append(response.token)
-        assert found == expected
+        batch = engine.stream_batch(PROMPTS, **options, **shape)
+        assert batch_tokens(batch, len(PROMPTS)) == expected
     assert followed == []
     list(engine.stream(PROMPTS[0], max_tokens=NUM_TOKENS, **shape))
     assert set(followed) == {TreeCache}
 
 
-def test_threads_look_ahead_with_the_same_compiled_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_look_ahead_with_the_same_compiled_passes(monkeypatch):
     compile_passes(monkeypatch, uses=1)
     first = _engine(KINDS["trees"][0])
     second = Engine(MODEL, wrapped_tokenizer(VOCAB_SIZE), KINDS["trees"][0], first.memory)

@@ -4,8 +4,6 @@ Lookup alone and in front of a network, and draft models: one that is the target
 weights of the same sizes, one that is smaller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -28,9 +26,9 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.speculate_ahead import likeliest_outcomes
 from tests.helpers.drafts import RandomShapes, make_tree, use_policy
 from tests.helpers.equality import (
-    Scored,
     assert_same_tokens,
     assert_turns,
+    batch_tokens,
     ids,
     stock_tokens,
     stream,
@@ -49,12 +47,19 @@ SHAPES: list[dict[str, Any]] = [
     {"beam_width": 3, "beam_length": 5, "tree_nodes": 12},
 ]
 BEAMS: dict[str, Any] = {"beam_width": 3, "beam_length": 4, "select": "beam"}
-SAMPLERS: list[dict[str, Any]] = [
-    {"temp": 0.7},
-    {"temp": 1.1, "top_p": 0.9},
-    {"temp": 1.0, "min_p": 0.05},
-]
-PROCESSORS: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"logit_bias": {7: 4.0, 9: -3.0}}]
+# Options of a text by name; functions, as stock samplers and processors have states.
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "greedy": dict,
+    "sampled": lambda: {"temp": 0.6, "seed": 11},
+    "uncoupled": lambda: {"temp": 1.0, "seed": 11, "couple": False},
+    "sampler": lambda: {"sampler": make_sampler(temp=0.7)},
+    "top_p": lambda: {"sampler": make_sampler(temp=1.1, top_p=0.9)},
+    "min_p": lambda: {"sampler": make_sampler(temp=1.0, min_p=0.05)},
+    "penalty": lambda: {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+    "bias": lambda: {"logits_processors": make_logits_processors(logit_bias={7: 4.0, 9: -3.0})},
+}
+CASES = [(name, shape) for name in ("greedy", "sampled", "uncoupled") for shape in SHAPES]
+CASES += zip(("sampler", "top_p", "min_p", "penalty", "bias"), [*SHAPES, *SHAPES], strict=False)
 
 MODEL = tiny_llama(seed=4)
 
@@ -89,70 +94,35 @@ def guest(request: pytest.FixtureRequest) -> Any:
     return GUESTS[request.param]()
 
 
-# What every guest is compared with, decoded once.
-@cache
-def _greedy() -> list[Scored]:
-    return stock_tokens(MODEL, PROMPT, NUM_TOKENS)
-
-
-@cache
-def _plain(temp: float) -> list[int]:
-    return tokens(MODEL, PROMPT, temp=temp, seed=11, max_tokens=NUM_TOKENS)
-
-
-@cache
-def _sampled_by_stock(number: int) -> list[Scored]:
+def write(drafter: Any, name: str, **shape: Any) -> list[int]:
     mx.random.seed(3)
-    return stock_tokens(MODEL, PROMPT, 16, sampler=make_sampler(**SAMPLERS[number]))
+    return tokens(MODEL, PROMPT, drafter, max_tokens=NUM_TOKENS, **OPTIONS[name](), **shape)
 
 
 @cache
-def _processed_by_stock(number: int) -> list[Scored]:
-    processors = make_logits_processors(**PROCESSORS[number])
-    return stock_tokens(MODEL, PROMPT, 16, logits_processors=processors)
+def expected(name: str) -> list[int]:
+    """Tokens of stock mlx-lm, or with a seed, which it lacks, those without drafts."""
+    if "seed" in OPTIONS[name]():
+        return write(None, name)
+    mx.random.seed(3)
+    return ids(stock_tokens(MODEL, PROMPT, NUM_TOKENS, **OPTIONS[name]()))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_greedy_texts_are_stock_mlx_lms(guest: Any, shape: dict[str, Any]) -> None:
-    assert_same_tokens(_greedy(), tokens(MODEL, PROMPT, guest, max_tokens=NUM_TOKENS, **shape))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("temp", "couple"), [(0.6, True), (1.0, False)])
-def test_sampled_texts_are_those_of_plain_decoding(
-    guest: Any, shape: dict[str, Any], temp: float, couple: bool
-) -> None:
-    options: dict[str, Any] = {"temp": temp, "seed": 11, "max_tokens": NUM_TOKENS}
-    assert tokens(MODEL, PROMPT, guest, couple=couple, **options, **shape) == _plain(temp)
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_texts_are_those_of_plain_decoding(guest, name, shape):
+    assert write(guest, name, **shape) == expected(name)
 
 
 @pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
-def test_stock_samplers(guest: Any, number: int, shape: dict[str, Any]) -> None:
-    expected = _sampled_by_stock(number)
-    mx.random.seed(3)
-    found = tokens(
-        MODEL, PROMPT, guest, max_tokens=16, sampler=make_sampler(**SAMPLERS[number]), **shape
-    )
-    assert_same_tokens(expected, found)
-
-
-@pytest.mark.parametrize(("number", "shape"), [(i % 2, one) for i, one in enumerate(SHAPES)])
-def test_stock_logits_processors(guest: Any, number: int, shape: dict[str, Any]) -> None:
-    processors = make_logits_processors(**PROCESSORS[number])
-    found = tokens(MODEL, PROMPT, guest, max_tokens=16, logits_processors=processors, **shape)
-    assert_same_tokens(_processed_by_stock(number), found)
-
-
-@pytest.mark.parametrize(("number", "shape"), list(enumerate(SHAPES)))
-def test_stop_tokens_end_inside_a_draft(guest: Any, number: int, shape: dict[str, Any]) -> None:
-    text = ids(_greedy())[:16]  # several drafts of every shape
+def test_stop_tokens_end_inside_a_draft(guest, number, shape):
+    text = expected("greedy")[:16]  # several drafts of every shape
     for stop in list(dict.fromkeys(text))[number :: len(SHAPES)]:
         found = tokens(MODEL, PROMPT, guest, stop_tokens={stop}, max_tokens=len(text), **shape)
         assert found == text[: text.index(stop) + 1]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_turns_on_one_prompt_cache(guest: Any, shape: dict[str, Any]) -> None:
+def test_turns_on_one_prompt_cache(guest, shape):
     """With the target's layers alone, and with those of a draft model after them."""
     turns = [PROMPT, [7, 8, 9], [60], PROMPT]
     assert_turns(MODEL, guest, turns, max_tokens=5, **shape)
@@ -163,26 +133,25 @@ def test_turns_on_one_prompt_cache(guest: Any, shape: dict[str, Any]) -> None:
 
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=8)
-def test_any_repetitive_prompt(seed: int) -> None:
+def test_any_repetitive_prompt(seed):
     keys = mx.random.split(mx.random.key(seed))
     passage = to_ints(mx.random.randint(1, VOCAB_SIZE, (9,), key=keys[0]))
     cuts = sorted(to_ints(mx.random.randint(0, 9, (6,), key=keys[1])))
     prompt = [*passage, *(t for a, b in pairwise(cuts) for t in passage[a:b]), *passage[:3]]
-    expected = stock_tokens(MODEL, prompt, 24)
+    stock = stock_tokens(MODEL, prompt, 24)
     for shape in SHAPES:
-        assert_same_tokens(expected, tokens(MODEL, prompt, "lookup", max_tokens=24, **shape))
+        assert_same_tokens(stock, tokens(MODEL, prompt, "lookup", max_tokens=24, **shape))
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 @pytest.mark.parametrize("length", [2, 5, 9])
-def test_the_target_accepts_all_of_itself(temp: float, length: int) -> None:
+def test_the_target_accepts_all_of_itself(temp, length):
     shape = {"beam_width": 1, "beam_length": length, "tree_nodes": length}
     options = {"temp": temp, "seed": 5, "max_tokens": 1 + 6 * length, **shape}
     *_, last = stream(MODEL, PROMPT, DraftModel(MODEL, None), **options)
     assert last.stats.accepted_counts == [0] * (length - 1) + [6]
 
 
-SAMPLING: dict[str, Any] = {"temp": 0.8, "seed": 11, "max_tokens": NUM_TOKENS}
 DRAFTERS: dict[str, Callable[[], Any]] = {
     "recurrent": lambda: random_drafter(VOCAB_SIZE, 32),
     "recurrent, of some tokens": lambda: random_drafter(VOCAB_SIZE, 32, draft_vocab_size=40),
@@ -196,68 +165,49 @@ def drafter(request: pytest.FixtureRequest) -> Any:
     return DRAFTERS[request.param]()
 
 
-@cache
-def _sampled() -> list[int]:
-    return tokens(MODEL, PROMPT, **SAMPLING)
-
-
 @pytest.mark.parametrize("shape", [*SHAPES, BEAMS], ids=str)
-def test_texts_with_drafts_made_ahead(drafter: Any, shape: dict[str, Any]) -> None:
+def test_texts_with_drafts_made_ahead(drafter, shape):
     ahead = SpeculateAhead(drafter)
-    assert_same_tokens(_greedy(), tokens(MODEL, PROMPT, ahead, max_tokens=NUM_TOKENS, **shape))
-    couple = len(shape) % 2 == 0
-    assert tokens(MODEL, PROMPT, ahead, couple=couple, **SAMPLING, **shape) == _sampled()
+    for name in ("greedy", "sampler", "sampled" if len(shape) % 2 == 0 else "uncoupled"):
+        assert write(ahead, name, **shape) == expected(name)
     if shape:
         assert ahead.hits.passes > 5
 
 
-def test_drafts_made_ahead_of_any_shape(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_made_ahead_of_any_shape(drafter, monkeypatch):
     """Trees cut anywhere, steps without drafts, drafts out of the text between them."""
-    expected, expected_sampled = _greedy(), _sampled()
+    plain = {name: expected(name) for name in ("greedy", "sampled")}
     use_policy(monkeypatch, RandomShapes(1))
     ahead = SpeculateAhead(drafter, num_outcomes=3)
-    assert_same_tokens(expected, tokens(MODEL, PROMPT, ahead, max_tokens=NUM_TOKENS))
-    assert tokens(MODEL, PROMPT, ahead, **SAMPLING) == expected_sampled
+    assert {name: write(ahead, name) for name in plain} == plain
     assert ahead.hits.passes > 0
 
 
-def test_stock_samplers_with_drafts_made_ahead(drafter: Any) -> None:
-    options: dict[str, Any] = {"max_tokens": 16, "sampler": make_sampler(temp=0.7)}
-    mx.random.seed(3)
-    expected = stock_tokens(MODEL, PROMPT, **options)
-    for shape in SHAPES[1:3]:
-        mx.random.seed(3)
-        found = tokens(MODEL, PROMPT, SpeculateAhead(drafter), **options, **shape)
-        assert_same_tokens(expected, found)
-
-
-def test_turns_with_drafts_made_ahead(drafter: Any) -> None:
+def test_turns_with_drafts_made_ahead(drafter):
     ahead, turns = SpeculateAhead(drafter), (PROMPT, [7, 8, 9], [60])
     assert_turns(MODEL, ahead, turns, **SHAPES[1])
     own = make_prompt_cache(drafter.target.model) if isinstance(drafter, DraftModel) else []
     assert_turns(MODEL, ahead, turns, own, **SHAPES[2])
 
 
-def test_batches_and_threads_with_drafts_made_ahead(drafter: Any) -> None:
+def test_batches_and_threads_with_drafts_made_ahead(drafter):
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     engine = Engine(MODEL, tokenizer, SpeculateAhead(drafter))
     prompts = [PROMPT, [7, 8, 9], [60]]
     options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 10, "beam_width": 2}
-    expected = [tokens(MODEL, one, temp=0.8, seed=4, max_tokens=10) for one in prompts]
-    found: list[list[int]] = [[] for _ in prompts]
-    for number, response in engine.stream_batch(prompts, batch_size=2, **options):
-        found[number].append(response.token)
-    assert found == expected
+    alone = [tokens(MODEL, one, temp=0.8, seed=4, max_tokens=10) for one in prompts]
+    batch = engine.stream_batch(prompts, batch_size=2, **options)
+    assert batch_tokens(batch, len(prompts)) == alone
 
     def work(prompt: list[int]) -> list[int]:
         return [response.token for response in engine.stream(prompt, **options)]
 
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(work, prompts)) == expected
+        assert list(pool.map(work, prompts)) == alone
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temp": 0.9, "seed": 5}], ids=str)
-def test_a_drafter_that_is_right_foresees_every_outcome(sampling: dict[str, Any]) -> None:
+def test_a_drafter_that_is_right_foresees_every_outcome(sampling):
     """The target's own noise tells the token after the drafts at a temperature, too."""
     ahead = SpeculateAhead(DraftModel(MODEL, None))
     options = {"max_tokens": 60, "beam_width": 1, "beam_length": 6, **sampling}
@@ -268,7 +218,7 @@ def test_a_drafter_that_is_right_foresees_every_outcome(sampling: dict[str, Any]
     assert last.stats.accepted_counts[-1] >= last.steps - 1
 
 
-def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens() -> None:
+def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens():
     mx.random.seed(0)
     tree = make_tree([9, 3, 5, 4, 3], [0, 0, 0, 1, 2], 2).padded(7)
     token_ids = mx.array([1, 3, 4, 5, 8, 9])
@@ -281,7 +231,7 @@ def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens() -> None:
     for node in range(1, 5):
         paths.append(paths[parents[node]] + rows[parents[node]][names.index(tokens[node])])
     children = [{tokens[c] for c in range(1, 5) if parents[c] == node} for node in range(5)]
-    expected = sorted(
+    likeliest = sorted(
         (
             (paths[node] + rows[node][column], node, column)
             for node in range(5)
@@ -291,10 +241,10 @@ def test_the_likeliest_outcomes_are_those_of_all_paths_and_tokens() -> None:
         reverse=True,
     )
     found = list(zip(to_ints(nodes), to_ints(columns), strict=True))
-    assert found == [(node, column) for _, node, column in expected[:5]]
+    assert found == [(node, column) for _, node, column in likeliest[:5]]
 
 
-def test_other_kinds_do_not_draft_ahead() -> None:
+def test_other_kinds_do_not_draft_ahead():
     with pytest.raises(ConfigError, match="found a drafter of the kind Medusa"):
         SpeculateAhead(random_medusa(VOCAB_SIZE, 32))
     with pytest.raises(ConfigError, match="predraft must be an integer from 1 to 64"):

@@ -1,7 +1,5 @@
 """Networks that draft leave every text as stock mlx-lm has it, whatever they propose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -14,18 +12,16 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.engine import engine
-from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.stored_costs import step_costs
-from mlx_redrafter.errors import CheckpointError, ConfigError
+from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.assistant import load as load_assistant
-from mlx_redrafter.proposers.autoregressive import _Levels
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
+from mlx_redrafter.proposers.kv_drafting import _Levels
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.target.target import Target
@@ -39,7 +35,7 @@ from tests.helpers.equality import (
     tokens,
 )
 from tests.helpers.medusa import fitted_medusa, random_medusa, with_static_tree
-from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
+from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.helpers.mtp import MIMO, TORCH_NAMES, family_config, module_tensors, tiny_mimo, write
 from tests.helpers.published_heads import ASSISTANTS, assistant_tensors
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
@@ -109,14 +105,7 @@ def assistant(model: nn.Module, name: str) -> Any:
 
 
 class Case(NamedTuple):
-    """A network for a target.
-
-    Attributes:
-        target: Name of the target.
-        kind: Name of the network among those that ``make`` makes.
-        make: Function that makes it.
-        shapes: Shapes of the drafts to try.
-    """
+    """A target, one of the kinds of networks that ``make`` makes, and shapes of drafts."""
 
     target: str
     kind: str
@@ -192,7 +181,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-def test_texts_are_those_of_plain_decoding(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_those_of_plain_decoding(case, monkeypatch):
     model = target_of(case.target)
     network, accepted = case.make(model, case.kind), 0
     expected = stock_tokens(model, PROMPT, NUM_TOKENS)
@@ -210,16 +199,7 @@ def test_texts_are_those_of_plain_decoding(case: Case, monkeypatch: pytest.Monke
     assert accepted > 0 or case.kind == "P-EAGLE", "nothing was accepted"
 
 
-def test_a_stock_sampler() -> None:
-    model, heads = target_of("llama"), random_medusa(VOCAB_SIZE, num_heads=4)
-    options: dict[str, Any] = {"max_tokens": 16, "sampler": make_sampler(temp=0.8)}
-    mx.random.seed(3)
-    expected = stock_tokens(model, PROMPT, **options)
-    mx.random.seed(3)
-    assert_same_tokens(expected, tokens(model, PROMPT, heads, **options, **TREE))
-
-
-def test_turns_on_one_prompt_cache(case: Case) -> None:
+def test_turns_on_one_prompt_cache(case):
     """With the target's layers alone, and with those of the network after them."""
     model = target_of(case.target)
     network = case.make(model, case.kind)
@@ -229,7 +209,7 @@ def test_turns_on_one_prompt_cache(case: Case) -> None:
     assert_turns(model, network, TURNS, own, behind=1, max_tokens=5, **TREE)
 
 
-def test_files_of_one_prompt_cache(tmp_path: Path) -> None:
+def test_files_of_one_prompt_cache(tmp_path):
     model, path = target_of("gemma3_text"), str(tmp_path / "cache.safetensors")
     network = block(model, "DFlash 2")
     stock, shared = make_prompt_cache(model), make_prompt_cache(model) + make_prompt_cache(network)
@@ -243,7 +223,7 @@ def test_files_of_one_prompt_cache(tmp_path: Path) -> None:
     assert held[1] <= held[0], "a window keeps no more entries than the whole text has"
 
 
-def test_long_texts_keep_windows_bounded() -> None:
+def test_long_texts_keep_windows_bounded():
     """Buffers of windowed layers drop what no window reaches, and the texts stay equal."""
     model = target_of("llama")
     network = block(model, "vanilla", windows=(6, 9), causal=(True, False))
@@ -255,9 +235,7 @@ def test_long_texts_keep_windows_bounded() -> None:
     assert all(layer.keys.shape[2] <= 320 for layer in cache[-2:])
 
 
-def test_the_policy_never_asks_for_more_than_the_heads_reach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_policy_never_asks_for_more_than_the_heads_reach(monkeypatch):
     model, heads = target_of("llama"), random_medusa(VOCAB_SIZE, num_heads=2)
     asked: list[int] = []
     original = heads.open
@@ -280,13 +258,3 @@ def test_the_policy_never_asks_for_more_than_the_heads_reach(
     assert max(asked) == 3
     with pytest.raises(ConfigError, match=r"beam_length must be at most 3 \(the root counts"):
         tokens(model, PROMPT, heads, beam_length=4)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [((64, 16), "hidden_size 16 does not match"), ((65, 32), "vocab_size 65 does not match")],
-)
-def test_heads_for_another_model_are_refused(sizes: tuple[int, int], message: str) -> None:
-    heads = random_medusa(*sizes)
-    with pytest.raises(CheckpointError, match=message):
-        Engine(tiny_llama(), wrapped_tokenizer(64), heads)

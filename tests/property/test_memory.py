@@ -1,7 +1,5 @@
 """Decoding never copies the K/V buffers, however large they are, and nor do levels of drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -44,7 +42,7 @@ def _peak_of_decoding(model: nn.Module, capacity: int, drafter: Any = None, **sh
 @pytest.mark.parametrize(
     "shape", [{"tree_nodes": 9}, {"beam_width": 8, "tree_nodes": 32}, {"select": "beam"}], ids=str
 )
-def test_drafted_decoding_copies_no_buffer(model: nn.Module, shape: dict[str, Any]) -> None:
+def test_drafted_decoding_copies_no_buffer(model, shape):
     drafter = random_drafter(VOCAB_SIZE, 32)
     _peak_of_decoding(model, SMALL, drafter, **shape)  # compile what will be compiled
     small, large = (_peak_of_decoding(model, size, drafter, **shape) for size in (SMALL, LARGE))
@@ -52,11 +50,11 @@ def test_drafted_decoding_copies_no_buffer(model: nn.Module, shape: dict[str, An
     assert large < BUFFER_BYTES // 2
 
 
-def test_plain_decoding_copies_no_buffer(model: nn.Module) -> None:
+def test_plain_decoding_copies_no_buffer(model):
     assert _peak_of_decoding(model, LARGE) < BUFFER_BYTES // 2
 
 
-def test_prefill_makes_logits_for_the_last_token_alone() -> None:
+def test_prefill_makes_logits_for_the_last_token_alone():
     """The logits of a whole chunk would be the largest array by far."""
     vocab_size, count = 50_000, 400
     wide = tiny_llama(vocab_size=vocab_size, layers=1)
@@ -78,9 +76,7 @@ DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_levels_copy_no_buffer(
-    kind: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_levels_copy_no_buffer(kind, model, monkeypatch):
     """Memory of networks with K/V rows does not grow with levels x context."""
     monkeypatch.setattr(draft_model, "check_ids", lambda *_: None)
     drafter = DRAFTERS[kind](model)

@@ -1,11 +1,8 @@
 """A prompt cache holds, however generation ends, what stock mlx-lm leaves in it."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +19,6 @@ from mlx_lm.models.cache import (
 from mlx_redrafter import DraftModel, stream_generate
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -73,27 +69,20 @@ def _assert_holds(model: nn.Module, cache: list[Any], tokens: list[int]) -> None
     assert_same_rows(cache, prefilled(model, tokens))
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8, 19])
-def test_at_max_tokens(model: nn.Module, text: list[int], start: Start, max_tokens: int) -> None:
-    cache = make_prompt_cache(model)
-    found = [r.token for r in start(max_tokens=max_tokens, prompt_cache=cache)]
-    assert found == text[:max_tokens]
-    stock = make_prompt_cache(model)
-    stock_tokens(model, PROMPT, max_tokens, prompt_cache=stock)
-    assert [layer.offset for layer in cache] == [layer.offset for layer in stock]
-    _assert_holds(model, cache, PROMPT + found)
-
-
-@pytest.mark.parametrize("position", [0, 1, 2, 4, 9, 17])
-def test_at_a_stop_token(model: nn.Module, text: list[int], start: Start, position: int) -> None:
-    cache = make_prompt_cache(model)
-    found = [r.token for r in start(stop_tokens={text[position]}, prompt_cache=cache)]
-    assert found == text[: text.index(text[position]) + 1]
-    _assert_holds(model, cache, PROMPT + found)
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 10, 18])
+def test_at_max_tokens_and_at_a_stop_token(model, text, start, count):
+    stop = text[count - 1]
+    ends = [(count, {"max_tokens": count}), (text.index(stop) + 1, {"stop_tokens": {stop}})]
+    for length, end in ends:
+        cache, stock = make_prompt_cache(model), make_prompt_cache(model)
+        assert [r.token for r in start(prompt_cache=cache, **end)] == text[:length]
+        _assert_holds(model, cache, PROMPT + text[:length])
+        stock_tokens(model, PROMPT, length, prompt_cache=stock)
+        assert [layer.offset for layer in cache] == [layer.offset for layer in stock]
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
-def test_after_an_error_in_the_progress_callback(model: nn.Module, start: Start, call: int) -> None:
+def test_after_an_error_in_the_progress_callback(model, start, call):
     """Prompts of 4 tokens in chunks of 2 report 0, 2, 3 and, with the first token, 4."""
     cache = make_prompt_cache(model)
     calls = []
@@ -116,9 +105,7 @@ def test_after_an_error_in_the_progress_callback(model: nn.Module, start: Start,
 
 
 @pytest.mark.parametrize("forward", range(7))
-def test_after_an_interruption_between_two_layers(
-    model: nn.Module, text: list[int], start: Start, forward: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_interruption_between_two_layers(model, text, start, forward, monkeypatch):
     """Ctrl-C while a forward pass is built: what was yielded is what the cache holds."""
     attention = type(model.layers[1].self_attn)
     original = attention.__call__
@@ -149,9 +136,7 @@ def test_after_an_interruption_between_two_layers(
     _assert_holds(model, cache, (PROMPT + found)[:length])
 
 
-def test_stock_mlx_lm_continues_exactly(
-    model: nn.Module, text: list[int], start: Start, tmp_path: Path
-) -> None:
+def test_stock_mlx_lm_continues_exactly(model, text, start, tmp_path):
     cache = make_prompt_cache(model)
     found = [r.token for r in start(max_tokens=13, prompt_cache=cache)]
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
@@ -169,27 +154,12 @@ def test_stock_mlx_lm_continues_exactly(
         assert_same_tokens(shorter, ids(continued))
 
 
-def test_keyed_sampling_continues_from_a_cache_as_from_the_whole_prompt(model: nn.Module) -> None:
+def test_keyed_sampling_continues_from_a_cache_as_from_the_whole_prompt(model):
     """Noise belongs to positions in the text, cached ones included."""
     options: dict[str, Any] = {"temp": 1.0, "seed": 3, "max_tokens": 12}
     whole, cache = tokens(model, PROMPT, **options), prefilled(model, PROMPT[:2])
     drafter = random_drafter(VOCAB_SIZE, 32)
     assert tokens(model, PROMPT[2:], drafter, prompt_cache=cache, **options) == whole
-
-
-def test_without_a_cache_nothing_is_trimmed(model: nn.Module, start: Start) -> None:
-    """A request that nobody continues spends no forward pass on its last token."""
-    calls = []
-    original = Target.advance
-
-    def advance(*args: Any) -> Any:
-        calls.append(1)
-        return original(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Target, "advance", advance)
-        assert len(list(start(max_tokens=1))) == 1
-    assert len(calls) == 1  # the last token of the prompt
 
 
 def _read_two(model: nn.Module, cache: list[Any]) -> None:
@@ -230,9 +200,7 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "message"), BAD)
 @pytest.mark.parametrize("whose", ["target", "draft model"])
-def test_caches_that_are_not_those_of_one_text_are_refused(
-    model: nn.Module, change: Callable[..., object], message: str, whose: str
-) -> None:
+def test_caches_that_are_not_those_of_one_text_are_refused(model, change, message, whose):
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     cache, drafter = prefilled(model, [1, 2, 3]), None
     change(model, cache)
@@ -245,16 +213,14 @@ def test_caches_that_are_not_those_of_one_text_are_refused(
     assert [(layer.offset, layer.keys) for layer in cache] == before
 
 
-def test_one_cache_object_of_target_and_draft_model_is_refused(model: nn.Module) -> None:
+def test_one_cache_object_of_target_and_draft_model_is_refused(model):
     tokenizer, cache = wrapped_tokenizer(VOCAB_SIZE), make_prompt_cache(model)
     drafter, given = DraftModel(model, tokenizer), [*cache, *cache]
     with pytest.raises(ConfigError, match="one cache object in several layers"):
         stream_generate(model, tokenizer, PROMPT, drafter=drafter, prompt_cache=given)
 
 
-def test_a_cache_belongs_to_one_text_at_a_time(
-    model: nn.Module, text: list[int], start: Start
-) -> None:
+def test_a_cache_belongs_to_one_text_at_a_time(model, text, start):
     cache = make_prompt_cache(model)
     first = start(max_tokens=9, prompt_cache=cache)
     for read in (0, 1, 8):  # not begun, in the middle, and before its end
@@ -278,7 +244,7 @@ def test_a_cache_belongs_to_one_text_at_a_time(
     assert [r.token for r in third] == [r.token for r in start(max_tokens=9, prompt_cache=copied)]
 
 
-def test_of_threads_that_want_one_cache_one_gets_it(model: nn.Module, start: Start) -> None:
+def test_of_threads_that_want_one_cache_one_gets_it(model, start):
     cache = make_prompt_cache(model)
     barrier = threading.Barrier(4)
     results: list[Any] = []

@@ -1,12 +1,9 @@
 """Texts of two published models are stock mlx-lm's; `bench.lab exact` compares more of them."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-import mlx.nn as nn
 import mlx_lm
 import pytest
 
@@ -22,7 +19,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.proposers.lookup import Lookup
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.drafts import Scripted
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import shared_path
 from tests.server.serving import serving
 
@@ -56,7 +53,7 @@ def real_pair(model: RealModel) -> tuple[Any, Any]:
 pytestmark = pytest.mark.timeout(FIRST_SECONDS)
 # Maximum number of tokens of a question.
 SHORT = 60
-TREE = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9}
+TREE = {"beam_width": 4, "beam_length": 5, "tree_nodes": 9, "max_tokens": 24}
 
 
 def _questions(tokenizer: Any, count: int) -> list[EncodedPrompt]:
@@ -73,7 +70,7 @@ def _long_prompt(tokenizer: Any, length: int) -> list[int]:
     return prompt.ids
 
 
-def test_texts_are_those_of_mlx_lm() -> None:
+def test_texts_are_those_of_mlx_lm():
     """Alone and in batches, with a quantised K/V cache, and in turns with a kept cache."""
     model, tokenizer = real_pair(SMOLLM2)
     settings = CommonSettings(model, tokenizer, cast("Any", None), 12)
@@ -87,7 +84,7 @@ def test_texts_are_those_of_mlx_lm() -> None:
     assert {one.conditions for one in different} <= {"8-bit K/V cache"}
 
 
-def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone() -> None:
+def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone():
     model, tokenizer, drafter = load(real_folder(SMOLLM2), drafter="auto")
     assert isinstance(drafter, Drafter)
     steps = tokens = 0
@@ -100,30 +97,31 @@ def test_the_drafter_in_the_package_is_found_and_leaves_the_text_alone() -> None
     assert tokens / steps > 1.3
 
 
-def test_trees_of_drafts_leave_the_text_alone() -> None:
+def test_trees_of_drafts_leave_the_text_alone():
     model, tokenizer = real_pair(SMOLLM2)
     prompts = [one.ids for one in _questions(tokenizer, 2)]
     texts = [stock_tokens(model, prompt, 24) for prompt in prompts]
     for prompt, text in zip(prompts, texts, strict=True):
         drafter = Scripted(ids(text), 49152, accuracy=0.8)
-        assert_same_tokens(text, _decode(model, tokenizer, prompt, drafter, **TREE), prompt)
-    sampled = {"temp": 0.8, "seed": 3, "max_tokens": 24}
-    plain = _decode(model, tokenizer, prompts[0], None, **sampled)
+        found = tokens(model, prompt, drafter, tokenizer=tokenizer, **TREE)
+        assert_same_tokens(text, found, prompt)
+    sampled: dict[str, Any] = {"temp": 0.8, "seed": 3, "tokenizer": tokenizer}
+    plain = tokens(model, prompts[0], max_tokens=24, **sampled)
     drafter = Scripted(plain, 49152, accuracy=0.8)
-    assert _decode(model, tokenizer, prompts[0], drafter, **sampled, **TREE) == plain
+    assert tokens(model, prompts[0], drafter, **sampled, **TREE) == plain
 
 
 @pytest.mark.parametrize(("length", "is_tree"), [(500, True), (700, False)])
-def test_texts_cross_the_windows_of_gemma(length: int, is_tree: bool) -> None:
+def test_texts_cross_the_windows_of_gemma(length, is_tree):
     model, tokenizer = real_pair(GEMMA)
     prompt = _long_prompt(tokenizer, length)
     text = stock_tokens(model, prompt, 24)
     drafter = Scripted(ids(text), 262144, accuracy=0.8) if is_tree else "lookup"
-    shape = TREE if is_tree else {}
-    assert_same_tokens(text, _decode(model, tokenizer, prompt, drafter, **shape))
+    shape = TREE if is_tree else {"max_tokens": 24}
+    assert_same_tokens(text, tokens(model, prompt, drafter, tokenizer=tokenizer, **shape))
 
 
-def test_the_server_writes_the_text_of_mlx_lm() -> None:
+def test_the_server_writes_the_text_of_mlx_lm():
     model, tokenizer = real_pair(SMOLLM2)
     (prompt,) = _questions(tokenizer, 1)
     text = mlx_lm.generate(model, tokenizer, prompt.ids, max_tokens=8)
@@ -132,10 +130,3 @@ def test_the_server_writes_the_text_of_mlx_lm() -> None:
         status, answer = served.send("/v1/chat/completions", body | {"temperature": 0})
     assert status == 200
     assert answer["choices"][0]["message"]["content"] == text
-
-
-def _decode(model: nn.Module, tokenizer: Any, prompt: Any, drafter: Any, **options: Any) -> Any:
-    responses = stream_generate(
-        model, tokenizer, prompt, drafter=drafter, **{"max_tokens": 24, **options}
-    )
-    return [response.token for response in responses]

@@ -1,17 +1,21 @@
-"""Every call of a tool fits its schema, whatever the model is, and drafts change no token."""
+"""Every call of a tool fits its schema, whatever the model is, and drafts change no token.
 
-from __future__ import annotations
+The marker before a call may be spelled in any way, and free text stays free.
+"""
 
 import json
 import random
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import AddedToken
 
 from mlx_redrafter import Engine, Grammar
 from mlx_redrafter.engine.prompt_encoding import encode_chat
@@ -105,7 +109,7 @@ def check(kind: str, seed: int, choice: Any) -> int:
     return len(whole.tool_calls)
 
 
-def test_drafts_change_no_call() -> None:
+def test_drafts_change_no_call():
     choices = ("auto", "required")
     assert sum(check(kind, seed, choices[seed % 2]) for seed, kind in enumerate(MARKS)) > 4
 
@@ -122,7 +126,7 @@ def wander(grammar: Grammar, tokenizer: TokenizerWrapper, rng: random.Random) ->
 
 
 @pytest.mark.parametrize("kind", MARKS)
-def test_random_calls_fit_their_schemas(kind: str) -> None:
+def test_random_calls_fit_their_schemas(kind):
     """mlx-lm's parser reads the same, but for names, strings and objects that it cannot read."""
     tokenizer, num_parsed = TOKENIZERS[kind, 0], 0
     form = find_format(tokenizer)
@@ -159,13 +163,13 @@ def parses_equally(tokenizer: TokenizerWrapper, text: str, tools: Tools, call: T
     return (one["name"], one["arguments"]) == (call.name, call.parsed)
 
 
-def test_a_tree_of_which_some_nodes_are_held() -> None:
+def test_a_tree_of_which_some_nodes_are_held():
     """Drafts that begin a call stand next to thinking, in which the text may not end."""
     check("kimi_k2", 1007, "required")
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_an_answer_is_a_call_or_fits_its_format(seed: int) -> None:
+def test_an_answer_is_a_call_or_fits_its_format(seed):
     rng = random.Random(seed)
     asked = {"type": "object", "properties": {"it": random_schema(rng)}, "required": ["it"]}
     asked["additionalProperties"] = False
@@ -188,3 +192,102 @@ def test_an_answer_is_a_call_or_fits_its_format(seed: int) -> None:
     options |= {"grammar": grammar, "temp": 1.0, "seed": seed}
     text = engine.generate([5, *thinking], **options)
     assert fits(json.loads(text.partition("</think>")[2]), asked)
+
+
+PROMPT = [72, 101, 80]
+SCHEMA = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+BODY = {
+    "messages": [{"role": "user", "content": "A"}],
+    "tools": [{"type": "function", "function": {"name": "say", "parameters": SCHEMA}}],
+}
+
+
+def _engine() -> Engine:
+    tokenizer = tool_tokenizer("json_tools")
+    # Two tokens that end beyond the marker; only the first one begins a call.
+    added = [AddedToken(text, special=False) for text in ('l>{"name', "l>no")]
+    tokenizer._tokenizer.add_tokens(added)
+    return Engine(MODEL, tokenizer, None)
+
+
+def _held() -> tuple[Engine, Any]:
+    """An engine, and the grammar of an answer that may call a tool."""
+    engine = _engine()
+    request, _ = read(BODY, DEFAULTS)
+    return engine, make_grammar(engine, PROMPT, request.tools, None)
+
+
+def _ids(engine: Engine, text: str) -> list[int]:
+    return list(engine.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _characters(engine: Engine, text: str) -> list[int]:
+    return [token for character in text for token in _ids(engine, character)]
+
+
+def _write(engine: Engine, tokens: list[int]) -> Any:
+    """The parts of an answer whose tokens are chosen by a script, added up."""
+    request, _ = read(BODY, DEFAULTS)
+    grammar = make_grammar(engine, PROMPT, request.tools, None)
+    held, whole = Answer(replace(request, grammar=grammar), engine.tokenizer, PROMPT, 0), None
+    script = chain(tokens, repeat(0))  # the step after the end has begun already
+
+    def choose(log_probs: mx.array) -> mx.array:
+        token = next(script)
+        assert np.isfinite(log_probs[0, token].item()) or token == 0, token
+        return mx.array([token])
+
+    for response in engine.stream(PROMPT, grammar=grammar, sampler=choose, max_tokens=200):
+        part = held.add(response)
+        whole = part if whole is None else whole + part
+    return whole
+
+
+def test_a_marker_in_pieces_and_an_end_within_a_string():
+    engine = _engine()
+    ids, characters = partial(_ids, engine), partial(_characters, engine)
+    said = "a </tool_call> b"
+    string = [*ids('": "say", "arguments": {"text": "'), *characters(said), *ids('"}}')]
+    for start in (ids('l>{"name'), [*characters("l>"), *ids('{"name')]):
+        tokens = [*characters("Well <tool_cal"), *start, *string, *ids("</tool_call>")]
+        whole = _write(engine, tokens)
+        (call,) = whole.tool_calls
+        assert (call.name, json.loads(call.arguments)) == ("say", {"text": said})
+        assert (whole.content, whole.finish_reason) == ("Well", "tool_calls")
+
+
+def test_only_tokens_that_begin_a_call_may_end_beyond_the_marker():
+    engine, grammar = _held()
+    good, bad = (_ids(engine, text)[0] for text in ('l>{"name', "l>no"))
+    masks = engine.masks(grammar)
+    logits = mx.zeros((1, VOCAB_SIZE))
+    assert mx.isfinite(masks.apply(logits, [-1], [0])).all()
+    masks.extend(_characters(engine, "<tool_cal"))
+    allowed = mx.isfinite(masks.apply(logits, [0], [0]))[0].tolist()
+    assert allowed[good]
+    assert [token for token in range(VOCAB_SIZE) if not allowed[token]] == [bad]
+
+
+def test_free_text_is_the_text_without_tools():
+    engine, grammar = _held()
+    marker = engine.tokenizer.tool_call_start_tokens[0]
+    never = mx.zeros((VOCAB_SIZE,)).at[marker].add(-1e9)
+    options: dict[str, Any] = {"logits_processors": [lambda _, logits: logits + never]}
+    options |= {"max_tokens": 60, "temp": 1.0, "seed": 5}
+    held = [one.token for one in engine.stream(PROMPT, grammar=grammar, **options)]
+    assert held == [one.token for one in engine.stream(PROMPT, **options)]
+
+
+def test_a_call_may_be_required_only_in_formats_with_a_grammar():
+    tokenizer = tool_tokenizer("json_tools")
+    tokenizer._tool_parser = lambda text, tools: None
+    engine = Engine(MODEL, tokenizer, None)
+    assert make_grammar(engine, PROMPT, read(BODY, DEFAULTS)[0].tools, None) is None
+    request, _ = read({**BODY, "tool_choice": "required"}, DEFAULTS)
+    with pytest.raises(Exception, match="tool_choice needs tool calls that can be held"):
+        make_grammar(engine, PROMPT, request.tools, None)

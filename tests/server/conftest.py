@@ -1,6 +1,4 @@
-"""A server that several tests share."""
-
-from __future__ import annotations
+"""Servers that several tests share. They need mlx-redrafter[server], which [test] includes."""
 
 import logging
 from collections.abc import Iterator
@@ -20,8 +18,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def calling() -> Iterator[Served]:
-    """A server whose model calls tools; skips the tests without grammars."""
-    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
+    """A server whose model calls tools."""
     with serving(calling_engine(), defaults=UNLIMITED) as one:
         yield one
 

@@ -1,7 +1,5 @@
 """A server with the chat page whose answers are written beforehand."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -22,13 +20,9 @@ from starlette.routing import Route
 from mlx_redrafter.server.application import FILES, send_file
 
 MODEL = {
-    "id": "org/scripted",
-    "state": "loaded",
-    "has_chat": True,
-    "context_length": 8192,
-    "drafter": "org/drafter",
-    "defaults": {"temperature": 0.5, "max_tokens": 256},
-}
+    "id": "org/scripted", "state": "loaded", "has_chat": True, "context_length": 8192,
+    "drafter": "org/drafter", "defaults": {"temperature": 0.5, "max_tokens": 256},
+}  # fmt: skip
 
 
 @dataclass

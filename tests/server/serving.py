@@ -1,13 +1,11 @@
 """A server on a free port of this machine, and requests to it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +23,18 @@ from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama
 
 VOCAB_SIZE = 64
 KEY = "secret"
-ABSENT = "the server needs mlx-redrafter[server]"
 DEFAULTS = GenerationOptions(max_tokens=30, prefill_step_size=16)
 # As without --max-tokens.
 UNLIMITED = GenerationOptions(max_tokens=-1, prefill_step_size=16)
+
+
+# Arguments of a tool that tells of a city's weather.
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 
 
 class ChatTokenizer(ByteTokenizer):
@@ -92,8 +98,9 @@ class Served:
         return response.status, json.loads(text) if is_json else text.decode()
 
     def openai(self) -> Any:
-        """OpenAI's client of this server; skips the test where it is not installed."""
-        openai = pytest.importorskip("openai", reason="the client that tests use")
+        """OpenAI's client of this server."""
+        import openai
+
         return openai.OpenAI(base_url=self.url, api_key=KEY, max_retries=0)
 
     def slow_down(self, patch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -108,10 +115,7 @@ class Served:
 
     def wait_for(self, **gauges: int) -> None:
         """Wait until gauges of the worker have these values."""
-        end = time.monotonic() + 90
-        while not gauges.items() <= self.worker.gauges().items():
-            assert time.monotonic() < end, (gauges, self.worker.gauges())
-            time.sleep(0.002)
+        wait_until(lambda: gauges.items() <= self.worker.gauges().items())
 
     def wait_until_idle(self) -> None:
         """Wait until no text is written any more."""
@@ -120,6 +124,20 @@ class Served:
     def begin(self, **fields: Any) -> http.client.HTTPConnection:
         """Ask for a long text, which is not read."""
         return begin(self.port, {"prompt": "A", "max_tokens": 480, "stream": True, **fields})
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + 90
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def events(text: str) -> list[Any]:
+    """JSON of the events of a stream."""
+    lines = (line.removeprefix("data: ") for line in text.splitlines())
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def begin(port: int, body: dict[str, Any]) -> http.client.HTTPConnection:
@@ -156,8 +174,7 @@ def serving(
     folder: Path | None = None,
 ) -> Iterator[Served]:
     """A server for this block; skips the test where the extra is not installed."""
-    pytest.importorskip("starlette", reason=ABSENT)
-    pytest.importorskip("uvicorn", reason=ABSENT)
+    pytest.importorskip("starlette", reason="the server needs mlx-redrafter[server]")
     from mlx_redrafter.server.application import make_application
     from mlx_redrafter.server.callers import Callers
     from mlx_redrafter.server.listening import Server, listen

@@ -1,19 +1,21 @@
-"""Reasoning, calls of tools, metrics and the page."""
-
-from __future__ import annotations
+"""Reasoning, calls of tools, formats, metrics and the page."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import create_autospec
 
+import openai
 import pytest
 
-from mlx_redrafter import stream_generate
+from mlx_redrafter import Engine, Grammar, stream_generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.server.call_reader import ToolCall
-from mlx_redrafter.server.parts import Answer
+from mlx_redrafter.server.parts import Answer, TokenLogprob
 from mlx_redrafter.server.protocols.openai_chat import read as read_chat
-from tests.helpers.models import ByteTokenizer
+from mlx_redrafter.server.protocols.openai_completions import _format_logprobs
+from tests.helpers.models import ByteTokenizer, fast_tokenizer, random_drafter, tiny_llama
 from tests.server.serving import DEFAULTS, Served, make_engine, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "WHERE ARE YOU"}]
@@ -54,7 +56,6 @@ def test_reasoning_and_calls(streams: bool) -> None:
         (call,) = (call for one in messages for call in one.tool_calls or ())
         assert reasoning == text[7:10]
         assert content == text[:4] + text[13:16] + text[25:]
-        assert call.function is not None
         assert call.function.name == "look"
         assert json.loads(call.function.arguments or "") == {"text": text[19:22]}
         assert reason == "length"
@@ -79,20 +80,21 @@ def test_two_calls_with_one_id_stay_two() -> None:
 
 def test_a_token_that_is_shown_often_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other texts wait while a prompt is repeated."""
-    answer, num_decoded = _answer({}), 0
-    decode = ByteTokenizer.decode
-
-    def counted(*given: Any, **options: Any) -> str:
-        nonlocal num_decoded
-        num_decoded += 1
-        return decode(*given, **options)
-
-    monkeypatch.setattr(ByteTokenizer, "decode", counted)
+    answer, decode = _answer({}), ByteTokenizer.decode
+    decoding = create_autospec(decode, side_effect=decode)
+    monkeypatch.setattr(ByteTokenizer, "decode", decoding)
     answer._request = replace(answer._request, top_logprobs=2)
     part = answer.repeat("", 7, [((8, -1.0), [(7, -1.0), (8, -2.0)])] * 1000)
     assert len(part.logprobs) == 1001
     assert {one.text for one in part.logprobs[1].top} == {one.text for one in part.logprobs[:2]}
-    assert num_decoded < 20
+    assert decoding.call_count < 20
+
+
+def test_of_equal_texts_the_most_probable_token_is_shown() -> None:
+    """Pieces of characters have the text of the replacement character, all of them."""
+    top = tuple(TokenLogprob(*one) for one in (("\ufffd", -1.0), ("a", -2.0), ("\ufffd", -3.0)))
+    shown = _format_logprobs([TokenLogprob("a", -2.0, top)], 0)
+    assert shown["top_logprobs"] == [{"\ufffd": -1.0, "a": -2.0}]
 
 
 def _answer(call: dict[str, Any]) -> Answer:
@@ -122,3 +124,77 @@ def test_metrics_health_and_page(served: Served) -> None:
     assert status == 200
     assert "<title>" in page
     assert '="http' not in page  # nothing comes from elsewhere
+
+
+# Formats: JSON that fits a schema, and errors for what is no schema
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def schooled() -> Iterator[Served]:
+    """With a fast tokenizer, which grammars need."""
+    model, drafter = tiny_llama(vocab_size=264, spread=2.0), random_drafter(264, 32)
+    with serving(Engine(model, fast_tokenizer(), drafter)) as one:
+        yield one
+
+
+def _ask(schooled: Served, **options: Any) -> Any:
+    with schooled.openai() as client:
+        asked = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=100, temperature=1.0, seed=3, **options
+        )
+        return list(asked) if options.get("stream") else asked
+
+
+def _format(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, **more}}
+
+
+def test_answers_fit_the_schema(schooled: Served) -> None:
+    whole = _ask(schooled, response_format=_format(SCHEMA, strict=True)).choices[0]
+    assert json.loads(whole.message.content).keys() == {"name", "ok"}
+    assert whole.finish_reason == "stop"
+    chunks = _ask(schooled, response_format=_format(SCHEMA), stream=True)
+    assert "".join(one.choices[0].delta.content or "" for one in chunks) == whole.message.content
+    engine = schooled.engine
+    prompt = encode_chat(engine.tokenizer, MESSAGES)
+    text = engine.generate(
+        prompt, grammar=Grammar.json_schema(SCHEMA), max_tokens=100, temp=1.0, seed=3
+    )
+    assert text == whole.message.content
+
+
+def test_an_object_may_be_cut(schooled: Served) -> None:
+    choice = _ask(schooled, response_format={"type": "json_object"}).choices[0]
+    assert choice.message.content.startswith("{")
+    assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": _format({"type": "nothing"})}, "Invalid type: nothing"),
+        ({"response_format": _format({"minimum": 5, "maximum": 1, "type": "number"})}, "schema"),
+        ({"response_format": _format({"enum": ["a" * 2**17]})}, "at most 131072 characters"),
+    ],
+    ids=["unknown type", "impossible", "huge"],
+)
+def test_bad_formats(schooled: Served, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        _ask(schooled, **fields)
+    assert caught.value.param.startswith("response_format")
+    assert message in caught.value.body["message"]
+
+
+def test_a_tokenizer_without_a_vocabulary() -> None:
+    with serving(make_engine()) as other:
+        body = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
+        status, answer = other.send("/v1/chat/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "response_format")
+    assert "fast tokenizer" in answer["error"]["message"]

@@ -1,28 +1,20 @@
 """Anthropic's protocol, spoken by its own client over a socket."""
 
-from __future__ import annotations
-
-import json
+from itertools import chain
 from typing import Any
 
 import pytest
 
 from mlx_redrafter.engine.prompt_encoding import encode_chat
-from tests.server.serving import KEY, Served
+from mlx_redrafter.generation_options import GenerationOptions
+from mlx_redrafter.server.parts import Part
+from mlx_redrafter.server.protocols.anthropic import MessageWriter, read
+from mlx_redrafter.server.protocols.writer import Usage
+from tests.server.serving import CITY, KEY, Served, events
 
-TOOL: dict[str, Any] = {
-    "name": "get_weather",
-    "description": "Weather of a city.",
-    "input_schema": {
-        "type": "object",
-        "properties": {
-            "city": {"enum": ["Rome", "Oslo"]},
-            "days": {"type": "integer", "minimum": 1, "maximum": 9},
-        },
-        "required": ["city", "days"],
-        "additionalProperties": False,
-    },
-}
+DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
+SCHEMA = CITY | {"properties": {**CITY["properties"], "days": DAYS}, "required": ["city", "days"]}
+TOOL = {"name": "get_weather", "description": "Weather of a city.", "input_schema": SCHEMA}
 ASKED = {"model": "tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "Weather?"}]}
 
 
@@ -102,19 +94,12 @@ def test_errors_have_its_shape(calling: Served, message: str, fields: dict[str, 
 
 
 def test_max_tokens_may_be_left_out() -> None:
-    from mlx_redrafter.generation_options import GenerationOptions
-    from mlx_redrafter.server.protocols.anthropic import read
-
     request, _ = read({"messages": ASKED["messages"]}, GenerationOptions(max_tokens=7))
     assert request.options.max_tokens == 7
 
 
-def test_thinking_comes_first(calling: Served) -> None:
+def test_thinking_comes_first() -> None:
     """The events of a model that thinks, from parts as the worker makes them."""
-    from mlx_redrafter.server.parts import Part
-    from mlx_redrafter.server.protocols.anthropic import MessageWriter
-    from mlx_redrafter.server.protocols.writer import Usage
-
     writer = MessageWriter("tiny")
     writer.usage = lambda: Usage(9, 0, 3)
     parts = [
@@ -122,15 +107,12 @@ def test_thinking_comes_first(calling: Served) -> None:
         Part(0, False, 2, 0, 0, 2, content="Yes"),
         Part(0, False, 3, 0, 0, 3, finish_reason="length"),
     ]
-    sent = [*writer.keep_alive()]
-    for part in parts:
-        sent += writer.add(part)
-    sent += writer.end()
-    events = [json.loads(one.partition("data: ")[2]) for one in sent]
-    blocks = [one["content_block"]["type"] for one in events if "content_block" in one]
+    sent = [*writer.keep_alive(), *chain(*map(writer.add, parts)), *writer.end()]
+    found = events("".join(sent))
+    blocks = [one["content_block"]["type"] for one in found if "content_block" in one]
     assert blocks == ["text", "thinking", "text"]
-    assert [one["index"] for one in events if one["type"] == "content_block_stop"] == [0, 1, 2]
-    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+    assert [one["index"] for one in found if one["type"] == "content_block_stop"] == [0, 1, 2]
+    assert found[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
 def test_a_named_tool_is_called_once(calling: Served) -> None:

@@ -1,7 +1,5 @@
 """What is wrong gets OpenAI's error object and the right status, and disturbs nobody."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket
@@ -9,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -22,13 +21,24 @@ from mlx_redrafter.server.protocols.openai_chat import read as read_chat
 from mlx_redrafter.server.protocols.openai_completions import read as read_completion
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.tools import read_tools
-from tests.server.serving import DEFAULTS, KEY, Served, answer_on, make_engine, sent, serving
+from tests.server.serving import (
+    DEFAULTS,
+    KEY,
+    Served,
+    answer_on,
+    events,
+    make_engine,
+    sent,
+    serving,
+    wait_until,
+)
 
 CHAT = {"messages": [{"role": "user", "content": "A"}]}
 TEXT = {"prompt": "A"}
 DEEP = b'{"prompt": ' + b"[" * 100_000
 
 LOOK = {"type": "function", "function": {"name": "look"}}
+BAD_CALL = {"function": {"arguments": "{"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}
 BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": []}),
@@ -36,10 +46,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("messages[0].role", {"messages": [{"role": "boss", "content": "A"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": 3}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    (
-        "messages",
-        {"messages": [{"role": "user", "tool_calls": [{"function": {"arguments": "{"}}]}]},
-    ),
+    ("messages", {"messages": [{"role": "user", "tool_calls": [BAD_CALL]}]}),
     ("temperature", {"temperature": "hot"}),
     ("temperature", {"temperature": 10**30}),
     ("top_p", {"top_p": 2}),
@@ -81,15 +88,11 @@ def test_bad_fields_of_a_chat(param: str, fields: dict[str, Any]) -> None:
 
 
 def test_messages_become_those_of_templates() -> None:
+    answer = {"role": "assistant", "reasoning": "Hm.", "tool_calls": None}
     messages = [
         {"role": "developer", "content": "Be short."},
         {"role": "user", "content": [{"type": "text", "text": "A"}]},
-        {
-            "role": "assistant",
-            "content": [{"type": "refusal", "refusal": "No."}],
-            "reasoning": "Hm.",
-            "tool_calls": None,
-        },
+        {**answer, "content": [{"type": "refusal", "refusal": "No."}]},
     ]
     request, _ = read_chat({"messages": messages, "reasoning_effort": "none"}, DEFAULTS)
     assert [one["role"] for one in request.messages] == ["system", "user", "assistant"]
@@ -247,15 +250,13 @@ def test_a_slow_body(hasty: Served) -> None:
     assert "too long" in error["message"]
 
 
-def test_a_full_queue_and_clients_that_vanish(
-    strict: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_queue_and_lost_clients(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     strict.slow_down(monkeypatch, 0.03)
     cancelled = strict.worker.counters.texts["cancelled"]
     totals, before = strict.worker.counters.totals, strict.worker.counters.totals.copy()
     with closing(strict.begin()):
-        while totals["prompt_tokens_total"] == before["prompt_tokens_total"]:
-            time.sleep(0.002)  # a text that has not begun is not counted as cancelled
+        # A text that has not begun is not counted as cancelled.
+        wait_until(lambda: totals["prompt_tokens_total"] > before["prompt_tokens_total"])
         with closing(strict.begin(stream=False)):
             strict.wait_for(waiting_requests=1)
             status, reply = strict.send(PATH, TEXT)
@@ -279,8 +280,7 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
 
     monkeypatch.setattr(prefill, "process_chunk", slowly)
     with closing(strict.begin(prompt="VWXYZ" * 96, stream=False)):
-        while not chunks:
-            time.sleep(0.01)
+        wait_until(lambda: len(chunks) > 0)
     strict.wait_until_idle()
     assert len(chunks) < 30 / 2
 
@@ -300,10 +300,7 @@ def test_nobody_waits_for_a_worker_that_has_ended(monkeypatch: pytest.MonkeyPatc
     with serving(make_engine()) as served:
         assert served.send(PATH, TEXT)[0] == 200
 
-        def fail(*_: object, **__: object) -> None:
-            raise Panic
-
-        monkeypatch.setattr(Scheduler, "advance", fail)
+        monkeypatch.setattr(Scheduler, "advance", MagicMock(side_effect=Panic))
         for _ in range(2):
             status, reply = served.send(PATH, TEXT)
             assert (status, reply["error"]["code"]) == (503, "shutting_down")
@@ -316,10 +313,7 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("kind", [RuntimeError, Panic])
 def test_a_request_that_fails_in_the_worker(
-    served: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: type[BaseException],
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Any
 ) -> None:
     expected = served.send(PATH, {**TEXT, "max_tokens": 200})
     stream = served.engine.stream
@@ -334,7 +328,25 @@ def test_a_request_that_fails_in_the_worker(
         status, reply = served.send(PATH, {**TEXT, "seed": 13})
         assert (status, reply["error"]["type"]) == (500, "server_error")
         assert "secret" not in reply["error"]["message"]
-        events = other.getresponse().read().decode().split("\n\n")
-    texts = [json.loads(one[6:])["choices"][0]["text"] for one in events[:-2]]
+        found = events(other.getresponse().read().decode())
+    texts = [one["choices"][0]["text"] for one in found]
     assert "".join(texts) == expected[1]["choices"][0]["text"]
     assert "no memory" in caplog.text
+
+
+def test_a_panic_in_a_step_ends_its_texts_and_not_the_worker(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, panics = Scheduler._step_begun, [Panic("a bug at /secret")]
+
+    def fail(scheduler: Scheduler, active: Any) -> None:
+        if active and panics:
+            raise panics.pop()
+        step(scheduler, active)
+
+    monkeypatch.setattr(Scheduler, "_step_begun", fail)
+    status, reply = served.send(PATH, TEXT)
+    assert (status, reply["error"]["code"]) == (500, "failed")
+    assert "secret" not in reply["error"]["message"]
+    assert "a bug at" in caplog.text
+    assert served.send(PATH, TEXT)[0] == 200

@@ -1,11 +1,11 @@
 """Calls in every format: held as its template writes them, read in pieces, and as mlx-lm reads."""
 
-from __future__ import annotations
-
 import json
 import re
 from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
+from operator import iadd
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +21,6 @@ from mlx_redrafter.server.tools import MAX_TOOLS, Tools
 from tests.helpers.models import tiny_llama
 from tests.helpers.tools import MARKS, tool_tokenizer
 from tests.server.serving import DEFAULTS
-
-pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
 
 VOCAB_SIZE = 288
 MODEL = tiny_llama(vocab_size=VOCAB_SIZE, context=1024)
@@ -85,41 +83,37 @@ ODD = (
 )
 
 
+def _say(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tools of a request: one with these parameters."""
+    return [{"type": "function", "function": {"name": "say", "parameters": schema}}]
+
+
 def _body(**more: Any) -> dict[str, Any]:
-    function = {"name": "say", "parameters": SCHEMA}
-    tools = [{"type": "function", "function": function}]
-    return {"messages": [{"role": "user", "content": "A"}], **{"tools": tools, **more}}
+    return {"messages": [{"role": "user", "content": "A"}], "tools": _say(SCHEMA), **more}
+
+
+def _encode(engine: Engine, text: str) -> list[int]:
+    return list(engine.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _spell(engine: Engine, text: str) -> list[int]:
-    return [
-        token
-        for character in text
-        for token in engine.tokenizer.encode(character, add_special_tokens=False)
-    ]
+    return [token for character in text for token in _encode(engine, character)]
 
 
-def _marker(engine: Engine, name: str) -> list[int]:
-    return list(getattr(engine.tokenizer, f"tool_call_{name}_tokens"))
-
-
-def _tokens(engine: Engine, kind: str, said: str, text: str) -> list[int]:
+def _tokens(engine: Engine, said: str, text: str) -> list[int]:
     """A call as tokens: strings letter by letter, as they have no special tokens."""
     quoted = json.dumps(said, ensure_ascii=False)
-    values = {
-        "STRING": said,
-        "JSON": quoted,
-        "MORE": f'{{"x": [{quoted}], "next": {{"on": true}}}}',
-    }
-    return [
-        token
-        for piece in re.split("(STRING|JSON|MORE)", text)
-        for token in (
-            _spell(engine, values[piece])
-            if piece in values
-            else engine.tokenizer.encode(piece, add_special_tokens=False)
-        )
-    ]
+    more = f'{{"x": [{quoted}], "next": {{"on": true}}}}'
+    values, tokens = {"STRING": said, "JSON": quoted, "MORE": more}, []
+    for piece in re.split("(STRING|JSON|MORE)", text):
+        tokens += _spell(engine, values[piece]) if piece in values else _encode(engine, piece)
+    return tokens
+
+
+def _marked(engine: Engine, calls: list[int]) -> list[int]:
+    """Calls between their markers."""
+    tokenizer = engine.tokenizer
+    return [*tokenizer.tool_call_start_tokens, *calls, *tokenizer.tool_call_end_tokens]
 
 
 def _read(engine: Engine, tokens: list[int], reason: str, **fields: Any) -> list[Part]:
@@ -134,26 +128,19 @@ def _read(engine: Engine, tokens: list[int], reason: str, **fields: Any) -> list
     detokenizer = engine.tokenizer.detokenizer
     parts = []
     for i, token in enumerate(tokens):
+        is_last = i == len(tokens) - 1
         detokenizer.add_token(token)
-        if i == len(tokens) - 1:
+        if is_last:
             detokenizer.finalize()
-        response: Any = SimpleNamespace(
-            text=detokenizer.last_segment,
-            from_draft=False,
-            generation_tokens=i + 1,
-            steps=i,
-            stats=SimpleNamespace(num_verified=i),
-            finish_reason=reason if i == len(tokens) - 1 else None,
-        )
-        parts.append(answer.add(response))
+        counts = {"generation_tokens": i + 1, "steps": i, "from_draft": False}
+        stats, end = SimpleNamespace(num_verified=i), reason if is_last else None
+        shown = {"text": detokenizer.last_segment, "stats": stats, "finish_reason": end}
+        parts.append(answer.add(SimpleNamespace(**counts, **shown)))
     return parts
 
 
 def _join(parts: list[Part]) -> Part:
-    whole = deepcopy(parts[0])
-    for part in parts[1:]:
-        whole += part
-    return whole
+    return reduce(iadd, parts[1:], deepcopy(parts[0]))
 
 
 @pytest.mark.parametrize("kind", TEXTS)
@@ -162,9 +149,8 @@ def test_a_call_with_all_tags_in_its_strings(kind: str) -> None:
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     tokenizer = engine.tokenizer
     for said in (PLAIN, ODD):
-        call = _tokens(engine, kind, said, TEXTS[kind])
-        tokens = [*_marker(engine, "start"), *call, *_marker(engine, "end")]
-        parts = _read(engine, tokens, "stop", tool_choice="required")
+        call = _tokens(engine, said, TEXTS[kind])
+        parts = _read(engine, _marked(engine, call), "stop", tool_choice="required")
         expected = {"text": said, "kind": "a b", "more": {"x": [said], "next": {"on": True}}}
         whole = _join(parts)
         (found,) = whole.tool_calls
@@ -185,14 +171,10 @@ def test_a_call_with_all_tags_in_its_strings(kind: str) -> None:
 def test_several_calls_between_two_markers(kind: str) -> None:
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     form = find_format(engine.tokenizer)
-    assert form is not None
-    assert form.again is not None
-    call = _tokens(engine, kind, PLAIN, TEXTS[kind].strip("[]"))
-    again = engine.tokenizer.encode(form.again, add_special_tokens=False)
+    call = _tokens(engine, PLAIN, TEXTS[kind].strip("[]"))
     first, last = (_spell(engine, text) for text in form.around)
-    calls = [*first, *call, *again, *call, *last]
-    tokens = [*_marker(engine, "start"), *calls, *_marker(engine, "end")]
-    whole = _join(_read(engine, tokens, "stop", tool_choice="required"))
+    calls = [*first, *call, *_encode(engine, form.again), *call, *last]
+    whole = _join(_read(engine, _marked(engine, calls), "stop", tool_choice="required"))
     assert len({call.id for call in whole.tool_calls}) == 2
     assert [(call.parsed or {})["text"] for call in whole.tool_calls] == [PLAIN, PLAIN]
 
@@ -201,9 +183,9 @@ def test_several_calls_between_two_markers(kind: str) -> None:
 def test_a_call_that_is_cut(kind: str) -> None:
     """Its pieces have been sent already, so the whole answer has them, too."""
     engine = Engine(MODEL, tool_tokenizer(kind), None)
-    call = _tokens(engine, kind, PLAIN, TEXTS[kind])
+    call, start = _tokens(engine, PLAIN, TEXTS[kind]), engine.tokenizer.tool_call_start_tokens
     for size in (2, len(call) // 2):
-        parts = _read(engine, [*_marker(engine, "start"), *call[:size]], "length")
+        parts = _read(engine, [*start, *call[:size]], "length")
         pieces = [piece for part in parts for piece in part.tool_calls]
         assert parts[-1].finish_reason == "length"
         assert (len(pieces) > 0) == (size > 2)
@@ -213,28 +195,17 @@ def test_a_call_that_is_cut(kind: str) -> None:
             assert content.startswith(str(engine.tokenizer.tool_call_start))
 
 
+BAD_PROPERTIES: list[Any] = [
+    {"type": "string", "maxLength": "x"}, {"type": "string", "minLength": 4, "maxLength": 2},
+    {"$ref": "#/nope"}, {"$ref": "#/properties/a"}, {"enum": 5}, {"enum": []}, {"anyOf": []},
+    {"type": "array", "minItems": 3, "maxItems": 2}, False,
+    {"type": "array", "items": [{"type": "string"}]},
+]  # fmt: skip
 BAD_SCHEMAS: list[dict[str, Any]] = [
-    *(
-        {"properties": {"a": one}, "required": ["a"]}
-        for one in (
-            {"type": "string", "maxLength": "x"},
-            {"type": "string", "minLength": 4, "maxLength": 2},
-            {"$ref": "#/nope"},
-            {"$ref": "#/properties/a"},
-            {"type": "array", "minItems": 3, "maxItems": 2},
-            {"enum": 5},
-            {"enum": []},
-            {"anyOf": []},
-            {"items": [{"type": "string"}], "type": "array"},
-            False,
-        )
-    ),
-    {"properties": [1]},
-    {"properties": {"a b:": {"type": "string"}}},
-    {"required": ["b"]},
-    {"$ref": "#"},
-    {"$ref": "https://elsewhere.example/schema"},
-]
+    *({"properties": {"a": one}, "required": ["a"]} for one in BAD_PROPERTIES),
+    {"properties": [1]}, {"properties": {"a b:": {"type": "string"}}}, {"required": ["b"]},
+    {"$ref": "#"}, {"$ref": "https://elsewhere.example/schema"},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["glm47", "gemma4", "json_tools", "pythonic"])
@@ -243,9 +214,8 @@ def test_bad_schemas(kind: str) -> None:
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     refused = []
     for schema in BAD_SCHEMAS:
-        definition = {"type": "function", "function": {"name": "say", "parameters": schema}}
         try:
-            make_grammar(engine, PROMPT, Tools([definition]), None)
+            make_grammar(engine, PROMPT, Tools(_say(schema)), None)
         except Refusal as error:
             refused.append(error.param)
     assert refused == ["tools"] * len(refused)
@@ -268,11 +238,8 @@ def test_as_many_tools_as_a_request_may_have(kind: str) -> None:
 def test_thousands_of_choices(kind: str) -> None:
     """Each is one that a model can choose, to the letter."""
     engine = Engine(MODEL, tool_tokenizer(kind), None)
-    form = find_format(engine.tokenizer)
-    assert form is not None
     choices = ["", "a", "a b", 'é"\\/\t', *(f"choice number {i}" for i in range(500))]
     schema = {"properties": {"text": {"enum": choices}}, "required": ["text"]}
-    tools = Tools([{"type": "function", "function": {"name": "say", "parameters": schema}}])
     for said in (*choices[:4], choices[-1]):
         text = {
             "gemma4": 'call:say{text:<|"|>STRING<|"|>}',
@@ -282,13 +249,10 @@ def test_thousands_of_choices(kind: str) -> None:
             "minicpm5": '"say"><param name="text">STRING</param>',
             "qwen3_coder": "<function=say>\n<parameter=text>\nSTRING\n</parameter>\n</function>",
         }[kind]
-        call = _tokens(engine, kind, said, text)
-        tokens = [*_marker(engine, "start"), *call, *_marker(engine, "end")]
-        fields = {"tools": tools.definitions, "tool_choice": "required"}
-        pieces = [
-            piece for part in _read(engine, tokens, "stop", **fields) for piece in part.tool_calls
-        ]
-        assert json.loads("".join(piece.arguments for piece in pieces)) == {"text": said}
+        tokens = _marked(engine, _tokens(engine, said, text))
+        parts = _read(engine, tokens, "stop", tools=_say(schema), tool_choice="required")
+        (call,) = _join(parts).tool_calls
+        assert call.parsed == {"text": said}
 
 
 def test_two_tools_with_one_name() -> None:

@@ -1,7 +1,5 @@
 """Streams of every protocol: the arguments of a call come in pieces, and are the answer's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +7,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.calling import calling_engine
-from tests.server.serving import UNLIMITED, Served, serving
+from tests.server.serving import CITY, UNLIMITED, Served, events, serving
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "minLength": 1, "maxLength": 20}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+SCHEMA = CITY | {"properties": {"city": {"type": "string", "minLength": 1, "maxLength": 20}}}
 MESSAGES = [{"role": "user", "content": "Weather?"}]
-
-
-def _events(text: str) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in text.splitlines()]
-    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def _tool(**more: Any) -> dict[str, Any]:
@@ -96,7 +84,7 @@ def test_arguments_come_in_pieces(calling: Served, name: str) -> None:
     path, body, read_whole, read_pieces = PROTOCOLS[name]
     status, whole = calling.send(path, {**body, "stream": False})
     assert status == 200, whole
-    pieces = read_pieces(_events(calling.send(path, {**body, "stream": True})[1]))
+    pieces = read_pieces(events(calling.send(path, {**body, "stream": True})[1]))
     assert json.loads("".join(pieces)) == json.loads(read_whole(whole))
     assert len(pieces) >= (1 if name == "ollama" else 3)
 
@@ -130,7 +118,7 @@ def test_a_schema_that_no_text_fits(calling: Served, name: str) -> None:
     for streams in (False, True):
         status, answer = calling.send(path, {**_asking(body, schema), "stream": streams})
         assert status == (200 if streams else 400)
-        error = _events(answer)[-1] if streams else answer
+        error = events(answer)[-1] if streams else answer
         error = error.get("response", error)["error"]
         message = error if name == "ollama" else error["message"]
         assert message.startswith("tools: no token may follow")
@@ -138,7 +126,6 @@ def test_a_schema_that_no_text_fits(calling: Served, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["json_tools", "gemma4"])
 def test_hundreds_of_arguments_that_may_be_missing(kind: str) -> None:
-    pytest.importorskip("llguidance", reason="needs mlx-redrafter[grammar]")
     path, body, read_whole, _ = PROTOCOLS["chat"]
     more = {f"more_{i}": {"type": "integer"} for i in range(300)}
     schema = {**SCHEMA, "properties": {**more, **SCHEMA["properties"]}}

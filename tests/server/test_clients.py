@@ -1,7 +1,5 @@
 """Packages that people write agents with, in their default modes, against a server on a socket."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,24 +1,45 @@
-"""The end of the server by a signal: every client gets an answer, in bounded time."""
+"""Ends of the server, by a signal, and of clients: all others get an answer, in bounded time."""
 
-from __future__ import annotations
-
-import contextlib
-import http.client
 import json
+import re
+import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
+from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.server.limits import Limits
-from tests.server.processes import port_of, process
-from tests.server.serving import begin, make_engine, serving
+from tests.server.serving import KEY, begin, events, make_engine, serving, wait_until
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 100_000, "temperature": 1, "seed": 1}
+
+
+@contextmanager
+def process(*options: str, code: str = "") -> Iterator[subprocess.Popen[str]]:
+    """The server's command with the bundled pair, after some lines of code."""
+    program = f"import sys\n{code}\nfrom mlx_redrafter.cli.main import run\nrun()"
+    command = [sys.executable, "-c", program, "serve", "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+def port_of(server: Any) -> int:
+    """The port of a server that begins."""
+    ports = (re.search(r"http://127.0.0.1:(\d+)", line) for line in server.stderr)
+    return next(int(found[1]) for found in ports if found)
 
 
 def _ask(port: int, answers: list[Any], **fields: Any) -> threading.Thread:
@@ -45,18 +66,16 @@ def test_texts_that_outlast_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join(90)
     assert sorted(status for status, _ in answers) == [200, 200, 503, 503]
     for _, text in answers:  # the last event, or the whole
-        last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
-        assert last["error"]["code"] == "shutting_down"
+        assert events(text)[-1]["error"]["code"] == "shutting_down"
 
 
 def _num_running(port: int) -> int:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-    return sum(
-        int(text.partition(f"\nredrafter_{kind}_requests ")[2].split()[0])
-        for kind in ("running", "waiting")
-    )
+    """Number of the requests that run or wait."""
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
+        gauges = re.findall(
+            r"^redrafter_(?:running|waiting)_requests (\d+)", reply.read().decode(), re.M
+        )
+    return sum(map(int, gauges))
 
 
 def test_sigterm_under_load() -> None:
@@ -66,20 +85,18 @@ def test_sigterm_under_load() -> None:
         ways = [{}] * 5 + [{"stream": True}]
         threads = [_ask(port, answers, temperature=0, max_tokens=60, **way) for way in ways]
         # All have come, and most have not ended.
-        while len(answers) + _num_running(port) < 6:
-            time.sleep(0.005)
+        wait_until(lambda: len(answers) + _num_running(port) >= 6)
         server.send_signal(signal.SIGTERM)
         for thread in threads:
             thread.join()
         assert server.wait(60) == 0
         with pytest.raises(ConnectionError):
-            http.client.HTTPConnection("127.0.0.1", port).connect()
+            socket.create_connection(("127.0.0.1", port))
     assert [status for status, _ in answers] == [200] * 6
     (stream,) = (text for _, text in answers if text.startswith("data: "))
     wholes = [json.loads(text) for _, text in answers if text != stream]
     (text,) = {one["choices"][0]["text"] for one in wholes}
-    events = [json.loads(one[6:]) for one in stream.split("\n\n") if one.startswith("data: {")]
-    assert "".join(one["choices"][0]["text"] for one in events) == text
+    assert "".join(one["choices"][0]["text"] for one in events(stream)) == text
     assert stream.endswith("data: [DONE]\n\n")
 
 
@@ -92,8 +109,7 @@ def test_a_second_signal_ends_texts_at_once(signals: list[signal.Signals], code:
     with process("--drafter", "none") as server:
         port, answers = port_of(server), list[Any]()
         threads = [_ask(port, answers, stream=stream) for stream in (True, True, False)]
-        while _num_running(port) < 3:
-            time.sleep(0.02)
+        wait_until(lambda: _num_running(port) == 3)
         for one in signals:
             server.send_signal(one)
             time.sleep(0.2)
@@ -125,10 +141,9 @@ def test_a_second_signal_in_the_middle_of_a_prompt() -> None:
         port, answers = port_of(server), list[Any]()
         prompt = "Once upon a time " * 100
         threads = [_ask(port, answers, stream=one, prompt=prompt) for one in (True, False)]
-        while _num_running(port) < 2:
-            time.sleep(0.05)
+        wait_until(lambda: _num_running(port) == 2)
         server.send_signal(signal.SIGINT)
-        with contextlib.suppress(ConnectionError):  # until it has noticed the first one
+        with suppress(ConnectionError):  # until it has noticed the first one
             while True:
                 socket.create_connection(("127.0.0.1", port), timeout=60).close()
                 time.sleep(0.05)
@@ -145,8 +160,99 @@ def test_a_signal_while_the_model_is_loaded() -> None:
     slow = "import mlx_redrafter.cli.serve as serve, time, sys\n"
     slow += "serve._load = lambda pair: print('loading', file=sys.stderr) or time.sleep(60)"
     with process(code=slow) as server:
-        assert server.stderr is not None
         assert server.stderr.readline() == "loading\n"
         server.send_signal(signal.SIGTERM)
         assert server.wait(50) == 0
         assert server.stderr.read() == ""
+
+
+# Clients that end at once or do not read, and a full disk
+
+PATH = "/v1/completions"
+OTHER = {"prompt": "THE OTHER CLIENT", "max_tokens": 30, "seed": 3, "temperature": 1.0}
+STREAM = {"prompt": "ABC" * 100, "max_tokens": 200, "stream": True}
+
+
+def _bytes(body: dict[str, Any]) -> bytes:
+    path = PATH if "prompt" in body else "/v1/chat/completions"
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+@contextmanager
+def _lost_client(port: int, body: dict[str, Any], sent: int, read: int) -> Iterator[None]:
+    """A client that has sent and read so many bytes, and is gone at the end of the block.
+
+    The system closes the socket of a process that is killed in the same way.
+    """
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(_bytes(body)[:sent])
+        if read:
+            connection.recv(read)
+        yield
+
+
+WHOLE = 1 << 20
+PHASES = {
+    "half a header": [(STREAM, 40, 0)],
+    "half a body": [(STREAM, len(_bytes(STREAM)) - 30, 0)],
+    "in its prompt": [(STREAM, WHOLE, 0)],
+    "waiting for a whole text": [({**STREAM, "stream": False}, WHOLE, 0)],
+    "with several texts": [({**STREAM, "n": 4, "logprobs": 5}, WHOLE, 300)],
+    "in streams and in the queue": [(STREAM, WHOLE, 300), (STREAM, WHOLE, 300), (STREAM, WHOLE, 0)],
+}
+
+
+def test_clients_end_at_once() -> None:
+    """Others get their own texts meanwhile, and nothing of the dead ones' stays."""
+    with serving(make_engine(), Limits(max_running=2)) as narrow:  # a third text waits
+        expected = narrow.send(PATH, OTHER)[1]["choices"][0]["text"]
+        for phase, clients in PHASES.items():
+            with ExitStack() as stack:
+                for client in clients:
+                    stack.enter_context(_lost_client(narrow.port, *client))
+                if len(clients) == 1:
+                    during = narrow.send(PATH, OTHER)[1]["choices"][0]["text"]
+                    assert during == expected, phase
+            narrow.wait_until_idle()
+            assert narrow.send(PATH, OTHER)[1]["choices"][0]["text"] == expected, phase
+            assert narrow.worker.counters.texts["failed"] == 0, phase
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    """What it is sent does not fit into the buffers between."""
+    body = {
+        "messages": [{"role": "user", "content": "AB"}],
+        **{"max_tokens": 4000, "n": 2, "stream": True, "logprobs": True, "top_logprobs": 20},
+    }
+    limits = Limits(client_timeout=0.5, max_context=4096)
+    with serving(make_engine(context=4096), limits) as served:
+        with _lost_client(served.port, body, WHOLE, 100):
+            texts = served.worker.counters.texts
+            wait_until(lambda: texts["cancelled"] or texts["length"] == 2)
+            assert texts["cancelled"], "it was never cut off"
+            assert served.send(PATH, OTHER)[0] == 200
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file can have a byte; texts do not need any."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain = make_engine()
+    engine = Engine(plain.target.model, plain.tokenizer, "lookup")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with serving(engine, folder=tmp_path) as served:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            for _ in range(2):
+                status, reply = served.send(PATH, {**STREAM, "max_tokens": 20, "stream": False})
+                assert (status, reply["usage"]["completion_tokens"]) == (200, 20)
+            served.worker.end()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not any(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())

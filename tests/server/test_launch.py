@@ -1,6 +1,7 @@
-"""``redrafter-mlx launch``: an agent gets a server and its settings, and leaves no trace."""
+"""``redrafter-mlx launch``: an agent gets a server and its settings, and leaves no trace.
 
-from __future__ import annotations
+At the end, options of ``redrafter-mlx serve``.
+"""
 
 import json
 import shlex
@@ -8,12 +9,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlx_redrafter.cli.agents import AGENTS, Address
 from tests.helpers.cli import PROGRAM, Cli, run
-from tests.server.serving import ABSENT, KEY, Served
+from tests.server.serving import KEY, Served
 
 # A program in place of an agent: it says how it was started, and asks the server.
 FAKE = f"""#!{sys.executable}
@@ -40,10 +42,7 @@ def _write_agent(folder: Path) -> None:
 
 
 def test_an_agent_uses_the_server_that_runs(
-    calling: Served,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    calling: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     _write_agent(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -63,18 +62,13 @@ def test_an_agent_uses_the_server_that_runs(
 
 
 def test_a_started_server_ends_with_its_agent(tmp_path: Path) -> None:
-    pytest.importorskip("uvicorn", reason=ABSENT)
     _write_agent(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, *PROGRAM, "launch", "claude", "--port", str(port)]
-    done = subprocess.run(
-        [*command, "--drafter", "none"],
-        capture_output=True,
-        text=True,
-        env={"PATH": str(tmp_path), "HOME": str(tmp_path)},
-        timeout=280,
-    )
+    how = {"capture_output": True, "text": True, "timeout": 280}
+    where = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run([*command, "--drafter", "none"], env=where, **how)
     assert "starting a server" in done.stderr
     assert "bundled has no chat template, which agents need" in done.stderr
     with pytest.raises(ConnectionError):
@@ -113,3 +107,20 @@ def test_a_model_without_tools_is_named(cli: Cli, served: Served) -> None:
     found = cli("launch", "codex", "--port", served.port, "--api-key", KEY, "--print")
     assert found.code == 0
     assert "tiny takes no tools" in found.err
+
+
+def test_options_are_checked_before_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def refuse(message: str, *options: object) -> None:
+        result = cli("serve", "--model", "/nowhere", *options)
+        assert result.code == 2
+        assert result.err.startswith(f"error: {message}")
+
+    refuse("port must be", "--port", 70000)
+    refuse("max_running must be", "--max-running", 0)
+    refuse("api_key must be", "--api-key", "")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        refuse(f"cannot listen at 127.0.0.1, port {port}: ", "--port", port)
+    monkeypatch.setenv("REDRAFTER_API_KEY", "")
+    refuse("api_key must be at least one character long")

@@ -1,10 +1,7 @@
 """Several models: loaded at their first request, unloaded if others need the memory."""
 
-from __future__ import annotations
-
+import asyncio
 import gc
-import http.client
-import json
 import threading
 import time
 import weakref
@@ -16,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from mlx_redrafter.cli.serve import ServedModels, _name_models
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
+from mlx_redrafter.server.models import Model, Models
 from tests.helpers.models import random_drafter, tiny_llama
-from tests.server.serving import DEFAULTS, KEY, Served, make_engine, serving
+from tests.server.serving import DEFAULTS, Served, begin, make_engine, serving, wait_until
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "THE OLD MAN", "max_tokens": 12}
@@ -36,10 +35,7 @@ def _missing() -> Engine:
     raise CheckpointError("no such folder: /secret")
 
 
-def _models(*names: str) -> list[Any]:
-    pytest.importorskip("starlette")
-    from mlx_redrafter.server.models import Model
-
+def _models(*names: str) -> list[Model]:
     loads = {"second": lambda: _other(7), "third": lambda: _other(8), "missing": _missing}
     return [Model(name, loads[name]) for name in names]
 
@@ -65,7 +61,7 @@ def test_models_take_turns() -> None:
         answers: list[Any] = []
 
         def ask(name: str) -> None:
-            for _ in range(3):
+            for _ in range(2):
                 _, reply = served.send(PATH, {**BODY, "model": name})
                 answers.append((name, reply["choices"][0]["text"]))
 
@@ -74,7 +70,7 @@ def test_models_take_turns() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert sorted(answers) == sorted([*expected.items()] * 3)
+        assert sorted(answers) == sorted([*expected.items()] * 2)
         assert list(_states(served).values()).count("loaded") == 1
 
 
@@ -89,9 +85,6 @@ def test_a_model_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None
 
 def test_the_drafter_in_use_is_named() -> None:
     """A drafter that was asked for and could not be loaded is not."""
-    pytest.importorskip("starlette")
-    from mlx_redrafter.server.models import Model, Models
-
     model, tokenizer = tiny_llama(seed=4), make_engine().tokenizer
     drafters = {"none": None, "lookup": "lookup", "it": random_drafter(64, 32)}
     for expected, proposer in drafters.items():
@@ -105,11 +98,63 @@ def test_the_drafter_in_use_is_named() -> None:
 def test_idle_models_are_unloaded() -> None:
     with serving(make_engine(), Limits(keep_alive=0.2)) as served:
         first = served.send(PATH, BODY)[1]["choices"]
-        end = time.monotonic() + 60
-        while _states(served)["tiny"] == "loaded":
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: _states(served)["tiny"] != "loaded")
         assert served.send(PATH, BODY)[1]["choices"] == first
+
+
+def test_a_model_whose_request_is_prepared_keeps_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No other one is loaded beside it, though the worker does not know the request yet."""
+    pytest.importorskip("starlette")
+    from mlx_redrafter.server.protocols import service
+
+    fit, begun, goes_on = service.fit, threading.Event(), threading.Event()
+
+    def slowly(request: Any, *given: Any) -> Any:
+        if request.model == "tiny":
+            begun.set()
+            assert goes_on.wait(60)
+        return fit(request, *given)
+
+    monkeypatch.setattr(service, "fit", slowly)
+    others = _models("second")
+    with serving(make_engine(), Limits(max_model_bytes=1), others=others) as served:
+        found: list[int] = []
+
+        def ask(name: str) -> None:
+            found.append(served.send(PATH, {**BODY, "model": name})[0])
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in ("tiny", "second")]
+        threads[0].start()
+        assert begun.wait(60)
+        threads[1].start()
+        time.sleep(0.5)
+        assert others[0].loaded is None
+        goes_on.set()
+        for thread in threads:
+            thread.join()
+        assert found == [200, 200]
+
+
+def test_a_model_that_is_unloaded_at_once_serves_its_request() -> None:
+    (model,) = _models("second")
+    from mlx_redrafter.server.models import Models
+
+    models = Models([model], DEFAULTS, Limits())
+    load = model.load
+
+    def load_and_forget() -> Engine:
+        threading.Timer(0.05, lambda: setattr(model, "loaded", None)).start()
+        return load()
+
+    model.load = load_and_forget
+    models._make_room = _wait  # type: ignore[method-assign]
+    assert asyncio.run(models.open("second"))[1].engine is not None
+
+
+async def _wait(_: object) -> None:
+    await asyncio.sleep(0.3)
 
 
 @pytest.fixture
@@ -123,9 +168,6 @@ def _no_collector() -> Iterator[None]:
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 def test_an_unloaded_model_leaves_the_memory(streams: bool) -> None:
     """Also the first one in use, and while its last client keeps the connection."""
-    pytest.importorskip("starlette")
-    from mlx_redrafter.server.models import Model
-
     made: list[Any] = []
 
     def load() -> Engine:
@@ -134,22 +176,14 @@ def test_an_unloaded_model_leaves_the_memory(streams: bool) -> None:
         return engine
 
     with serving(make_engine(), others=[Model("second", load)]) as served:
-        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
-        with closing(connection):
-            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-            body = json.dumps({**BODY, "model": "second", "stream": streams})
-            connection.request("POST", PATH, body, headers)
+        body = {**BODY, "model": "second", "stream": streams}
+        with closing(begin(served.port, body)) as connection:
             assert connection.getresponse().read()
-            end = time.monotonic() + 30
-            while made[0]() is not None:
-                assert time.monotonic() < end
-                served.send("/api/generate", {"model": "second", "keep_alive": 0})
-                time.sleep(0.05)
+            end = {"model": "second", "keep_alive": 0}
+            wait_until(lambda: served.send("/api/generate", end) and made[0]() is None)
 
 
 def test_folders_and_names(tmp_path: Path) -> None:
-    from mlx_redrafter.cli.serve import ServedModels, _name_models
-
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")

@@ -1,21 +1,19 @@
 """The chat page in a browser: its chats, its texts, its errors, and what people need to use it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 from mlx_redrafter import stream_generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
-from tests.server.serving import ABSENT, KEY, Served
+from tests.server.serving import KEY, Served
 
-pytest.importorskip("uvicorn", reason=ABSENT)
 playwright: Any = pytest.importorskip("playwright.sync_api", reason="drives the browser")
 from tests.server.scripted import MODEL, Scripted, scripting  # noqa: E402
 
@@ -102,16 +100,19 @@ def _expect(read: Callable[[Any], Any], page: Any, expected: Any, what: str = ""
         time.sleep(0.02)
 
 
-def _begin(page: Any, text: str) -> None:
+def _enter(page: Any, text: str) -> None:
     page.fill("#text", text)
     page.press("#text", "Enter")
+
+
+def _begin(page: Any, text: str) -> None:
+    _enter(page, text)
     page.locator("#send", has_text="Stop").wait_for()
 
 
 def _ask(page: Any, text: str, alert: str) -> None:
     """Ask a question that ends with an alert."""
-    page.fill("#text", text)
-    page.press("#text", "Enter")
+    _enter(page, text)
     page.locator("#alert", has_text=alert).wait_for()
 
 
@@ -121,8 +122,7 @@ def _wait(page: Any) -> None:
 
 def _send(page: Any, text: str) -> str:
     """Ask a question; return the text of the answer as the page keeps it."""
-    page.fill("#text", text)
-    page.press("#text", "Enter")
+    _enter(page, text)
     _until(page, "running === null && find('text').value === ''")
     return str(page.evaluate("path(chat).at(-1).content"))
 
@@ -176,7 +176,7 @@ def _wait_for_focus(page: Any, name: str) -> None:
 
 @pytest.fixture
 def tiny(open_page: Open, served: Served) -> Any:
-    page = open_page(f"http://127.0.0.1:{served.port}/")
+    page = open_page(f"{served.root}/")
     page.locator("#key").wait_for()
     page.fill("#key", KEY)
     page.fill("#max_tokens", "40")
@@ -211,9 +211,7 @@ def test_a_chat_has_the_texts_of_the_library(tiny: Any, served: Served) -> None:
     assert _send(tiny, "ONE") == _expected(served, messages)
 
 
-def test_a_stopped_answer_ends_at_the_server(
-    tiny: Any, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_answer_ends(tiny: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     served.slow_down(monkeypatch, 0.03)
     _set(tiny, "max_tokens", "480")
     _begin(tiny, "HOW")
@@ -234,18 +232,13 @@ def test_a_long_chat_goes_on(tiny: Any) -> None:
 
 
 def test_the_rules_for_the_browser(served: Served) -> None:
-    import http.client
-
     for path, kind in {"/": "text/html", "/page.js": "text/javascript"}.items():
-        connection = http.client.HTTPConnection("127.0.0.1", served.port)
-        connection.request("GET", path)
-        response = connection.getresponse()
-        assert response.read()
+        with urlopen(f"{served.root}{path}", timeout=60) as response:
+            assert response.read()
         assert response.headers["Content-Type"] == f"{kind}; charset=utf-8"
         policy = response.headers["Content-Security-Policy"]
         assert policy.startswith("default-src 'none'; script-src 'self';")
         assert "trusted-types dompurify" in policy
-        connection.close()
 
 
 # Nothing is lost
@@ -264,9 +257,7 @@ def test_a_reload_keeps_a_partial_answer(page: Any, script: Scripted) -> None:
     _expect(_contents, page, ["ASK", "one two three "])
 
 
-def test_a_partial_answer_is_saved_while_it_is_written(
-    open_page: Open, page: Any, script: Scripted
-) -> None:
+def test_a_partial_answer_is_saved_meanwhile(open_page: Open, page: Any, script: Scripted) -> None:
     """Another window sees it, as it would after a crash of this one."""
     _begin_held(page, script, "ASK", "one two three four", 3)
     other = open_page(script.url, page.context)
@@ -428,9 +419,7 @@ def test_a_chat_can_be_exported(page: Any, script: Scripted) -> None:
     assert '"content": "A **b**."' in Path(loading.value.path()).read_text()
 
 
-def test_settings_stay_and_the_key_stays_in_its_tab(
-    open_page: Open, page: Any, script: Scripted
-) -> None:
+def test_settings_stay_but_keys_do_not(open_page: Open, page: Any, script: Scripted) -> None:
     _set(page, "top_k", "7")
     _set(page, "key", "secret")
     page.fill("#text", "HALF")
@@ -462,10 +451,8 @@ def test_markdown_as_it_is_written(page: Any, script: Scripted) -> None:
     page.evaluate("window.first = document.querySelector('.text .block')")
     script.go.set()
     page.locator("del").wait_for()
-    assert (
-        page.evaluate("window.first.isConnected || find('turns').querySelectorAll('h3').length")
-        == 1
-    )
+    kept = "window.first.isConnected || find('turns').querySelectorAll('h3').length"
+    assert page.evaluate(kept) == 1
     _wait(page)
     assert body.locator("pre").text_content() == "x = '<b>'\n"
     assert body.locator("input[type=checkbox]").is_checked()
@@ -631,8 +618,7 @@ def test_a_missing_key_opens_settings(open_page: Open, script: Scripted) -> None
     page.locator("#refused").wait_for()
     _wait_for_focus(page, "key")
     page.keyboard.press("Escape")
-    page.fill("#text", "ASK")
-    page.press("#text", "Enter")
+    _enter(page, "ASK")
     page.locator("#refused").wait_for()
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
@@ -718,9 +704,7 @@ def test_composing_sends_nothing(page: Any, script: Scripted) -> None:
     assert not script.asked
 
 
-def test_a_screen_reader_hears_finished_answers_and_others_see_the_waiting(
-    page: Any, script: Scripted
-) -> None:
+def test_a_screen_reader_hears_finished_answers(page: Any, script: Scripted) -> None:
     page.evaluate(
         "window.heard = []; for (const one of document.querySelectorAll("
         "'[aria-live], [role=status], [role=alert], [role=log]')) new MutationObserver(() => "
@@ -740,9 +724,7 @@ def test_a_screen_reader_hears_finished_answers_and_others_see_the_waiting(
 
 
 @pytest.mark.parametrize("size", [(1280, 600), (390, 844)])
-def test_the_box_stays_in_view_and_scrolling_stays(
-    page: Any, script: Scripted, size: tuple[int, int]
-) -> None:
+def test_the_box_and_scrolling_stay(page: Any, script: Scripted, size: tuple[int, int]) -> None:
     width, height = size
     page.set_viewport_size({"width": width, "height": height})
     for _ in range(2):
@@ -759,8 +741,8 @@ def test_the_box_stays_in_view_and_scrolling_stays(
 
 
 def test_the_list_of_chats_fits(page: Any) -> None:
-    size = (390, 844)
-    page.set_viewport_size({"width": size[0], "height": size[1]})
+    width, height = 390, 844
+    page.set_viewport_size({"width": width, "height": height})
     page.evaluate(
         "for (let i = 0; i < 40; i++) localStorage.setItem(`redrafter-chat-${i}`, JSON.stringify("
         "{id: String(i), changed: i, turns: [{role: 'user', content: 'LONG TITLE '.repeat(20)}]}))"
@@ -770,9 +752,9 @@ def test_the_list_of_chats_fits(page: Any) -> None:
     _expect(lambda page: len(_titles(page)), page, 40)
     box = page.locator("#side").bounding_box()
     assert box["x"] >= 0
-    assert box["x"] + box["width"] <= size[0]
-    assert box["y"] + box["height"] <= size[1]
-    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    assert box["x"] + box["width"] <= width
+    assert box["y"] + box["height"] <= height
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 AXE = (Path(__file__).parent / "axe.min.js").read_text(encoding="utf-8")
@@ -809,7 +791,6 @@ def test_axe_finds_nothing(open_page: Open, script: Scripted, theme: str) -> Non
     assert _findings(page, theme) == []
     page.keyboard.press("Escape")
     script.refuse(500, "the server failed")
-    page.fill("#text", "MORE")
-    page.press("#text", "Enter")
+    _enter(page, "MORE")
     page.locator("#alert button").wait_for()
     assert _findings(page, theme) == []

@@ -1,7 +1,5 @@
 """Kept prompts: texts are those of a cold start, and little is processed twice."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -238,10 +236,10 @@ def test_bounds_in_bytes(tmp_path: Path) -> None:
     """The oldest texts go first, and a prefix that is gone is processed again."""
     store = PrefixStore(300_000, tmp_path, 400_000)
     loaded = _load("plain", store)
-    for start in range(1, 30):
+    for start in range(1, 18):
         _write(loaded, [start, *PROMPT], OPTIONS)
         assert store.nbytes <= 300_000
-    assert _write(loaded, [29, *PROMPT], OPTIONS)[1] == 100
+    assert _write(loaded, [17, *PROMPT], OPTIONS)[1] == 100
     store.close()
     assert 200_000 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= 400_000
     assert _write(loaded, [1, *PROMPT], OPTIONS)[1] == 0
@@ -250,10 +248,10 @@ def test_bounds_in_bytes(tmp_path: Path) -> None:
 def test_clients_whose_prompts_are_gone_leave_nothing() -> None:
     store = PrefixStore(300_000)
     loaded = _load("plain", store)
-    for number in range(40):
+    for number in range(18):
         _write(loaded, PROMPT, OPTIONS, str(number))
     num_kept = len(store._memory)
-    assert num_kept < 30
+    assert num_kept < 14
     assert len(loaded.prefixes._roots) <= num_kept + 2
 
 

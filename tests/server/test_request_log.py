@@ -1,32 +1,24 @@
 """The log of requests: one line for each, whatever became of it."""
 
-from __future__ import annotations
-
 import logging
 import re
-import time
 from contextlib import closing
 
 import pytest
 
-from tests.server.serving import KEY, Served
+from tests.server.serving import KEY, Served, wait_until
 
 PATH = "/v1/completions"
 
 
 def _lines(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
     """The log's first lines; the client may have its answer before the line is there."""
-    end = time.monotonic() + 60
-    while len(caplog.messages) < count:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: len(caplog.messages) >= count)
     return caplog.messages
 
 
-def test_a_text_has_its_tokens_and_its_speed(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "mlx_redrafter.server.request_log")
+def test_a_text_has_tokens_and_a_speed(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlx_redrafter.server.replies")
     served.send("/v1/completions", {"prompt": "AB", "max_tokens": 1})  # loads the model
     _lines(caplog, 1)
     for stream in True, False:
@@ -57,13 +49,10 @@ def test_other_requests_have_their_time(served: Served, caplog: pytest.LogCaptur
     assert KEY not in caplog.text
 
 
-def test_a_text_whose_client_has_gone_is_cut(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_clients_text_is_cut(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlx_redrafter")
     with closing(served.begin()) as connection:
         connection.getresponse().readline()
     served.wait_until_idle()
-    while not _lines(caplog, 1)[-1].endswith(", cut"):
-        time.sleep(0.01)
+    wait_until(lambda: _lines(caplog, 1)[-1].endswith(", cut"))
     assert "drafts, found" not in caplog.text

@@ -1,26 +1,18 @@
 """OpenAI's responses, asked for by its own client over a socket."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
+import openai
 import pytest
 
-from tests.server.serving import Served
-
-openai: Any = pytest.importorskip("openai", reason="the client of this protocol")
+from tests.server.serving import CITY, Served
 
 TOOL: dict[str, Any] = {
     "type": "function",
     "name": "get_weather",
     "description": "Weather of a city.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
+    "parameters": CITY,
     "strict": True,
 }
 ASKED: dict[str, Any] = {"model": "tiny", "input": "Weather?"}
@@ -73,8 +65,7 @@ def test_a_stream_is_the_same_response(client: Any) -> None:
 
 
 def test_formats_and_lengths(client: Any) -> None:
-    schema = {**TOOL["parameters"], "type": "object"}
-    form = {"type": "json_schema", "name": "city", "schema": schema}
+    form = {"type": "json_schema", "name": "city", "schema": CITY}
     made = client.responses.create(**ASKED, text={"format": form, "verbosity": "low"})
     assert json.loads(made.output_text)["city"] in ("Rome", "Oslo")
     cut = client.responses.create(**ASKED, max_output_tokens=2)

@@ -1,7 +1,5 @@
 """The texts over a socket are those of `stream_generate`, whatever else the server does."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -12,6 +10,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
@@ -62,40 +61,25 @@ def test_chat_and_several_choices(served: Served, client: Any) -> None:
     expected = [_text(served, prompt, temp=0.8, seed=seed) for seed in (7, 8, 9)]
     assert [one.message.content for one in reply.choices] == expected
     assert [one.finish_reason for one in reply.choices] == ["length"] * 3
-    assert reply.usage is not None
     assert reply.usage.prompt_tokens == len(prompt)
     assert reply.usage.completion_tokens == 90
     details = reply.usage.completion_tokens_details
-    assert details is not None
     assert details.accepted_prediction_tokens is not None
     assert [one.id for one in client.models.list()] == ["tiny"]
 
 
 def test_stream_with_log_probabilities_and_usage(served: Served, client: Any) -> None:
-    stream = client.chat.completions.create(
-        model="tiny",
-        messages=MESSAGES,
-        max_completion_tokens=12,
-        logprobs=True,
-        top_logprobs=2,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    *chunks, last = stream
+    options: Any = {"max_completion_tokens": 12, "logprobs": True, "top_logprobs": 2}
+    options |= {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(model="tiny", messages=MESSAGES, **options)
     expected = _responses(served, _chat_prompt(served), max_tokens=12)
-    assert "".join(one.choices[0].delta.content or "" for one in chunks) == "".join(
-        one.text for one in expected
-    )
+    text = "".join(one.choices[0].delta.content or "" for one in chunks)
+    assert text == "".join(one.text for one in expected)
     assert [one.choices[0].delta.role for one in chunks] == ["assistant", *[None] * 11]
-    assert last.usage is not None
     assert last.usage.completion_tokens == 12
     assert chunks[-1].choices[0].finish_reason == "length"
-    shown = [
-        token
-        for one in chunks
-        if one.choices[0].logprobs is not None
-        for token in one.choices[0].logprobs.content or ()
-    ]
+    scored = [one.choices[0].logprobs for one in chunks if one.choices[0].logprobs is not None]
+    shown = [token for one in scored for token in one.content or ()]
     assert len(shown) == 12
     for token, response in zip(shown, expected, strict=True):
         value = response.logprobs[response.token].item()
@@ -156,10 +140,7 @@ def test_stop_strings(served: Served, client: Any, streams: bool) -> None:
         text = reason.text
     assert text == full[: full.index(stop)]
     assert reason.finish_reason == "stop"
-    assert (
-        _text(served, prompt)
-        == client.completions.create(model="tiny", prompt=prompt).choices[0].text
-    )
+    assert client.completions.create(model="tiny", prompt=prompt).choices[0].text == full
 
 
 def test_many_clients_at_once(served: Served) -> None:
@@ -306,3 +287,41 @@ def test_all_that_has_come_is_one_write() -> None:
     details = usage["completion_tokens_details"]
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (2, 1)
     assert end == "data: [DONE]"
+
+
+def test_a_prompt_has_its_likelihoods(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_redrafter.server.parts.CHUNK", 4)
+    tokens = [7, 3, 22, 9, 41, 5, 5, 60, 13]
+    body = {"prompt": [tokens, tokens[:5]], "echo": True, "logprobs": 2, "max_tokens": 1}
+    status, reply = served.send("/v1/completions", body)
+    assert status == 200
+    model: Any = served.engine.target.model
+    logits = model(mx.array([tokens]))[0].astype(mx.float32)
+    expected = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    for choice, prompt in zip(reply["choices"], body["prompt"], strict=True):
+        shown, length = choice["logprobs"], len(prompt)
+        assert len(shown["token_logprobs"]) == length + 1
+        assert (shown["token_logprobs"][0], shown["top_logprobs"][0]) == (None, None)
+        found = shown["token_logprobs"][1:length]
+        np.testing.assert_allclose(found, expected[range(length - 1), prompt[1:]], atol=1e-4)
+        best = [max(one.values()) for one in shown["top_logprobs"][1:length]]
+        np.testing.assert_allclose(best, expected[: length - 1].max(axis=1), atol=1e-4)
+        decoded = served.engine.tokenizer.decode(prompt)
+        assert choice["text"].startswith(decoded)
+        plain = served.send("/v1/completions", {"prompt": prompt, "max_tokens": 1})[1]
+        assert choice["text"] == decoded + plain["choices"][0]["text"]
+        assert reply["usage"]["completion_tokens"] == 2
+
+
+def test_a_prompt_alone_is_scored(served: Served) -> None:
+    """Without a token of an answer, as clients ask that compare likelihoods."""
+    body = {"prompt": [7, 3, 22], "echo": True, "logprobs": 1, "max_tokens": 0}
+    _, reply = served.send("/v1/completions", body)
+    _, longer = served.send("/v1/completions", {**body, "max_tokens": 1})
+    (choice,), (more,) = reply["choices"], longer["choices"]
+    assert choice["logprobs"]["token_logprobs"] == more["logprobs"]["token_logprobs"][:3]
+    assert more["text"].startswith(choice["text"])
+    assert (choice["finish_reason"], reply["usage"]["completion_tokens"]) == ("length", 0)
+    assert served.send("/v1/completions", {**body, "echo": False})[0] == 400
+    again = served.send("/v1/completions", body)[1]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "nothing continues it"

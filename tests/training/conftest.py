@@ -1,7 +1,5 @@
 """A drafter trained for stories260k, once for all tests of a session."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tokenizer, a reporter, and texts that several tests use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -70,12 +68,20 @@ class Silent:
         self.lines.append(message)
 
 
+def random_texts(
+    lengths: Sequence[int], size: int = 64, given: int = 1, seed: int = 0
+) -> list[TokenSequence]:
+    """Random texts, of which all tokens but the first ``given`` are drafted."""
+    rng = np.random.default_rng(seed)
+    return [
+        TokenSequence(rng.integers(0, size, n).astype(np.int32), np.arange(n) >= given)
+        for n in lengths
+    ]
+
+
 def random_shard(target: Target, student: Student, lengths: Sequence[int], kept: int = 4) -> Shard:
     """Make a student's readings of random texts, of which all tokens but the first are drafted."""
-    rng, size = np.random.default_rng(0), target.vocab_size
-    texts = [
-        TokenSequence(rng.integers(0, size, n).astype(np.int32), np.arange(n) > 0) for n in lengths
-    ]
+    texts = random_texts(lengths, target.vocab_size)
     return read_sequences(target, texts, kept, student.layers)
 
 

@@ -1,7 +1,5 @@
 """Batches: the drafts that count, and every position once per epoch in a reproducible order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +52,7 @@ def _sequence(start: int, trained: list[int]) -> TokenSequence:
     st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=4),
     st.integers(2, 5),
 )
-def test_windows_are_whole_stretches_of_written_tokens(
-    texts: list[list[bool]], length: int
-) -> None:
+def test_windows_are_whole_written_stretches(texts: list[list[bool]], length: int) -> None:
     trained = np.array([flag for text in texts for flag in text], dtype=np.bool_)
     starts = np.cumsum([0, *map(len, texts)]).astype(np.int32)
     found = find_draftable_steps(np.zeros(len(trained), np.int32), trained, starts, length)
@@ -142,9 +138,7 @@ def test_order_depends_on_seed_and_step_alone(cache: TeacherCache) -> None:
     assert not mx.array_equal(steps[0].states, other.states).item()
 
 
-def test_a_group_mixes_shards_from_all_over_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_mixes_distant_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = TeacherCache(tmp_path, {"target": "none"})
     shards = [_shard([_sequence(0, [1] * 9)], 0) for _ in range(12)]
     for number, shard in enumerate(shards):
@@ -157,9 +151,7 @@ def test_a_group_mixes_shards_from_all_over_the_cache(
     assert all(max(group) - min(group) > 3 for group in groups)
 
 
-def test_inputs_of_layers_count_in_the_size_of_a_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_of_layers_fill_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = TeacherCache(tmp_path, {"target": "none"})
     shard = _shard([_sequence(0, [1] * 9)], 0)
     for number in range(4):

@@ -1,7 +1,5 @@
 """Block drafters while they learn: as in decoding, calibrated, and continued."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,8 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
 
-from mlx_redrafter import load, stream_generate
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.along_text import read_blocks
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
@@ -22,23 +20,16 @@ from mlx_redrafter.proposers.fit import Prediction, fit_depths
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, TrainingRequest, train_drafter
-from tests.helpers.models import shared_model
-from tests.training.conftest import curve_of, small_request
+from tests.helpers.cli import Cli
+from tests.training.conftest import check_drafts, curve_of, small_request
 from tests.training.pieces import Silent
 
 VOCAB, BLOCK = 12, 4
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "num_hidden_layers": 2,
-    "captured_layers": (1, 2),
-    "block_size": BLOCK,
-    "first_slot": 0,
-    "mask_token_id": VOCAB - 1,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": VOCAB, "num_hidden_layers": 2, "captured_layers": (1, 2), "block_size": BLOCK,
+    "first_slot": 0, "mask_token_id": VOCAB - 1,
+}  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "windows": {"windows": (4, None), "causal": (True, False)},
@@ -73,13 +64,11 @@ def test_blocks_along_a_text_are_those_of_decoding(target: Target, layout: str) 
     slot = network.config.first_slot
     for number, position in enumerate(anchors):
         start = 0 if position < 4 else 4
-        part = Surrounding(
+        caches, fused = (
             [KVCache() for _ in network.layers],
             network.fuse(states[start : position + 1]),
-            0,
-            0,
-            mx.array([position - start]),
         )
+        part = Surrounding(caches, fused, 0, 0, mx.array([position - start]))
         around = DecodingSurroundings([part], 1 + len(masks))
         block = network.embed(mx.array([roots[position].item(), *masks]), target)[None]
         expected = network.outputs(block, around)[0, slot : slot + levels]
@@ -115,21 +104,16 @@ def earlier(stories_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Tra
     return request
 
 
-def test_a_trained_drafter_is_calibrated_and_its_trees_pay(earlier: TrainingRequest) -> None:
-    model, tokenizer, drafter = load(str(shared_model("stories260k")), drafter=str(earlier.out))
-    assert isinstance(drafter, BlockNetwork)
-    assert drafter.config.has_confidence
-    scales = drafter.config.depth_scales
-    assert scales is not None
-    assert len(set(scales)) > 1
-    plain = list(stream_generate(model, tokenizer, "Once", drafter=None, max_tokens=80))
-    rates = []
-    for width, nodes in ((1, 6), (4, 16)):
-        options = {"beam_width": width, "beam_length": 6, "tree_nodes": nodes, "max_tokens": 80}
-        drafted = list(stream_generate(model, tokenizer, "Once", drafter=drafter, **options))
-        assert [r.token for r in drafted] == [r.token for r in plain]
-        rates.append(drafted[-1].tokens_per_step)
-    assert rates[1] >= rates[0] > 1.2
+def test_a_drafter_is_calibrated_and_its_trees_pay(earlier: TrainingRequest, cli: Cli) -> None:
+    config = load_block(earlier.out).config
+    assert config.has_confidence
+    assert len(set(config.depth_scales)) > 1
+    options = ("-m", 80, "--beam-length", 6, "--beam-width")
+    wide, chain = (
+        check_drafts(cli, Path(earlier.model), earlier.out, "Once", *options, *shape)
+        for shape in ((4, "--tree-nodes", 16), (1, "--tree-nodes", 6))
+    )
+    assert wide["tokens_per_step"] >= chain["tokens_per_step"] > 1.2
 
 
 def test_an_earlier_drafter_is_trained_further(earlier: TrainingRequest, tmp_path: Path) -> None:
@@ -141,7 +125,6 @@ def test_an_earlier_drafter_is_trained_further(earlier: TrainingRequest, tmp_pat
     network = replace(network, head="dspark")
     more = replace(start, network=network, training=training)
     result = train_drafter(more, Silent())
-    assert result is not None
     # The length is the earlier drafter's, and so is what it knows.
     assert result.measured.steps
     assert curve_of(more.out)[0] > 1.2

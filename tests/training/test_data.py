@@ -1,7 +1,5 @@
 """Texts, chats and prompts from files; what is wrong with one is said with its line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -38,43 +36,29 @@ def _chat(*turns: str) -> Chat:
     return Chat([{"role": role, "content": content} for role, content in pairs], "x:1")
 
 
-def _rows(path: Path, *rows: object) -> Path:
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
-    return path
-
-
 def test_plain_text_is_divided_at_separators(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("\none\n\ntwo\n<|endoftext|>\n\n<|endoftext|>\nthree\n", encoding="utf-8")
-    assert read_items([path]) == [
-        Document("one\n\ntwo", f"{path}:1"),
-        Document("three", f"{path}:8"),
-    ]
+    expected = [Document("one\n\ntwo", f"{path}:1"), Document("three", f"{path}:8")]
+    assert read_items([path]) == expected
 
 
 def test_rows_of_all_kinds(tmp_path: Path) -> None:
     messages = _chat("user: hi", "assistant: ho").messages
-    path = _rows(
-        tmp_path / "a.JSONL",
-        {"text": "one"},
-        {"messages": messages},
-        {"prompt": "ask"},
-        {"prompt": "ask", "completion": "told"},
-    )
+    path, ask = tmp_path / "a.JSONL", {"prompt": "ask"}
+    rows = {"text": "one"}, {"messages": messages}, ask, {**ask, "completion": "told"}
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     text, chat, prompt, told = read_items([path])
     assert text == Document("one", f"{path}:1")
     assert chat == Chat(messages, f"{path}:2")
-    assert isinstance(prompt, Chat)
-    assert not prompt.is_answered
-    assert isinstance(told, Chat)
-    assert told.is_answered
+    assert (prompt.is_answered, told.is_answered) == (False, True)
 
 
 def test_a_prompt_file_has_one_prompt_a_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("why\n\nhow\n", encoding="utf-8")
     items = read_items([path], lines_are_prompts=True)
-    assert [i.messages[0]["content"] for i in items if isinstance(i, Chat)] == ["why", "how"]
+    assert [item.messages[0]["content"] for item in items] == ["why", "how"]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
@@ -84,7 +68,6 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     prompts.write_text("why\n", encoding="utf-8-sig")
     assert read_items([row, text]) == [Document("one", f"{row}:1"), Document("two", f"{text}:1")]
     (item,) = read_items([prompts], lines_are_prompts=True)
-    assert isinstance(item, Chat)
     assert item.messages[0]["content"] == "why"
 
 
@@ -134,12 +117,12 @@ def test_only_the_replies_of_a_chat_are_trained() -> None:
 
 
 class ForgetfulTokenizer(WordTokenizer):
-    """Its template leaves the thoughts out of earlier replies, as reasoning models do."""
+    """Its template leaves the thoughts out of earlier replies, as reasoning models do.
 
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        """Words that begin with a star are thoughts."""
+    Words that begin with a star are thoughts.
+    """
+
+    def apply_chat_template(self, messages: Any, *options: Any) -> str:
         last = len(messages) - 1
 
         def content(i: int) -> str:
@@ -147,7 +130,7 @@ class ForgetfulTokenizer(WordTokenizer):
             return " ".join(w for w in words if i == last or not w.startswith("*"))
 
         shown = [{**m, "content": content(i)} for i, m in enumerate(messages)]
-        return super().apply_chat_template(shown, tokenize, add_generation_prompt)
+        return super().apply_chat_template(shown, *options)
 
 
 def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> None:
@@ -162,13 +145,11 @@ def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> N
 class ThinkingTokenizer(WordTokenizer):
     """Its template puts a thought before the last reply alone, as that of Qwen3."""
 
-    def apply_chat_template(
-        self, messages: list[dict[str, Any]], tokenize: bool, add_generation_prompt: bool
-    ) -> str:
+    def apply_chat_template(self, messages: Any, *options: Any) -> str:
         *earlier, last = messages
         if last["role"] == "assistant":
             last = {**last, "content": f"*hm {last['content']}"}
-        return super().apply_chat_template([*earlier, last], tokenize, add_generation_prompt)
+        return super().apply_chat_template([*earlier, last], *options)
 
 
 def test_two_replies_in_a_row_keep_tokens_and_marks_together() -> None:

@@ -1,17 +1,29 @@
-"""Duration of a run: amounts of work times the pace of the machine."""
+"""Duration of a run: amounts of work times the pace of the machine, which a rehearsal finds."""
 
-from __future__ import annotations
-
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_redrafter.checkpoint_files import UNFINISHED
-from mlx_redrafter.errors import ResourceError
-from mlx_redrafter.training import DataOptions, TrainingOptions, TrainingRequest, resources
+from mlx_redrafter.errors import NonFiniteError, ResourceError
+from mlx_redrafter.target.target import Target, is_slow
+from mlx_redrafter.training import (
+    DataOptions,
+    NetworkOptions,
+    TrainingOptions,
+    TrainingRequest,
+    new_student,
+    rehearsal,
+    resources,
+    teacher,
+)
 from mlx_redrafter.training.duration import Pace, Timetable, Workload, format_time
+from mlx_redrafter.training.rehearsal import rehearse
 from mlx_redrafter.training.resources import (
     GROWING_CACHES,
     ResourceEstimate,
@@ -21,6 +33,9 @@ from mlx_redrafter.training.resources import (
     estimate,
 )
 from mlx_redrafter.training.self_generated import CACHE_STEP, ROUND_BYTES, ROUND_SIZE
+from mlx_redrafter.training.teacher_cache import Shard
+from mlx_redrafter.training_options import RECIPES, Recipe
+from tests.helpers.models import tiny_llama
 
 REQUEST = TrainingRequest(
     "model",
@@ -30,42 +45,32 @@ REQUEST = TrainingRequest(
     training=TrainingOptions(epochs=2, batch_tokens=300, num_evaluations=8),
 )
 WORK = Workload.of(REQUEST, given=1000, generated=500, prompt=10, num_held_out=2)
-PACE = Pace(0.1, reading=0.01, step=3.0, measuring=0.02, calibration=0.05)
+PACE = Pace(0.1, reading=0.01, step=3.0, measuring=0.04, calibration=0.1)
 
 
 def test_the_work_of_a_request() -> None:
-    assert WORK == Workload(
-        1000,
-        500,
-        held_out=200,
-        prompts=80,
-        steps=10,
-        batch_tokens=300,
-        num_evaluations=8,
-        text_tokens=110,
-    )
+    counts = {"held_out": 200, "prompts": 80, "steps": 10, "num_evaluations": 8}
+    assert WORK == Workload(1000, 500, **counts, batch_tokens=300, text_tokens=110)
     assert WORK.tokens == 1780
 
 
 def test_every_stage_counts() -> None:
     timetable = Timetable.of(WORK, PACE, None)
-    # 3,000 tokens are trained on: 3 measurements, each after 4 times the tokens that it takes.
+    # 3,000 tokens are trained on: 7 measurements, each after 4 times the tokens that it takes.
     # These and the first one, and after training another and a calibration.
-    assert timetable.num_evaluations == 3
-    evaluation = 200 * (4 * 0.02 + 0.02 + 0.05)
+    assert timetable.num_evaluations == 7
+    evaluation = 100 * (8 * 0.04 + 0.04 + 0.1)
     stages = {"reading": 10.0, "generating": 70.8, "training": 30.0, "evaluation": evaluation}
     assert timetable.stages == pytest.approx(stages)
-    assert str(timetable) == (
-        "about 2 min: reading 10 s, generating 71 s, training 30 s, evaluation 30 s"
-    )
+    parts = "reading 10 s, generating 71 s, training 30 s, evaluation 46 s"
+    assert str(timetable) == f"about 3 min: {parts}"
 
 
 def test_calibration_looks_at_so_many_tokens_only() -> None:
     many = replace(WORK, held_out=100_000)
-    costs = [
-        Timetable.of(many, replace(PACE, calibration=c), None).stages["evaluation"] for c in (0, 1)
-    ]
-    assert costs[1] - costs[0] == pytest.approx(4096)
+    paces = (replace(PACE, calibration=seconds) for seconds in (0, 1))
+    free, costly = (Timetable.of(many, pace, None).stages["evaluation"] for pace in paces)
+    assert costly - free == pytest.approx(4096)
 
 
 def test_minutes_are_for_all_stages() -> None:
@@ -91,13 +96,8 @@ def test_short_runs_are_measured_less_often_and_too_short_ones_refused() -> None
 
 
 def test_times_are_short() -> None:
-    assert [format_time(t) for t in (3.4, 99, 100, 5900, 36_000)] == [
-        "3 s",
-        "99 s",
-        "2 min",
-        "98 min",
-        "10.0 h",
-    ]
+    times = {3.4: "3 s", 99: "99 s", 100: "2 min", 5900: "98 min", 36_000: "10.0 h"}
+    assert [format_time(seconds) for seconds in times] == list(times.values())
 
 
 def test_complete_shards_need_no_more_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +145,83 @@ def test_the_memory_of_a_run_includes_the_caches_of_a_round() -> None:
     for peak, texts, one in ((peaks[1], ROUND_SIZE, 2**24), (peaks[2], 3, 2**30)):
         assert texts * one <= ROUND_BYTES
         assert 0 <= peak - 10**9 - 2 * GROWING_CACHES * texts * one < 10**8
+
+
+# The rehearsal
+
+
+REHEARSED = TrainingRequest(
+    "model", Path("none"), data=[Path("texts")], training=TrainingOptions(batch_tokens=64)
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_llama())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_stage_takes_time(target: Target, recipe: Recipe) -> None:
+    request = replace(REHEARSED, training=replace(REHEARSED.training, recipe=recipe))
+    stages: list[int] = []
+    student = new_student(target, request.network)
+    pace = rehearse(request, target, student, [[1, 2, 3]], 0, lambda done, _: stages.append(done))
+    assert stages == sorted(stages)
+    assert set(stages) == {0, 1, 2, 3, 4}
+    assert all(seconds > 0 for seconds in astuple(pace))
+
+
+def test_short_contexts_and_reduced_heads(target: Target) -> None:
+    request = replace(
+        REHEARSED,
+        network=NetworkOptions(exit_dim=8, length=2, draft_vocab=5),
+        data_options=DataOptions(sequence_length=16, temp=0.0),
+    )
+    student = new_student(target, request.network)
+    prompts = [[1], list(range(40))]
+    assert rehearse(request, target, student, prompts, 0, lambda done, total: None).step > 0
+
+
+def test_a_target_that_cannot_teach_is_refused_at_once() -> None:
+    model = tiny_llama()
+    model.model.norm.weight = model.model.norm.weight * mx.nan
+    target = Target(model)
+    student = new_student(target, REHEARSED.network)
+    with pytest.raises(NonFiniteError, match="cannot be used as a teacher"):
+        rehearse(REHEARSED, target, student, [[1, 2, 3]], 0, lambda done, total: None)
+
+
+def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are read that are as long as can be, and more tokens are written than begin texts."""
+    read: list[list[int]] = []
+    written: list[tuple[int, int]] = []
+    generate_round = rehearsal.TextGenerator.generate_round
+
+    def read_sequences(target: Target, sequences: list[Any], *options: Any) -> Shard:
+        read.append([len(one) for one in sequences])
+        return teacher.read_sequences(target, sequences, *options)
+
+    def generate(generator: Any, jobs: Any, options: DataOptions, *others: Any) -> Any:
+        written.append((len(jobs), options.answer_tokens))
+        return generate_round(generator, jobs, options, *others)
+
+    monkeypatch.setattr(rehearsal, "read_sequences", read_sequences)
+    monkeypatch.setattr(rehearsal.TextGenerator, "generate_round", generate)
+    student = new_student(target, NetworkOptions("eagle"))
+    rehearse(REHEARSED, target, student, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], 10**6, lambda *_: None)
+    assert written == [(128, 16)]
+    assert read == [[8] * 8, [64] * 8], "the first pass is not timed"
+    short = replace(REHEARSED, data_options=DataOptions(sequence_length=32))
+    rehearse(short, target, student, [[1] * 9], 5000, lambda *_: None)
+    assert written[1] == (20, 16), "as many texts at once as in the run"
+    assert read[3] == [32] * 8
+
+
+def test_half_precision_on_a_cpu_is_slow() -> None:
+    on_cpu = "cpu" in str(mx.default_device())
+    model = tiny_llama()
+    for dtype, slow in (mx.float32, False), (mx.float16, on_cpu), (mx.bfloat16, on_cpu):
+        model.set_dtype(dtype)
+        assert is_slow(Target(model)) == slow
+    nn.quantize(model, 32, class_predicate=lambda _, layer: isinstance(layer, nn.Embedding))
+    assert not is_slow(Target(model))

@@ -1,7 +1,5 @@
 """The loss and its gradient against literal sums in torch, and at its edges."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +8,7 @@ import pytest
 
 from mlx_redrafter.training import loss
 from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, draft_loss
-from mlx_redrafter.training_options import RECIPES, Recipe
+from mlx_redrafter.training_options import Recipe
 
 H, V, K, S, B = 4, 11, 3, 3, 5
 
@@ -58,29 +56,6 @@ class Case:
     def loss(self, logits: mx.array, batch: TrainingBatch | None = None) -> mx.array:
         """Compute the trainer's loss."""
         return draft_loss(logits, batch or self.batch, self.counts, self.recipe)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_loss_and_gradient_are_those_of_torch(recipe: Recipe) -> None:
-    """For given logits; those of networks are compared in `test_torch_heads`."""
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from tests.training import torch_loss
-
-    case = Case(recipe)
-    tensors = {}
-    for name, value in case.batch._asdict().items():
-        is_integer = value.dtype in (mx.int32, mx.uint32)
-        tensors[name] = torch.tensor(np.array(value)).to(
-            torch.int64 if is_integer else torch.float64
-        )
-    logits = torch.tensor(np.array(case.logits), dtype=torch.float64, requires_grad=True)
-    constants = loss.POSITION_DECAY, loss.CONFIDENCE_FLOOR
-    expected = torch_loss.loss(lambda row: logits[row], tensors, recipe, *constants)
-    expected.backward()
-    value, gradient = mx.value_and_grad(case.loss)(case.logits)
-    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
-    np.testing.assert_allclose(np.array(gradient), logits.grad.numpy(), rtol=2e-4, atol=2e-5)
 
 
 def test_divergence_is_zero_for_the_teacher_itself_and_finite_at_the_edges() -> None:

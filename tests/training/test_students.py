@@ -1,6 +1,4 @@
-"""Heads of other kinds while they learn: their logits and drafts are those of decoding."""
-
-from __future__ import annotations
+"""Heads while they learn: their first weights, and logits and drafts, which are decoding's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +11,16 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache
 
-from mlx_redrafter import load, stream_generate
+from mlx_redrafter import load_drafter
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.target.hooks import captured_output
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
     NetworkOptions,
     Student,
+    TokenSequence,
+    compute_head_matrix,
     new_student,
     simulate,
     train_drafter,
@@ -26,11 +28,20 @@ from mlx_redrafter.training import (
 from mlx_redrafter.training import loss as loss_module
 from mlx_redrafter.training.batches import HeadRows, gather, make_group
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
+from mlx_redrafter.training.students.state_students import RecurrentStudent
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import HEADS, Head
-from tests.helpers.models import shared_model, wrapped_tokenizer
-from tests.training.conftest import Run, small_request
+from tests.conftest import Trained
+from tests.helpers.cli import Cli
+from tests.helpers.models import (
+    quantize_wide,
+    random_drafter,
+    tiny_llama,
+    tiny_qwen3,
+    wrapped_tokenizer,
+)
+from tests.training.conftest import Run, check_drafts
 from tests.training.pieces import Silent, drafted_texts, random_shard
 
 VOCAB, LENGTH = 12, 4
@@ -50,8 +61,7 @@ def _batch(shard: Shard) -> TrainingBatch:
 
 
 @pytest.mark.parametrize(
-    ("head", "layers"),
-    [("redrafter", ()), ("eagle", (1, 1, 2)), ("specformer", (1, 1, 2, -1))],
+    ("head", "layers"), [("redrafter", ()), ("eagle", (1, 1, 2)), ("specformer", (1, 1, 2, -1))]
 )
 def test_the_layers_of_a_head_are_read(target: Target, head: Head, layers: tuple[int, ...]) -> None:
     student = _student(target, head)
@@ -90,9 +100,7 @@ def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -
 
 # Those of the others are torch's.
 @pytest.mark.parametrize("head", [head for head in HEADS if head.startswith("d")])
-def test_gradients_are_those_of_the_loss(
-    target: Target, head: Head, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_true(target: Target, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a random direction, against the difference of two losses."""
     student = _student(target, head)
     batch = _batch(random_shard(target, student, [16]))
@@ -131,26 +139,18 @@ def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None
 
 
 @pytest.mark.parametrize(("head", "epochs"), [("eagle", 2), ("specformer", 3)])
-def test_heads_are_trained_and_used(
-    stories_file: Path, tmp_path: Path, finished: Run, head: Head, epochs: int
-) -> None:
+def test_trained_heads(tmp_path: Path, finished: Run, cli: Cli, head: Head, epochs: int) -> None:
     """On the texts of another run, of which more layers are read."""
-    request, cache = small_request(stories_file, tmp_path / "head"), finished.request.cache_folder
-    draft_vocab = 300 if head == "eagle" else None
-    training = replace(request.training, epochs=epochs)
-    network = NetworkOptions(head, draft_vocab=draft_vocab)
-    request = replace(request, cache=cache, network=network, training=training)
-    result = train_drafter(request, Silent())
-    assert result is not None
-    assert (result.measured.tokens_per_step or 1) > 1.15
-    model, tokenizer, drafter = load(str(shared_model("stories260k")), drafter=str(request.out))
-    options = {"max_tokens": 40, "beam_width": 2, "beam_length": 4}
-    drafted = list(stream_generate(model, tokenizer, "Once", drafter=drafter, **options))
-    plain = list(stream_generate(model, tokenizer, "Once", drafter=None, max_tokens=40))
-    assert [r.token for r in drafted] == [r.token for r in plain]
-    assert drafted[-1].tokens_per_step > 1.1
+    earlier, out = finished.request, tmp_path / "head"
+    network = NetworkOptions(head, draft_vocab=300 if head == "eagle" else None)
+    training = replace(earlier.training, epochs=epochs)
+    request = replace(earlier, out=out, cache=earlier.cache_folder, network=network)
+    result = train_drafter(replace(request, training=training), Silent())
+    assert result.measured.tokens_per_step > 1.15
+    used = check_drafts(cli, Path(request.model), out, "Once", "-m", 40, "--beam-length", 4)
+    assert used["tokens_per_step"] > 1.1
     name = result.student.name
-    assert name[0].upper() + name[1:] in (request.out / "README.md").read_text()
+    assert name[0].upper() + name[1:] in (out / "README.md").read_text()
 
 
 def test_what_a_head_cannot_have_is_refused() -> None:
@@ -164,3 +164,92 @@ def test_what_a_head_cannot_have_is_refused() -> None:
     for head, options, message in cases:
         with pytest.raises(ConfigError, match=message):
             NetworkOptions(head, **options)
+
+
+# Simulated steps
+
+
+PROMPTS = ("One day, a little", "Tom had a red ball.", "The cat and the dog", "It was night")
+
+
+def test_simulated_with_noise_equals_decoding_with_a_seed(stories: Trained, finished: Run) -> None:
+    """Compare averages, because the simulation draws other noise."""
+    temp = 0.8
+    drafter = load_drafter(finished.request.out)
+    drafter.set_dtype(mx.float32)
+    shape = {"beam_width": 1, "beam_length": 5, "max_tokens": 80, "temp": temp}
+    prompts = [stories.tokenizer.encode(prompt) for prompt in PROMPTS]
+    calls = [(ids, {**shape, "seed": seed}) for seed in range(6) for ids in prompts]
+    sequences, tokens, steps = drafted_texts(stories.model, stories.tokenizer, drafter, calls)
+    target = Target(stories.model)
+    shard = read_sequences(target, sequences, 512)
+    student = RecurrentStudent(drafter, target.modules.embed)
+    found, without = simulate(student, [shard], 5, temp), simulate(student, [shard], 5)
+    assert found.tokens_per_step == pytest.approx(tokens / steps, rel=0.05)
+    assert without.tokens_per_step < 0.95 * found.tokens_per_step
+
+
+def test_texts_with_nothing_to_draft_are_left_out() -> None:
+    target = Target(tiny_llama(vocab_size=16))
+    short = TokenSequence(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
+    shard = read_sequences(target, [short], 4)
+    student = RecurrentStudent(random_drafter(16, 32), target.modules.embed)
+    found = simulate(student, [shard], 5)
+    assert (found.steps, found.tokens_per_step) == (0, None)
+
+
+# The weights that training starts from
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_head_matrix_gives_the_targets_logits(bits: int | None, is_tied: bool) -> None:
+    model = tiny_qwen3() if is_tied else tiny_llama()
+    if bits is not None:
+        quantize_wide(model, bits=bits)
+    target = Target(model)
+    with captured_output() as outputs:
+        logits = model(mx.array([[1, 2, 3]]))
+    head = compute_head_matrix(target)
+    np.testing.assert_allclose(
+        np.array(outputs[-1][0] @ head.T), np.array(logits[0]), rtol=1e-3, atol=1e-3
+    )
+
+
+def _drafter(target: Target, options: NetworkOptions, head: mx.array | None, seed: int) -> Drafter:
+    student = new_student(target, options)
+    student.initialise(head, seed)
+    drafter: Drafter = student.network
+    return drafter
+
+
+def test_a_wide_head_holds_the_targets_and_blocks_do_nothing() -> None:
+    target = Target(tiny_llama())
+    head = compute_head_matrix(target)
+    drafter = _drafter(target, NetworkOptions(), head, seed=0)
+    assert drafter.config.exit_dim == 64
+    assert not drafter.config.has_input_proj
+    x = mx.random.normal((3, 64))
+    assert mx.array_equal(drafter.lm_head[0](x), x).item()
+    assert mx.array_equal(drafter.lm_head[-1].weight[:, :32], head).item()
+
+
+def test_a_narrow_head_is_the_nearest_of_its_rank() -> None:
+    target = Target(tiny_llama())
+    head = compute_head_matrix(target)
+    drafter = _drafter(target, NetworkOptions(exit_dim=8), head, seed=0)
+    assert drafter.config.has_input_proj
+    weight = np.array(drafter.lm_head[-1].weight)
+    full = np.array(head)
+    left, values, _ = np.linalg.svd(full, full_matrices=False)
+    # Its columns span the leading left singular vectors, with their lengths.
+    projected = left[:, :8] @ (left[:, :8].T @ weight)
+    np.testing.assert_allclose(projected, weight, atol=1e-3)
+    np.testing.assert_allclose(np.linalg.svd(weight)[1], values[:8], rtol=1e-3)
+
+
+def test_the_seed_decides() -> None:
+    target, options = Target(tiny_llama()), NetworkOptions(exit_dim=8)
+    first, again, other = (_drafter(target, options, None, seed) for seed in (1, 1, 2))
+    assert mx.array_equal(first.rnn_w.weight, again.rnn_w.weight).item()
+    assert not mx.array_equal(first.rnn_w.weight, other.rnn_w.weight).item()

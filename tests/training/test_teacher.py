@@ -1,7 +1,6 @@
 """The teacher cache against direct forward passes, and caches that must be refused."""
 
-from __future__ import annotations
-
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,10 @@ from mlx_redrafter.training.files import fingerprint_weights
 from mlx_redrafter.training.teacher import Teacher, read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
 from tests.helpers.models import layer_inputs, tiny_llama
-from tests.training.pieces import MODELS
+from tests.training.pieces import MODELS, random_texts
 
 K = 8
-
-
-def _sequences(lengths: list[int], vocab_size: int = 64) -> list[TokenSequence]:
-    rng = np.random.default_rng(3)
-    return [
-        TokenSequence(rng.integers(0, vocab_size, n).astype(np.int32), np.arange(n) >= 2)
-        for n in lengths
-    ]
+_sequences = partial(random_texts, given=2, seed=3)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -65,9 +57,7 @@ def test_all_tokens_kept_leave_no_tail() -> None:
     assert not np.array(shard.tail).any()
 
 
-def test_complete_shards_are_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_shard_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher, "SHARD_TOKENS", 20)
     target = Target(tiny_llama())
     target.modules.watch((0,))
@@ -95,7 +85,6 @@ def test_complete_shards_are_not_read_again(
     assert len(calls) == 1
     assert cache.path("train", 0).read_bytes() == first
     states = cache.load("train", 1, (0,)).states
-    assert states is not None
     assert states.shape[0] == 24
 
 

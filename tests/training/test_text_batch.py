@@ -1,8 +1,7 @@
 """Texts that the target writes many at once are those that it writes one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,6 +10,8 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_redrafter.device_read import to_ints
+from mlx_redrafter.engine.prompt_encoding import encode_user_turn
+from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
     DataOptions,
@@ -19,12 +20,19 @@ from mlx_redrafter.training import (
     TextGenerator,
     TokenSequence,
     teacher_outputs,
+    train_drafter,
 )
+from mlx_redrafter.training.data import Chat, Document
+from mlx_redrafter.training.files import load_arrays
+from mlx_redrafter.training.generated_texts import sample_posterior_noise
 from mlx_redrafter.training.self_generated import GenerationJob
+from mlx_redrafter.training.self_written import QUESTION_TOKENS, PromptWriter, count_prompts
 from mlx_redrafter.training.teacher import read_sequences
+from mlx_redrafter.training.teacher_cache import Shard, unpack_sequences
 from mlx_redrafter.training.text_batch import answer, sample
 from tests.helpers.models import tiny_llama
-from tests.training.pieces import MODELS
+from tests.training.conftest import small_request
+from tests.training.pieces import MODELS, Silent, WordTokenizer
 
 STOP = 7
 
@@ -129,14 +137,12 @@ def test_shards_of_generated_texts_are_kept_and_get_other_layers(tmp_path: Path)
     assert all(cache.load("train", number, (0,)).states is not None for number in (2, 3, 4))
 
 
-def test_no_more_than_the_asked_tokens_are_written(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_no_more_than_the_asked_tokens_are_written(tmp_path: Path) -> None:
     target = Target(tiny_llama())
     generator = TextGenerator(target, [STOP], 0)
     options = DataOptions(answer_tokens=16)
     for total in (1, 100, 1000):
-        cache = TeacherCache(tmp_path_factory.mktemp("texts"), {})
+        cache = TeacherCache(tmp_path / str(total), {})
         jobs = (GenerationJob([1, 2 + number % 50], 0.8) for number in range(10_000))
         seen: list[int] = []
         teacher = Teacher(target, cache, "train", 4, ())
@@ -144,3 +150,142 @@ def test_no_more_than_the_asked_tokens_are_written(
         count = sum(int(text.is_trained.sum()) for text in texts)
         assert total <= count < total + 5 * options.answer_tokens
         assert seen[-1] == count
+
+
+# Noise that a sampled text may have been sampled with
+
+
+V, TEMP = 7, 0.8
+
+
+def _shard(log_probs: np.ndarray, tokens: np.ndarray, k: int) -> Shard:
+    """Texts of which the target knew these log-probabilities, shape (n, V)."""
+    ids = np.argsort(-log_probs, axis=-1)[:, :k]
+    kept = np.take_along_axis(log_probs, ids, -1)
+    n = len(tokens)
+    return Shard(
+        tokens=mx.array(tokens.astype(np.int32)),
+        is_trained=mx.ones((n,), dtype=mx.bool_),
+        starts=mx.array([0, n]),
+        hidden=mx.zeros((n, 2), dtype=mx.float16),
+        top_ids=mx.array(ids.astype(np.int32)),
+        top_log_probs=mx.array(kept.astype(np.float32)),
+        tail=mx.array(np.maximum(0, 1 - np.exp(kept).sum(-1)).astype(np.float32)),
+    )
+
+
+def _log_probs(n: int) -> np.ndarray:
+    logits = np.repeat(np.random.default_rng(1).normal(size=(1, V)) * 2, n, axis=0)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("k", [3, V])
+def test_under_it_the_target_chooses_the_text(k: int) -> None:
+    log_probs = _log_probs(400)
+    tokens = np.random.default_rng(2).integers(0, V, 400)
+    shard = _shard(log_probs, tokens, k)
+    noise = np.array(sample_posterior_noise(shard, mx.arange(399), V, TEMP))
+    if k < V:  # the others share what is left
+        others = np.argsort(-log_probs[0])[k:]
+        left = np.log(np.exp(log_probs[0, others]).sum() / len(others))
+        log_probs[:, others] = left
+    np.testing.assert_array_equal(np.argmax(log_probs[:-1] / TEMP + noise, axis=-1), tokens[1:])
+
+
+def test_over_the_texts_that_the_target_samples_it_is_gumbel_noise() -> None:
+    n = 20_000
+    log_probs = _log_probs(n)
+    own = np.random.default_rng(3).gumbel(size=(n, V))
+    tokens = np.roll(np.argmax(log_probs / TEMP + own, axis=-1), 1)
+    noise = np.array(
+        sample_posterior_noise(_shard(log_probs, tokens, V), mx.arange(n - 1), V, TEMP)
+    )
+    np.testing.assert_allclose(noise.mean(0), np.euler_gamma, atol=0.05)
+    np.testing.assert_allclose(noise.std(0), np.pi / np.sqrt(6), atol=0.05)
+    off_diagonal = np.corrcoef(noise.T) - np.eye(V)
+    assert np.abs(off_diagonal).max() < 0.04
+
+
+def test_a_row_depends_on_its_state_alone() -> None:
+    tokens = np.arange(20) % V
+    shard = _shard(_log_probs(20), tokens, V)
+    all_rows = sample_posterior_noise(shard, mx.arange(19), V, TEMP)
+    some = sample_posterior_noise(shard, mx.array([4, 11]), V, TEMP)
+    assert mx.array_equal(some, all_rows[mx.array([4, 11])]).item()
+    other = sample_posterior_noise(shard, mx.array([4, 11]), V, TEMP, seed=1)
+    assert not mx.any(other == some).item()
+
+
+# Prompts by the target itself: whole, unlike each other, and the same when read again
+
+VOCAB = 64
+WRITING = DataOptions(tokens=200, answer_tokens=16)
+
+
+def _tokenizer(has_chat_template: bool = True) -> WordTokenizer:
+    """Every token id is a word."""
+    tokenizer = WordTokenizer(has_chat_template)
+    tokenizer.encode("[user] eol [assistant] " + " ".join(f"w{n}" for n in range(VOCAB)))
+    return tokenizer
+
+
+def test_the_place_of_the_users_text() -> None:
+    tokenizer = _tokenizer()
+    names = {number: word for word, number in tokenizer.words.items()}
+    before, after = ([names[i] for i in ids] for ids in encode_user_turn(tokenizer))
+    assert before == ["<s>", "[user]"]
+    assert after == ["</s>", "eol", "[assistant]"]
+    tokenizer.apply_chat_template = lambda *_, **__: "<s> hello"  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"expected the user's message .* give texts"):
+        encode_user_turn(tokenizer)
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_prompts_are_whole_and_unlike(is_chat: bool, tmp_path: Path) -> None:
+    model = tiny_llama(vocab_size=VOCAB, spread=1.0)
+    writer = PromptWriter.of(Target(model), _tokenizer(is_chat))
+    found = writer.write(WRITING, tmp_path, Silent())
+    items = [*found.prompts, *found.held_out]
+    assert not found.given
+    assert len(found.held_out) == 2
+    assert len(items) >= count_prompts(WRITING) == 15
+    if is_chat:
+        texts = [item.messages[0]["content"] for item in items if isinstance(item, Chat)]
+        assert not any("</s>" in text for text in texts)
+    else:
+        texts = [item.text for item in items if isinstance(item, Document)]
+        assert {len(text.split()) for text in texts} == {32}
+    assert len(set(texts)) == len(items)
+    assert all(text.strip() for text in texts)
+    again = PromptWriter.of(Target(tiny_llama(1, VOCAB)), _tokenizer(is_chat))
+    assert again.write(WRITING, tmp_path, Silent()) == found, "the stored ones are read"
+
+
+def test_a_template_with_much_text_leaves_room_for_a_question(tmp_path: Path) -> None:
+    """Without room, nothing but a stop token would end a question."""
+    target = Target(tiny_llama(vocab_size=VOCAB, context=1024, spread=1.0))
+    prefix = [3] * (WRITING.sequence_length + 10)
+    writer = replace(PromptWriter.of(target, _tokenizer()), prefix=prefix, stop_tokens=[1])
+    writer.write(WRITING, tmp_path, Silent())
+    texts = unpack_sequences(load_arrays(tmp_path / "prompts-00000.safetensors")[0])
+    assert max(len(text) for text in texts) <= len(prefix) + QUESTION_TOKENS
+
+
+def test_a_model_that_asks_nothing_is_told(tmp_path: Path) -> None:
+    writer = PromptWriter.of(Target(tiny_llama(vocab_size=VOCAB)), _tokenizer())
+    writer = replace(writer, stop_tokens=range(VOCAB))
+    with pytest.raises(DataError, match=r"found 0 in 1.. tries; give texts with --data"):
+        writer.write(WRITING, tmp_path, Silent())
+
+
+def test_training_needs_no_texts(stories_file: Path, tmp_path: Path) -> None:
+    request = small_request(stories_file, tmp_path / "drafter")
+    options = DataOptions(tokens=1500, answer_tokens=64)
+    training = replace(request.training, epochs=1)
+    reporter = Silent()
+    result = train_drafter(
+        replace(request, data=(), data_options=options, training=training), reporter
+    )
+    assert result is not None
+    assert reporter.stages[:3] == ["rehearsal", "writing prompts", "generating training text"]
+    assert (tmp_path / "drafter" / "model.safetensors").exists()

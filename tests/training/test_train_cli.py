@@ -1,28 +1,46 @@
 """`redrafter-mlx train`: from files to a drafter that generates, and one line for what is wrong."""
 
-from __future__ import annotations
-
 import json
 import re
+import runpy
 import shlex
+import shutil
+import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 
+from mlx_redrafter.checkpoint_files import read_config
+from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.cli.train import ConsoleReporter, to_use
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter import load as load_drafter
-from mlx_redrafter.training import preparation, resources
+from mlx_redrafter.training import (
+    DataOptions,
+    NetworkOptions,
+    TrainingOptions,
+    preparation,
+    resources,
+    train_drafter,
+)
+from mlx_redrafter.training.files import load_arrays, locking
+from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.teacher import TOP_K
+from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.training_request import CACHE_FOLDER, TrainingRequest
 from tests.helpers.cli import Cli, Result
-from tests.helpers.models import random_drafter, shared_model
+from tests.helpers.equality import ids, stock_tokens
+from tests.helpers.models import ROOT, random_drafter, shared_model
+from tests.models.tiny_models import WINDOW, build, flat_parameters, tiny_config, windowed_config
 from tests.training.conftest import Run, check_drafts, curve_of
+from tests.training.pieces import Silent
 
 
 @pytest.fixture
@@ -48,7 +66,7 @@ def train(model: Path, out: Path, cli: Cli) -> Cli:
 def test_the_folder_is_a_drafter_with_a_card(finished: Run, cli: Cli, model: Path) -> None:
     out = finished.request.out
     card = (out / "README.md").read_text()
-    values = json.loads((out / "config.json").read_text())
+    values = read_config(out)
     assert values["target"]["fingerprint"] in card
     # A card that is shared tells no paths.
     assert "/" not in values["target"]["name"]
@@ -64,26 +82,31 @@ def test_the_folder_is_a_drafter_with_a_card(finished: Run, cli: Cli, model: Pat
     assert check_drafts(cli, model, out, "The")["tokens_per_step"] > 1.3
 
 
+def test_the_texts_that_the_card_reports_on_have_chosen_nothing(finished: Run) -> None:
+    options, folder = finished.request.data_options, finished.request.out / CACHE_FOLDER
+    arrays, _ = load_arrays(folder / "held-out-00000.safetensors")
+    texts = list(Shard(**arrays).texts())
+    student, stats = finished.result.student, finished.result.measured
+    half = simulate(student, texts[options.held_out // 2 :], 5, options.temp)
+    assert (stats.num_tokens, stats.steps) == (half.num_tokens, half.steps)
+    assert "Simulated on 4 of 8 texts" in (finished.request.out / "README.md").read_text()
+
+
 def test_held_out_texts_keep_what_calibration_looks_at(finished: Run) -> None:
     folder = finished.request.out / CACHE_FOLDER
     train, held_out = (
         mx.load(str(folder / f"{part}-00000.safetensors"))["top_ids"]
         for part in ("train", "held-out")
     )
-    vocab_size = json.loads((finished.request.out / "config.json").read_text())["vocab_size"]
+    vocab_size = read_config(finished.request.out)["vocab_size"]
     assert train.shape[1] == TOP_K
     assert held_out.shape[1] == min(TOP_TOKENS, vocab_size) > train.shape[1]
 
 
 def test_stages_are_reported(finished: Run) -> None:
-    assert finished.reporter.stages == [
-        "rehearsal",
-        "reading text",
-        "generating training text",
-        "generating held-out text",
-        "evaluation",
-        "training",
-    ]
+    generating = ["generating training text", "generating held-out text"]
+    stages = ["rehearsal", "reading text", *generating, "evaluation", "training"]
+    assert finished.reporter.stages == stages
     needs, time = finished.reporter.lines[:2]
     sizes = r"B of disk \(the model's outputs .*B, the drafter .*B\), .*B of memory"
     assert re.fullmatch(rf"needs about [\d,]+ tokens, .*{sizes}", needs)
@@ -157,6 +180,25 @@ def test_commands_to_copy_name_all_that_they_need(train: Cli, tmp_path: Path) ->
     assert words[7:] == ["--drafter", str(out)]
 
 
+def test_two_runs_do_not_share_a_folder(train: Cli, out: Path) -> None:
+    with locking(out):
+        assert f"another run trains in {out}; wait for its end" in _refusal(train())
+
+
+def test_a_run_is_continued_from_another_working_folder(
+    train: Cli, out: Path, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train is not None, "it has written the texts"
+    monkeypatch.chdir(out.parent)
+    texts = ("--data", "texts.jsonl", "--cache", "outputs", "--answer-tokens", 24)
+    with monkeypatch.context() as patch:
+        patch.setattr(ConsoleReporter, "progress", _interrupt_reading)
+        assert cli("train", "--out", out, "--model", model, *texts).code == 130
+    monkeypatch.chdir(out)
+    assert cli("train", "--out", out, "--resume", "--dry-run").code == 0
+    assert json.loads((out / "run.json").read_text())["cache"] == str(out.parent / "outputs")
+
+
 def test_options_of_another_version_are_named(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "run.json").write_text('{"fused": true, "epochs": 3}')
     refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
@@ -217,18 +259,14 @@ def test_refusals_are_one_line(train: Cli, out: Path, cli: Cli, finished: Run) -
     assert not (out / "model.safetensors").exists()
 
 
-def test_what_does_not_fit_into_memory_is_refused_before_it_starts(
-    train: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_into_memory(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "read_total_memory", lambda: 2**30)
     assert "of memory, of 1.07 GB 85% can be used" in _refusal(train())
     monkeypatch.setattr(resources, "read_total_memory", lambda: None)  # the system does not say
     assert train("--answer-tokens", 8, "--epochs", 1, "--exit-dim", 16).code == 0
 
 
-def test_a_reduced_head_drafts_for_the_whole_vocabulary(
-    train: Cli, out: Path, cli: Cli, model: Path
-) -> None:
+def test_a_reduced_head_drafts_all_tokens(train: Cli, out: Path, cli: Cli, model: Path) -> None:
     parts = ("--self-generated", 0, "--recipe", "apple", "--draft-vocab", 90)
     assert train("--answer-tokens", 32, "--epochs", 2, *parts).code == 0
     card = (out / "README.md").read_text()
@@ -255,5 +293,67 @@ def test_going_on_from_an_earlier_drafter(train: Cli, out: Path, finished: Run) 
     # It begins with what the earlier one knows: a new one drafts next to nothing at step 0.
     begun, new = (curve_of(folder)[0] for folder in (out, earlier))
     assert begun > new + 0.2
-    shapes = [json.loads((folder / "config.json").read_text()) for folder in (earlier, out)]
+    shapes = [read_config(folder) for folder in (earlier, out)]
     assert shapes[0]["exit_dim"] == shapes[1]["exit_dim"]
+
+
+def test_a_draft_model_from_the_cache_of_a_run(
+    finished: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    """By ``bench/lab/pair/draft_model.py``."""
+    script, out = ROOT / "bench" / "lab" / "pair" / "draft_model.py", tmp_path / "draft-model"
+    words = ["--target", model, "--cache", finished.request.cache_folder, "--out", out]
+    sizes = ["--hidden", 32, "--layers", 1, "--lr", 0.01]
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, [*words, *sizes])])
+    runpy.run_path(str(script), run_name="__main__")
+    values = check_drafts(cli, model, out, "Once upon", "--max-tokens", 40, "--beam-width", 1)
+    assert values["tokens_per_step"] > 1.02
+
+
+# Targets whose layers have windows, chunks or states
+
+PROMPTS = ["One day a cat met a big red dog", "Tom and Sue", "In the park", "The sun"]
+
+
+def save_target(model_type: str, folder: Path) -> None:
+    """Write a random model that has such layers, and the tokenizer of the bundled one."""
+    source = find_bundled("target")
+    shutil.copytree(source, folder)
+    known = read_config(source)
+    make = tiny_config if model_type == "qwen3_5" else windowed_config
+    config = {**make(model_type), "eos_token_id": known["eos_token_id"]}
+    inner = config.get("text_config", config)
+    inner |= {"vocab_size": known["vocab_size"], "max_position_embeddings": 512}
+    if model_type == "qwen3_5":
+        inner["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(flat_parameters(build(config)))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "epochs", "least"),
+    [("gemma3_text", 60, 1.5), ("llama4", 2, 1), ("qwen3_5", 2, 1)],
+)
+def test_from_training_to_drafted_text(
+    model_type: str, epochs: int, least: float, tmp_path: Path, cli: Cli
+) -> None:
+    target, out, file = (tmp_path / name for name in ("target", "drafter", "prompts.txt"))
+    save_target(model_type, target)
+    file.write_text("\n".join(PROMPTS))
+    network = NetworkOptions(exit_dim=64, layers=1)
+    data = DataOptions(answer_tokens=4 * WINDOW, temp=0)
+    training = TrainingOptions(epochs=epochs, batch_tokens=64, num_evaluations=1)
+    options: Any = {"data_options": data, "network": network, "training": training}
+    request = TrainingRequest(str(target), out, prompts=[file], **options)
+    assert train_drafter(request, Silent()) is not None
+    pair = ("--model", target, "--drafter", out, "--prompt", PROMPTS[0])
+    result = cli("generate", *pair, "--max-tokens", 40, "--json", "--beam-width", 2)
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    model, tokenizer, *_ = mlx_lm.load(str(target))
+    prompt = tokenizer.encode(PROMPTS[0])
+    assert len(prompt) > WINDOW
+    assert found["tokens"] == ids(stock_tokens(model, prompt, 40))
+    assert found["tokens_per_step"] >= least
+    assert cli("check", *pair, "--max-tokens", 12).code == 0

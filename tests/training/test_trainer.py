@@ -1,11 +1,16 @@
 """The training loop: the same end however it is interrupted, and what it refuses."""
 
-from __future__ import annotations
-
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +22,6 @@ from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import trainer as trainer_module
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
-from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import load_arrays, save_arrays
 from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.state import STATE_FILE, TrainingProgress
@@ -27,14 +31,9 @@ from mlx_redrafter.training.teacher import Teacher
 from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
-from mlx_redrafter.training_options import (
-    RECIPES,
-    Head,
-    NetworkOptions,
-    Recipe,
-    TrainingOptions,
-)
-from tests.helpers.models import tiny_llama
+from mlx_redrafter.training_options import RECIPES, Head, NetworkOptions, Recipe, TrainingOptions
+from tests.helpers.models import ROOT, shared_model, tiny_llama
+from tests.training.pieces import random_texts
 
 OPTIONS = TrainingOptions(epochs=2, batch_tokens=32, num_evaluations=4, checkpoint_seconds=0)
 
@@ -44,11 +43,7 @@ class TrainingSetup:
 
     def __init__(self, folder: Path):
         self.target = Target(tiny_llama())
-        rng = np.random.default_rng(0)
-        texts = [
-            TokenSequence(rng.integers(0, 64, 24).astype(np.int32), np.arange(24) >= 4)
-            for _ in range(10)
-        ]
+        texts = random_texts([24] * 10, given=4)
         self.cache = TeacherCache(folder / "cache", {})
         for head in ("redrafter", "eagle", "dspark"):
             layers = self.new_student(head).layers
@@ -60,17 +55,10 @@ class TrainingSetup:
         exit_dim = 16 if head == "redrafter" else None
         return new_student(self.target, NetworkOptions(head, exit_dim=exit_dim, length=4))
 
-    def trainer(
-        self,
-        folder: Path,
-        recipe: Recipe = "soft",
-        options: TrainingOptions = OPTIONS,
-        identity: str = '{"a": 1}',
-        total_steps: int | None = None,
-        head: Head = "redrafter",
-    ) -> Trainer:
+    def trainer(self, folder: Path, recipe: Recipe = "soft", **more: Any) -> Trainer:
         """Create a trainer that continues the run in ``folder``, if any."""
-        student = self.new_student(head)
+        options, identity = more.get("options", OPTIONS), more.get("identity", '{"a": 1}')
+        student = self.new_student(more.get("head", "redrafter"))
         student.initialise(compute_head_matrix(self.target), 0)
         stretch = 16 if student.reads_context else 1
         batch_options = BatchOptions(4, options.batch_tokens, options.seed, stretch, student.layers)
@@ -79,7 +67,8 @@ class TrainingSetup:
         request = TrainingRequest(
             "m", folder, data=[folder], resume=True, training=replace(options, recipe=recipe)
         )
-        return Trainer(student, order, held_out.texts, request, identity, total_steps)
+        steps = more.get("total_steps")
+        return Trainer(student, order, held_out.texts, request, identity, steps)
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +103,9 @@ def _assert_close(first: Student, second: Student, atol: float) -> None:
     ("recipe", "head"),
     [*((recipe, "redrafter") for recipe in RECIPES), ("coupled", "medusa"), ("soft", "eagle")],
 )
-def test_every_recipe_learns(
-    setup: TrainingSetup, tmp_path: Path, recipe: Recipe, head: Head
-) -> None:
+def test_recipes_learn(setup: TrainingSetup, tmp_path: Path, recipe: Recipe, head: Head) -> None:
     options = TrainingOptions(epochs=8, batch_tokens=32, num_evaluations=4, lr=1e-2)
-    trainer = setup.trainer(tmp_path, recipe, options, head=head)
+    trainer = setup.trainer(tmp_path, recipe, options=options, head=head)
     trainer.run(_ignore, _ignore)
     losses = [point.loss for point in trainer.progress.curve[1:]]
     assert losses[-1] < 0.8 * losses[0]
@@ -184,9 +171,9 @@ def test_parts_of_a_batch_give_the_same_step(
     setup: TrainingSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = TrainingOptions(epochs=1, batch_tokens=32, num_evaluations=1)
-    whole = setup.trainer(tmp_path / "a", "soft", options).run(_ignore, _ignore)
+    whole = setup.trainer(tmp_path / "a", options=options).run(_ignore, _ignore)
     monkeypatch.setattr(trainer_module, "LOGITS_BYTES", 4 * 64 * 3 * 5)  # five positions at a time
-    parts = setup.trainer(tmp_path / "b", "soft", options).run(_ignore, _ignore)
+    parts = setup.trainer(tmp_path / "b", options=options).run(_ignore, _ignore)
     _assert_close(whole, parts, 2e-4)
 
 
@@ -197,11 +184,11 @@ def test_compiled_steps_are_the_same_steps(
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("MLX compiles for the CPU with a C++ compiler, and there is none")
     options = TrainingOptions(epochs=1, batch_tokens=32, num_evaluations=1, checkpoint_seconds=0)
-    plain = setup.trainer(tmp_path / "a", "soft", options).run(_ignore, _ignore)
+    plain = setup.trainer(tmp_path / "a", options=options).run(_ignore, _ignore)
     monkeypatch.setattr(trainer_module, "compiling_pays", lambda: True)
     with pytest.raises(KeyboardInterrupt):
-        setup.trainer(tmp_path / "b", "soft", options).run(_stop_at(2), _ignore)
-    trainer = setup.trainer(tmp_path / "b", "soft", options)
+        setup.trainer(tmp_path / "b", options=options).run(_stop_at(2), _ignore)
+    trainer = setup.trainer(tmp_path / "b", options=options)
     compiled = trainer.run(_ignore, _ignore)
     assert trainer.progress.step == trainer.progress.total_steps
     _assert_close(plain, compiled, 1e-4)
@@ -218,7 +205,80 @@ def test_the_number_of_steps_may_be_given(setup: TrainingSetup, tmp_path: Path) 
 
 def test_patience_ends_a_run_that_does_not_improve(setup: TrainingSetup, tmp_path: Path) -> None:
     options = TrainingOptions(epochs=50, batch_tokens=32, num_evaluations=100, patience=2, lr=1e-9)
-    trainer = setup.trainer(tmp_path, "soft", options)
+    trainer = setup.trainer(tmp_path, options=options)
     trainer.run(_ignore, _ignore)
     assert len(trainer.progress.curve) == 52, "the first, those of the first half, and two"
     assert trainer.progress.is_done
+
+
+# A run that is killed again and again ends in the same files as one that is not
+
+SCRIPT = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from mlx_redrafter.training import *
+from tests.training.pieces import Silent
+
+model, text, out = sys.argv[1:]
+sizes = NetworkOptions(exit_dim=64, layers=1)
+data = DataOptions(tokens=1500, answer_tokens=32, held_out=4)
+more = {"num_evaluations": 3, "patience": 99, "checkpoint_seconds": 0}
+training = TrainingOptions(epochs=2, batch_tokens=64, **more)
+request = TrainingRequest(model, Path(out), [Path(text)], resume=True, network=sizes)
+train_drafter(replace(request, data_options=data, training=training), Silent())
+"""
+TIMEOUT = 250
+
+
+def _start(text: Path, out: Path) -> subprocess.Popen[bytes]:
+    paths = map(str, (shared_model("stories260k"), text, out))
+    arguments = [sys.executable, "-c", SCRIPT, *paths]
+    return subprocess.Popen(arguments, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + TIMEOUT
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> bool:
+    """Kill -9; whether it was still running."""
+    process.send_signal(signal.SIGKILL)
+    return process.wait() == -signal.SIGKILL
+
+
+def _changes(path: Path) -> Callable[[], bool]:
+    """Make a condition that holds once the file is written again."""
+    before = path.stat().st_mtime_ns if path.exists() else None
+    return lambda: path.exists() and path.stat().st_mtime_ns != before
+
+
+@pytest.mark.timeout(600)
+def test_killed_at_random_moments_and_resumed(stories_file: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    undisturbed = _start(stories_file, whole)
+    state = parts / "state" / STATE_FILE
+    rng = random.Random(4)
+    # While the target reads, while it writes, and while the drafter learns.
+    files = ("train-00000.safetensors", "train-00001.safetensors")
+    moments = [*(parts / "cache" / name for name in files), state]
+    kills = 0
+    for path in moments:
+        process = _start(stories_file, parts)
+        _wait_for(_changes(path), process)
+        time.sleep(rng.random() * 0.3)
+        kills += _kill(process)
+    assert kills >= 2
+    last = _start(stories_file, parts)
+    assert last.wait(TIMEOUT) == 0
+    assert undisturbed.wait(TIMEOUT) == 0
+
+    first, second = (load_arrays(f / "state" / STATE_FILE)[0] for f in (whole, parts))
+    assert first.keys() == second.keys()
+    assert all(mx.array_equal(first[name], second[name]).item() for name in first)
+    for name in ("model.safetensors", "config.json"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()
+    assert not list(parts.rglob(".*"))

@@ -1,7 +1,5 @@
 """Checkpoint folders and configs: what is written is read back; what does not fit is named."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -13,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 
 from mlx_redrafter import Drafter, generate, load_drafter, save_drafter
 from mlx_redrafter.checkpoint_files import (
@@ -31,7 +28,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from tests.conftest import Trained
+from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 
@@ -42,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def test_round_trip(folder: Path) -> None:
+def test_round_trip(folder):
     assert find_checkpoint(folder) == folder
     assert read_config(folder) == {"model_type": "x"}
     assert read_shapes(folder) == {"a": (2, 3), "b": (4,)}
@@ -57,9 +54,7 @@ def test_round_trip(folder: Path) -> None:
     assert set(read_shapes(folder)) == set(read_tensors(folder)) == {"a", "b", "c"}
 
 
-def test_a_file_is_on_the_disk_before_it_replaces_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
     """Otherwise a power cut may leave an empty file in place of both."""
     calls: list[tuple[str, int]] = []
     sync, replace = os.fsync, os.replace
@@ -76,13 +71,13 @@ def test_a_file_is_on_the_disk_before_it_replaces_another(
     monkeypatch.setattr("os.replace", noting_replace)
     write_checkpoint(tmp_path, {"model_type": "x"}, {"a": mx.ones(2)})
     inodes = [(tmp_path / name).stat().st_ino for name in ("model.safetensors", "config.json")]
-    assert calls == [(what, one) for one in inodes for what in ("sync", "replace")]
+    own = tmp_path.stat().st_ino  # a move is on the disk once the folder is
+    moves = [[("sync", one), ("replace", one), ("sync", own)] for one in inodes]
+    assert calls == [call for move in moves for call in move]
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_on_macos_the_drive_has_written_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_refused: bool
-) -> None:
+def test_on_macos_the_drive_has_written_the_file(tmp_path, monkeypatch, is_refused):
     calls: list[object] = []
 
     def full_sync(file: Any, command: int) -> None:
@@ -94,11 +89,11 @@ def test_on_macos_the_drive_has_written_the_file(
     monkeypatch.setattr("fcntl.fcntl", full_sync)
     monkeypatch.setattr("os.fsync", lambda descriptor: calls.append("fsync"))
     write_text(tmp_path / "a.json", "{}")
-    assert calls == [51, "fsync"][: 1 + is_refused]
+    assert calls == 2 * [51, "fsync"][: 1 + is_refused], "the file and its folder"
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_pipe_in_a_folder_is_rejected_and_not_read(folder: Path, name: str) -> None:
+def test_a_pipe_in_a_folder_is_rejected_and_not_read(folder, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     message = rf"expected a regular file, found a pipe.*{name}; remove it"
@@ -110,7 +105,7 @@ def test_a_pipe_in_a_folder_is_rejected_and_not_read(folder: Path, name: str) ->
             readers[name](folder)
 
 
-def test_no_such_folder(folder: Path) -> None:
+def test_no_such_folder(folder):
     for name in ("no-such-folder", "./no/such", "/no/such/folder", "~/no/such/folder", "a/b/c"):
         with pytest.raises(CheckpointError, match=r"no such folder: .*; give a checkpoint folder"):
             find_checkpoint(name)
@@ -124,7 +119,7 @@ def test_no_such_folder(folder: Path) -> None:
         find_checkpoint(folder / "config.json")
 
 
-def test_missing_files(folder: Path) -> None:
+def test_missing_files(folder):
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json in .*found weights alone"):
         read_config(folder)
@@ -145,7 +140,7 @@ def test_missing_files(folder: Path) -> None:
     ],
     ids=["list", "torn", "empty", "deep", "long", "binary"],
 )
-def test_foreign_configs(folder: Path, content: bytes, message: str) -> None:
+def test_foreign_configs(folder, content, message):
     (folder / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_config(folder)
@@ -168,7 +163,7 @@ FOREIGN: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_truncated_and_foreign_weights(folder: Path, kind: str) -> None:
+def test_truncated_and_foreign_weights(folder, kind):
     path = folder / "model.safetensors"
     path.write_bytes(FOREIGN[kind](path.read_bytes()))
     for read in (read_shapes, read_tensors):
@@ -176,7 +171,7 @@ def test_truncated_and_foreign_weights(folder: Path, kind: str) -> None:
             read(folder)
 
 
-def test_failed_writing_leaves_the_old_file(folder: Path) -> None:
+def test_failed_writing_leaves_the_old_file(folder):
     def fail(path: Path) -> None:
         path.write_text("half")
         raise OSError("disk full")
@@ -195,20 +190,22 @@ PLAIN = write(drafter=None)
 
 
 def _assert_same_drafter(found: Drafter, expected: Drafter) -> None:
-    assert found.config == expected.config
-    leaves, truth = (dict(tree_flatten(d.parameters())) for d in (found, expected))
-    assert leaves.keys() == truth.keys()
-    for name, leaf in leaves.items():
-        assert leaf.dtype == truth[name].dtype, name
-        assert mx.array_equal(leaf, truth[name]).item(), name
+    assert (found.config, found.dtype) == (expected.config, expected.dtype)
+    assert_same_weights(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("rnn", [True, False])
-@pytest.mark.parametrize(("layers", "exit_dim"), [(0, 64), (0, 96), (2, 64), (3, 96)])
-def test_round_trip_and_text(
-    dtype: mx.Dtype, rnn: bool, layers: int, exit_dim: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "rnn", "layers", "exit_dim"),
+    [
+        (mx.float32, True, 0, 64),
+        (mx.float16, False, 0, 96),
+        (mx.bfloat16, True, 2, 64),
+        (mx.float32, False, 3, 96),
+        (mx.float16, True, 3, 64),
+        (mx.bfloat16, False, 2, 96),
+    ],
+)
+def test_round_trip_and_text(dtype, rnn, layers, exit_dim, tmp_path):
     sizes = {"num_draft_layers": layers, "exit_dim": exit_dim}
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, rnn=rnn, dtype=dtype, **sizes)
     _assert_round_trip(drafter, tmp_path / "drafter", {"made_by": "a test"})
@@ -217,21 +214,20 @@ def test_round_trip_and_text(
     assert files == ["config.json", "model.safetensors"]
 
 
-def _assert_round_trip(drafter: Drafter, folder: Path, provenance: Any = None) -> Drafter:
+def _assert_round_trip(drafter: Drafter, folder: Path, provenance: Any = None) -> None:
     """What is written is read back, and leaves a text as it is."""
     save_drafter(drafter, folder, provenance)
     loaded = load_drafter(folder)
     _assert_same_drafter(loaded, drafter)
     assert write(drafter=loaded) == PLAIN
-    return loaded
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("exit_dim", [64, 40])
-def test_quantised_round_trip_and_text(bits: int, exit_dim: int, tmp_path: Path) -> None:
+def test_quantised_round_trip_and_text(bits, exit_dim, tmp_path):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, exit_dim=exit_dim)
     quantize_drafter(drafter, bits, 32)
-    assert _assert_round_trip(drafter, tmp_path).dtype == mx.float32
+    _assert_round_trip(drafter, tmp_path)
     quantization = json.loads((tmp_path / "config.json").read_text())["quantization"]
     assert quantization == {"group_size": 32, "bits": bits}
     # A used drafter can be pickled.
@@ -241,13 +237,7 @@ def test_quantised_round_trip_and_text(bits: int, exit_dim: int, tmp_path: Path)
     assert mx.array_equal(copy.log_probs(hidden, state[None], copy.hidden_term(hidden)), found)
 
 
-def test_partial_head_round_trip(tmp_path: Path) -> None:
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=10)
-    drafter.token_ids = mx.array([50, 1, 2, 3, 4, 60, 6, 7, 8, 9], dtype=mx.int32)
-    _assert_round_trip(drafter, tmp_path)
-
-
-def test_token_ids_that_would_break_a_tree_are_refused(tmp_path: Path) -> None:
+def test_token_ids_that_would_break_a_tree_are_refused(tmp_path):
     """Equal siblings would both be accepted; ids out of range would read foreign memory."""
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=3)
     for token_ids, message in (
@@ -275,7 +265,7 @@ def _save_with(
     (folder / "new.safetensors").replace(folder / "model.safetensors")
 
 
-def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_every_tensor_that_does_not_fit_is_named(tmp_path):
     def change(tensors: dict[str, Any]) -> dict[str, Any]:
         del tensors["rnn_u.bias"]
         tensors["lm_head.1.weight"] = mx.zeros((VOCAB_SIZE, 5))
@@ -301,9 +291,7 @@ def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_weights_that_are_no_numbers_are_named(
-    value: float, bits: int | None, tmp_path: Path
-) -> None:
+def test_weights_that_are_no_numbers_are_named(value, bits, tmp_path):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     if bits:
         quantize_drafter(drafter, bits, 32)
@@ -314,7 +302,7 @@ def test_weights_that_are_no_numbers_are_named(
         load_drafter(tmp_path)
 
 
-def test_impossible_quantisation(tmp_path: Path) -> None:
+def test_impossible_quantisation(tmp_path):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     for quantization, message in (
         ([4], 'expected "quantization" to be an object'),
@@ -329,7 +317,7 @@ def test_impossible_quantisation(tmp_path: Path) -> None:
         quantize_drafter(drafter, 4, 128)
 
 
-def test_a_claim_in_the_config_allocates_nothing(tmp_path: Path) -> None:
+def test_a_claim_in_the_config_allocates_nothing(tmp_path):
     """The weights of a 16-million-row head would not fit into memory."""
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     save_drafter(drafter, tmp_path, {"vocab_size": 2**24, "exit_dim": 2**20})
@@ -339,7 +327,7 @@ def test_a_claim_in_the_config_allocates_nothing(tmp_path: Path) -> None:
     assert mx.get_peak_memory() - before < 2**20
 
 
-def test_weights_are_in_memory_after_loading(stories: Trained, tmp_path: Path) -> None:
+def test_weights_are_in_memory_after_loading(stories, tmp_path):
     """A file that is replaced or deleted later must not matter."""
     save_drafter(stories.drafter, tmp_path)
     loaded = load_drafter(tmp_path)
@@ -348,15 +336,12 @@ def test_weights_are_in_memory_after_loading(stories: Trained, tmp_path: Path) -
 
 
 DRAFTER: dict[str, Any] = {
-    "model_type": "recurrent_drafting_drafter",
-    "vocab_size": 100,
-    "hidden_size": 16,
-    "exit_dim": 32,
-    "num_draft_layers": 2,
-}
+    "model_type": "recurrent_drafting_drafter", "vocab_size": 100, "hidden_size": 16,
+    "exit_dim": 32, "num_draft_layers": 2,
+}  # fmt: skip
 
 
-def test_sizes_of_a_shape() -> None:
+def test_sizes_of_a_shape():
     """2 <= N <= 1 + 4 W (L - 1); merged beams have at most 1 + W (L - 1) nodes."""
     for plan, nodes, max_nodes, level in (
         (DraftPlan.of(), 9, 65, 16),
@@ -392,9 +377,7 @@ BAD: list[tuple[Any, str, tuple[Any, ...], str]] = [
 
 
 @pytest.mark.parametrize(("make", "field", "values", "message"), BAD, ids=str)
-def test_impossible_shapes_and_sampling(
-    make: Any, field: str, values: tuple[Any, ...], message: str
-) -> None:
+def test_impossible_shapes_and_sampling(make, field, values, message):
     for value in values:
         with pytest.raises(ConfigError) as caught:
             make(**{field: value})
@@ -403,7 +386,7 @@ def test_impossible_shapes_and_sampling(
     SamplingParams(temp=100, top_p=1, min_p=1, top_k=10**6, seed=2**32 - 1)
 
 
-def test_drafter_configs_are_read_back_and_keys_of_other_programs_ignored() -> None:
+def test_drafter_configs_are_read_back_and_keys_of_other_programs_ignored():
     config = DrafterConfig(100, 16, 40, 0, rnn=True, draft_top_k=50, draft_vocab_size=60)
     assert DrafterConfig.from_dict(config.to_dict()) == config
     assert (config.has_input_proj, config.head_rows) == (True, 60)
@@ -413,7 +396,7 @@ def test_drafter_configs_are_read_back_and_keys_of_other_programs_ignored() -> N
     assert (config.has_input_proj, config.head_rows) == (False, 100)
 
 
-def test_impossible_drafter_configs() -> None:
+def test_impossible_drafter_configs():
     for change, message in (
         ({"model_type": "llama"}, "expected a drafter with model_type .*, found 'llama'"),
         ({"vocab_size": None}, "out of range: drafter vocab_size must be an integer .*None"),

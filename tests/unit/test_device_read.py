@@ -3,8 +3,6 @@
 Steps that choose which drafts they verify wait for the draft as well.
 """
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -45,24 +43,6 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def test_the_recorder_sees_every_way_to_read(events: list[str]) -> None:
-    """Otherwise the tests below could pass for want of eyes."""
-    one = mx.array(1)
-    one.item()
-    one.reshape(1).tolist()
-    int(one)
-    float(one)
-    bool(one)
-    _ = [0, 1][one]
-    list(mx.array([1]))
-    mx.eval(one)
-    mx.async_eval(one)
-    mx.synchronize()
-    seen = "item tolist __int__ __float__ __bool__ __index__ __iter__".split()
-    reads = [f"read by {name}" for name in seen]
-    assert events == [*reads, "wait by eval", "dispatch", "wait by synchronize"]
-
-
 def _run(stories: Trained, events: list[str], **options: Any) -> list[list[str]]:
     """The events of each of 50 steps, from one first token of a step to the next step's."""
     # An engine of its own: what other tests have learned would change how often it drafts.
@@ -97,16 +77,12 @@ SAMPLING: dict[str, Any] = {"temp": 0.9, "seed": 1, "top_p": 0.9}
     ],
     ids=str,
 )
-def test_a_step_reads_its_outcome_while_the_device_has_work(
-    stories: Trained, events: list[str], options: dict[str, Any], expected: list[str]
-) -> None:
+def test_a_step_reads_its_outcome_while_the_device_has_work(stories, events, options, expected):
     steps = _run(stories, events, **{"drafter": stories.drafter, **options})
     assert steps == [expected] * STEPS
 
 
-def test_a_step_that_chooses_its_drafts_reads_what_is_known_of_them_as_well(
-    stories: Trained, events: list[str]
-) -> None:
+def test_a_step_that_chooses_its_drafts_reads_what_is_known_of_them_as_well(stories, events):
     steps = _run(stories, events, drafter=stories.drafter)
     assert len(steps) == STEPS
     for step in steps:
@@ -124,8 +100,8 @@ def test_a_step_that_chooses_its_drafts_reads_what_is_known_of_them_as_well(
 @pytest.mark.parametrize("options", [{}, {"temp": 0.9, "seed": 1}], ids=str)
 @pytest.mark.parametrize("has_drafter", [False, True])
 def test_a_batch_reads_what_is_dispatched_and_nothing_made_of_it(
-    stories: Trained, monkeypatch: pytest.MonkeyPatch, has_drafter: bool, options: dict[str, Any]
-) -> None:
+    stories, monkeypatch, has_drafter, options
+):
     """MLX would compute a part of an array behind all that is dispatched meanwhile."""
     graphs: list[str] = []
     for name in ("to_ints", "to_floats", "to_rows"):

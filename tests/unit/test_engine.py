@@ -1,7 +1,5 @@
 """An engine: threads, cancelling, what it remembers, conversations, and the end of memory."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import subprocess
@@ -10,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +26,7 @@ from mlx_redrafter.errors import ConfigError, ResourceError
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
-from tests.conftest import Trained
+from tests.helpers.equality import tokens
 from tests.helpers.models import ROOT, ByteTokenizer, random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config
 
@@ -54,14 +51,7 @@ def engine(model: nn.Module, request: pytest.FixtureRequest, monkeypatch: Any) -
     return Engine(model, wrapped_tokenizer(VOCAB_SIZE), DRAFTERS[request.param](model))
 
 
-def _plain(model: nn.Module, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
-    tokenizer = wrapped_tokenizer(VOCAB_SIZE)
-    options = {"drafter": None, "max_tokens": max_tokens, **options}
-    responses = stream_generate(model, tokenizer, prompt, **options)
-    return [response.token for response in responses]
-
-
-def test_a_stream_belongs_to_one_thread(engine: Engine) -> None:
+def test_a_stream_belongs_to_one_thread(engine):
     stream = engine.stream(PROMPT, max_tokens=3)
     next(stream)
     with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="read it in one thread"):
@@ -69,7 +59,7 @@ def test_a_stream_belongs_to_one_thread(engine: Engine) -> None:
     assert len(list(stream)) == 2
 
 
-def test_another_thread_cancels_a_text(engine: Engine) -> None:
+def test_another_thread_cancels_a_text(engine):
     stream = engine.stream(PROMPT, max_tokens=-1)
     found = [next(stream) for _ in range(3)]
     with ThreadPoolExecutor(1) as pool:
@@ -80,7 +70,7 @@ def test_another_thread_cancels_a_text(engine: Engine) -> None:
     assert list(engine.stream(PROMPT, max_tokens=3)), "the engine goes on"
 
 
-def test_a_text_is_cancelled_while_its_prompt_is_processed(engine: Engine) -> None:
+def test_a_text_is_cancelled_while_its_prompt_is_processed(engine):
     done: list[int] = []
 
     def on_progress(processed: int, total: int) -> None:
@@ -95,14 +85,14 @@ def test_a_text_is_cancelled_while_its_prompt_is_processed(engine: Engine) -> No
 
 
 @pytest.mark.parametrize("size", [0, -1, "4"])
-def test_a_chunk_of_no_size_is_named(engine: Engine, size: Any) -> None:
+def test_a_chunk_of_no_size_is_named(engine, size):
     stream = engine.stream(PROMPT, max_tokens=3, prompt_chunk_size=lambda done: size)
     message = f"prompt_chunk_size must be an integer at least 1, got {size!r}"
     with pytest.raises(ConfigError, match=message):
         list(stream)
 
 
-def test_a_closed_engine_ends_its_texts_and_begins_none(engine: Engine) -> None:
+def test_a_closed_engine_ends_its_texts_and_begins_none(engine):
     with engine.stream(PROMPT, max_tokens=-1) as stream:
         next(stream)
     assert list(stream) == []
@@ -115,9 +105,7 @@ def test_a_closed_engine_ends_its_texts_and_begins_none(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("is_batch", [False, True])
-def test_an_engine_that_is_closed_while_a_text_is_opened_ends_it(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, is_batch: bool
-) -> None:
+def test_an_engine_that_is_closed_while_a_text_is_opened_ends_it(model, monkeypatch, is_batch):
     """To open a text may have steps timed, for seconds; then nobody would end it."""
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), "lookup")
     name = "_share" if is_batch else "_open"
@@ -128,7 +116,7 @@ def test_an_engine_that_is_closed_while_a_text_is_opened_ends_it(
 
 
 @pytest.mark.parametrize("shape", [{}, {"beam_width": 2}])
-def test_another_thread_reads_the_log_probabilities(engine: Engine, shape: dict[str, Any]) -> None:
+def test_another_thread_reads_the_log_probabilities(engine, shape):
     """Also once the thread that made them has ended, as with mlx-lm."""
     options: dict[str, Any] = {"max_tokens": 9, **shape}
 
@@ -143,7 +131,7 @@ def test_another_thread_reads_the_log_probabilities(engine: Engine, shape: dict[
     assert {one.logprobs.shape for one in found} == {(VOCAB_SIZE,)}
 
 
-def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:
+def test_memories_last_as_long_as_their_owners(model):
     memories, other = LearnedStates(), tiny_llama(seed=5)
     drafter = random_drafter(VOCAB_SIZE, 32)
     memory = memories.of(other, drafter)
@@ -159,12 +147,12 @@ def test_memories_last_as_long_as_their_owners(model: nn.Module) -> None:
     assert len(memories._known) == 1
 
 
-def test_lookup_is_the_default(model: nn.Module) -> None:
+def test_lookup_is_the_default(model):
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE))
     assert isinstance(engine.proposer, Lookup)
     text = [1, 2, 3, 4, 5, 6, 7, 8] * 6
     responses = list(engine.stream(text, max_tokens=30))
-    assert [r.token for r in responses] == _plain(model, text, 30)
+    assert [r.token for r in responses] == tokens(model, text, max_tokens=30)
 
 
 SCRIPT = """
@@ -189,7 +177,7 @@ print("written")
 """
 
 
-def test_threads_that_have_ended_do_not_abort_the_process() -> None:
+def test_threads_that_have_ended_do_not_abort_the_process():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -219,22 +207,22 @@ def _tokenizer(kept: int | None = None) -> TokenizerWrapper:
     return wrapper
 
 
+def _prompt(conversation: Conversation, text: str, kept: int | None = None) -> list[int]:
+    """Encode a conversation with one more message of the user."""
+    asked = [*conversation.messages, {"role": "user", "content": text}]
+    return encode_chat(_tokenizer(kept), asked)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize(("sampling", "kept"), [({}, 5), ({"temp": 0.9, "seed": 3}, None)])
-def test_answers_are_those_of_plain_decoding(
-    model: nn.Module,
-    monkeypatch: pytest.MonkeyPatch,
-    drafter: str,
-    sampling: dict[str, Any],
-    kept: int | None,
-) -> None:
+def test_answers_are_those_of_plain_decoding(model, monkeypatch, drafter, sampling, kept):
     monkeypatch.setattr("mlx_redrafter.proposers.draft_model.check_ids", lambda *_: None)
     _assert_plain_answers(model, DRAFTERS[drafter](model), kept, sampling)
 
 
 @pytest.mark.parametrize("kept", [None, 5])
 @pytest.mark.parametrize("model_type", ["qwen3_5", "mamba2"])
-def test_answers_of_models_with_states(model_type: str, kept: int | None) -> None:
+def test_answers_of_models_with_states(model_type, kept):
     """A state cannot be cut where a template shortens, and the tokens in it may be unknown."""
     config = tiny_config(model_type)
     sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512}
@@ -246,19 +234,18 @@ def test_answers_of_models_with_states(model_type: str, kept: int | None) -> Non
 def _assert_plain_answers(
     model: nn.Module, drafter: Any, kept: int | None, sampling: dict[str, Any]
 ) -> None:
-    tokenizer = _tokenizer(kept)
-    conversation = Conversation(Engine(model, tokenizer, drafter), "BE GOOD")
+    conversation = Conversation(Engine(model, _tokenizer(kept), drafter), "BE GOOD")
     for text in ASKED:
-        asked = [*conversation.messages, {"role": "user", "content": text}]
+        plain = tokens(model, _prompt(conversation, text, kept), max_tokens=14, **sampling)
+        before = conversation.messages[:]
         found = list(conversation.ask(text, max_tokens=14, **sampling))
-        prompt = encode_chat(tokenizer, asked)
-        plain = stream_generate(model, tokenizer, prompt, drafter=None, max_tokens=14, **sampling)
-        assert [one.token for one in found] == [one.token for one in plain]
+        assert [one.token for one in found] == plain
         answer = {"role": "assistant", "content": "".join(one.text for one in found)}
-        assert conversation.messages == [*asked, answer]
+        asked = {"role": "user", "content": text}
+        assert conversation.messages == [*before, asked, answer]
 
 
-def test_only_what_is_new_is_read(model: nn.Module) -> None:
+def test_only_what_is_new_is_read(model):
     conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
     read: list[int] = []
     options: dict[str, Any] = {"prompt_progress_callback": lambda done, total: read.append(total)}
@@ -269,9 +256,7 @@ def test_only_what_is_new_is_read(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "network"])
-def test_a_turn_drafts_from_the_turns_before_it(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch, drafter: str
-) -> None:
+def test_a_turn_drafts_from_the_turns_before_it(model, monkeypatch, drafter):
     engine, begun = Engine(model, _tokenizer(), DRAFTERS[drafter](model)), list[Contexts]()
     init: Any = LookupDrafting.__init__
     begin = lambda *args: begun.append(args[1]) or init(*args)  # noqa: E731
@@ -287,9 +272,7 @@ def test_a_turn_drafts_from_the_turns_before_it(
     assert bool(begun[0].candidates(begun[0].end.key)[0]) == (drafter == "lookup")
 
 
-def test_contexts_that_another_thread_adds_to_leave_a_text_as_it_is(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contexts_that_another_thread_adds_to_leave_a_text_as_it_is(model, monkeypatch):
     grow: Any = LookupDrafting._grow
 
     def disturbed(one: LookupDrafting, *args: Any) -> Any:
@@ -298,56 +281,46 @@ def test_contexts_that_another_thread_adds_to_leave_a_text_as_it_is(
 
     monkeypatch.setattr(LookupDrafting, "_grow", disturbed)
     options = {"beam_width": 2, "beam_length": 4, "tree_nodes": 8, "history": Contexts()}
-    text = _plain(model, PROMPT, 40, drafter="lookup", **options)
-    assert text == _plain(model, PROMPT, 40)
+    text = tokens(model, PROMPT, "lookup", max_tokens=40, **options)
+    assert text == tokens(model, PROMPT, max_tokens=40)
 
 
-def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model: nn.Module) -> None:
-    tokenizer = _tokenizer()
-    conversation = Conversation(Engine(model, tokenizer, "lookup"))
+def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model):
+    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
     answer = conversation.ask(ASKED[0], max_tokens=50)
     text = "".join(next(answer).text for _ in range(5))
     answer.close()  # type: ignore[attr-defined]
     assert conversation.messages[-1]["content"] == text
-    asked = [*conversation.messages, {"role": "user", "content": ASKED[1]}]
-    plain = stream_generate(
-        model, tokenizer, encode_chat(tokenizer, asked), drafter=None, max_tokens=20
-    )
-    found = conversation.ask(ASKED[1], max_tokens=20)
-    assert [one.token for one in found] == [one.token for one in plain]
+    plain = tokens(model, _prompt(conversation, ASKED[1]), max_tokens=20)
+    assert [one.token for one in conversation.ask(ASKED[1], max_tokens=20)] == plain
 
 
 @pytest.mark.parametrize("num_kept", [0, 2])
-def test_a_chat_whose_messages_were_taken_away_reads_what_is_left(
-    model: nn.Module, num_kept: int
-) -> None:
-    tokenizer = _tokenizer()
-    conversation = Conversation(Engine(model, tokenizer, "lookup"))
+def test_a_chat_whose_messages_were_taken_away_reads_what_is_left(model, num_kept):
+    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
     while conversation.num_left_out < 3:
         list(conversation.ask("TELL ME MORE OF THIS, PLEASE", max_tokens=40))
     del conversation.messages[num_kept:]
-    asked = [*conversation.messages, {"role": "user", "content": "AND YOU"}]
-    prompt = encode_chat(tokenizer, asked)
-    found = [one.token for one in conversation.ask("AND YOU", max_tokens=9)]
-    assert found == _plain(model, prompt, 9)
+    plain = tokens(model, _prompt(conversation, "AND YOU"), max_tokens=9)
+    assert [one.token for one in conversation.ask("AND YOU", max_tokens=9)] == plain
     assert conversation.num_left_out == 0
 
 
-def test_a_second_answer_leaves_the_first_one_alone(model: nn.Module) -> None:
+def test_a_second_answer_leaves_the_first_one_alone(model):
     conversation = Conversation(Engine(model, _tokenizer(), None))
     list(conversation.ask("HELLO", max_tokens=8))
-    asked = [*conversation.messages, {"role": "user", "content": "AND YOU"}]
+    plain = tokens(model, _prompt(conversation, "AND YOU"), max_tokens=20)
     first = conversation.ask("AND YOU", max_tokens=20)
     found = [next(first).token for _ in range(3)]
     conversation.messages = [{"role": "user", "content": "OTHER"}]  # which the cache does not hold
     with pytest.raises(ConfigError, match="another answer of this conversation has not ended"):
         next(conversation.ask("ANEW", max_tokens=8))
     found += [one.token for one in first]
-    assert found == _plain(model, encode_chat(_tokenizer(), asked), 20)
+    assert found == plain
     assert len(list(conversation.ask("ANEW", max_tokens=8))) == 8
 
 
-def test_what_is_refused_changes_nothing(model: nn.Module) -> None:
+def test_what_is_refused_changes_nothing(model):
     conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
     list(conversation.ask(ASKED[0], max_tokens=8))
     before = list(conversation.messages)
@@ -371,9 +344,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return left
 
 
-def test_a_text_ends_at_the_second_short_reading(
-    stories: Trained, readings: list[bool], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_ends_at_the_second_short_reading(stories, readings, caplog):
     cache = make_prompt_cache(stories.model)
     text = []
     with caplog.at_level(logging.WARNING):
@@ -395,7 +366,7 @@ def test_a_text_ends_at_the_second_short_reading(
     assert len(generate(stories.model, stories.tokenizer, TALE, max_tokens=END)) == len(stock)
 
 
-def test_one_short_reading_ends_nothing(stories: Trained, readings: list[bool]) -> None:
+def test_one_short_reading_ends_nothing(stories, readings):
     readings += [True, False] * 6
     stock = mlx_lm.generate(stories.model, stories.tokenizer, TALE, max_tokens=70)
     assert generate(stories.model, stories.tokenizer, TALE, max_tokens=70) == stock
@@ -406,17 +377,17 @@ def test_one_short_reading_ends_nothing(stories: Trained, readings: list[bool]) 
     assert "\n" not in str(caught.value)
 
 
-def test_all_texts_of_a_batch_end(stories: Trained, readings: list[bool]) -> None:
+def test_all_texts_of_a_batch_end(stories, readings):
     engine = Engine(stories.model, stories.tokenizer)
-    tokens: list[list[Any]] = [[], []]
+    found: list[list[Any]] = [[], []]
     for number, response in engine.stream_batch([TALE, TALE], max_tokens=100, seed=0):
-        tokens[number].append(response)
+        found[number].append(response)
         readings[:] = [True] * 100
-    assert [(len(one), one[-1].finish_reason) for one in tokens] == [(END, "length")] * 2
+    assert [(len(one), one[-1].finish_reason) for one in found] == [(END, "length")] * 2
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS reports a level of pressure")
-def test_the_reading_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reading_of_linux(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_sizes, "MEMINFO", tmp_path / "meminfo")
     for available, is_short in (("900", True), ("90000", False), (None, False)):
         last = "" if available is None else f"MemAvailable:  {available} kB\n"
@@ -424,7 +395,7 @@ def test_the_reading_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert memory_sizes.is_memory_short() == is_short
 
 
-def test_the_reading_of_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reading_of_macos(monkeypatch):
     """Without macOS's function the pressure is 0, which is not short."""
     if sys.platform != "darwin":
         assert memory_sizes._read_pressure() == 0
@@ -434,7 +405,7 @@ def test_the_reading_of_macos(monkeypatch: pytest.MonkeyPatch) -> None:
         assert memory_sizes.is_memory_short() == is_short
 
 
-def test_the_wired_limit_is_a_switch(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wired_limit_is_a_switch(stories, monkeypatch):
     wired: list[Any] = []
     limit = lambda model, _: wired.append(model) or nullcontext()  # noqa: E731
     monkeypatch.setattr(memory_guard, "wired_limit", limit)
@@ -444,9 +415,7 @@ def test_the_wired_limit_is_a_switch(stories: Trained, monkeypatch: pytest.Monke
         assert len(wired) == expected
 
 
-def test_texts_that_end_in_any_order_share_the_wired_limit(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_that_end_in_any_order_share_the_wired_limit(model, monkeypatch):
     limits = [0]
 
     @contextmanager

@@ -1,7 +1,5 @@
 """A text on a terminal: what is left on the screen is the text, and its speed while it grows."""
 
-from __future__ import annotations
-
 import io
 import re
 from types import SimpleNamespace
@@ -62,7 +60,7 @@ def always_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(st.text("ab [/]\n", max_size=30), max_size=12))
-def test_the_text_is_left_on_the_screen(pieces: list[str]) -> None:
+def test_the_text_is_left_on_the_screen(pieces):
     """Long lines, marks of rich and all, and nothing else."""
     expected = "".join(pieces)
     rows = screen_of(expected.replace("\n", "\r\n"))
@@ -70,14 +68,14 @@ def test_the_text_is_left_on_the_screen(pieces: list[str]) -> None:
     assert not any(screen_of(write(pieces))[len(rows) :])
 
 
-def test_the_speed_is_shown_while_the_text_grows() -> None:
+def test_the_speed_is_shown_while_the_text_grows():
     output = write(["one ", "two\n", "three"])
     growing = output[: output.index("\r", output.index("three"))]
     assert screen_of(growing)[:4] == ["one two", "three", "5.0 tokens/s, 33%", "drafted"]
     assert "tokens/s" not in " ".join(screen_of(output))
 
 
-def test_drafts_are_coloured_on_request_and_controls_never_reach_the_terminal() -> None:
+def test_drafts_are_coloured_on_request_and_controls_never_reach_the_terminal():
     pieces = ["a", "b", "\x1b[31m\x07\r"]
     assert "\x1b[32mb" in write(pieces, shows_drafts=True)
     assert "\x1b[32m" not in write(pieces)
@@ -86,7 +84,7 @@ def test_drafts_are_coloured_on_request_and_controls_never_reach_the_terminal() 
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_controls_reach_a_pipe_alone(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+def test_controls_reach_a_pipe_alone(monkeypatch, is_terminal):
     """`try` prints so, and every command on a terminal that cannot move its cursor."""
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)

@@ -1,11 +1,8 @@
 """`load`: what it returns, and the order of its checks; importing without a back end."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,19 +11,18 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_redrafter import Drafter, generate, load, load_drafter, save_drafter
-from mlx_redrafter.checkpoints.bundled import find_bundled
+from mlx_redrafter.checkpoints.bundled import bundled_drafters, expand_name, find_bundled
+from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.proposers import redrafter
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter.precision import quantised_copy
-from tests.conftest import Trained
+from tests.helpers.cli import run
 from tests.helpers.models import random_drafter
 
 
-def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
-    stories: Trained, drafter_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(stories, drafter_folder, monkeypatch):
     monkeypatch.setattr(redrafter, "tune", lambda drafter, target: quantised_copy(drafter))
     assert quantization_of(load(stories.folder, drafter=drafter_folder, tune=False)[2]) is None
     model, tokenizer, drafter = load(stories.folder, drafter=drafter_folder)
@@ -37,24 +33,20 @@ def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(
 
 
 @pytest.mark.parametrize("is_precise", [False, True])
-def test_what_drafts_for_a_float32_model_is_in_float32_too(
-    tmp_path: Path, is_precise: bool
-) -> None:
+def test_what_drafts_for_a_float32_model_is_in_float32_too(tmp_path, is_precise):
     folder = tmp_path / "target"
     shutil.copytree(find_bundled("target"), folder)
     if is_precise:
         weights = mx.load(str(folder / "model.safetensors"))
-        assert isinstance(weights, dict)
         precise = {name: tensor.astype(mx.float32) for name, tensor in weights.items()}
         mx.save_safetensors(str(folder / "model.safetensors"), precise)
     _, _, drafter = load(folder, drafter=find_bundled("drafter"))
-    assert isinstance(drafter, Drafter)
     assert {tensor.dtype for _, tensor in tree_flatten(drafter.parameters())} == {
         mx.float32 if is_precise else mx.float16
     }
 
 
-def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_mlx_lm(stories, monkeypatch):
     seen: dict[str, Any] = {}
     stock: Any = mlx_lm.load
     record = lambda path, **more: seen.update(more) or stock(path, **more)  # noqa: E731
@@ -67,9 +59,7 @@ def test_options_reach_mlx_lm(stories: Trained, monkeypatch: pytest.MonkeyPatch)
     assert seen["tokenizer_config"] == {"trust_remote_code": False}, "transformers would ask"
 
 
-def test_cheap_checks_come_first(
-    stories: Trained, drafter_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cheap_checks_come_first(stories, drafter_folder, tmp_path, monkeypatch):
     """Before the model is read, and all but the last before the drafter's weights are."""
     monkeypatch.setattr(mlx_lm, "load", None)
     folder = shutil.copytree(stories.folder, tmp_path / "model")
@@ -109,10 +99,21 @@ except ImportError as error:
 """
 
 
-def test_no_back_end() -> None:
+def test_no_back_end():
     done = subprocess.run(
         [sys.executable, "-c", NO_BACKEND], capture_output=True, text=True, check=True
     )
     (line,) = done.stdout.splitlines()
     assert "mlx[cpu]" in line
     assert "mlx[cuda13]" in line
+
+
+def test_a_drafter_of_the_package_has_a_name(stories, tmp_path, capsys, monkeypatch):
+    (folder,) = bundled_drafters()
+    assert Pair(drafter=folder.name).drafter_name == str(folder)
+    assert f"whose names --drafter takes: {folder.name}" in run(capsys, "list").err
+    with pytest.raises(CheckpointError, match="does not match the target's"):
+        load(stories.folder, drafter=folder.name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / folder.name).mkdir()
+    assert expand_name(folder.name) == folder.name, "a folder here"

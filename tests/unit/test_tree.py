@@ -1,7 +1,5 @@
 """Token trees: ancestors, padding and static sizes, alone and beside each other, and `top_k`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -25,7 +23,7 @@ from tests.helpers.recurrent_search import expand
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=40))
-def test_ancestor_mask_marks_every_node_above(draws: list[int]) -> None:
+def test_ancestor_mask_marks_every_node_above(draws):
     parents = [0, *(draw % (n + 1) for n, draw in enumerate(draws))]
     found = ancestor_mask(mx.array(parents, dtype=mx.int32), len(parents))
     assert np.array_equal(np.array(found), ancestors(parents))
@@ -36,7 +34,7 @@ def _expansion(tokens: Iterable[int], scores: Any, parents: Iterable[int]) -> Ex
     return Expansion(next(places), mx.array(scores, dtype=mx.float32), next(places))
 
 
-def test_of_equal_scores_the_parent_comes_first() -> None:
+def test_of_equal_scores_the_parent_comes_first():
     # A certain continuation costs nothing, so that child and parent tie.
     expansion = _expansion(range(1, 7), [-0.5] * 6, [-1, -1, -1, 0, 0, 1])
     for nodes in range(2, 8):
@@ -45,9 +43,7 @@ def test_of_equal_scores_the_parent_comes_first() -> None:
 
 
 @given(st.integers(2, 16), st.data())
-def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(
-    length: int, data: st.DataObject
-) -> None:
+def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(length, data):
     drafted = length - 1
     losses = data.draw(st.lists(st.floats(0, 5, width=32), min_size=drafted, max_size=drafted))
     scores = -np.cumsum(losses, dtype=np.float32)
@@ -64,9 +60,7 @@ def test_a_chain_is_what_the_best_nodes_and_the_one_beam_are(
 
 
 @given(st.integers(2, 4), st.integers(2, 5), st.data())
-def test_the_first_nodes_of_a_tree_are_the_smaller_tree(
-    width: int, length: int, data: st.DataObject
-) -> None:
+def test_the_first_nodes_of_a_tree_are_the_smaller_tree(width, length, data):
     size = data.draw(st.integers(2, DraftShape(width, length).max_nodes))
     smaller = data.draw(st.integers(2, size))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -88,7 +82,7 @@ def _assert_same(found: TokenTree, wanted: TokenTree) -> None:
 
 
 @pytest.mark.parametrize(("parents", "size"), [(1, 8), (3, 10), (3, 16), (4, 12)])
-def test_padding_leaves_the_nodes_of_a_tree_alone(parents: int, size: int) -> None:
+def test_padding_leaves_the_nodes_of_a_tree_alone(parents, size):
     """Six beams that share some of the tokens after the root."""
     width = 6
     above = [beam % parents for beam in range(width)]
@@ -105,7 +99,7 @@ def test_padding_leaves_the_nodes_of_a_tree_alone(parents: int, size: int) -> No
     assert not np.any(np.array(tree.ancestors)[:count, count:]), "no node sees padding"
 
 
-def test_a_subtree_has_the_drafts_in_the_order_asked_for() -> None:
+def test_a_subtree_has_the_drafts_in_the_order_asked_for():
     tree = scored(TokenTree.of([9, 4, 5, 6, 7], [0, 0, 1, 0, 2]), [-1.0, -2, -3, -4])
     found = tree.read()
     assert (found.tokens, found.parents, found.depths) == ([4, 5, 6, 7], [0, 1, 0, 2], [1, 2, 1, 3])
@@ -124,7 +118,7 @@ def test_a_subtree_has_the_drafts_in_the_order_asked_for() -> None:
     assert part.known == Drafts([-1.0, -2.0, -1.5], [1, 1, 2], [0, 0, 1], [8, 4, 3])
 
 
-def test_trees_and_roots_of_several_texts_are_padded_to_the_largest() -> None:
+def test_trees_and_roots_of_several_texts_are_padded_to_the_largest():
     small, large = TokenTree.of([7, 8, 9], [0, 0, 1]), TokenTree.of([1, 2, 3, 4], [0, 0, 1, 1])
     root = mx.array([5], dtype=mx.int32)
     forest = TreeBatch([small, root, large])
@@ -152,13 +146,13 @@ def _check(scores: np.ndarray, k: int) -> None:
 @pytest.mark.parametrize("size", [3, 256, 300, 1023, 1024, 1025, 4097, 50257])
 @pytest.mark.parametrize("k", [1, 2, 16, 64])
 @pytest.mark.parametrize("levels", [None, 1, 2, 40])
-def test_the_best_scores_and_of_equal_ones_the_first(size: int, k: int, levels: int | None) -> None:
+def test_the_best_scores_and_of_equal_ones_the_first(size, k, levels):
     rng = np.random.default_rng(size)
     scores = rng.integers(0, levels, (3, size)) if levels else rng.standard_normal((3, size))
     _check(scores.astype(np.float32), min(k, size))
 
 
-def test_winners_in_one_block_in_the_padded_last_one_and_among_infinities() -> None:
+def test_winners_in_one_block_in_the_padded_last_one_and_among_infinities():
     size = 4099
     assert size % block_size(size, 4)
     scores = np.zeros((3, size), dtype=np.float32)
@@ -178,5 +172,5 @@ def test_winners_in_one_block_in_the_padded_last_one_and_among_infinities() -> N
     ),
     k=st.integers(1, 4),
 )
-def test_any_scores(scores: np.ndarray, k: int) -> None:
+def test_any_scores(scores, k):
     _check(scores, min(k, scores.shape[1]))

@@ -26,7 +26,6 @@ from mlx_redrafter.cli.bench_output import parse_shapes, progress, refuse_texts
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("out", type=Path, help="folder of the results")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help=".jsonl files")
     parser.add_argument("--num-prompts", type=at_least(1), default=40)
@@ -41,7 +40,6 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    """Run the command."""
     wrong = 0
     rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
     for name in arguments.models:

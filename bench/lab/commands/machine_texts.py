@@ -34,7 +34,6 @@ LIMIT = 3600.0
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("--ranks", default="2,3,4", help="Numbers of ranks; default: 2,3,4.")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the result.")
 

@@ -28,7 +28,6 @@ LIMIT = 600.0
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("--model", required=True, help="Folder of a model that mlx-lm can split.")
     parser.add_argument("--ranks", type=at_least(2), default=2, help="Number of ranks.")
     parser.add_argument("--ends", action="store_true", help="Try every event that ends ranks.")

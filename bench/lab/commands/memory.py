@@ -10,22 +10,20 @@ from argparse import ArgumentParser, Namespace
 import typer
 from rich.table import Table
 
-from mlx_redrafter.bench.disturbance import LoadWatch, find_disturbances
 from mlx_redrafter.bench.lab.memory import measure_memory, random_pair
 from mlx_redrafter.bench.lab.options import add_out, at_least
+from mlx_redrafter.bench.recording import LoadWatch, find_disturbances
 from mlx_redrafter.bench.result_file import new_result, write_result
 from mlx_redrafter.cli.bench_output import progress, show, warn
 from mlx_redrafter.draft_plan import DraftPlan
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--prompt-tokens", type=at_least(64), default=4096)
     add_out(parser)
 
 
 def run(arguments: Namespace) -> None:
-    """Run the command."""
     plan, (target, drafter) = DraftPlan.of(), random_pair()
     watch = LoadWatch()
     with progress("Measurements") as on_progress:

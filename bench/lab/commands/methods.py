@@ -6,6 +6,7 @@ all questions and of each task. The exit code is 1 if a text differs from the ta
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,6 @@ Drafters = Mapping[str, tuple[Any, Sequence[DraftPlan]]]
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--model", help="folder or repository of the target; default: bundled")
     parser.add_argument(
         "--drafter",
@@ -78,7 +78,6 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    """Run the command."""
     temps = parse_temps(arguments.temps)
     rounds = Rounds(arguments.max_tokens, arguments.repeats, arguments.cool_down)
     model, tokenizer, drafters = _load(arguments.model, arguments.drafter)
@@ -109,7 +108,13 @@ def run(arguments: Namespace) -> None:
         for drafter, _ in drafters.values():
             time_shapes(replace(common, drafter=drafter), longest, recording)
 
-    with progress("Texts") as on_progress:
+    with progress("Questions") as show:
+
+        def on_progress(done: int, total: int) -> None:
+            show(done, total)
+            if not sys.stderr.isatty():
+                print(f"{done} of {total} questions", file=sys.stderr, flush=True)
+
         decode_in_turns(parts, recording, rounds.cool_down, on_progress, prepare)
     rows = []
     for part in parts:

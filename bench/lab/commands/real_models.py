@@ -11,13 +11,11 @@ from mlx_redrafter.bench.lab.real_models import MODELS, PRECISIONS, find_model
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["float32"])
 
 
 def run(arguments: Namespace) -> None:
-    """Run the command."""
     for name in arguments.models:
         for precision in arguments.precisions:
             print(find_model(MODELS[name], precision), flush=True)

@@ -15,7 +15,6 @@ from mlx_redrafter.cli.bench_output import progress, show
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--scenarios", type=at_least(1), default=300, help="number of scenarios")
     parser.add_argument("--first", type=at_least(0), default=0, help="number of the first one")
     parser.add_argument(
@@ -28,7 +27,6 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> None:
-    """Run the command."""
     scenarios, first = arguments.scenarios, arguments.first
     if arguments.hard is not None:
         cases = hard_machines if arguments.hard == "machines" else hard_siblings

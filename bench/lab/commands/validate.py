@@ -25,13 +25,11 @@ MIN_SHARE = 0.95
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("sweeps", type=Path, help="folder of Apple's sweeps")
     add_out(parser)
 
 
 def run(arguments: Namespace) -> None:
-    """Run the command."""
     found = leave_one_out(read_apple_sweeps(arguments.sweeps))
     show(_errors_table(found))
     overall = median(abs(error) for one in found for error in one.errors)

@@ -1,7 +1,5 @@
 """Gemma 4 assistants: small models that attend to entries of two layers of the target."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +9,10 @@ import mlx.core as mx
 
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import CheckpointError
-from mlx_redrafter.proposers.assistant.config import MODEL_TYPES, AssistantConfig
-from mlx_redrafter.proposers.assistant.network import Assistant
+from mlx_redrafter.proposers.assistant.network import MODEL_TYPES, Assistant, AssistantConfig
 from mlx_redrafter.proposers.checkpoint import Checkpoint
-from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.layer_sizes import build
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "Gemma 4 assistant"
 # Name of the token ids of the clusters.

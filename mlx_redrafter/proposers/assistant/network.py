@@ -1,4 +1,4 @@
-"""The network of Gemma 4 assistants.
+"""The network of Gemma 4 assistants, and its shape as published.
 
 Axes: n tokens, W beams, S committed entries, H hidden size of the target, V tokens.
 
@@ -8,26 +8,109 @@ and mlx-vlm's ``gemma4_assistant``, whose parameter names are the published ones
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
+from mlx_redrafter.checks import check_int
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.errors import CheckpointError, UnsupportedTargetError
-from mlx_redrafter.proposers.assistant.config import AssistantConfig
-from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
-from mlx_redrafter.proposers.kv_drafting import KvDrafting
-from mlx_redrafter.proposers.layer_sizes import FULL, SLIDING
+from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
+from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvDrafting
+from mlx_redrafter.proposers.layer_sizes import FULL, SLIDING, check_layer_types
+from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 from mlx_redrafter.target.caches.draft_cache import DraftMask
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+# Sizes in the object text_config.
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "sliding_window")
 # Entries and a mask of one kind of attention: keys and values, shape (1, G, S, D), bool (S,).
 Context = tuple[mx.array, mx.array, mx.array]
+
+
+@dataclass(frozen=True)
+class AssistantConfig:
+    """The shape of an assistant, of the sizes of its target.
+
+    Attributes:
+        text: Arguments of mlx-lm's layers.
+        ties_head: Whether its head is its embedding.
+        num_centroids: Number of clusters of tokens; None if every token is scored.
+        top_centroids: Number of clusters whose tokens are scored.
+        values: The config as published.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    text: Mapping[str, Any] = field(repr=False)
+    ties_head: bool
+    num_centroids: int | None
+    top_centroids: int
+    values: Mapping[str, Any] = field(repr=False, compare=False)
+    draft_vocab_size: ClassVar[None] = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        text = values.get("text_config")
+        if not isinstance(text, Mapping):
+            raise CheckpointError(
+                "expected an object text_config in the config.json of a Gemma 4 assistant, found "
+                "none; download it again"
+            )
+        is_clustered = values.get("use_ordered_embeddings", False)
+        with reading("the assistant's config.json is"):
+            _check_text(text)
+            return cls(
+                hidden_size=values.get("backbone_hidden_size", 0),
+                vocab_size=text["vocab_size"],
+                text=dict(text),
+                ties_head=values.get("tie_word_embeddings", True) is not False,
+                num_centroids=values.get("num_centroids", 2048) if is_clustered else None,
+                top_centroids=values.get("centroid_intermediate_top_k", 32),
+                values=values,
+            )
+
+    def __post_init__(self) -> None:
+        check_int("backbone_hidden_size", self.hidden_size, 1, MAX_DIMENSION)
+        if self.num_centroids is None:
+            return
+        check_int("num_centroids", self.num_centroids, 1, self.vocab_size)
+        check_int("centroid_intermediate_top_k", self.top_centroids, 1, self.num_centroids)
+        if self.vocab_size % self.num_centroids:
+            raise ConfigError(
+                f"vocab_size must be a multiple of num_centroids, got {self.vocab_size} and "
+                f"{self.num_centroids}"
+            )
+        if not self.ties_head:
+            raise ConfigError("use_ordered_embeddings needs tie_word_embeddings, got a head apart")
+
+    @property
+    def head_rows(self) -> int:
+        return self.vocab_size
+
+    @property
+    def summary(self) -> str:
+        layers = self.text["num_hidden_layers"]
+        return f"Gemma 4 assistant of {layers} layers, hidden_size {self.hidden_size} of its target"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+
+def _check_text(text: Mapping[str, Any]) -> None:
+    for name in (*SIZES, "vocab_size"):
+        check_int(name, text.get(name), 1, MAX_DIMENSION)
+    check_int("num_hidden_layers", text.get("num_hidden_layers"), 1, MAX_COUNT)
+    check_layer_types(text.get("layer_types"), text["num_hidden_layers"])
+    for name in ("enable_moe_block", "hidden_size_per_layer_input"):
+        if text.get(name):
+            raise ConfigError(f"{name} must be absent or 0 in an assistant, got {text[name]!r}")
 
 
 class Backbone(nn.Module):
@@ -120,9 +203,6 @@ class Assistant(AutoregressiveNetwork):
     def embed(self, tokens: mx.array, target: Target) -> mx.array:
         return target.modules.embed_input(tokens)
 
-    def fuse(self, states: mx.array) -> mx.array:
-        return states
-
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         """Process one token of every beam; outputs, shape (W, width).
 
@@ -192,5 +272,4 @@ class AssistantDrafting(KvDrafting):
         nodes = mx.broadcast_to(self._last + 1, (1, tokens.shape[0]))
         span = range(self.length, self.cache.num_rows + 1)
         with tree_positions(TreePositions(nodes, [span])):
-            embeddings = self.network.embed(tokens, self.target)
-            return self.network(features, embeddings, self._contexts)
+            return self.network(features, self.network.embed(tokens, self.target), self._contexts)

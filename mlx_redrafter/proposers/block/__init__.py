@@ -1,24 +1,16 @@
 """Block drafters: DFlash, DFlash 2 and DSpark, which draft several tokens in one pass."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.network import BlockNetwork
-from mlx_redrafter.proposers.block.published import (
-    block_config,
-    is_block_drafter,
-    own_names,
-    resolve_stored,
-)
+from mlx_redrafter.proposers.block.published import is_block_drafter, read_published, resolve_stored
 from mlx_redrafter.proposers.checkpoint import MASK_FILE, Checkpoint
+from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.proposers.layer_sizes import build
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "block drafter"
-
 recognise = is_block_drafter
 
 
@@ -30,10 +22,7 @@ def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> BlockNetwor
             f"this block drafter has an embedding of its own for masks ({MASK_FILE}), which is not "
             "supported; use another head"
         )
-    names = own_names(stored.shapes)
-    config = block_config(stored.config, {own: stored.shapes[name] for own, name in names.items()})
+    config, names = read_published(stored.config, stored.shapes)
     target.check(config)
-    if config.draft_vocab_size is None:
-        names.pop("token_ids", None)  # a table of the whole vocabulary
     resolve = partial(resolve_stored, names=names, values=stored.config)
     return stored.fill(build(BlockNetwork, config), names, resolve)

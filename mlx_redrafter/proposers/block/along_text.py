@@ -4,8 +4,6 @@ Axes: n tokens with states, M anchors (the tokens before roots), B entries of a 
 hidden size, V rows of the head, S width of the target's states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -105,13 +103,13 @@ class TextSurroundings:
         """Build the mask of blocks to tokens and to themselves, (M, B, n + B)."""
         config, entries = self.network.config, mx.arange(size)
         seen = (self._is_same & (self._distances > 0))[:, None]
-        window = (config.windows or ())[layer]
+        window = config.windows[layer]
         if window is not None:
             further = 0 if config.windows_from_root else entries[:, None]
             seen = seen & (self._distances[:, None] + further < window)
         blocks, count = self._distances.shape
         seen = mx.broadcast_to(seen, (blocks, size, count))
-        own = entries[None] <= (entries[:, None] if (config.causal or ())[layer] else size)
+        own = entries[None] <= (entries[:, None] if config.causal[layer] else size)
         return mx.concatenate([seen, mx.broadcast_to(own, (blocks, size, size))], axis=-1)
 
 

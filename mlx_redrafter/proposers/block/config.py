@@ -1,11 +1,9 @@
 """The shape of a block drafter, as stored in the ``config.json`` next to its weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlx_redrafter.checks import check_int, is_number
+from mlx_redrafter.checks import check_choice, check_int, is_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
@@ -124,12 +122,10 @@ class BlockConfig(LayerSizes):
                 check_int("each of windows", window, self.block_size, MAX_DIMENSION)
         if not all(isinstance(one, bool) for one in self.causal):
             raise ConfigError(f"causal must be a list of true and false, got {self.causal!r}")
-        if self.layer_type not in LAYER_TYPES:
-            raise ConfigError(f"layer_type must be one of {LAYER_TYPES}, got {self.layer_type!r}")
+        check_choice("layer_type", self.layer_type, LAYER_TYPES)
         scaling = self.rope_scaling or {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind not in ROPES:
-            raise ConfigError(f"rope scaling must be one of {ROPES}, got {kind!r}")
+        check_choice("rope scaling", kind, ROPES)
         if self.rope_dims is not None:
             check_int("rope_dims", self.rope_dims, 2, self.head_size)
             if self.rope_dims % 2:
@@ -144,8 +140,7 @@ class BlockConfig(LayerSizes):
                 )
 
     def _check_link(self) -> None:
-        if self.link not in LINKS:
-            raise ConfigError(f"link must be one of {LINKS}, got {self.link!r}")
+        check_choice("link", self.link, LINKS)
         if self.link == "recurrent" and self.first_slot:
             # Its state would begin at the first entry, whose output the drafts do not read.
             raise ConfigError("a recurrent link needs first_slot 0, got 1")

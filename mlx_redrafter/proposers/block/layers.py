@@ -1,13 +1,18 @@
-"""Decoder layers over a block of entries.
+"""Decoder layers over a block of entries, and links of its drafts.
 
-Axes: M blocks, B entries of a block, n verified tokens, H hidden size, D head size.
+Axes: M blocks, B entries of a block, n verified tokens, H hidden size, D head size, W beams, r rank
+of a link, V rows of the head, K candidates.
 
 Layers keep keys and values of verified tokens only, which depend on the target's states alone.
 Entries of a block attend to them and to each other.
+
+A link scores tokens by the draft before: it adds ``<feature(p, h, s), table[t]>`` to the logit of
+token t after token p. Here h is the block's output at the depth of t, and s a state of the beam.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import mlx.core as mx
@@ -18,7 +23,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.draft_network import GatedMlp
-from mlx_redrafter.proposers.yarn import complete_yarn
+from mlx_redrafter.proposers.layer_sizes import complete_yarn
 
 
 class Surroundings(Protocol):
@@ -114,14 +119,11 @@ class DynamicConvolution(nn.Module):
         self.base_kernel = mx.zeros((2, taps, hidden))
         self.kernel_projection = nn.Linear(hidden, 2 * taps * self.groups, bias=False)
 
-    def before(self, u: mx.array) -> tuple[mx.array, mx.array]:
-        """Convolve the input of a part, shape (M, B, H); also return the kernels of `after`."""
+    def __call__(self, u: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
+        """Apply a part of a layer between the convolutions, shape (M, B, H) to (M, B, H)."""
         dynamic = self.kernel_projection(u).reshape(*u.shape[:2], 2, -1, self.groups, 1)
-        return self._convolve(u, dynamic[:, :, 0], 0), dynamic[:, :, 1]
-
-    def after(self, z: mx.array, dynamic: mx.array) -> mx.array:
-        """Convolve the output of a part, shape (M, B, H)."""
-        return self._convolve(z, dynamic, 1)
+        z = part(self._convolve(u, dynamic[:, :, 0], 0))
+        return self._convolve(z, dynamic[:, :, 1], 1)
 
     def _convolve(self, z: mx.array, dynamic: mx.array, side: int) -> mx.array:
         base, size = self.base_kernel[side].astype(z.dtype), z.shape[1]
@@ -158,18 +160,84 @@ class BlockLayer(nn.Module):
 
     def __call__(self, x: mx.array, around: Surroundings) -> mx.array:
         """Process blocks, shape (M, B, H) to (M, B, H)."""
-        attended = self._convolved("attention_conv", self.input_layernorm(x), around)
+        u = self.input_layernorm(x)
+        attended = self._convolved("attention_conv", u, lambda u: self.self_attn(u, around))
         if self.is_sandwich:
             x = x + self.post_attention_layernorm(attended)
             y = self.mlp(self.pre_feedforward_layernorm(x))
             return (x + self.post_feedforward_layernorm(y)) * self.layer_scalar
         x = x + attended
-        return x + self._convolved("mlp_conv", self.post_attention_layernorm(x), None)
+        return x + self._convolved("mlp_conv", self.post_attention_layernorm(x), self.mlp)
 
-    def _convolved(self, name: str, u: mx.array, around: Surroundings | None) -> mx.array:
-        """Apply the attention, or the MLP, between the convolutions of that name, if any."""
-        kernel = None
-        if name in self:
-            u, kernel = self[name].before(u)
-        y = self.mlp(u) if around is None else self.self_attn(u, around)
-        return y if kernel is None else self[name].after(y, kernel)
+    def _convolved(self, name: str, u: mx.array, part: Callable[[mx.array], mx.array]) -> mx.array:
+        """Apply a part between the convolutions of that name, if any."""
+        return self[name](u, part) if name in self else part(u)
+
+
+class Selector(nn.Module):
+    """The candidate selector of DFlash 2: ``feature = predecessor[p] * hidden_projection(h)``."""
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.predecessor_codebook = mx.zeros((config.vocab_size, config.rank))
+        self.successor_codebook = mx.zeros((config.head_rows, config.rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.rank, bias=False)
+
+    def feature(
+        self, previous: mx.array, hidden: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        return self.predecessor_codebook[previous] * self.hidden_projection(hidden), None
+
+    def scores(self, feature: mx.array, rows: mx.array | None) -> mx.array:
+        table = self.successor_codebook
+        return feature @ table.T if rows is None else _scores(feature, table[rows])
+
+
+class MarkovHead(nn.Module):
+    """The Markov head of DSpark.
+
+    With ``e = w1[p]``, the feature is ``e``, ``sigmoid(gate_proj([h, e])) * e``, or the output of a
+    recurrent cell: ``[g, c, o] = joint_proj([s, e, h])``, feature ``tanh(o)``, next state
+    ``sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)``, which begins with zeros.
+    """
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.kind, rank = config.link, config.rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.head_rows, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(config.hidden_size + rank, rank)
+        if self.kind == "recurrent":
+            self.joint_proj = nn.Linear(2 * rank + config.hidden_size, 3 * rank)
+
+    def feature(
+        self, previous: mx.array, hidden: mx.array, state: mx.array | None
+    ) -> tuple[mx.array, mx.array | None]:
+        e = self.markov_w1(previous)
+        if self.kind == "vanilla":
+            return e, None
+        h = mx.broadcast_to(hidden, (e.shape[0], hidden.shape[-1])).astype(e.dtype)
+        if self.kind == "gated":
+            return mx.sigmoid(self.gate_proj(mx.concatenate([h, e], axis=-1))) * e, None
+        state = mx.zeros_like(e) if state is None else state
+        joint = self.joint_proj(mx.concatenate([state, e, h], axis=-1))
+        gate, candidate, output = mx.split(joint, 3, axis=-1)
+        gate = mx.sigmoid(gate)
+        return mx.tanh(output), gate * state + (1 - gate) * mx.tanh(candidate)
+
+    def scores(self, feature: mx.array, rows: mx.array | None) -> mx.array:
+        if rows is None:
+            return self.markov_w2(feature)
+        table = self.markov_w2
+        weight = table.weight[rows]
+        if "scales" in table:
+            weight = mx.dequantize(
+                weight, table.scales[rows], table.biases[rows], table.group_size, table.bits
+            )
+        return _scores(feature, weight)
+
+
+def _scores(feature: mx.array, weight: mx.array) -> mx.array:
+    """Multiply features, (W, r), with rows of a table, (1, K, r) or (W, K, r), to (W, K)."""
+    return (weight @ feature[..., None]).squeeze(-1)

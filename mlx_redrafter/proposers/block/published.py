@@ -13,15 +13,13 @@ the link and the variant of the layers. The config decides only layers that are 
 rotary embedding and scales.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.checks import is_number
+from mlx_redrafter.checks import as_mapping, is_number
 from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.proposers.block.config import MODEL_TYPE, BlockConfig
@@ -56,11 +54,6 @@ STORED_LESS_ONE = 0.5
 ATTENTION = "layers.0.self_attn."
 
 
-def own_names(names: Iterable[str]) -> dict[str, str]:
-    """Map names of `BlockNetwork` to the published ones, without those that are not read."""
-    return collect_sources(names, _own_name)[0]
-
-
 def is_block_drafter(config: Mapping[str, Any], shapes: Shapes) -> bool:
     if config.get("model_type") == MODEL_TYPE:
         return True
@@ -75,8 +68,19 @@ def is_block_drafter(config: Mapping[str, Any], shapes: Shapes) -> bool:
     return "dflash" in said or "dspark" in said
 
 
-def block_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
-    """Read a config of this package, or as published; ``shapes`` are by the names here."""
+def read_published(values: Mapping[str, Any], stored: Shapes) -> tuple[BlockConfig, dict[str, str]]:
+    """Read a config of this package, or as published, given the shapes of the tensors.
+
+    Also map names of `BlockNetwork` to the published ones, without those that are not read.
+    """
+    names = collect_sources(stored, _own_name)[0]
+    config = _read_config(values, {own: stored[name] for own, name in names.items()})
+    if config.draft_vocab_size is None:
+        names.pop("token_ids", None)  # a table of the whole vocabulary
+    return config, names
+
+
+def _read_config(values: Mapping[str, Any], shapes: Shapes) -> BlockConfig:
     if values.get("model_type") == MODEL_TYPE:
         return BlockConfig.from_dict(values)
     config = PublishedValues.of(values)
@@ -116,9 +120,7 @@ def resolve_stored(
     config = PublishedValues.of(values)
     is_less_one = config.backbone == "qwen3_5" or config.flag("use_gemma_norm") is True
     if (mean < STORED_LESS_ONE) != is_less_one:
-        found, expected = (
-            ("less one", "as factors") if not is_less_one else ("as factors", "less one")
-        )
+        found, expected = ("as factors", "less one") if is_less_one else ("less one", "as factors")
         raise CheckpointError(
             f"expected norms that are stored {expected}, as its config.json says, found a "
             f"hidden_norm with mean {mean:.2f}, as if stored {found}; use a head whose files agree"
@@ -134,8 +136,7 @@ class _Sizes:
 
     def __init__(self, shapes: Shapes, config: PublishedValues):
         self.shapes = shapes
-        quantization = config.values.get("quantization")
-        found = quantization.get("group_size") if isinstance(quantization, Mapping) else None
+        found = as_mapping(config.values.get("quantization")).get("group_size")
         self.group_size = found if isinstance(found, int) else 1
         self.hidden = self.axis("hidden_norm.weight", 0)
         self.head = self.axis(ATTENTION + "k_norm.weight", 0)
@@ -233,13 +234,15 @@ def _own_name(name: str) -> str | None:
 def _check_variant(config: PublishedValues, shapes: Shapes) -> None:
     found = next((kind for name, kind in UNSUPPORTED.items() if name in shapes), None)
     projector = config.find("projector_type")
+    # Gemma's configs name the activation otherwise.
+    has_gelu = "gelu" in str(config.find("hidden_activation"))
     if config.find("log_snr_conditioning"):
         found = "an embedding of noise levels (log_snr_conditioning)"
     elif config.flag("use_aux_hidden_state") is False:
         found = "no states of the target's layers (use_aux_hidden_state)"
     elif projector not in (None, "dflash", "dspark"):
         found = f"projector_type {projector!r}"
-    elif config.find("hidden_act", "silu") != "silu" and not config.has_gelu:
+    elif config.find("hidden_act", "silu") != "silu" and not has_gelu:
         found = f"hidden_act {config.find('hidden_act')!r}, not 'silu'"
     if found is not None:
         raise CheckpointError(

@@ -8,8 +8,6 @@ to all rows with a mask. It hides the rows of rejected drafts, whose number the 
 The next pass overwrites the block's rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -95,15 +93,9 @@ class DecodingSurroundings:
             self._masks[kind] = part.mask(buffered + skipped, self.num_entries, config, layer)
         if skipped:
             keys, values = keys[..., skipped:, :], values[..., skipped:, :]
-        out: mx.array = mx.fast.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            scale=attention.scale,
-            mask=self._masks[kind],
-            sinks=attention.sinks,
-        )
-        return out
+        attend, mask = mx.fast.scaled_dot_product_attention, self._masks[kind]
+        scale, sinks = attention.scale, attention.sinks
+        return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 def write(

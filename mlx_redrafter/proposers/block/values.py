@@ -3,12 +3,10 @@
 Slots and masks go by who trained it.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from mlx_redrafter.checks import as_mapping, check_int, is_number
 from mlx_redrafter.errors import CheckpointError
@@ -30,7 +28,7 @@ class PublishedValues(NamedTuple):
     layer: Mapping[str, Any]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> PublishedValues:
+    def of(cls, values: Mapping[str, Any]) -> Self:
         nested: dict[str, Any] = {}
         for key in ("dflash_config", "dspark_config"):
             nested |= as_mapping(values.get(key))
@@ -76,11 +74,6 @@ class PublishedValues(NamedTuple):
     def backbone(self) -> Any:
         """Model type of the decoder layers, which may be a copy of the target's."""
         return self.layer.get("model_type")
-
-    @property
-    def has_gelu(self) -> bool:
-        """Whether the config is one of Gemma's, which name the activation otherwise."""
-        return "gelu" in str(self.find("hidden_activation"))
 
     @property
     def packaging(self) -> str:

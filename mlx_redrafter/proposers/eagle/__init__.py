@@ -1,25 +1,21 @@
 """EAGLE heads (arXiv 2401.15077, 2406.16858, 2503.01840): decoder layers on the target's states."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 
 from mlx_redrafter.proposers.checkpoint import Checkpoint, resolve_offsets
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.eagle.published import eagle_config, is_eagle, own_names
+from mlx_redrafter.proposers.eagle.published import is_eagle, read_published
+from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.proposers.layer_sizes import build
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "EAGLE head"
-
 recognise = is_eagle
 
 
 def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Eagle:
     """Load a head as published in safetensors, or as `convert` writes it."""
     stored = Checkpoint(path_or_repo)
-    names = own_names(stored.config, stored.shapes)
-    config = eagle_config(stored.config, {own: stored.shapes[name] for own, name in names.items()})
+    config, names = read_published(stored.config, stored.shapes)
     target.check(config)
     return stored.fill(build(Eagle, config), names, partial(resolve_offsets, names=names))

@@ -1,11 +1,9 @@
 """The shape of an EAGLE head, as stored in the ``config.json`` next to its weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlx_redrafter.checks import check_int
+from mlx_redrafter.checks import check_choice, check_int
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.layer_sizes import (
@@ -71,8 +69,7 @@ class EagleConfig(LayerSizes):
     def __post_init__(self) -> None:
         if self.version not in (1, 3):
             raise ConfigError(f"EAGLE version must be 1 or 3, got {self.version!r}")
-        if self.layer_type not in LAYER_TYPES:
-            raise ConfigError(f"layer_type must be one of {LAYER_TYPES}, got {self.layer_type!r}")
+        check_choice("layer_type", self.layer_type, LAYER_TYPES)
         super().__post_init__()
         check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_COUNT)
         if self.norm_before_fc and self.fc_norm:

@@ -6,8 +6,6 @@ Sources: arXiv 2401.15077, 2406.16858 and 2503.01840, SafeAILab/EAGLE (``cnets1.
 and vllm-project/speculators (``models/eagle3``), whose parameter names are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,13 +17,11 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
 from mlx_redrafter.proposers.eagle.config import EagleConfig
-from mlx_redrafter.proposers.kv_drafting import KvDrafting
-from mlx_redrafter.proposers.layer_sizes import layer_arguments
+from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvDrafting
+from mlx_redrafter.proposers.layer_sizes import complete_yarn, layer_arguments
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs
-from mlx_redrafter.proposers.yarn import complete_yarn
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
@@ -164,8 +160,7 @@ class Eagle(AutoregressiveNetwork):
             mask, positions = drafting.lineage_after(flight).start_at_nodes(chain)
             mask = mask._replace(moved=1 + chain.depths[:, None])
             outputs.append(drafting.read_level(features, tokens, mask, positions))
-        logits = self.logits(mx.concatenate(outputs), drafting.target)
-        return log_probs(logits, self.num_rows)
+        return log_probs(self.logits(mx.concatenate(outputs), drafting.target), self.num_rows)
 
 
 def _decoder_layer(config: EagleConfig) -> nn.Module:
@@ -176,10 +171,7 @@ def _decoder_layer(config: EagleConfig) -> nn.Module:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
     }
-    layer: Any
-    if config.layer_type == "qwen3":
-        layer = qwen3.TransformerBlock(qwen3.ModelArgs.from_dict(values))
-    else:
-        layer = llama.TransformerBlock(llama.ModelArgs.from_dict(values))
+    kind: Any = qwen3 if config.layer_type == "qwen3" else llama
+    layer = kind.TransformerBlock(kind.ModelArgs.from_dict(values))
     complete_yarn(layer.self_attn.rope, config)
     return layer

@@ -12,10 +12,8 @@ Layer ids are inputs of layers (HF's ``hidden_states[i]``), except those of Spec
 request 25454). The self-test of `convert` measures both.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -61,16 +59,18 @@ def is_eagle(config: Mapping[str, Any], shapes: Shapes) -> bool:
     )
 
 
-def own_names(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Map names of `Eagle` to published ``names``, without those that are not read."""
-    sources = collect_sources(names, _own_name)[0]
+def read_published(values: Mapping[str, Any], stored: Shapes) -> tuple[EagleConfig, dict[str, str]]:
+    """Read a config of this package, or as published, given the shapes of the tensors.
+
+    Also map names of `Eagle` to the published ones, without those that are not read.
+    """
+    names = collect_sources(stored, _own_name)[0]
     if not _has_embedding(values):
-        sources.pop("embed_tokens.weight", None)  # the target's
-    return sources
+        names.pop("embed_tokens.weight", None)  # the target's
+    return _read_config(values, {own: stored[name] for own, name in names.items()}), names
 
 
-def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
-    """Read a config of this package, or as published; ``shapes`` are by the names of `Eagle`."""
+def _read_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     if values.get("model_type") == MODEL_TYPE:
         return EagleConfig.from_dict(values)
     nested = values.get("transformer_layer_config")
@@ -79,8 +79,7 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
     is_third = "layers.0.hidden_norm.weight" in shapes
     has_fc = not is_third or "fc.weight" in shapes
     config = {key: layer[key] for key in SAME_KEYS if layer.get(key) is not None}
-    heads = layer.get("num_attention_heads")
-    given = layer.get("num_key_value_heads")
+    config.setdefault("num_key_value_heads", layer.get("num_attention_heads"))
     rows, kinds = shapes.get("token_ids"), layer.get("layer_types")
     slides = "sliding_attention" in str(kinds)
     found = {**as_mapping(values.get(NESTED)), **values}
@@ -89,7 +88,6 @@ def eagle_config(values: Mapping[str, Any], shapes: Shapes) -> EagleConfig:
             **config,
             **rope_of(layer),
             "version": 3 if is_third else 1,
-            "num_key_value_heads": heads if given is None else given,
             "draft_vocab_size": rows[0] if rows else None,
             "layer_type": "qwen3" if "layers.0.self_attn.q_norm.weight" in shapes else "llama",
             "fc_bias": False if is_third else values.get("bias", True),

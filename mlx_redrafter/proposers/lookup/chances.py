@@ -1,7 +1,5 @@
 """Chances that drafts of a lookup are right, learned from the text as it goes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from math import exp, floor, sqrt

@@ -5,8 +5,6 @@ are kept after the last three, two and one. SuffixDecoding (arXiv 2411.04975) dr
 a suffix tree; here the newest few occurrences of a context count, and know how long they match.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Sequence
 from struct import Struct

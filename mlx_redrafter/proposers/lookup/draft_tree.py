@@ -1,7 +1,5 @@
 """The most probable drafts after a text, best first, by the product of their chances."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate

@@ -1,17 +1,14 @@
 """Medusa heads (arXiv 2401.10774): each proposes the tokens of one depth, all from one state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mlx_redrafter.proposers.checkpoint import Checkpoint
+from mlx_redrafter.proposers.kind import UNKNOWN, TargetFacts
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import is_medusa, read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "Medusa heads"
-
 recognise = is_medusa
 
 

@@ -1,9 +1,7 @@
 """The shape of Medusa heads, as stored in the ``config.json`` next to their weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from mlx_redrafter.checks import check_int, is_number
 from mlx_redrafter.errors import ConfigError
@@ -89,7 +87,7 @@ class MedusaConfig(StoredConfig):
         """Tensors with a row for every token that a head proposes."""
         return [f"heads.{k}.{self.num_layers}.weight" for k in range(self.num_heads)]
 
-    def reduced(self, num_rows: int) -> MedusaConfig:
+    def reduced(self, num_rows: int) -> Self:
         """Return the config of the same heads with ``num_rows`` tokens."""
         table = self.rank_accuracies
         kept = None if table is None else tuple(row[:num_rows] for row in table)

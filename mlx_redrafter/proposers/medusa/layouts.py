@@ -11,8 +11,6 @@ its rows. Published configs say two heads where there are five, so tensors are c
 Source: FasterDecoding's ``medusa_model.py`` and vLLM's ``model_executor/models/medusa.py``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -86,7 +84,6 @@ def heads_of(names: Iterable[str]) -> set[int]:
 
 
 def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
-    """Find the heads in a checkpoint."""
     bases = [name for name in shapes if name.endswith(_BASE)]
     if bases:
         raise CheckpointError(
@@ -165,24 +162,21 @@ def _infer_config(
             sources.setdefault(f"heads.{head}.{num_layers}.weight", sources[first])
     rows, hidden_size = final
     vocab_size = values.get("vocab_size", rows)
-    if _TOKEN_IDS[0] in sources and rows == vocab_size:
-        del sources[_TOKEN_IDS[0]]  # of heads that have a row for every token
-    has_map = _TOKEN_IDS[0] in sources
-    if vocab_size != rows and not has_map:
+    if rows == vocab_size:
+        sources.pop(_TOKEN_IDS[0], None)  # of heads that have a row for every token
+    elif _TOKEN_IDS[0] not in sources:
         raise CheckpointError(
             f"config.json says vocab_size {vocab_size!r}, but the heads have {rows} rows and no "
             "token_map; use heads and a config of one model"
         )
-    found = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads}
+    found: Any = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads}
     _check_stated(values, found, notes)
     with reading("the heads are"):
         return MedusaConfig(
             vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_layers=num_layers,
+            **found,
             bias=any(own.endswith(".bias") for own in sources),
-            draft_vocab_size=rows if has_map else None,
+            draft_vocab_size=None if rows == vocab_size else rows,
         )
 
 

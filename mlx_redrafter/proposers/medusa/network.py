@@ -1,21 +1,25 @@
 """Medusa heads: their network, which proposes from the target's newest state alone.
 
-Axes: K heads, H hidden size of the target, V rows of a head, n states.
+They are calibrated, and the accuracies of their ranks measured, on sequences of the target.
+
+Axes: K heads, H hidden size of the target, V rows of a head, n states, p predictions, R ranks.
 
 Source: arXiv 2401.10774 and FasterDecoding's ``medusa_model.py``, whose parameter names are kept
 behind ``heads.``.
 """
 
-from __future__ import annotations
+from collections.abc import Iterable
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.decoding.sampling import top_k
+from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.proposers.draft_network import DraftNetwork, ResBlock, dtype_of
-from mlx_redrafter.proposers.medusa.config import MedusaConfig
+from mlx_redrafter.proposers.fit import Calibration, Prediction, ReadSequence, fit_depths, parts
+from mlx_redrafter.proposers.medusa.config import MAX_RANKS, MedusaConfig
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, bounded, log_probs, search_all
 
 
@@ -107,3 +111,47 @@ class MedusaLevels:
         # Token ids by rank after each root.
         self._newest = self.network.to_token_ids(top_k(bounded(found), logs.size)[1])
         return mx.broadcast_to(logs, self._newest.shape)
+
+
+def predict(network: Medusa, text: ReadSequence) -> list[Prediction]:
+    """Predict with each head and each generated token as the root, up to the end."""
+    hidden, length = text.states[text.num_prompt - 1 :], text.top_ids.shape[0]
+    return [
+        Prediction(
+            network.logits(hidden[: length - ahead], head),
+            text.top_ids[ahead:],
+            text.top_log_probs[ahead:],
+        )
+        for head in range(network.config.num_heads)
+        if (ahead := head + 1) < length
+    ]
+
+
+def calibrate(network: Medusa, texts: Iterable[ReadSequence]) -> Calibration:
+    """Fit the scalars, the same for all heads, to sequences; waits for the device."""
+    found = (predict(network, part) for text in texts for part in parts(text, 2))
+    return fit_depths(network, found)[0]
+
+
+def rank_accuracies(
+    network: Medusa, texts: Iterable[ReadSequence]
+) -> tuple[tuple[float, ...], ...]:
+    """Estimate the chances that the target's token is the r-th most probable one of each head.
+
+    The count of every rank begins with half a token, as even a rank that few texts never show has
+    some chance. Waits for the device.
+    """
+    config = network.config
+    num_ranks = min(MAX_RANKS, config.head_rows)
+    counts, totals = [[0.5] * num_ranks for _ in range(config.num_heads)], [0] * config.num_heads
+    for text in texts:
+        for head, prediction in enumerate(predict(network, text)):
+            best = mx.argsort(-prediction.logits.astype(mx.float32), axis=-1)[:, :num_ranks]
+            is_right = network.to_token_ids(best) == prediction.chosen[:, None]  # (p, R)
+            found = to_ints(mx.sum(is_right, axis=0))
+            counts[head] = [a + b for a, b in zip(counts[head], found, strict=True)]
+            totals[head] += is_right.shape[0]
+    return tuple(
+        tuple(count / (total + 0.5 * num_ranks) for count in row)
+        for row, total in zip(counts, totals, strict=True)
+    )

@@ -13,8 +13,6 @@ ERNIE-4.5 is missing, as PaddlePaddle's training code, FastDeploy and vLLM contr
 in where the model's last norm applies.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import reprlib
@@ -25,8 +23,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.kind import Shapes
-from mlx_redrafter.proposers.target_facts import text_values
+from mlx_redrafter.proposers.kind import Shapes, text_values
 from mlx_redrafter.target.model_parts import MLX_LM_MODELS
 
 # Ending of the model type of a folder with a module alone; its tensors have no prefix.
@@ -111,7 +108,6 @@ NEMOTRON_LAYERS = {"attention": "*", "full_attention": "*", "moe": "E", "mlp": "
 
 
 def _nemotron_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the layers of a module of Nemotron-H."""
     pattern: Any = values.get("mtp_hybrid_override_pattern")
     if pattern is None:
         names: Any = values.get("mtp_layers_block_type")
@@ -193,12 +189,10 @@ def model_of_layers(values: Mapping[str, Any]) -> nn.Module:
     module = importlib.import_module(MLX_LM_MODELS + model_type)
     changed = {"model_type": model_type, "num_hidden_layers": 1}
     changed |= FAMILIES[model_type].layers(text)
-    arguments = {**copy.deepcopy(dict(text)), **changed}
-    return module.Model(module.ModelArgs.from_dict(arguments))
+    return module.Model(module.ModelArgs.from_dict({**copy.deepcopy(dict(text)), **changed}))
 
 
 def names_of(family: Family, num_layers: int) -> dict[str, str]:
-    """Return the names of a family whose modules have ``num_layers`` layers."""
     return {old.format(last=num_layers - 1): name for old, name in family.names.items()}
 
 

@@ -3,8 +3,6 @@
 Axes: n tokens, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,7 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
-from mlx_redrafter.proposers.autoregressive import AutoregressiveNetwork
+from mlx_redrafter.proposers.kind import text_values
+from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork
 from mlx_redrafter.proposers.mtp.families import (
     FAMILIES,
     SIDECAR,
@@ -22,7 +21,6 @@ from mlx_redrafter.proposers.mtp.families import (
     names_of,
     published_name,
 )
-from mlx_redrafter.proposers.target_facts import text_values
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
 
@@ -46,8 +44,7 @@ class MtpConfig:
         return f"MTP module of a model of type {self.model_type}, hidden_size {self.hidden_size}"
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("model_type", "hidden_size", "vocab_size")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("model_type", "hidden_size", "vocab_size")}
 
     @property
     def head_rows(self) -> int:
@@ -98,11 +95,7 @@ class Mtp(AutoregressiveNetwork):
         self.norm = nn.RMSNorm(hidden, eps=norm.eps)
 
     def captured_layers(self, target: Target) -> Sequence[int]:
-        """Return the output of the last layer alone."""
         return (FINAL,)
-
-    def fuse(self, states: mx.array) -> mx.array:
-        return states
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         dtype = self.embedding_norm.weight.dtype
@@ -114,9 +107,7 @@ class Mtp(AutoregressiveNetwork):
         # Latent attention accepts no mask except an array.
         is_latent = "kv_a_proj_with_mqa" in self.block.get("self_attn", {})
         mask = create_attention_mask(x, caches[0], return_array=is_latent)
-        own = caches if isinstance(self.block, Blocks) else caches[0]
-        y: mx.array = self.block(x, mask, own)
-        return y[0]
+        return self.block(x, mask, caches if isinstance(self.block, Blocks) else caches[0])[0]
 
     def feed_back(self, outputs: mx.array) -> mx.array:
         return self.norm(outputs) if self.family.feeds_norm else outputs

@@ -1,7 +1,5 @@
 """Tensors of MTP modules: in a model's own files, or in a folder with nothing else in it."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

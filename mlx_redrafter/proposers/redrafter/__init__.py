@@ -1,17 +1,14 @@
 """The recurrent drafter of ReDrafter (arXiv 2403.09919)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlx_redrafter.proposers.checkpoint import Checkpoint
-from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE, UNUSED_TENSORS, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.redrafter.precision import choose_precision
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "recurrent drafter"
 # Beginnings of the names of its own tensors.

@@ -1,9 +1,7 @@
 """The shape of a recurrent drafter, as stored in the ``config.json`` next to its weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.errors import ConfigError
@@ -82,7 +80,7 @@ class DrafterConfig(StoredConfig):
         """Tensors with a row for every token that the drafter proposes."""
         return [f"lm_head.{self.num_draft_layers}.weight"]
 
-    def reduced(self, num_rows: int) -> DrafterConfig:
+    def reduced(self, num_rows: int) -> Self:
         """Return the config of the same drafter with a head of ``num_rows`` tokens."""
         top_k = self.draft_top_k
         top_k = None if top_k is None or top_k >= num_rows else top_k

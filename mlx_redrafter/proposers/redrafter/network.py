@@ -8,7 +8,8 @@ names are kept. The state starts from zero as in that code; the paper starts it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from mlx_redrafter.checks import check_instance
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.draft_network import DraftNetwork, NetworkDrafting, ResBlock, dtype_of
+from mlx_redrafter.proposers.fit import Calibration, Prediction, ReadSequence, fit_depths, parts
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, search_all
 from mlx_redrafter.target.target import Target
@@ -67,7 +69,7 @@ class Drafter(DraftNetwork):
         blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
         self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
         # A weight, and the two layers made of it: no parameters, as the name has an underscore.
-        self._split_weights: tuple[mx.array, Columns, Columns] | None = None
+        self._split_weights: tuple[mx.array, nn.Module, nn.Module] | None = None
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -146,14 +148,12 @@ class Drafter(DraftNetwork):
         layer: Any = self.input_proj if "input_proj" in self else self.lm_head[0]
         return layer.linear if isinstance(layer, ResBlock) else layer
 
-    def _split(self) -> tuple[Columns, Columns]:
+    def _split(self) -> tuple[nn.Module, nn.Module]:
         """Split `_first` into a sum of two layers, of ``h`` and, with the bias, of ``s_t``."""
-        first, hidden = self._first, self.config.hidden_size
-        halves = self._split_weights
+        first, halves = self._first, self._split_weights
         if halves is None or halves[0] is not first.weight:
-            bias = first.bias if "bias" in first else None
-            left = Columns(first, 0, hidden, None)
-            right = Columns(first, hidden, 2 * hidden, bias)
+            left, right = _columns(first, 0), _columns(first, 1)
+            left.pop("bias", None)
             self._split_weights = halves = (first.weight, left, right)
         return halves[1:]
 
@@ -184,39 +184,17 @@ class Drafter(DraftNetwork):
         return nn.silu(x) if is_curved else x
 
 
-class Columns:
-    """The part of a linear layer that reads the inputs from ``start`` to before ``stop``.
+def _columns(linear: nn.Module, half: int) -> nn.Module:
+    """Copy the part of a linear layer, quantised or not, that reads a half of its inputs, 0 or 1.
 
-    It holds a copy of the weights, computed at once: MLX would copy a matrix whose rows do not
-    follow each other in memory at every use, and threads must not share pending arrays.
+    The weights are copied at once: MLX would copy a matrix whose rows do not follow each other in
+    memory at every use, and threads must not share pending arrays.
     """
-
-    def __init__(
-        self, linear: nn.Linear | nn.QuantizedLinear, start: int, stop: int, bias: mx.array | None
-    ):
-        self.bias = bias
-        self.quantized: tuple[mx.array, mx.array, mx.array] | None = None
-        if isinstance(linear, nn.QuantizedLinear):
-            self.group_size, self.bits = linear.group_size, linear.bits
-            groups = slice(start // self.group_size, stop // self.group_size)
-            words = slice(start * self.bits // 32, stop * self.bits // 32)
-            assert linear.biases is not None
-            self.quantized = (
-                mx.contiguous(linear.weight[:, words]),
-                mx.contiguous(linear.scales[:, groups]),
-                mx.contiguous(linear.biases[:, groups]),
-            )
-            mx.eval(self.quantized)
-        else:
-            self.weight = mx.contiguous(linear.weight[:, start:stop]).T
-            mx.eval(self.weight)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Apply the part to ``x``, shape (W, stop - start)."""
-        if self.quantized is None:
-            return x @ self.weight if self.bias is None else mx.addmm(self.bias, x, self.weight)
-        y = mx.quantized_matmul(x, *self.quantized, True, self.group_size, self.bits)
-        return y if self.bias is None else y + self.bias
+    part = copy.copy(linear)
+    for name in {"weight", "scales", "biases"} & linear.keys():
+        part[name] = mx.contiguous(mx.split(linear[name], 2, axis=1)[half])
+    mx.eval(part.parameters())
+    return part
 
 
 def input_lookup(drafter: Drafter, target: Target) -> Embed:
@@ -302,3 +280,22 @@ class RecurrentLevels:
             hidden = mx.repeat(hidden, count // num_roots, axis=0)
             term = None if term is None else mx.repeat(term, count // num_roots, axis=0)
         return self.drafter.log_probs(hidden, self.state, term, self.scale)
+
+
+def predict(drafter: Drafter, embed: Embed, text: ReadSequence) -> tuple[Prediction, Prediction]:
+    """Predict first and second drafts with each generated token, of at least three, as root."""
+    first = text.num_prompt
+    entered = drafter.project_input(embed(text.tokens[first:]))
+    hidden_states = text.states[first - 1 :].astype(drafter.dtype)
+    ids, log_probs = text.top_ids, text.top_log_probs
+    state = drafter.start(entered[:-1])
+    firsts = Prediction(drafter.logits(hidden_states[:-1], state), ids[1:], log_probs[1:])
+    state = drafter.advance(state[:-1], entered[1:-1])
+    seconds = Prediction(drafter.logits(hidden_states[:-2], state), ids[2:], log_probs[2:])
+    return firsts, seconds
+
+
+def calibrate(drafter: Drafter, embed: Embed, texts: Iterable[ReadSequence]) -> Calibration:
+    """Fit the scalars to as many sequences as `fit_depths` needs; waits for the device."""
+    found = (predict(drafter, embed, part) for text in texts for part in parts(text))
+    return fit_depths(drafter, found)[0]

@@ -4,8 +4,6 @@ The text does not depend on them, and the drafts hardly do. Half the bytes cost 
 reading the weights bounds drafting, as on GPUs; on CPUs unpacking them costs as much.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

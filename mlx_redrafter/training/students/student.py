@@ -6,8 +6,6 @@ tokens of the text. So the logits that training unrolls along the text are those
 Axes: B positions, S unroll steps, p roots, H hidden size, V rows of the head, L beam length.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -182,7 +180,6 @@ class Student(ABC):
         return count
 
     def holding(self, network: nn.Module) -> Self:
-        """Copy this student, with another network of the same sizes."""
         other = copy.copy(self)
         other.network = network
         return other
@@ -196,7 +193,6 @@ class Student(ABC):
         return self.holding(network)
 
     def in_dtype(self, dtype: mx.Dtype) -> Self:
-        """Copy this student with weights of another dtype."""
         other = self.with_weights({})
         other.network.set_dtype(dtype)
         return other

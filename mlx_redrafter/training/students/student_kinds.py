@@ -1,7 +1,5 @@
 """Students of every kind: new ones, in sizes that suit the target, and earlier drafters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,10 +21,13 @@ from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
 from mlx_redrafter.target.modules import FINAL
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training.students.block_student import BlockStudent
-from mlx_redrafter.training.students.kv_students import EagleStudent, MtpStudent, SpecFormerStudent
-from mlx_redrafter.training.students.medusa_student import MedusaStudent
-from mlx_redrafter.training.students.recurrent_student import RecurrentStudent
+from mlx_redrafter.training.students.kv_students import (
+    BlockStudent,
+    EagleStudent,
+    MtpStudent,
+    SpecFormerStudent,
+)
+from mlx_redrafter.training.students.state_students import MedusaStudent, RecurrentStudent
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training_options import Head, NetworkOptions
 
@@ -130,7 +131,6 @@ def _new_medusa(target: Target, options: NetworkOptions) -> Student:
 
 
 def _new_eagle(target: Target, options: NetworkOptions) -> Student:
-    """Create a head of EAGLE-3, or of EAGLE-1."""
     own: dict[str, Any] = {"version": 1, "fc_bias": True}
     if options.head == "eagle":
         layers = _captured_layers(target)
@@ -153,11 +153,8 @@ def _new_mtp(target: Target, options: NetworkOptions) -> Student:
 
 
 def _new_specformer(target: Target, options: NetworkOptions) -> Student:
-    config = SpecFormerConfig(
-        captured_layers=(*_captured_layers(target), FINAL),
-        num_slots=options.length - 1,
-        **_layer_sizes(target),
-    )
+    layers, slots = (*_captured_layers(target), FINAL), options.length - 1
+    config = SpecFormerConfig(captured_layers=layers, num_slots=slots, **_layer_sizes(target))
     return SpecFormerStudent(SpecFormer(config), target)
 
 

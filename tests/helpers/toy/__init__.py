@@ -3,8 +3,6 @@
 Together with an entry in `proposers.KINDS` this folder is all that a new kind needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +14,9 @@ from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.draft_network import DraftNetwork
-from mlx_redrafter.proposers.kind import Shapes
+from mlx_redrafter.proposers.kind import UNKNOWN, Shapes, TargetFacts
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs, search_all
 from mlx_redrafter.proposers.stored_config import StoredConfig
-from mlx_redrafter.proposers.target_facts import UNKNOWN, TargetFacts
 
 NAME = "table of pairs"
 
@@ -28,7 +25,7 @@ def recognise(config: Mapping[str, Any], shapes: Shapes) -> bool:
     return config.get("model_type") == ToyConfig.model_type
 
 
-def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> Toy:
+def load(path_or_repo: str | Path, target: TargetFacts = UNKNOWN) -> "Toy":
     stored = Checkpoint(path_or_repo)
     config = ToyConfig.from_dict(stored.config)
     target.check(config)

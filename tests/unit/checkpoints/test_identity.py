@@ -1,7 +1,5 @@
 """Which drafters count as made for a model, and the memory that both need, estimated."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -21,17 +19,21 @@ from mlx_redrafter import Lookup, load, stream_generate
 from mlx_redrafter.checkpoints import bundled, memory_check
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.cards import Card, read_card
-from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
+from mlx_redrafter.checkpoints.drafter_search import (
+    METHODS,
+    DrafterSearch,
+    published_for,
+    read_table,
+)
 from mlx_redrafter.checkpoints.identity import REPOSITORY, Identity, plain_name
-from mlx_redrafter.checkpoints.memory_check import check_memory
-from mlx_redrafter.checkpoints.memory_estimate import (
+from mlx_redrafter.checkpoints.memory_check import (
     TREE_TOKENS,
     Context,
     cache_bytes,
+    check_memory,
     estimate_memory,
     fused_growth,
 )
-from mlx_redrafter.checkpoints.published_drafters import METHODS, published_for, read_table
 from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.errors import CheckpointError, ResourceError
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
@@ -67,7 +69,7 @@ def _cached(cache: Path, name: str, source: Path, **changes: object) -> Path:
     return folder
 
 
-def test_a_copy_is_the_same_model_and_a_similar_name_is_not() -> None:
+def test_a_copy_is_the_same_model_and_a_similar_name_is_not():
     model = plain_name("Qwen/Qwen3-4B")
     for copy in "-4bit -8bit -MLX-4bit -bf16 -float32 -4bit-DWQ -mxfp4 -FP8 -mlx-8Bit-g32".split():
         assert plain_name(f"mlx-community/Qwen3-4B{copy}") == model
@@ -84,9 +86,7 @@ def test_a_copy_is_the_same_model_and_a_similar_name_is_not() -> None:
 
 @settings(max_examples=25)
 @given(st.dictionaries(st.sampled_from(KEYS), JSON), st.dictionaries(st.sampled_from(KEYS), JSON))
-def test_no_config_breaks_the_comparison(
-    drafter: dict[str, object], model: dict[str, object]
-) -> None:
+def test_no_config_breaks_the_comparison(drafter, model):
     found = Identity(frozenset(), model).contradiction(drafter)
     assert found is None or isinstance(found, str)
 
@@ -103,7 +103,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str | None]] = [
 ]
 
 
-def test_a_config_that_contradicts_the_model_is_named() -> None:
+def test_a_config_that_contradicts_the_model_is_named():
     sizes = {"hidden_size": 32, "vocab_size": 100, "num_hidden_layers": 4}
     for model in (sizes, {"text_config": sizes}):
         identity = Identity.of("org/model", model, Card())
@@ -112,7 +112,7 @@ def test_a_config_that_contradicts_the_model_is_named() -> None:
             assert found == reason or (reason or "nothing") in (found or "")
 
 
-def test_the_table_is_in_order() -> None:
+def test_the_table_is_in_order():
     table = read_table()
     assert len({line.drafter for line in table}) == len(table)
     targets = {line.target for line in table}
@@ -121,11 +121,11 @@ def test_the_table_is_in_order() -> None:
         assert REPOSITORY.fullmatch(line.drafter), line
         assert line.method in METHODS, line
         assert line.source, line
-        assert published_for(Identity.of(f"x/{line.target}-4bit", {}, Card()), table)
+        assert published_for(Identity.of(f"x/{line.target}-4bit", {}, Card()))
         assert not line.gain or line.gain.endswith(")"), "whose figure it is"
 
 
-def test_stores_are_searched_for_complete_models(cache: Path, tmp_path: Path) -> None:
+def test_stores_are_searched_for_complete_models(cache, tmp_path):
     target = find_bundled("target")
     folder = _cached(cache, "org/Model-4bit", target)
     studio = tmp_path / ".lmstudio" / "models" / "lmstudio" / "Other"
@@ -142,7 +142,7 @@ def test_stores_are_searched_for_complete_models(cache: Path, tmp_path: Path) ->
     assert find_stored("org/Model-4bit", ["*.json", "model*.safetensors"]) is None
 
 
-def test_a_drafter_is_found_by_its_config_or_card_alone(cache: Path) -> None:
+def test_a_drafter_is_found_by_its_config_or_card_alone(cache):
     drafter = find_bundled("drafter")
     target = _cached(cache, "mlx-community/Tiny-Instruct-4bit", find_bundled("target"))
     search = DrafterSearch(Identity.of_folder(target))
@@ -162,9 +162,7 @@ def test_a_drafter_is_found_by_its_config_or_card_alone(cache: Path) -> None:
     assert "org/a-wide is not for this model: its hidden_size 64" in search.skipped[-1]
 
 
-def test_a_bundled_drafter_is_for_its_model_alone(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundled_drafter_is_for_its_model_alone(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(bundled, "DRAFTERS", tmp_path / "drafters")
     drafter, table = tmp_path / "drafters" / "tiny", {"model": {"vocab": {"a": 0, "b": 1}}}
     shutil.copytree(find_bundled("drafter"), drafter)
@@ -184,7 +182,6 @@ def test_a_bundled_drafter_is_for_its_model_alone(
     made_for("none")
     assert model("org/Tiny-Instruct") is None, "a model of this name with other tokens"
     folder = find_stored("org/Tiny-Instruct", None)
-    assert folder is not None
     made_for(digest_tokens(folder))
     assert model("mlx-community/Tiny-Instruct") == str(drafter)
     assert model("mlx-community/Tiny-Instruct-4bit") == str(drafter)
@@ -197,15 +194,13 @@ def test_a_bundled_drafter_is_for_its_model_alone(
     for name in ("org/Tiny", "org/Tiny-Instruct-2", "me/Tiny-Instruct-tuned"):
         assert model(name) is None
     plain = find_stored("org/Tiny", None)
-    assert plain is not None
     link = tmp_path / "Tiny-Instruct"
     link.symlink_to(plain)
     found = DrafterSearch(Identity.of_folder(link)).stored()
-    assert found is not None
     assert found.path == str(drafter), "a link has a name of its own"
 
 
-def test_the_smallest_model_with_the_same_tokens_may_draft(cache: Path) -> None:
+def test_the_smallest_model_with_the_same_tokens_may_draft(cache):
     target = _cached(cache, "org/large", find_bundled("target"))
     search = DrafterSearch(Identity.of_folder(target))
     draft = _cached(cache, "org/small", find_bundled("target"))
@@ -218,7 +213,7 @@ def test_the_smallest_model_with_the_same_tokens_may_draft(cache: Path) -> None:
     assert search.draft_model() is None
 
 
-def test_a_copy_of_the_model_may_draft_and_another_model_may_not(cache: Path) -> None:
+def test_a_copy_of_the_model_may_draft_and_another_model_may_not(cache):
     target = _cached(cache, "org/Tiny-Instruct", find_bundled("target"))
     with (target / "model.safetensors").open("r+b") as file:
         file.truncate(10**8)
@@ -241,16 +236,10 @@ def test_a_copy_of_the_model_may_draft_and_another_model_may_not(cache: Path) ->
 
 
 SIZES = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-    "sliding_window": 128,
-    "moe_intermediate_size": 128,
-}
+    "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512,
+    "num_attention_heads": 4, "head_dim": 64, "vocab_size": 32000,
+    "max_position_embeddings": 8192, "sliding_window": 128, "moe_intermediate_size": 128,
+}  # fmt: skip
 # Tokens of a chunk of the prompt.
 CHUNK = 256
 
@@ -300,9 +289,7 @@ def _measure(model: nn.Module, tokens: int) -> int:
         ("starcoder2", None, (200,)),
     ],
 )
-def test_the_estimate_is_the_measured_peak(
-    tmp_path: Path, model_type: str, bits: int | None, lengths: tuple[int, ...]
-) -> None:
+def test_the_estimate_is_the_measured_peak(tmp_path, model_type, bits, lengths):
     model = _write(tmp_path, model_type, bits)
     for tokens in lengths:
         estimated = estimate_memory(tmp_path, None, Context(tokens, CHUNK))
@@ -311,7 +298,7 @@ def test_the_estimate_is_the_measured_peak(
 
 
 @pytest.mark.parametrize("has_drafter", [False, True])
-def test_the_estimate_is_the_peak_of_the_engine(has_drafter: bool) -> None:
+def test_the_estimate_is_the_peak_of_the_engine(has_drafter):
     target, drafter = find_bundled("target"), find_bundled("drafter") if has_drafter else None
     estimated = estimate_memory(target, drafter, Context(132)).total
     mx.clear_cache()
@@ -327,7 +314,7 @@ def test_the_estimate_is_the_peak_of_the_engine(has_drafter: bool) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "llama"])
-def test_caches_have_the_size_of_those_of_mlx_lm(tmp_path: Path, model_type: str) -> None:
+def test_caches_have_the_size_of_those_of_mlx_lm(tmp_path, model_type):
     model = _write(tmp_path, model_type, None)
     caches = make_prompt_cache(model)
     for _ in range(2):
@@ -339,7 +326,7 @@ def test_caches_have_the_size_of_those_of_mlx_lm(tmp_path: Path, model_type: str
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-def test_layers_of_an_adapter_grow_as_they_are_fused(tmp_path: Path, model_type: str) -> None:
+def test_layers_of_an_adapter_grow_as_they_are_fused(tmp_path, model_type):
     model = _write(tmp_path, model_type, 4)
     before = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     linear_to_lora_layers(model, 2, {"rank": 3, "scale": 1.0, "dropout": 0.0})
@@ -351,9 +338,7 @@ def test_layers_of_an_adapter_grow_as_they_are_fused(tmp_path: Path, model_type:
     assert 0.9 <= fused_growth(tmp_path, tmp_path) / (after - before) <= 1.1
 
 
-def test_a_model_that_does_not_fit_is_refused_with_what_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_what_would(tmp_path, monkeypatch):
     _write(tmp_path, "llama", None)
     needed = estimate_memory(tmp_path, tmp_path, Context(8192, CHUNK))
     # The work would be measured again, on a machine that may be busy.

@@ -1,7 +1,5 @@
 """Parts of decoding: choice of tokens, acceptance, processors on trees, counts, and the clock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +23,7 @@ from tests.helpers.drafts import make_tree
 from tests.helpers.oracles import walk
 
 
-def test_each_node_sees_the_text_and_its_ancestors() -> None:
+def test_each_node_sees_the_text_and_its_ancestors():
     seen: list[list[int]] = []
 
     def record(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -41,7 +39,7 @@ def test_each_node_sees_the_text_and_its_ancestors() -> None:
     assert found[4].max() == 0  # padding keeps its own
 
 
-def test_processors_run_in_order_and_may_write_in_place() -> None:
+def test_processors_run_in_order_and_may_write_in_place():
     def write(tokens: mx.array, logits: mx.array) -> mx.array:
         logits[:, tokens] = 5.0
         return logits
@@ -54,16 +52,14 @@ def test_processors_run_in_order_and_may_write_in_place() -> None:
     assert np.array(both).tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
-def test_a_kind_of_step_shows_what_was_found_and_expected() -> None:
+def test_a_kind_of_step_shows_what_was_found_and_expected():
     plan = DraftPlan(DraftShape(2, 6), 8)
     shown = str(ShapeStats(plan, 0.0061, 4, 10, 0.0052, 12.0))
     assert shown == "2x6:8, 4 steps: 2.50 (3.00) tokens, 6.1 (5.2) ms"
     assert str(ShapeStats(None, 0.004, 0, 0, 0.004, 0.0)).startswith("plain, 0 steps: 0.00 (0.00)")
 
 
-def test_steps_last_from_outcome_to_outcome_unless_the_caller_was_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_last_from_outcome_to_outcome_unless_the_caller_was_away(monkeypatch):
     now, clock = [0.0], StepClock()
     monkeypatch.setattr(delivery, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -99,7 +95,7 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int]:
 
 
 @given(trees())
-def test_path_is_the_longest_match(case: tuple[list[int], list[int], list[int], int]) -> None:
+def test_path_is_the_longest_match(case):
     tokens, parents, chosen, length = case
     path, num_accepted, bonus, *_ = accept(make_tree(tokens, parents, length - 1), mx.array(chosen))
     expected = walk(tokens, parents, chosen)
@@ -110,7 +106,7 @@ def test_path_is_the_longest_match(case: tuple[list[int], list[int], list[int], 
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=2, max_size=8))
-def test_a_chain_is_accepted_as_any_other_tree(nodes: list[tuple[int, int]]) -> None:
+def test_a_chain_is_accepted_as_any_other_tree(nodes):
     tokens, chosen = zip(*nodes, strict=True)
     chain = TokenTree.of(tokens, [max(node - 1, 0) for node in range(len(tokens))])
     assert chain.is_chain
@@ -160,7 +156,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_samples_have_the_tempered_and_filtered_distribution(options: dict[str, Any]) -> None:
+def test_samples_have_the_tempered_and_filtered_distribution(options):
     params = SamplingParams(seed=99, **options)
     counts = np.bincount(_choose(params, LOGITS, SAMPLES), minlength=len(LOGITS))
     expected = _expected(params) * SAMPLES
@@ -173,7 +169,7 @@ def test_samples_have_the_tempered_and_filtered_distribution(options: dict[str, 
     assert ((counts - wrong)[support] ** 2 / wrong[support]).sum() > 22.5, "it would be noticed"
 
 
-def test_chosen_tokens_of_neighbouring_positions_are_independent() -> None:
+def test_chosen_tokens_of_neighbouring_positions_are_independent():
     chosen = _choose(SamplingParams(temp=1.0, seed=5), LOGITS, SAMPLES)
     joint = np.zeros((len(LOGITS), len(LOGITS)))
     np.add.at(joint, (chosen[:-1], chosen[1:]), 1)
@@ -185,7 +181,7 @@ def test_chosen_tokens_of_neighbouring_positions_are_independent() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1000, 20_000])
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
-def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) -> None:
+def test_noise_is_a_function_of_seed_and_position(vocab_size, seed):
     block = np.array(gumbel_noise(seed, 1000 + mx.arange(16), vocab_size))
     assert block.shape == (16, vocab_size)
     assert np.isfinite(block).all()
@@ -207,7 +203,7 @@ def test_noise_is_a_function_of_seed_and_position(vocab_size: int, seed: int) ->
     assert np.array_equal(shifted, block[3:8])
 
 
-def test_noise_is_standard_gumbel() -> None:
+def test_noise_is_standard_gumbel():
     rows = np.array(gumbel_noise(3, mx.arange(16), 8192))
     other = np.array(gumbel_noise(2**32 - 1, mx.arange(16), 8192))
     assert len(np.unique(np.concatenate([rows, other]))) > 0.95 * 2 * rows.size
@@ -216,7 +212,7 @@ def test_noise_is_standard_gumbel() -> None:
     assert abs(noise.var() - np.pi**2 / 6) < 0.03
 
 
-def test_what_is_0_in_float32_leaves_the_best_token() -> None:
+def test_what_is_0_in_float32_leaves_the_best_token():
     for params in (
         SamplingParams(temp=1.0, top_p=1e-46),  # 0 in float32
         SamplingParams(temp=1.0, top_p=1e-39, min_p=5e-324, top_k=3),  # 0 where denormals are
@@ -229,7 +225,7 @@ def test_what_is_0_in_float32_leaves_the_best_token() -> None:
     assert set(_choose(SamplingParams(temp=MAX_TEMP, top_k=3), LOGITS, 500)) == {0, 1, 2}
 
 
-def test_stock_sampler_walks_the_states_of_plain_sampling() -> None:
+def test_stock_sampler_walks_the_states_of_plain_sampling():
     """At depth d every node samples from the state that d earlier samples leave behind."""
     sampler = make_sampler(temp=1.0)
     rows, _ = normalise(mx.random.normal((5, 40), key=mx.random.key(0)))

@@ -1,7 +1,5 @@
 """Costs of steps: how they are timed, their parts, and what is stored for the next run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -61,9 +59,7 @@ def _timed(
     return {kind: seconds(kind) for kind in KINDS}
 
 
-def test_steps_are_timed_once_per_pair(
-    pair: tuple[Target, Drafter], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_timed_once_per_pair(pair, folder, monkeypatch):
     monkeypatch.setattr(stored_costs, "is_doubtful", lambda _: False)
     monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
     costs, lookups = stored_costs.step_costs(*pair), stored_costs.step_costs(pair[0], None)
@@ -76,9 +72,7 @@ def test_steps_are_timed_once_per_pair(
 
 
 @pytest.mark.parametrize("max_length", [2, 5, 99])
-def test_parts_add_up_to_the_steps_that_were_timed(
-    pair: tuple[Target, Drafter], monkeypatch: pytest.MonkeyPatch, max_length: int
-) -> None:
+def test_parts_add_up_to_the_steps_that_were_timed(pair, monkeypatch, max_length):
     timed = _timed(max_length=max_length)
     monkeypatch.setattr(Drafter, "max_length", max_length)
     monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [timed])
@@ -95,9 +89,7 @@ def test_parts_add_up_to_the_steps_that_were_timed(
     assert between == pytest.approx(0.1 * 5 / 2 + 0.05), "widths in between are interpolated"
 
 
-def test_a_long_context_is_timed_when_a_text_begins_with_one(
-    pair: tuple[Target, Drafter], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_context_is_timed_when_a_text_begins_with_one(pair, folder, monkeypatch):
     target, far = pair[0], 2 * stored_costs.LONG_CONTEXT
     target.context_length = None
     short = _timed()
@@ -121,9 +113,7 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(
     assert stored_costs.step_costs(*pair, 4000).plain == 1
 
 
-def test_times_that_noise_has_turned_round_stay_in_bounds(
-    pair: tuple[Target, Drafter], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_that_noise_has_turned_round_stay_in_bounds(pair, monkeypatch):
     for per_level, read in ((-0.5, -3.0), (9.0, 0.0)):
         timed = _timed(per_level=per_level, read=read)
         monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_, timed=timed: timed)
@@ -139,9 +129,7 @@ def test_times_that_noise_has_turned_round_stay_in_bounds(
         assert costs.drafting(DraftShape(width, 6)) >= 5 * seconds, "drafting is never free"
 
 
-def test_another_drafter_or_dtype_is_timed_anew(
-    pair: tuple[Target, Drafter], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_drafter_or_dtype_is_timed_anew(pair, folder, monkeypatch):
     monkeypatch.setattr(stored_costs, "time_steps", lambda *_: [_timed()])
     stored_costs.step_costs(*pair)
     quantize_drafter(pair[1], 4, 32)
@@ -150,9 +138,7 @@ def test_another_drafter_or_dtype_is_timed_anew(
     assert len(list(folder.iterdir())) == 3
 
 
-def test_times_that_use_shows_to_be_too_long_are_measured_again_by_later_runs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_that_use_shows_to_be_too_long_are_measured_again_by_later_runs(folder, monkeypatch):
     """A machine that was busy all the while it was timed, so that no turn differs from another."""
     model, runs = tiny_llama(vocab_size=VOCAB_SIZE), []
 
@@ -171,9 +157,7 @@ def test_times_that_use_shows_to_be_too_long_are_measured_again_by_later_runs(
     assert json.loads(path.read_text())["runs"] == 4 < MOST_RUNS
 
 
-def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(monkeypatch):
     """A GPU builds kernels for the first one of each."""
     monkeypatch.setattr(profiling, "MAX_WARM_UP", 600.0)  # a busy machine would stop it
     compile_passes(monkeypatch, uses=100)
@@ -211,7 +195,7 @@ def _run(few: float, many: float, is_doubtful: bool = False) -> dict[str, float]
 
 
 @pytest.mark.parametrize("in_use", [False, True])
-def test_doubt_costs_one_later_run_and_both_count(in_use: bool) -> None:
+def test_doubt_costs_one_later_run_and_both_count(in_use):
     assert _run(1.0, 9.0, is_doubtful=not in_use) == {"few": 1.0, "many": 9.0}
     if in_use:
         assert _run(0.1, 0.1) is None
@@ -221,9 +205,7 @@ def test_doubt_costs_one_later_run_and_both_count(in_use: bool) -> None:
     assert load_or_time("what", [], KEYS, lambda _: True, list)[1] == {"few": 5.0, "many": 2.0}
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
@@ -258,7 +240,7 @@ def _rounds(seconds: Callable[[Kind, int, int], float | None], pause: float = 0.
     return schedule.rounds
 
 
-def test_the_steps_inside_a_turn_count() -> None:
+def test_the_steps_inside_a_turn_count():
     """The first steps of a turn are warm-ups, and its ends partly measure the neighbours."""
     first = {kind: 1.0 + place for place, kind in enumerate(FEW_KINDS)}
     rounds = _rounds(lambda kind, _, step: first[kind] if step in (2, 3) else 99.0)
@@ -268,7 +250,7 @@ def test_the_steps_inside_a_turn_count() -> None:
     assert rounds == [first] * profiling.ROUNDS
 
 
-def test_disturbed_rounds_are_followed_by_others_up_to_a_bound() -> None:
+def test_disturbed_rounds_are_followed_by_others_up_to_a_bound():
     rng = random.Random(3)
 
     def once(kind: Kind, number: int, _: int) -> float:
@@ -286,7 +268,7 @@ def test_disturbed_rounds_are_followed_by_others_up_to_a_bound() -> None:
         assert len(_rounds(lambda kind, number, _: 2.0**-number, pause)) == expected
 
 
-def test_a_step_that_costs_more_than_one_that_does_more_leaves_doubt() -> None:
+def test_a_step_that_costs_more_than_one_that_does_more_leaves_doubt():
     """So a single round of a large model, whose turns cannot differ, leaves doubt, too."""
     usual = {PLAIN: 1.0, VERIFY[2]: 2.0, VERIFY[8]: 2.1, READ: 2.3}
     assert not profiling.is_doubtful([usual])
@@ -294,11 +276,8 @@ def test_a_step_that_costs_more_than_one_that_does_more_leaves_doubt() -> None:
     assert profiling.is_doubtful([usual | {PLAIN: 3.0}])
 
 
-def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(monkeypatch):
     model, _, drafter = load()
-    assert isinstance(drafter, Drafter)
     target, caches, blank_cache = Target(model), list[TreeCache](), profiling.blank_cache
     remembered = lambda *given: caches.append(blank_cache(*given)) or caches[-1]  # noqa: E731
     monkeypatch.setattr(profiling, "blank_cache", remembered)
@@ -308,9 +287,7 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(
     assert caches[0].length <= 1.1 * (CONTEXT + steps)
 
 
-def test_steps_after_a_long_context_are_timed_without_processing_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_after_a_long_context_are_timed_without_processing_it(monkeypatch):
     """And leave the model alone."""
     monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
     model, lengths, tokens = tiny_llama(), [], mx.array([[3, 1, 4, 1, 5]])

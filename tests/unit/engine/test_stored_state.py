@@ -1,7 +1,5 @@
 """Estimates on disk: what the first text of a process begins with, and which files it ignores."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -18,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_redrafter import Lookup
 from mlx_redrafter.engine import learned_state
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.engine.learned_state import StateFile
@@ -76,9 +75,7 @@ def _through_json(state: PolicyState) -> PolicyState:
     return PolicyState.restored(json.loads(json.dumps(state.stored())))
 
 
-def test_the_first_text_of_a_process_begins_with_the_estimates_of_the_one_before(
-    model: nn.Module, folder: Path
-) -> None:
+def test_the_first_text_of_a_process_begins_with_the_estimates_of_the_one_before(model, folder):
     first = _engine(model)
     text = _tokens(first)
     known: Any = first.memory.policy
@@ -92,7 +89,7 @@ def test_the_first_text_of_a_process_begins_with_the_estimates_of_the_one_before
     assert _file(folder).stat().st_size < 20_000
 
 
-def test_old_evidence_weighs_less() -> None:
+def test_old_evidence_weighs_less():
     state = _learned()
     once = _through_json(state)
     often = once
@@ -118,7 +115,7 @@ def test_old_evidence_weighs_less() -> None:
     assert state.evenness.shares[0] == 1.0 > state.evenness.shares[1]
 
 
-def test_some_trust_is_left_whatever_was_lost() -> None:
+def test_some_trust_is_left_whatever_was_lost():
     state: Any = _learned()
     assert not state.guard.allows_drafts
     found: Any = _through_json(state).guard
@@ -129,8 +126,8 @@ def test_some_trust_is_left_whatever_was_lost() -> None:
 
 
 def test_other_weights_drafters_and_machines_have_estimates_of_their_own(
-    model: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, folder, monkeypatch
+):
     _tokens(_engine(model))
     for other in (tiny_llama(seed=6, vocab_size=VOCAB_SIZE), model):
         if other is model:
@@ -139,6 +136,17 @@ def test_other_weights_drafters_and_machines_have_estimates_of_their_own(
         engine.stream(PROMPT, **OPTIONS)
         assert engine.memory.policy is None
     _tokens(Engine(model, wrapped_tokenizer(VOCAB_SIZE), "lookup"))
+    assert len(list(folder.glob("*.state"))) == 2
+
+
+def test_drafters_without_networks_have_estimates_of_their_own(
+    model: nn.Module, folder: Path
+) -> None:
+    class Other(Lookup):
+        """Another kind without networks."""
+
+    for drafter in ("lookup", Other()):
+        _tokens(Engine(model, wrapped_tokenizer(VOCAB_SIZE), drafter))
     assert len(list(folder.glob("*.state"))) == 2
 
 
@@ -168,9 +176,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damaged_files_are_ignored_without_a_word(
-    model: nn.Module, folder: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_files_are_ignored_without_a_word(model, folder, kind, caplog):
     caplog.set_level(logging.DEBUG)
     StateFile(_engine(model).networks).count_text(_learned(), {4: _learned()})
     path = _file(folder)
@@ -185,7 +191,7 @@ def test_damaged_files_are_ignored_without_a_word(
 
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2**32 - 1), temp=st.sampled_from([0.0, 0.8]))
-def test_no_file_changes_a_text(temp: float, seed: int) -> None:
+def test_no_file_changes_a_text(temp, seed):
     model, rng = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), np.random.default_rng(seed)
     state = _through_json(_learned(rng.choice([-1.0, 0.5, 2.0])))
     state.drafts.mean = rng.uniform(0.0, 9.0, state.drafts.mean.shape)
@@ -200,7 +206,7 @@ def test_no_file_changes_a_text(temp: float, seed: int) -> None:
     assert engine.memory.file is not None
 
 
-def test_processes_that_write_at_once_leave_a_whole_file(model: nn.Module) -> None:
+def test_processes_that_write_at_once_leave_a_whole_file(model):
     networks = _engine(model).networks
     files, state = [StateFile(networks) for _ in range(8)], _learned()
 
@@ -215,9 +221,7 @@ def test_processes_that_write_at_once_leave_a_whole_file(model: nn.Module) -> No
     assert len(batches) == 1
 
 
-def test_a_disk_that_takes_nothing_is_no_warning(
-    model: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_a_disk_that_takes_nothing_is_no_warning(model, folder, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     (folder / "file").touch()
     monkeypatch.setenv(FOLDER, str(folder / "file" / "inside"))
@@ -227,9 +231,7 @@ def test_a_disk_that_takes_nothing_is_no_warning(
     assert found.levelno == logging.INFO
 
 
-def test_nothing_is_stored_if_that_is_switched_off(
-    model: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_stored_if_that_is_switched_off(model, folder, monkeypatch):
     monkeypatch.setenv(FOLDER, "0")
     monkeypatch.chdir(folder)
     _tokens(_engine(model))
@@ -243,7 +245,7 @@ def test_nothing_is_stored_if_that_is_switched_off(
     assert os.listdir(folder) == []
 
 
-def test_batches_begin_with_the_estimates_of_the_process_before(model: nn.Module) -> None:
+def test_batches_begin_with_the_estimates_of_the_process_before(model):
     first = _engine(model)
     list(first.stream_batch([PROMPT, PROMPT[2:]], batch_size=2, **OPTIONS))
     assert 2 in first.memory.batches

@@ -1,7 +1,5 @@
 """The choice of plans in simulated sequences and batches, and how it changes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -22,14 +20,7 @@ from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import SWITCH, AdaptivePolicy, Planner
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
-from mlx_redrafter.policy.plans import (
-    EMPTY,
-    LOOKUP,
-    SHORTEST,
-    SIZES,
-    FixedPolicy,
-    StepCosts,
-)
+from mlx_redrafter.policy.plans import EMPTY, LOOKUP, SHORTEST, SIZES, FixedPolicy, StepCosts
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -80,7 +71,7 @@ def _nodes(watched: Watched, last: int = 40) -> float:
     return float(np.mean([step.num_nodes for step in watched.steps[-last:]]))
 
 
-def test_the_regret_of_simulated_texts_is_small() -> None:
+def test_the_regret_of_simulated_texts_is_small():
     """One scenario of every kind of machine; `bench simulate` has hundreds."""
     found: Any = simulate_regret(6)
     assert found.median <= 0.03
@@ -91,7 +82,7 @@ def test_the_regret_of_simulated_texts_is_small() -> None:
     assert stored >= max(0.95, without)
 
 
-def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
+def test_a_drafter_that_is_never_right_ends_in_plain_decoding():
     first = _decode(_scenario(-8.0))
     second = _decode(_scenario(-8.0), first, TOKENS)
     assert sum(step.num_nodes > 1 for step in second.steps) <= 3 * SWITCH
@@ -102,7 +93,7 @@ def test_a_drafter_that_is_never_right_ends_in_plain_decoding() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.25, 1.0, 8.0])
-def test_a_boastful_or_timid_drafter_is_used_as_well(scale: float) -> None:
+def test_a_boastful_or_timid_drafter_is_used_as_well(scale):
     shares = []
     for seed in range(7, 11):
         scenario = _scenario(1.5, score_scale=scale, seed=seed)
@@ -115,7 +106,7 @@ def test_a_boastful_or_timid_drafter_is_used_as_well(scale: float) -> None:
     assert min(shares) > 0.93
 
 
-def test_sizes_at_which_kernels_change_are_avoided() -> None:
+def test_sizes_at_which_kernels_change_are_avoided():
     sizes = {step.num_nodes for step in _decode(_scenario(2.0, _costs("kernel steps"))).steps}
     assert not sizes & {10, 12}, "8 and 16 take less time"
 
@@ -131,7 +122,7 @@ def _tree(*chances: float) -> TokenTree:
     return _chain([*accumulate(chances, mul)])
 
 
-def test_drafts_out_of_the_text_are_taken_where_they_promise_more() -> None:
+def test_drafts_out_of_the_text_are_taken_where_they_promise_more():
     policy = AdaptivePolicy(StepCosts(1.0, {size: 1 + 0.05 * size for size in SIZES}))
     assert policy.choose([]) is None
     assert policy.choose([0.05]) is None
@@ -141,7 +132,7 @@ def test_drafts_out_of_the_text_are_taken_where_they_promise_more() -> None:
     assert policy.select(plan, _tree(0.01)).size == 1
 
 
-def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
+def test_a_timing_that_was_disturbed_is_corrected_in_use():
     costs = _costs()
     timed = replace(costs, verify=costs.verify | {24: 0.3 * costs.verify[24]})
     firsts, seconds = [], []
@@ -159,7 +150,7 @@ def test_a_timing_that_was_disturbed_is_corrected_in_use() -> None:
     assert np.mean(seconds) < 1.16
 
 
-def test_a_machine_that_has_become_slower_is_used_as_well() -> None:
+def test_a_machine_that_has_become_slower_is_used_as_well():
     """Everything takes 2.5 times as long as was timed: what pays is what paid before."""
     timed = _costs(level=0.45, wait=0.05)
     verify, level = ({k: 2.5 * s for k, s in one.items()} for one in (timed.verify, timed.level))
@@ -175,7 +166,7 @@ def test_a_machine_that_has_become_slower_is_used_as_well() -> None:
     assert np.mean(shares) > 0.92
 
 
-def test_a_slow_learner_still_learns() -> None:
+def test_a_slow_learner_still_learns():
     """Learning takes half a step's time here; without it, the text before decides for ever."""
     easy, hard = _scenario(2.0), _scenario(-4.0)
     clock = itertools.count(0, 0.5).__next__
@@ -188,9 +179,7 @@ def test_a_slow_learner_still_learns() -> None:
 @pytest.mark.parametrize(
     ("curve", "level", "ease"), [("steep", 0.3, 0.0), ("steep", 0.6, 0.5), ("linear", 0.5, -1.0)]
 )
-def test_drafting_that_was_timed_as_free_is_corrected_in_use(
-    curve: str, level: float, ease: float
-) -> None:
+def test_drafting_that_was_timed_as_free_is_corrected_in_use(curve, level, ease):
     costs = _costs(curve, level)
     timed = replace(costs, level=dict.fromkeys(costs.level, 0.0), wait=0.0)
     right, wrong = _scenario(ease, costs), _scenario(ease, costs, timed=timed)
@@ -203,7 +192,7 @@ def _seconds(scenario: Scenario) -> float:
     return run_policy(SimulatedText(scenario), policy, 0, TOKENS)
 
 
-def test_trees_of_a_fixed_plan_are_padded_where_that_takes_less_time() -> None:
+def test_trees_of_a_fixed_plan_are_padded_where_that_takes_less_time():
     verify = {size: 1.0 + 0.01 * size for size in SIZES}
     fixed = FixedPolicy(SHORTEST, StepCosts(1.0, verify | {12: 1.8}))
     assert fixed.choose(None) == SHORTEST
@@ -219,7 +208,7 @@ def test_trees_of_a_fixed_plan_are_padded_where_that_takes_less_time() -> None:
     assert FixedPolicy(SHORTEST).select(SHORTEST, unread) is unread
 
 
-def test_shapes_say_what_was_taken_and_what_it_gave() -> None:
+def test_shapes_say_what_was_taken_and_what_it_gave():
     watched = _decode(_scenario(1.0))
     found = watched.policy.shapes()
     assert found[0].plan is None
@@ -233,14 +222,14 @@ def test_shapes_say_what_was_taken_and_what_it_gave() -> None:
     assert all(math.isfinite(one.seconds) for one in found)
 
 
-def test_plain_steps_are_timed_now_and_then_while_drafting() -> None:
+def test_plain_steps_are_timed_now_and_then_while_drafting():
     steps = _decode(_scenario(-1.0, _costs("tiles", level=0.06))).steps
     switched = [i for i, step in enumerate(steps) if step.plan is None]
     assert 2 <= len(switched) < 40
     assert switched[1] == switched[0] + 1, "one plain step alone cannot be timed"
 
 
-def test_a_chain_in_use_shows_what_a_tree_would_get() -> None:
+def test_a_chain_in_use_shows_what_a_tree_would_get():
     """The prior says that trees are no better; the third child is right as often as the first."""
     before = PolicyState()
     before.drafts.mean[1] = before.drafts.mean[0]
@@ -251,7 +240,7 @@ def test_a_chain_in_use_shows_what_a_tree_would_get() -> None:
     assert 2 in shapes
 
 
-def test_a_sequence_begins_with_the_experience_of_the_previous_one_and_leaves_it_alone() -> None:
+def test_a_sequence_begins_with_the_experience_of_the_previous_one_and_leaves_it_alone():
     before = _decode(_scenario(2.0)).policy.state
     weights, mean, ratios = before.calibration.weights, before.drafts.mean, before.ratios
     known = {size: ratios.of(size) for size in SIZES}
@@ -263,7 +252,7 @@ def test_a_sequence_begins_with_the_experience_of_the_previous_one_and_leaves_it
     assert known == {size: ratios.of(size) for size in SIZES}
 
 
-def test_a_guard_turns_drafts_in_flight_into_a_plain_step() -> None:
+def test_a_guard_turns_drafts_in_flight_into_a_plain_step():
     """The second step is chosen before the first one's cost is known, and not verified."""
     policy = _policy(_costs())
     tree = _tree(0.9, 0.8, 0.7)
@@ -284,9 +273,7 @@ UNPAYING = [
 
 
 @pytest.mark.parametrize(("ease", "curve", "level", "scale"), UNPAYING)
-def test_sequences_of_96_tokens_lose_little_where_nothing_pays(
-    ease: float, curve: str, level: float, scale: float
-) -> None:
+def test_sequences_of_96_tokens_lose_little_where_nothing_pays(ease, curve, level, scale):
     """Allow the first one to lose more: drafting is trusted with some plain steps."""
     scenario = _scenario(ease, _costs(curve, level), score_scale=scale)
     text, before, speeds = SimulatedText(scenario), None, []
@@ -304,7 +291,7 @@ def _lookup_policy() -> AdaptivePolicy:
     return AdaptivePolicy(StepCosts(1.0, {size: 1 + 0.1 * size for size in SIZES}))
 
 
-def test_lookups_that_cost_more_than_timed_are_used_less_often() -> None:
+def test_lookups_that_cost_more_than_timed_are_used_less_often():
     policy, matches = _lookup_policy(), [0.7, 0.5]
     assert policy.choose(matches) == LOOKUP
     chosen: DraftPlan | None = LOOKUP
@@ -318,7 +305,7 @@ def test_lookups_that_cost_more_than_timed_are_used_less_often() -> None:
     assert chosen is None
 
 
-def test_a_lookup_must_gain_more_than_one_of_which_nothing_is_kept_loses() -> None:
+def test_a_lookup_must_gain_more_than_one_of_which_nothing_is_kept_loses():
     policy, matches = _lookup_policy(), [0.7, 0.5]
     assert policy.choose(matches) == LOOKUP
     assert policy.select(LOOKUP, _tree(0.01)).size == 1
@@ -334,7 +321,7 @@ def test_a_lookup_must_gain_more_than_one_of_which_nothing_is_kept_loses() -> No
     assert policy.choose([0.99] * 15) == LOOKUP
 
 
-def test_empty_lookups_are_not_charged_for_the_plain_step_after_them() -> None:
+def test_empty_lookups_are_not_charged_for_the_plain_step_after_them():
     """The first step of a row takes the next one's time if dispatching waits for the device."""
     policy, plain, promised = _lookup_policy(), Step(None, 1, [1], 1.0), [0.99] * 15
     policy.choose([])
@@ -350,7 +337,7 @@ def test_empty_lookups_are_not_charged_for_the_plain_step_after_them() -> None:
     assert policy.state.ratios.of(EMPTY) == pytest.approx(1.0, abs=0.05)
 
 
-def test_plain_steps_without_a_network_are_all_counted() -> None:
+def test_plain_steps_without_a_network_are_all_counted():
     policy = _lookup_policy()
     for _ in range(30):
         assert policy.choose([]) is None
@@ -413,12 +400,12 @@ def _drafted(steps: list[Step]) -> int:
     return sum(step.num_nodes > 1 for step in steps)
 
 
-def test_more_sequences_draft_fewer_tokens_each() -> None:
+def test_more_sequences_draft_fewer_tokens_each():
     sizes = [np.mean([step.num_nodes for step in _decode_batch({}, slots)]) for slots in (1, 4, 16)]
     assert sizes[0] > sizes[1] > sizes[2]
 
 
-def test_a_new_batch_times_plain_steps_before_it_trusts_drafts() -> None:
+def test_a_new_batch_times_plain_steps_before_it_trusts_drafts():
     """Timed on a busy machine, plain steps seem ten times as long as they are, and trees free."""
     timed = batch_costs(COSTS, SLOTS)
     verify = {size: seconds / 3 for size, seconds in timed.verify.items()}
@@ -429,7 +416,7 @@ def test_a_new_batch_times_plain_steps_before_it_trusts_drafts() -> None:
     assert _drafted(first) <= 4
 
 
-def test_another_number_of_sequences_has_times_of_its_own() -> None:
+def test_another_number_of_sequences_has_times_of_its_own():
     """The next batch of as many knows what steps of this one cost."""
     batches: dict[int, PolicyState] = {}
     drafted = [_drafted(_decode_batch(batches, costs=_slower(2.5))) for _ in range(5)]
@@ -442,7 +429,7 @@ def test_another_number_of_sequences_has_times_of_its_own() -> None:
     assert batches[SLOTS // 2].ratios.of(1) == pytest.approx(1.0, abs=0.15)
 
 
-def test_earlier_sequences_have_shown_what_drafts_yield_but_not_what_they_cost() -> None:
+def test_earlier_sequences_have_shown_what_drafts_yield_but_not_what_they_cost():
     before = PolicyState()
     for _ in range(5):
         before.ratios.learn(8, 9.0)
@@ -454,7 +441,7 @@ def test_earlier_sequences_have_shown_what_drafts_yield_but_not_what_they_cost()
     assert before.ratios.of(8) > 2, "as it was"
 
 
-def test_sequences_that_end_soon_have_shown_what_their_steps_cost() -> None:
+def test_sequences_that_end_soon_have_shown_what_their_steps_cost():
     batches: dict[int, PolicyState] = {}
     slots = SLOTS
     member = WatchedMember(BatchPolicy(lambda: COSTS, lambda: slots, batches))
@@ -468,7 +455,7 @@ def test_sequences_that_end_soon_have_shown_what_their_steps_cost() -> None:
 
 @pytest.mark.parametrize("num_slots", [2, 4, 8])
 @pytest.mark.parametrize("ease", [-8.0, -1.0, 1.0])
-def test_no_batch_is_slower_than_plain_decoding(num_slots: int, ease: float) -> None:
+def test_no_batch_is_slower_than_plain_decoding(num_slots, ease):
     text = _batch_text(num_slots, ease)
     batches: dict[int, PolicyState] = {}
     for start in (0, 3 * BATCH_TOKENS):
@@ -478,7 +465,7 @@ def test_no_batch_is_slower_than_plain_decoding(num_slots: int, ease: float) -> 
         assert run_policy(text, watched, start, stop) < 1.04 * plain
 
 
-def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them() -> None:
+def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them():
     """Good drafts of one sequence do not pay for the rows of the others; those of all do."""
     good, bad = [0.9, 0.8, 0.7, 0.6], [0.1, 0.05, 0.02, 0.01]
     slow = StepCosts(plain=1.0, verify={size: 1 + 0.1 * size for size in SIZES})
@@ -499,7 +486,7 @@ def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them() -> None:
     assert sizes[1][0] > 1
 
 
-def test_a_lookup_pays_with_fewer_drafts_the_less_its_batch_costs() -> None:
+def test_a_lookup_pays_with_fewer_drafts_the_less_its_batch_costs():
     planners = [Planner(batch_costs(COSTS, slots), PolicyState()) for slots in (1, 4, 16)]
     chances = [planner.least_chance for planner in planners]
     assert 0 < chances[0] < chances[1] < chances[2] < 1
@@ -507,12 +494,12 @@ def test_a_lookup_pays_with_fewer_drafts_the_less_its_batch_costs() -> None:
     assert planners[0].least_chance > 1, "the guard stops drafts"
 
 
-def test_no_pass_of_a_batch_has_far_more_rows_than_were_timed() -> None:
+def test_no_pass_of_a_batch_has_far_more_rows_than_were_timed():
     largest = [max(batch_costs(COSTS, slots).verify, default=1) for slots in (1, 4, 16, 128)]
     assert largest == [32, 32, 8, 1]
 
 
-def test_drafts_of_some_texts_do_not_slow_another_one() -> None:
+def test_drafts_of_some_texts_do_not_slow_another_one():
     """Steps of eight nodes cost five plain ones; three texts get eight tokens, and one gets one."""
     costs = StepCosts(1.0, {size: 0.75 + 0.25 * size for size in SIZES})
     batch = BatchPolicy(lambda: costs, lambda: SLOTS, {SLOTS: PolicyState()})
@@ -535,7 +522,7 @@ def test_drafts_of_some_texts_do_not_slow_another_one() -> None:
     assert seconds < 1.1 * timed.plain * num_tokens.min()
 
 
-def test_lookups_of_a_batch_that_do_not_pay_get_two_percent_of_the_hosts_time() -> None:
+def test_lookups_of_a_batch_that_do_not_pay_get_two_percent_of_the_hosts_time():
     batch = BatchPolicy(lambda: COSTS, lambda: 2, {2: PolicyState()})
     member, plain = MemberPolicy(batch), batch_costs(COSTS, 2).plain
     num_looked = 0
@@ -548,7 +535,7 @@ def test_lookups_of_a_batch_that_do_not_pay_get_two_percent_of_the_hosts_time() 
     assert num_looked == pytest.approx(200, abs=10)
 
 
-def test_members_without_a_lookup_decode_plainly_next_to_those_with_one() -> None:
+def test_members_without_a_lookup_decode_plainly_next_to_those_with_one():
     costs = StepCosts(COSTS.plain, COSTS.verify)
     batch = BatchPolicy(lambda: costs, lambda: 2, {2: PolicyState()})
     members = [MemberPolicy(batch) for _ in range(2)]
@@ -558,7 +545,7 @@ def test_members_without_a_lookup_decode_plainly_next_to_those_with_one() -> Non
     assert [plan and plan.from_text for plan in plans] == [True, None]
 
 
-def test_the_largest_tree_of_a_step_may_have_a_size_that_was_not_timed() -> None:
+def test_the_largest_tree_of_a_step_may_have_a_size_that_was_not_timed():
     num_nodes = 13
     batch = BatchPolicy(lambda: COSTS, lambda: 2, {2: PolicyState()})
     member = MemberPolicy(batch)

@@ -1,7 +1,5 @@
 """What a policy knows: probabilities of drafts, expected drafts of plans, costs, and the guard."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
@@ -70,7 +68,7 @@ def _learnt(stated: float, true: float, count: int = 300) -> Calibration:
     return calibration
 
 
-def test_siblings_never_add_up_to_more_than_1_nor_rise_whatever_the_weights() -> None:
+def test_siblings_never_add_up_to_more_than_1_nor_rise_whatever_the_weights():
     rng = np.random.default_rng(0)
     for _ in range(200):
         calibration = Calibration()
@@ -87,14 +85,14 @@ def test_siblings_never_add_up_to_more_than_1_nor_rise_whatever_the_weights() ->
 
 
 @pytest.mark.parametrize(("stated", "true"), [(0.999, 0.5), (0.1, 0.8), (0.7, 0.7), (0.9, 0.0)])
-def test_probabilities_become_what_is_seen(stated: float, true: float) -> None:
+def test_probabilities_become_what_is_seen(stated, true):
     (found,) = _learnt(stated, true).probabilities(features_of(_siblings(stated)), [0])
     assert found == pytest.approx(true, abs=0.07)
     (found,) = _learnt(0.8, 0.0, 10).probabilities(features_of(_siblings(0.8)), [0])
     assert found < 0.3, "ten wrong drafts are enough to doubt"
 
 
-def test_frequencies_are_found_even_if_all_log_odds_are_14() -> None:
+def test_frequencies_are_found_even_if_all_log_odds_are_14():
     rng, calibration = np.random.default_rng(1), Calibration()
     rates = {0.0: 0.2, 1.0: 0.3, 2.0: 0.35}
     for i in range(1000):
@@ -107,7 +105,7 @@ def test_frequencies_are_found_even_if_all_log_odds_are_14() -> None:
         assert found == pytest.approx(rate, abs=0.05)
 
 
-def test_later_siblings_have_weights_of_their_own() -> None:
+def test_later_siblings_have_weights_of_their_own():
     """The first child is right as often as it says, later ones never."""
     calibration, rng = Calibration(), np.random.default_rng(2)
     drafts = _siblings(0.6, 0.2, 0.1, 0.05)
@@ -124,7 +122,7 @@ def test_later_siblings_have_weights_of_their_own() -> None:
     assert max(later) < 0.03
 
 
-def test_old_observations_are_forgotten() -> None:
+def test_old_observations_are_forgotten():
     calibration, features = Calibration(), features_of(_siblings(0.6))
     for right in (1, 9):
         for i in range(WINDOW):
@@ -133,7 +131,7 @@ def test_old_observations_are_forgotten() -> None:
     assert calibration.probabilities(features, [0])[0] == pytest.approx(0.9, abs=0.05)
 
 
-def test_extreme_scores_stay_finite() -> None:
+def test_extreme_scores_stay_finite():
     drafts = Drafts([0.0, -1e30, -1e30], [1, 1, 2], [0, 0, 1], [1, 2, 3])
     features, calibration = features_of(drafts), Calibration()
     calibration.learn(features, [(0, False), (1, True), (2, True)])
@@ -164,7 +162,7 @@ def _learn_drafts(expected: ExpectedDrafts, scored: ScoredDrafts, times: int = 1
         expected.learn(scored, CurrentCosts(CHEAP), 0.9)
 
 
-def test_drafts_of_two_sources_are_merged() -> None:
+def test_drafts_of_two_sources_are_merged():
     """Drafts 1 and 2, of which 1 goes on with 3; the others have 1, 2 and a child of each."""
     chances = [0.5, 0.4, 0.3]
     log_probs = np.log(chances).tolist()
@@ -177,7 +175,6 @@ def test_drafts_of_two_sources_are_merged() -> None:
         among, merged = scored.with_others()
         if found is not others:
             assert (among, merged) == (None, own)
-    assert among is not None
     assert among.tokens == [1, 2, 3, 7]
     assert among.parents == [0, 0, 1, 2]
     assert among.depths == [1, 1, 2, 2]
@@ -185,7 +182,7 @@ def test_drafts_of_two_sources_are_merged() -> None:
     assert scored.drafts.tokens == [1, 2, 3], "what is learned from"
 
 
-def test_a_chain_shows_every_shorter_one() -> None:
+def test_a_chain_shows_every_shorter_one():
     expected = ExpectedDrafts()
     _learn_drafts(expected, _chain(4))
     for n, length in enumerate(LENGTHS[:5]):
@@ -194,7 +191,7 @@ def test_a_chain_shows_every_shorter_one() -> None:
             assert expected.mean[0, n, s] == pytest.approx(1 - 0.5**drafts, abs=1e-6)
 
 
-def test_a_tree_shows_the_chain_within_and_both_orders() -> None:
+def test_a_tree_shows_the_chain_within_and_both_orders():
     """Two children, whose better one has a child: depth 2."""
     chances = [0.5, 0.4, 0.3]
     scored = _scored((1, 1), np.log(chances).tolist(), [0, 0, 1])
@@ -207,7 +204,7 @@ def test_a_tree_shows_the_chain_within_and_both_orders() -> None:
 
 
 @pytest.mark.parametrize("probability", [0.01, 0.5, 0.99])
-def test_no_plan_is_expected_to_bring_more_than_its_drafts(probability: float) -> None:
+def test_no_plan_is_expected_to_bring_more_than_its_drafts(probability):
     """However small the means that ratios extrapolate from."""
     expected = ExpectedDrafts()
     for place in (0, 6, 1, 5, 0):
@@ -227,7 +224,7 @@ def _learn(ratios: TimeRatios, kind: int, ratio: float, times: int = 1) -> None:
         ratios.learn(kind, ratio)
 
 
-def test_a_size_that_costs_more_than_timed_is_found_out() -> None:
+def test_a_size_that_costs_more_than_timed_is_found_out():
     ratios = TimeRatios()
     for _ in range(20):
         ratios.learn(8, 3.0)
@@ -247,7 +244,7 @@ def test_a_size_that_costs_more_than_timed_is_found_out() -> None:
     assert first.of(1) < 0.75, "other work makes a step slower, never faster"
 
 
-def test_the_first_steps_correct_all_costs_that_are_estimates() -> None:
+def test_the_first_steps_correct_all_costs_that_are_estimates():
     timed, estimated = TimeRatios(), TimeRatios(ESTIMATED)
     for ratios in (timed, estimated):
         _learn(ratios, 1, 2.0, times=4)
@@ -255,7 +252,7 @@ def test_the_first_steps_correct_all_costs_that_are_estimates() -> None:
     assert 1.7 < estimated.of(8) < 2.1
 
 
-def test_the_next_sequence_keeps_own_ratios_and_half_of_the_common_one() -> None:
+def test_the_next_sequence_keeps_own_ratios_and_half_of_the_common_one():
     ratios = TimeRatios()
     for _ in range(20):
         ratios.learn(8, 3.0)
@@ -266,11 +263,11 @@ def test_the_next_sequence_keeps_own_ratios_and_half_of_the_common_one() -> None
     assert ratios.of(4) == pytest.approx(before**0.5)
 
 
-def test_ratios_are_copied_while_another_thread_learns() -> None:
+def test_ratios_are_copied_while_another_thread_learns():
     state = PolicyState()
 
     class Meanwhile(float):
-        def __deepcopy__(self, memo: object) -> Meanwhile:
+        def __deepcopy__(self, memo: object) -> "Meanwhile":
             state.ratios.learn(2, 1.1)
             return self
 
@@ -278,7 +275,7 @@ def test_ratios_are_copied_while_another_thread_learns() -> None:
     assert 1 in state.for_next().ratios._own
 
 
-def test_current_costs_are_timed_ones_times_ratios() -> None:
+def test_current_costs_are_timed_ones_times_ratios():
     costs, ratios = CurrentCosts(COSTS), TimeRatios()
     w, n = PLACES[PLANS[0, 2].shape]
     assert costs.step[w, n, 3] == pytest.approx(COSTS.drafting(PLANS[0, 2].shape) + COSTS.verify[4])
@@ -306,7 +303,7 @@ def _measured(seconds: float = 1.0) -> Guard:
     return guard
 
 
-def test_the_guard_stops_drafts_that_cost_more_than_they_yield() -> None:
+def test_the_guard_stops_drafts_that_cost_more_than_they_yield():
     guard, lost = _measured(), 0.0
     for _ in range(250):
         if guard.allows_drafts:
@@ -318,7 +315,7 @@ def test_the_guard_stops_drafts_that_cost_more_than_they_yield() -> None:
     assert 9 <= lost <= TRUST + 9 + LOSS * 250
 
 
-def test_gains_pay_for_losses_up_to_a_bound_and_half_stays_for_the_next_sequence() -> None:
+def test_gains_pay_for_losses_up_to_a_bound_and_half_stays_for_the_next_sequence():
     guard, lost = _measured(), 0
     guard.learn_drafted(12.0, 1)
     assert not guard.allows_drafts
@@ -337,7 +334,7 @@ def test_gains_pay_for_losses_up_to_a_bound_and_half_stays_for_the_next_sequence
     assert not guard.allows_drafts
 
 
-def test_the_guard_goes_by_measured_plain_steps_and_is_careful_before() -> None:
+def test_the_guard_goes_by_measured_plain_steps_and_is_careful_before():
     guard = Guard(2.0)
     assert guard.plain == 1.0
     guard.learn_plain(9.0)

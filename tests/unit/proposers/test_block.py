@@ -1,7 +1,5 @@
 """Block drafters: what their authors' packages compute, scores of linked levels, and refusals."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -120,7 +118,7 @@ def write(folder: Path, name: str, change: Change) -> Path:
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case[2])
-def test_bad_files_are_refused_in_one_line(case: tuple[str, Change, str], tmp_path: Path) -> None:
+def test_bad_files_are_refused_in_one_line(case, tmp_path):
     name, change, message = case
     folder = write(tmp_path, name, change)
     assert recognise(folder)[0] is block
@@ -130,7 +128,7 @@ def test_bad_files_are_refused_in_one_line(case: tuple[str, Change, str], tmp_pa
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_no_config_contradicts_its_tensors(name: str, tmp_path: Path) -> None:
+def test_no_config_contradicts_its_tensors(name, tmp_path):
     """Other numbers than the tensors have, and flags in words, are refused by their keys."""
     config = json.loads(json.dumps(LAYOUTS[name].config))
     load_block(write(tmp_path, name, lambda config, arrays: None))
@@ -149,7 +147,7 @@ def test_no_config_contradicts_its_tensors(name: str, tmp_path: Path) -> None:
         load_block(tmp_path)
 
 
-def test_drafters_for_other_targets_are_refused() -> None:
+def test_drafters_for_other_targets_are_refused():
     tokenizer = wrapped_tokenizer(VOCAB)
     target = Target(tiny_llama(vocab_size=VOCAB, layers=NUM_TARGET_LAYERS))
     deep = random_block(block_config(VOCAB, 32, captured_layers=(0, 5)))
@@ -166,7 +164,7 @@ def test_drafters_for_other_targets_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "cohere2", "granite", "muse_glimmer"])
-def test_the_head_and_the_embedding_of_the_target(name: str) -> None:
+def test_the_head_and_the_embedding_of_the_target(name):
     """Logits without scale and limit, and inputs of the first layer with the embedding's scale."""
     target = Target(build(tiny_config(name)))
     target.modules.watch([0])
@@ -192,7 +190,7 @@ def new_levels(network: BlockNetwork, count: int | None, rank: Any = None) -> Li
 
 
 @pytest.mark.parametrize("link", ["vanilla", "gated", "recurrent", "DFlash 2"])
-def test_a_search_scores_every_path_by_the_one_formula(link: str) -> None:
+def test_a_search_scores_every_path_by_the_one_formula(link):
     """Follow each node from the root by itself, and add up the formula's log-probabilities."""
     network = random_block(block_config(VOCAB, 32, **LINKS[link]), seed=3)
     shape = DraftShape(3, 1 + network.config.num_drafts)
@@ -203,7 +201,6 @@ def test_a_search_scores_every_path_by_the_one_formula(link: str) -> None:
         # Without the root, of which the search has no node.
         paths = node_paths([0, *(parent + 1 for parent in parents)])[1:]
         for path in paths[::5]:
-            assert network.link is not None
             total, state, previous = 0.0, None, mx.array([7])
             for depth, step in enumerate(node - 1 for node in path[1:]):
                 row = slice(depth, depth + 1)
@@ -221,7 +218,7 @@ def test_a_search_scores_every_path_by_the_one_formula(link: str) -> None:
 
 @pytest.mark.parametrize("link", [None, *LINKS])
 @pytest.mark.parametrize("count", [None, 12])
-def test_a_chain_is_the_search_of_one_beam(link: str | None, count: int | None) -> None:
+def test_a_chain_is_the_search_of_one_beam(link, count):
     config = {} if link is None else LINKS[link]
     network = random_block(block_config(VOCAB, 32, **config), seed=3)
     shape = DraftShape(1, 1 + network.config.num_drafts)
@@ -232,7 +229,7 @@ def test_a_chain_is_the_search_of_one_beam(link: str | None, count: int | None) 
     assert mx.allclose(found.scores, expected.scores, atol=1e-4).item()
 
 
-def test_trees_of_scores_that_are_not_calibrated_are_not_worse_than_chains() -> None:
+def test_trees_of_scores_that_are_not_calibrated_are_not_worse_than_chains():
     """Of a head whose logits are three times too flat for its target's greedy choices."""
     network = random_block(block_config(VOCAB, 32))
     depths, roots = 4, mx.zeros((300,), dtype=mx.int32)
@@ -255,7 +252,7 @@ def _count_accepted(drafts: Drafts, text: list[int]) -> int:
     return max(len(path) - 1 for path in paths if [*path[1:]] == text[: len(path) - 1])
 
 
-def test_candidates_are_those_that_the_noise_may_choose() -> None:
+def test_candidates_are_those_that_the_noise_may_choose():
     """Favour an improbable token by the noise: it is a candidate, and wins."""
     network = random_block(block_config(VOCAB, 32, **LINKS["vanilla"]))
     plain = new_levels(network, None)
@@ -271,7 +268,7 @@ def test_candidates_are_those_that_the_noise_may_choose() -> None:
     assert to_ints(found.tokens) == favoured[:4]
 
 
-def test_a_confident_head_keeps_the_order_and_sets_the_best() -> None:
+def test_a_confident_head_keeps_the_order_and_sets_the_best():
     confidence = {"has_confidence": True, "confidence_reads_token": True}
     network = random_block(block_config(VOCAB, 32, **confidence, **LINKS["vanilla"]), seed=1)
     plain, trusted = new_levels(network, None), new_levels(network, None)
@@ -328,9 +325,7 @@ def history(drafting: Any, length: int, rng: random.Random) -> Iterator[Pass]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_logits_are_those_of_the_references(
-    tmp_path: Path, name: str, target: Target, stored: dict[str, mx.array]
-) -> None:
+def test_logits_are_those_of_the_references(tmp_path, name, target, stored):
     folder = write(tmp_path, name, lambda config, arrays: None)
     assert recognise(folder)[0].NAME == "block drafter"
     network = load_block(folder)

@@ -1,7 +1,5 @@
 """Guests without a network of their own: lookup with its table of contexts, and draft models."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from math import exp, inf
@@ -62,13 +60,11 @@ def _paths(tree: Any) -> list[list[int]]:
 
 
 def _propose(drafting: LookupDrafting, *args: Any, noise: Any = None, **more: Any) -> TokenTree:
-    """The drafts after a pass, of which there must be some."""
-    tree = drafting.propose(_flight(*args, **more), PLAN, noise)
-    assert tree is not None
-    return tree
+    """The drafts after a pass."""
+    return drafting.propose(_flight(*args, **more), PLAN, noise)
 
 
-def test_what_followed_is_proposed_after_the_newest_token() -> None:
+def test_what_followed_is_proposed_after_the_newest_token():
     tree = _propose(_open([1, 2, 3, 4, 5, 6, 9, 1, 2]), 3)
     assert to_ints(tree.tokens)[0] == 3
     chain = [4, 5, 6, 9, 1, 2, 3]
@@ -80,12 +76,11 @@ def test_what_followed_is_proposed_after_the_newest_token() -> None:
     assert drafting.propose(_flight(5), PLAN, None) is None
 
 
-def test_trees_keep_to_their_plan_and_are_sorted() -> None:
+def test_trees_keep_to_their_plan_and_are_sorted():
     text = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 3, 7, 1, 2, 6, 1]
     for width, length, nodes in ((1, 3, 9), (2, 4, 5), (4, 16, 16), (3, 2, 3)):
         plan = DraftPlan(DraftShape(width, length), nodes)
         tree = _open(text).propose(_flight(2), plan, None)
-        assert tree is not None
         assert tree.size <= nodes
         assert tree.max_depth < length
         parents = to_ints(tree.parents)[1:]
@@ -98,7 +93,7 @@ def test_trees_keep_to_their_plan_and_are_sorted() -> None:
         assert depths == to_ints(tree.depths)[1:]
 
 
-def test_the_matches_are_of_the_drafts_after_the_token_in_flight() -> None:
+def test_the_matches_are_of_the_drafts_after_the_token_in_flight():
     drafting = _open([*range(1, 30), *range(1, 20)])
     matches = list(drafting.matches(0.0))
     assert _propose(drafting, 20)
@@ -108,7 +103,7 @@ def test_the_matches_are_of_the_drafts_after_the_token_in_flight() -> None:
     assert 0.3 < matches[0] < 1
 
 
-def test_drafts_that_cannot_pay_are_not_looked_for() -> None:
+def test_drafts_that_cannot_pay_are_not_looked_for():
     text = [*range(1, 30), *range(1, 20)]
     every, likely = (_open(text).matches(least) for least in (0.0, 0.5))
     found = [one for one in likely if one > 0.01]
@@ -121,7 +116,7 @@ def test_drafts_that_cannot_pay_are_not_looked_for() -> None:
     assert drafting.num_best == NUM_BEST
 
 
-def test_the_matches_know_what_drafts_unforeseen_tokens_have() -> None:
+def test_the_matches_know_what_drafts_unforeseen_tokens_have():
     """Each new word is one that nothing foresees, and one that the prompt goes on from."""
     drafting = _open(list(range(1, 200)))
     before = sum(drafting.matches(0.0))
@@ -133,7 +128,7 @@ def test_the_matches_know_what_drafts_unforeseen_tokens_have() -> None:
     assert after > 0.3
 
 
-def test_chances_are_learnt_from_tokens_that_were_not_drafted() -> None:
+def test_chances_are_learnt_from_tokens_that_were_not_drafted():
     lookup = Lookup()
     drafting = _open([*range(1, 40), *range(1, 4)], lookup)
     before = list(lookup.chances.rates)
@@ -149,7 +144,7 @@ def test_chances_are_learnt_from_tokens_that_were_not_drafted() -> None:
     assert lookup.chances.rates == Chances().rates, "the prompt teaches none"
 
 
-def test_chances_forget() -> None:
+def test_chances_forget():
     chances = Chances()
     children: list[Child] = [(0.5, 7, 3), (0.2, 8, 4)]
     for token in [7] * 500 + [9] * 500:
@@ -161,7 +156,7 @@ def test_chances_forget() -> None:
     assert chances.rates[3] > 0
 
 
-def test_what_the_target_found_probable_is_proposed_after_the_same_tokens() -> None:
+def test_what_the_target_found_probable_is_proposed_after_the_same_tokens():
     drafting = _open([1, 2])
     drafting.skip(_flight(3, rows=[[3, 30, 31]]))
     drafting.skip(_flight(9, rows=[[9, 40]]))
@@ -172,7 +167,7 @@ def test_what_the_target_found_probable_is_proposed_after_the_same_tokens() -> N
     assert [3, 40] in _paths(tree)
 
 
-def test_a_second_turn_drafts_from_the_first_and_other_conversations_do_not() -> None:
+def test_a_second_turn_drafts_from_the_first_and_other_conversations_do_not():
     conversation = Lookup().after(Contexts())
     first = _open([1, 2], conversation)
     first.skip(_flight(3, rows=[[3, 30, 31]]))
@@ -185,7 +180,7 @@ def test_a_second_turn_drafts_from_the_first_and_other_conversations_do_not() ->
     assert _open([8, 9], Lookup().after(Contexts())).propose(_flight(2), PLAN, None) is None
 
 
-def test_nodes_that_were_not_accepted_teach_candidates() -> None:
+def test_nodes_that_were_not_accepted_teach_candidates():
     drafting = _open([1, 2])
     drafts = Drafts([-0.5, -1.0, -1.5], [1, 1, 2], [0, 0, 2], [20, 21, 22])
     flight = _flight(5, rows=[[5], [60], [61], [62]], drafts=drafts)
@@ -199,7 +194,7 @@ def test_nodes_that_were_not_accepted_teach_candidates() -> None:
     assert tree is None or 61 not in to_ints(tree.tokens)
 
 
-def test_with_noise_the_first_draft_is_what_the_target_would_draw() -> None:
+def test_with_noise_the_first_draft_is_what_the_target_would_draw():
     """If what it found probable is what it finds probable now."""
     temp = 0.7
     row = [3, 4, 5, 6, 7, 8, 9, 10]
@@ -222,7 +217,7 @@ def test_with_noise_the_first_draft_is_what_the_target_would_draw() -> None:
     assert to_ints(tree.tokens)[1] == 3, "the most probable one without coupling"
 
 
-def test_filters_leave_out_candidates_that_cannot_be_drawn() -> None:
+def test_filters_leave_out_candidates_that_cannot_be_drawn():
     row = [3, 4, 5, 6, 7, 8, 9, 10]
     values = mx.zeros((8, 300)) + 50 * (mx.arange(300) == 10)
     for filters in ({"top_k": 2}, {"min_p": 0.05}, {"top_p": 0.92}):
@@ -240,7 +235,7 @@ def _network() -> tuple[Any, list[tuple[str, list[int]]]]:
     return SimpleNamespace(reader=None, propose=propose, skip=skip), seen
 
 
-def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
+def test_in_front_of_a_network_the_lookup_sees_every_token():
     network, seen = _network()
     drafting = _open([1, 2, 3, 4, 5, 1])
     drafting.network = network
@@ -254,7 +249,7 @@ def test_in_front_of_a_network_the_lookup_sees_every_token() -> None:
 
 
 @pytest.mark.parametrize("couple", [True, False])
-def test_drafts_beside_a_networks_are_as_deep_as_the_noise(couple: bool) -> None:
+def test_drafts_beside_a_networks_are_as_deep_as_the_noise(couple):
     network: Any = SimpleNamespace(propose=lambda *_: TokenTree.of([20, 9], [0, 0], [-1.0]))
     plan = DraftPlan(DraftShape(2, 4), 9)
     params = SamplingParams(temp=1.0, seed=1)
@@ -262,14 +257,12 @@ def test_drafts_beside_a_networks_are_as_deep_as_the_noise(couple: bool) -> None
         drafting = _open([*range(1, 30), *range(1, 20)], couple=couple)
         drafting.network, drafting.may_merge = network, True
         tree = drafting.propose(_flight(20), plan, noise)
-        assert tree is not None
-        assert tree.find_others is not None
         others = tree.find_others()
         assert others.tokens[:3] == [21, 22, 23]
         assert max(others.depths) == 3 if noise else max(others.depths) > 3
 
 
-def test_drafts_with_and_without_a_network_do_not_share_its_passes() -> None:
+def test_drafts_with_and_without_a_network_do_not_share_its_passes():
     network, seen = _network()
     one, other = _open([1, 2, 3, 4, 5, 1]), _open([1, 2, 3, 4, 5, 1])
     one.network = network
@@ -280,7 +273,7 @@ def test_drafts_with_and_without_a_network_do_not_share_its_passes() -> None:
 
 
 @pytest.mark.parametrize("log_prob", [0.0, 1e-6, -1e9, -float("inf"), float("nan")])
-def test_any_number_in_place_of_a_log_probability_is_taken(log_prob: float) -> None:
+def test_any_number_in_place_of_a_log_probability_is_taken(log_prob):
     """Masks leave infinities, and nodes off the path may have NaN."""
     for noise in (None, GumbelNoise(SamplingParams(temp=0.5, seed=1), mx.zeros((8, 300)))):
         drafting = _open([1, 2])
@@ -290,7 +283,7 @@ def test_any_number_in_place_of_a_log_probability_is_taken(log_prob: float) -> N
         assert drafting.propose(_flight(2), PLAN, noise) is not None
 
 
-def test_contexts_of_another_model_are_refused() -> None:
+def test_contexts_of_another_model_are_refused():
     target: Any = SimpleNamespace(vocab_size=200)
     contexts = Contexts()
     lookup = Lookup().after(contexts)
@@ -328,7 +321,7 @@ def _length_before(text: Sequence[int], position: int, end: int) -> int:
 
 
 @given(TEXTS)
-def test_matches_are_occurrences_of_the_newest_tokens(text: list[int]) -> None:
+def test_matches_are_occurrences_of_the_newest_tokens(text):
     table = _table_of(text)
     end = len(text)
     lengths = {p: _length_before(text, p, end) for p in range(1, end)}
@@ -347,7 +340,7 @@ def test_matches_are_occurrences_of_the_newest_tokens(text: list[int]) -> None:
             break
 
 
-def test_a_copy_is_followed_for_as_long_as_it_lasts() -> None:
+def test_a_copy_is_followed_for_as_long_as_it_lasts():
     table = _table_of([*range(40), 77, *range(5, 30)])
     place = table.end
     for token in range(30, 39):
@@ -356,7 +349,7 @@ def test_a_copy_is_followed_for_as_long_as_it_lasts() -> None:
     assert table.after(place, 5).matches[0][1] == 1
 
 
-def test_candidates_are_those_of_the_longest_context() -> None:
+def test_candidates_are_those_of_the_longest_context():
     table = _table_of([1, 2, 3, 4])
     assert table.candidates(table.end.key) == ((), ())
     key = 0
@@ -372,7 +365,7 @@ def test_candidates_are_those_of_the_longest_context() -> None:
     assert table.end.matches[0] == (4, 3)
 
 
-def test_the_table_is_bounded_and_forgets_the_oldest() -> None:
+def test_the_table_is_bounded_and_forgets_the_oldest():
     with patch.object(contexts, "MAX_CONTEXTS", 300):
         table = Contexts()
         for token in range(5000):
@@ -401,9 +394,7 @@ def _open_model(
 
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 7))
 @settings(max_examples=25)
-def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(
-    seed: int, steps: int
-) -> None:
+def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(seed, steps):
     rng = random.Random(seed)
     model = MODELS["llama"]
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
@@ -432,7 +423,7 @@ def test_scores_are_those_of_the_whole_text_whatever_the_steps_before(
 MODELS: dict[str, nn.Module] = {"llama": tiny_llama(seed=3), "qwen3": tiny_qwen3(seed=3)}
 
 
-def test_a_shared_cache_holds_the_text_in_the_end() -> None:
+def test_a_shared_cache_holds_the_text_in_the_end():
     model = MODELS["llama"]
     cached = make_prompt_cache(model)
     drafting = _open_model(model, PROMPT, cached)
@@ -453,7 +444,7 @@ def test_a_shared_cache_holds_the_text_in_the_end() -> None:
                 np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
 
 
-def test_equal_ids_fit_whatever_the_size_of_the_head() -> None:
+def test_equal_ids_fit_whatever_the_size_of_the_head():
     small, large = tiny_llama(vocab_size=64), tiny_llama(vocab_size=80)
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     for model, target in ((small, large), (large, small)):
@@ -464,7 +455,7 @@ def test_equal_ids_fit_whatever_the_size_of_the_head() -> None:
         assert max(to_ints(tree.tokens)) < 64
 
 
-def test_other_ids_are_refused_with_the_first_difference() -> None:
+def test_other_ids_are_refused_with_the_first_difference():
     vocab: dict[str, int] = wrapped_tokenizer(VOCAB_SIZE).get_vocab()
     exchanged = {**vocab, "A": vocab["B"], "B": vocab["A"]}
     shifted: Any = SimpleNamespace(get_vocab=lambda: exchanged)

@@ -1,7 +1,5 @@
 """MTP modules: their levels against torch, and their files."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,9 +48,7 @@ def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", ["tied mimo", *TORCH_NAMES])
-def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(
-    name: str, tmp_path: Path
-) -> None:
+def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(name, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     is_tied = name == "tied mimo"
     config = {**MIMO, "tie_word_embeddings": True} if is_tied else family_config(name)
@@ -101,7 +97,7 @@ def own_folder(stories: Trained, folder: Path, tensors: Mapping[str, mx.array]) 
     return folder
 
 
-def test_a_models_own_module_and_one_beside_it(stories: Trained, tmp_path: Path) -> None:
+def test_a_models_own_module_and_one_beside_it(stories, tmp_path):
     folder = own_folder(stories, tmp_path / "mimo", module_tensors())
     sidecar = write(tmp_path / "mtp", module_tensors(), {**MIMO, "vocab_size": 512})
     assert recognise(sidecar)[0].NAME == "MTP module"
@@ -115,7 +111,7 @@ def test_a_models_own_module_and_one_beside_it(stories: Trained, tmp_path: Path)
         assert drafted == plain
 
 
-def test_norms_and_experts_of_mlx_files_stay_as_they_are(tmp_path: Path) -> None:
+def test_norms_and_experts_of_mlx_files_stay_as_they_are(tmp_path):
     config = family_config("qwen3_next")
     published = load_mtp(write(tmp_path / "published", module_tensors(config), config))
     own = {f"mtp.layers.0.{n}": t for n, t in named_parameters(published.block).items()}
@@ -152,7 +148,7 @@ GLM_SIDECAR = {
 
 
 @pytest.mark.parametrize("quantisation", [None, (64, 4, "affine"), (32, 8, "mxfp8")], ids=str)
-def test_a_folder_of_glm_has_names_of_its_own(quantisation: Any, tmp_path: Path) -> None:
+def test_a_folder_of_glm_has_names_of_its_own(quantisation, tmp_path):
     config = family_config("glm4_moe_lite")
     published = load_mtp(write(tmp_path / "published", module_tensors(config), config))
     values: dict[str, Any] = {"model_type": "glm4_moe_lite_mtp", "text_config": config}
@@ -171,7 +167,7 @@ def test_a_folder_of_glm_has_names_of_its_own(quantisation: Any, tmp_path: Path)
         assert mx.array_equal(read[own], tensor), own
 
 
-def test_fp8_weights_of_deepseek_are_unpacked_and_others_refused(tmp_path: Path) -> None:
+def test_fp8_weights_of_deepseek_are_unpacked_and_others_refused(tmp_path):
     for model_type in ("deepseek_v3", "qwen3_next"):
         config = family_config(model_type)
         tensors = module_tensors(config)
@@ -201,7 +197,7 @@ BAD_TENSORS: list[tuple[Mapping[str, mx.array], str]] = [
 ]
 
 
-def test_bad_files_are_refused(tmp_path: Path) -> None:
+def test_bad_files_are_refused(tmp_path):
     nemotron = family_config("nemotron_h")
     mode = {"group_size": 32, "bits": 8, "mode": "mxfp4"}
     bad: list[tuple[Mapping[str, mx.array], dict[str, Any], str]] = [

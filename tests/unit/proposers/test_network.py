@@ -1,7 +1,5 @@
 """The recurrent drafter: its search in numpy, its table of inputs, calibration, and 8 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,13 @@ from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.proposers.redrafter import network, precision
-from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate, predict
-from mlx_redrafter.proposers.redrafter.network import MASKED_LOGIT, Drafter, input_lookup
+from mlx_redrafter.proposers.redrafter.network import (
+    MASKED_LOGIT,
+    Drafter,
+    calibrate,
+    input_lookup,
+    predict,
+)
 from mlx_redrafter.proposers.redrafter.precision import (
     GAIN,
     MIN_PAIRS,
@@ -47,7 +50,7 @@ VOCAB_SIZE, HIDDEN_SIZE = 67, 32
 FEW, NARROW = 30, 8
 
 
-def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias() -> None:
+def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias():
     linear: Any = {"rnn_activation": "identity", "rnn_first_step_bias": False}
     drafter = random_drafter(VOCAB_SIZE, NARROW, **linear)
     weights = NumpyDrafter(drafter).weights
@@ -61,7 +64,7 @@ def test_tensorrt_llms_recurrence_is_linear_and_starts_without_bias() -> None:
         np.testing.assert_allclose(np.array(state)[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_draft_top_k_masks_as_apples_warp_logits() -> None:
+def test_draft_top_k_masks_as_apples_warp_logits():
     drafter = random_drafter(VOCAB_SIZE, NARROW, draft_top_k=3)
     state, hidden = mx.ones((2, NARROW)), mx.ones((NARROW,))
     logits = np.array(drafter.logits(hidden, state), dtype=np.float64)
@@ -77,9 +80,7 @@ def test_draft_top_k_masks_as_apples_warp_logits() -> None:
 @pytest.mark.parametrize("layers", [0, 1, 2])
 @pytest.mark.parametrize("exit_dim", [128, 32])
 @pytest.mark.parametrize("bits", [None, 3, 4, 8])
-def test_constant_half_of_the_first_layer_changes_no_logits(
-    layers: int, exit_dim: int, bits: int | None
-) -> None:
+def test_constant_half_of_the_first_layer_changes_no_logits(layers, exit_dim, bits):
     sizes: Any = {"num_draft_layers": layers, "exit_dim": exit_dim}
     drafter = random_drafter(VOCAB_SIZE, 64, **sizes)
     if bits is not None:
@@ -87,7 +88,6 @@ def test_constant_half_of_the_first_layer_changes_no_logits(
     hidden, state = mx.random.normal((64,)), mx.random.normal((3, 64))
     for _ in range(2):  # the second time with new weights
         share, expected = drafter.hidden_term(hidden), drafter.logits(hidden, state)
-        assert share is not None
         assert mx.allclose(drafter.logits(hidden, state, share), expected, rtol=1e-4, atol=1e-4)
         if bits is None:
             drafter.update(random_drafter(VOCAB_SIZE, 64, seed=2, **sizes).parameters())
@@ -109,8 +109,8 @@ def _check(drafter: Drafter, target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_a_table_says_what_the_drafter_computes_though_weights_change_in_place(
-    drafter: Drafter, target: Target, dtype: mx.Dtype
-) -> None:
+    drafter, target, dtype
+):
     model: Any = target.model
     drafter.set_dtype(dtype)
     is_table = lambda _, layer: isinstance(layer, nn.Embedding)  # noqa: E731
@@ -140,9 +140,7 @@ def test_a_table_says_what_the_drafter_computes_though_weights_change_in_place(
         assert drafter.input_table is before
 
 
-def test_there_is_none_where_it_would_be_large_or_saves_nothing(
-    monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
-) -> None:
+def test_there_is_none_where_it_would_be_large_or_saves_nothing(monkeypatch, drafter, target):
     monkeypatch.setattr(network, "MAX_BYTES", 4 * VOCAB_SIZE * HIDDEN_SIZE - 1)
     _check(drafter, target)
     assert drafter.input_table is None
@@ -193,7 +191,7 @@ def _nats(drafter: Drafter, text: ReadSequence, scale: float) -> float:
 
 @pytest.mark.parametrize("draft_vocab", [None, 12])
 @pytest.mark.parametrize("sharpness", [0.5, 1.0, 3.0])
-def test_fitted_scale_is_the_most_likely_one(sharpness: float, draft_vocab: int | None) -> None:
+def test_fitted_scale_is_the_most_likely_one(sharpness, draft_vocab):
     drafter = random_drafter(FEW, NARROW, draft_vocab_size=draft_vocab)
     # Longer than a batch, whose seams leave out a few predictions.
     text = _text(drafter, 100, sharpness)
@@ -201,7 +199,7 @@ def test_fitted_scale_is_the_most_likely_one(sharpness: float, draft_vocab: int 
     assert found.inverse_temperature == min(SCALES, key=lambda scale: _nats(drafter, text, scale))
 
 
-def test_a_drafter_that_knows_the_distribution_gets_all_of_the_noise() -> None:
+def test_a_drafter_that_knows_the_distribution_gets_all_of_the_noise():
     drafter = random_drafter(FEW, NARROW)
     for flatness in (1, 3):  # one that is too flat gets less
         drafter.lm_head[-1].weight = flatness * drafter.lm_head[-1].weight
@@ -214,7 +212,7 @@ def test_a_drafter_that_knows_the_distribution_gets_all_of_the_noise() -> None:
     assert calibrate(drafter, _embed, [short]) == Calibration(1.0, 0.5), "nothing is fitted"
 
 
-def test_scale_ranks_drafts_of_greedy_targets_only() -> None:
+def test_scale_ranks_drafts_of_greedy_targets_only():
     scaled = random_drafter(FEW, NARROW, inverse_temperature=3.0)
     plain = random_drafter(FEW, NARROW)
     hidden, root = mx.random.normal((NARROW,), key=mx.random.key(1)), mx.array([4])
@@ -263,9 +261,7 @@ def _choose(drafter: Drafter, target: Target, timer: Callable[..., list[Pair]]) 
         return choose_precision(drafter, target)
 
 
-def test_a_copy_in_8_bits_says_nearly_the_same_and_leaves_the_drafter_alone(
-    drafter: Drafter,
-) -> None:
+def test_a_copy_in_8_bits_says_nearly_the_same_and_leaves_the_drafter_alone(drafter):
     hidden, state = mx.random.normal((2, HIDDEN_SIZE), key=mx.random.key(1))
     before = drafter.log_probs(hidden, state[None])
     copy = quantised_copy(drafter)
@@ -292,8 +288,8 @@ RUNS: list[tuple[list[list[float]], int | None, int | None]] = [
 
 @pytest.mark.parametrize(("moments", "first", "later"), RUNS)
 def test_8_bits_are_used_if_they_are_faster_in_both_of_two_runs(
-    drafter: Drafter, target: Target, moments: Any, first: int | None, later: int | None
-) -> None:
+    drafter, target, moments, first, later
+):
     timer = _timer(*moments)
     for expected in (first, later, later):
         found = _choose(drafter, target, timer)
@@ -301,15 +297,13 @@ def test_8_bits_are_used_if_they_are_faster_in_both_of_two_runs(
         assert (found is drafter) == (expected is None)
 
 
-def test_both_are_timed(drafter: Drafter, target: Target) -> None:
+def test_both_are_timed(drafter, target):
     pairs = time_pairs(drafter, quantised_copy(drafter), target)
     assert MIN_PAIRS <= len(pairs) <= PAIRS
     assert all(min(pair["given"], pair["quantised"]) > 0 for pair in pairs)
 
 
-def test_a_drafter_that_is_narrow_or_small_stays_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, drafter: Drafter, target: Target
-) -> None:
+def test_a_drafter_that_is_narrow_or_small_stays_as_it_is(monkeypatch, drafter, target):
     narrow = random_drafter(VOCAB_SIZE, 24)
     assert _choose(narrow, target, _timer()) is narrow
     monkeypatch.setattr(precision, "MIN_BYTES", 2**23)
@@ -317,7 +311,7 @@ def test_a_drafter_that_is_narrow_or_small_stays_as_it_is(
 
 
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="only CPUs unpack")
-def test_a_quantised_drafter_is_unpacked_on_a_cpu(drafter: Drafter, target: Target) -> None:
+def test_a_quantised_drafter_is_unpacked_on_a_cpu(drafter, target):
     quantize_drafter(drafter, 4, 32)
     hidden, state = mx.random.normal((2, HIDDEN_SIZE), key=mx.random.key(1))
     before = drafter.log_probs(hidden, state[None])
@@ -368,7 +362,7 @@ def _tree(drafter: Drafter, plan: DraftPlan, seed: int) -> TokenTree:
 
 @pytest.mark.parametrize(("width", "length"), [*WIDTHS_AND_LENGTHS, (3, 4)])
 @pytest.mark.parametrize("rnn", [True, False])
-def test_expansion_scores_the_nodes_of_a_literal_search(width: int, length: int, rnn: bool) -> None:
+def test_expansion_scores_the_nodes_of_a_literal_search(width, length, rnn):
     vocab_size = 20_257 if (width, length) == (3, 4) else VOCAB_SIZE
     sizes: Any = {"num_draft_layers": width % 4, "exit_dim": (1 + length % 3) * HIDDEN_SIZE}
     drafter = random_drafter(vocab_size, HIDDEN_SIZE, rnn=rnn, **sizes)
@@ -384,7 +378,7 @@ def test_expansion_scores_the_nodes_of_a_literal_search(width: int, length: int,
 
 @pytest.mark.parametrize(("width", "length"), WIDTHS_AND_LENGTHS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_beam_selection_is_the_dedup_of_the_beams(width: int, length: int, seed: int) -> None:
+def test_beam_selection_is_the_dedup_of_the_beams(width, length, seed):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=seed, num_draft_layers=2)
     shape = DraftShape(width, length, "beam")
     expansion, literal = _expand(drafter, shape, seed)
@@ -398,7 +392,7 @@ def test_beam_selection_is_the_dedup_of_the_beams(width: int, length: int, seed:
 
 @pytest.mark.parametrize(("width", "length"), WIDTHS_AND_LENGTHS)
 @pytest.mark.parametrize("nodes", [2, 9, None])
-def test_top_n_selection_is_the_n_best_nodes(width: int, length: int, nodes: int | None) -> None:
+def test_top_n_selection_is_the_n_best_nodes(width, length, nodes):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=width + length)
     largest = 1 + (length - 1) * min(DraftShape(width, length).level_nodes, VOCAB_SIZE)
     plan = DraftPlan.of(width, length, largest if nodes is None else min(nodes, largest))
@@ -414,9 +408,7 @@ def test_top_n_selection_is_the_n_best_nodes(width: int, length: int, nodes: int
 @pytest.mark.parametrize("select", ["top_n", "beam"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["everywhere", "half", "one"])
-def test_drafts_that_are_no_numbers_still_make_a_tree(
-    select: Any, value: float, where: str
-) -> None:
+def test_drafts_that_are_no_numbers_still_make_a_tree(select, value, where):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, num_draft_layers=0)
     head: Any = drafter.lm_head[0]
     rows = {"everywhere": VOCAB_SIZE, "half": VOCAB_SIZE // 2, "one": 1}[where]
@@ -434,7 +426,7 @@ def test_drafts_that_are_no_numbers_still_make_a_tree(
     assert all(0 <= token < VOCAB_SIZE for path in paths for token in path)
 
 
-def test_head_over_part_of_the_vocabulary_proposes_its_token_ids() -> None:
+def test_head_over_part_of_the_vocabulary_proposes_its_token_ids():
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, draft_vocab_size=6)
     allowed = [60, 2, 33, 41, 7, 19]
     drafter.token_ids = mx.array(allowed, dtype=mx.int32)

@@ -1,7 +1,5 @@
 """Heads as published: what their authors' packages compute, Gemma 4 assistants, damaged files."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -13,16 +11,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter.checkpoint_files import named_parameters
+from mlx_redrafter.checkpoints.loading import load_drafter
 from mlx_redrafter.checkpoints.recognition import recognise
 from mlx_redrafter.convert.conversion import convert_drafter
 from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.errors import CheckpointError, RedrafterError, UnsupportedTargetError
 from mlx_redrafter.proposers.assistant import load as load_assistant
 from mlx_redrafter.proposers.assistant.network import Assistant
-from mlx_redrafter.proposers.autoregressive import _Levels
 from mlx_redrafter.proposers.block import load as load_block
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding
@@ -30,22 +28,23 @@ from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
-from mlx_redrafter.proposers.kv_drafting import KvNetwork
+from mlx_redrafter.proposers.kind import TargetFacts
+from mlx_redrafter.proposers.kv_drafting import KvNetwork, _Levels
 from mlx_redrafter.proposers.layer_sizes import FULL, SLIDING
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.quantization import FLOAT_MODES, quantization_of, quantize_drafter
 from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
 from mlx_redrafter.proposers.specformer import load as load_specformer
-from mlx_redrafter.proposers.target_facts import TargetFacts
 from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
 from tests.golden.block_layouts import LAYOUTS, tensors
 from tests.golden.record_heads import FILE, LONG, SHORT
 from tests.helpers.block import LINKS, block_config, random_block
-from tests.helpers.equality import ids, stock_tokens, tokens
+from tests.helpers.equality import assert_same_weights, ids, stock_tokens, tokens
 from tests.helpers.flights import flight_of
-from tests.helpers.models import tiny_llama, wrapped_tokenizer
+from tests.helpers.medusa import random_medusa, with_static_tree
+from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.helpers.mtp import family_config, module_tensors, write
 from tests.helpers.published_heads import (
     ASSISTANTS,
@@ -59,7 +58,9 @@ from tests.helpers.published_heads import (
     text_and_states,
 )
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
+from tests.models.trees import rows_of
 from tests.property.test_lossless_networks import PROMPT, TREE, tip
+from tests.property.test_lossless_networks import assistant as new_assistant
 
 CLUSTERED = "assistant with clusters"
 MODELS = {name: build(tiny_config(name)) for name in ("gemma4_text", "gemma4")}
@@ -71,9 +72,7 @@ def assistant(request: pytest.FixtureRequest, tmp_path: Path) -> Assistant:
     return load_assistant(write(tmp_path, assistant_tensors(name), ASSISTANTS[name]))
 
 
-def test_the_copied_entries_are_the_targets(
-    assistant: Assistant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_copied_entries_are_the_targets(assistant, monkeypatch):
     """After prompts in chunks, accepted and rejected drafts, and turns on one prompt cache."""
     model = MODELS["gemma4_text"]
     full, sliding, _ = assistant.captured_layers(Target(model))
@@ -99,26 +98,7 @@ def test_the_copied_entries_are_the_targets(
     assert {layer.offset for layer in own} == {len(text) - 2}
 
 
-def rows_of(cache: Any) -> tuple[mx.array, mx.array]:
-    """Keys and values in the order of tokens."""
-    if isinstance(cache, RotatingKVCache):
-        return cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
-    assert isinstance(cache, KVCache)
-    keys, values, end = cache.state
-    return keys[..., :end, :], values[..., :end, :]
-
-
-def test_an_assistant_is_written_and_read_back(assistant: Assistant, tmp_path: Path) -> None:
-    quantize_drafter(assistant, 8, 64)
-    save_drafter(assistant, tmp_path / "own")
-    assert recognise(tmp_path / "own")[0].NAME == "Gemma 4 assistant"
-    again = load_assistant(tmp_path / "own")
-    rows, target = mx.random.normal((2, 24), key=mx.random.key(3)), Target(MODELS["gemma4"])
-    assert mx.array_equal(*(one.logits(rows, target) for one in (again, assistant))).item()
-    assert tokens(MODELS["gemma4"], PROMPT, again, max_tokens=4, **TREE)
-
-
-def test_other_targets_are_refused(assistant: Assistant) -> None:
+def test_other_targets_are_refused(assistant):
     tokenizer = wrapped_tokenizer(VOCAB_SIZE)
     with pytest.raises(CheckpointError, match="hidden_size 64 does not match the target's 32"):
         assistant.check_fit(Target(tiny_llama(vocab_size=VOCAB_SIZE)), tokenizer)
@@ -136,7 +116,7 @@ def changed(**values: Any) -> dict[str, Any]:
     return {**config, **rest, "text_config": {**config["text_config"], **text}}
 
 
-def test_contradicting_configs_are_refused(tmp_path: Path) -> None:
+def test_contradicting_configs_are_refused(tmp_path):
     for config, message in (
         ({"model_type": "gemma4_assistant"}, "expected an object text_config .* found none"),
         (changed(backbone_hidden_size=0), "backbone_hidden_size must be an integer from 1"),
@@ -165,7 +145,7 @@ RECORDED = mx.load(str(FILE))
 
 
 @pytest.mark.parametrize("name", SPECULATORS)
-def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None:
+def test_heads_of_speculators_have_its_logits(name, tmp_path):
     """After texts within and beyond the window, and after one to three drafts."""
     tensors = speculators_head(name)
     write(tmp_path, tensors, SPECULATORS[name])
@@ -193,7 +173,7 @@ def test_heads_of_speculators_have_its_logits(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", SIDECARS)
-def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name: str, tmp_path: Path) -> None:
+def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name, tmp_path):
     """From codes as well, which MLX computes alike in the splitter and here."""
     model_type, mode = SIDECARS[name]
     config = family_config(model_type)
@@ -219,9 +199,7 @@ def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name: str, tmp_path: P
 
 @pytest.mark.parametrize("reference", ["mlx-vlm", "transformers"])
 @pytest.mark.parametrize("name", ASSISTANTS)
-def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(
-    name: str, reference: str, tmp_path: Path
-) -> None:
+def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(name, reference, tmp_path):
     """Within the window, and in mlx-vlm beyond it; transformers' window is two tokens wider."""
     write(tmp_path, assistant_tensors(name), ASSISTANTS[name])
     assert recognise(tmp_path)[0].NAME == "Gemma 4 assistant"
@@ -246,6 +224,37 @@ def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(
         # The references give tokens of other clusters one less than the least score.
         assert np.allclose(wanted[~scored], wanted[scored].min() - 1, atol=TOLERANCE)
         state = assistant.post_projection(outputs)
+
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+# A network of each kind, by the name of the kind.
+NETWORKS: dict[str, Callable[[], Any]] = {
+    "recurrent drafter": lambda: random_drafter(64, 32, draft_vocab_size=10),
+    "Medusa heads": lambda: with_static_tree(random_medusa(num_heads=2, draft_vocab_size=40)),
+    "EAGLE head": lambda: Eagle(EagleConfig(1, **WIDE)),
+    "SpecFormer": lambda: SpecFormer(
+        SpecFormerConfig(**WIDE, captured_layers=(0, 1, 1, -1), num_slots=4, head_dim=8)
+    ),
+    "block drafter": lambda: random_block(block_config(64, 32, **LINKS["gated"])),
+    "Gemma 4 assistant": lambda: new_assistant(None, CLUSTERED),
+}
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_what_is_written_is_read_back(kind, bits, tmp_path):
+    network = NETWORKS[kind]()
+    if bits is not None:
+        quantize_drafter(network, bits, 32)
+    save_drafter(network, tmp_path)
+    assert recognise(tmp_path)[0].NAME == kind
+    again = load_drafter(tmp_path)
+    assert again.config == network.config
+    assert quantization_of(again) == quantization_of(network)
+    assert_same_weights(again, network)
 
 
 Files = tuple[dict[str, Any], dict[str, mx.array]]
@@ -380,7 +389,7 @@ def run(load: Callable[[Path], KvNetwork], folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize("kind", SEEDS)
-def test_damaged_files_are_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+def test_damaged_files_are_refused_in_one_line(tmp_path, kind):
     """What loads must run."""
     for seed in range(NUM_FILES):
         make, load = SEEDS[kind]

@@ -1,7 +1,5 @@
 """Recurrences along the branches of a tree, against their definition node by node."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -87,7 +85,7 @@ def state_after(branches: BranchStates, path: list[int]) -> mx.array:
 @pytest.mark.parametrize(
     "parents", [PARENTS, [0, 0], [max(n - 1, 0) for n in range(17)], [0] * 9], ids=len
 )
-def test_what_nodes_read_and_their_states(seed: int, is_delta: bool, parents: list[int]) -> None:
+def test_what_nodes_read_and_their_states(seed, is_delta, parents):
     inputs = random_inputs(seed, parents)
     expected, states = by_definition(inputs, parents, is_delta)
     tree = TokenTree.of(range(len(parents)), parents)
@@ -99,7 +97,7 @@ def test_what_nodes_read_and_their_states(seed: int, is_delta: bool, parents: li
 
 
 @pytest.mark.parametrize("length", [16, 52])
-def test_keys_that_are_alike(length: int) -> None:
+def test_keys_that_are_alike(length):
     """The powers of the system's matrix are large then, its inverse is not."""
     parents = [max(node - 1, 0) for node in range(length)]
     inputs = random_inputs(0, parents, alike=100.0)
@@ -112,7 +110,7 @@ def test_keys_that_are_alike(length: int) -> None:
 
 
 @pytest.mark.parametrize("is_delta", [False, True])
-def test_a_draft_that_is_not_a_number_spoils_its_branch_alone(is_delta: bool) -> None:
+def test_a_draft_that_is_not_a_number_spoils_its_branch_alone(is_delta):
     tree, paths = TokenTree.of(range(len(PARENTS)), PARENTS), node_paths(PARENTS)
     read = np.array(by_matrix(random_inputs(1, PARENTS), tree, is_delta)[0])
     names = ["keys", "values", "log_gates", "queries", *(["strengths"] if is_delta else [])]

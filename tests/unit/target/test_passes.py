@@ -1,7 +1,5 @@
 """Passes over a model: states of layers, few shapes, compiled ones, and those that come early."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import closing
 from typing import Any
@@ -20,8 +18,6 @@ from mlx_redrafter.bench.lab import memory
 from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.decoding import prefill as decoding_prefill
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.records import Request
-from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode
@@ -38,13 +34,13 @@ from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import tiny_llama
 from tests.models.tiny_models import build, main_rope, tiny_config
 from tests.models.trees import (
-    PLAN,
     PROMPT,
     DraftsOnDevice,
     Followed,
     ScriptedDrafts,
     branching_tree,
     rows_of,
+    sequence_of,
     stock_tokens,
 )
 
@@ -72,7 +68,7 @@ def verify_growing(target: Target, steps: int) -> list[mx.array]:
 @pytest.mark.parametrize(
     "model_type", ["llama", "gemma3_text", "qwen3_moe", "qwen3_5", "falcon_h1"]
 )
-def test_bits_are_those_of_the_operations(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+def test_bits_are_those_of_the_operations(monkeypatch, model_type):
     compile_passes(monkeypatch, uses=1)
     target = new_target(model_type)
     compiled = verify_growing(target, 12)
@@ -85,7 +81,7 @@ def test_bits_are_those_of_the_operations(monkeypatch: pytest.MonkeyPatch, model
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_with_weights_have_the_bits_of_layers(dtype: mx.Dtype, has_bias: bool) -> None:
+def test_products_with_weights_have_the_bits_of_layers(dtype, has_bias):
     layer = nn.Linear(48, 40, bias=has_bias)
     layer.set_dtype(dtype)
     for shape in ((1, 9, 48), (2, 3, 48), (9, 48)):
@@ -95,7 +91,7 @@ def test_products_with_weights_have_the_bits_of_layers(dtype: mx.Dtype, has_bias
     assert type(layer) is nn.Linear
 
 
-def test_one_trace_serves_all_lengths_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_trace_serves_all_lengths_of_a_bucket(monkeypatch):
     compile_passes(monkeypatch, uses=3)
     target = new_target("llama")
     calls: list[int] = []
@@ -110,9 +106,7 @@ def test_one_trace_serves_all_lengths_of_a_bucket(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == len(target.model.layers) * (2 + 2 + 1 + 2)
 
 
-def test_targets_of_a_model_share_passes_until_weights_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_targets_of_a_model_share_passes_until_weights_change(monkeypatch):
     compile_passes(monkeypatch, uses=1)
     first = new_target("qwen3_5")
     model, passes = first.model, first.share_passes(None)
@@ -134,14 +128,12 @@ def test_targets_of_a_model_share_passes_until_weights_change(
 
 
 @pytest.mark.parametrize("paths", [[[0]], PATHS], ids=["in_place", "aside"])
-def test_buffers_are_updated_in_place(
-    monkeypatch: pytest.MonkeyPatch, paths: list[list[int]]
-) -> None:
+def test_buffers_are_updated_in_place(monkeypatch, paths):
     monkeypatch.setattr(memory, "LARGE", 2**27)
     assert memory.update_large_buffers(paths).holds
 
 
-def test_a_target_is_freed_with_its_last_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_is_freed_with_its_last_name(monkeypatch):
     compile_passes(monkeypatch, uses=1)
     target = new_target("qwen3_5")
     verify_growing(target, 2)
@@ -155,7 +147,7 @@ def test_a_target_is_freed_with_its_last_name(monkeypatch: pytest.MonkeyPatch) -
         gc.enable()
 
 
-def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_bits_are_a_fault(monkeypatch):
     compile_passes(monkeypatch, uses=2)
     target = new_target("llama")
     expected = verify_growing(target, 1)
@@ -171,15 +163,13 @@ def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mx.array_equal(found[0], expected[0])
 
 
-def test_first_uses_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_uses_are_not_timed(monkeypatch):
     compile_passes(monkeypatch, uses=3)
     target = new_target("llama")
     stock = stock_tokens(target.model, 20, make_prompt_cache(target.model))
     seconds: list[float | None] = []
-    policy, sampler = FixedPolicy(PLAN), KeyedSampler(SamplingParams(), target.vocab_size)
     monkeypatch.setattr(FixedPolicy, "observe", lambda _, step: seconds.append(step.seconds))
-    request, drafts = Request(PROMPT, max_tokens=20), ScriptedDrafts(stock)
-    text = SequenceDecoder(target, target.caches.new(), sampler, request, drafts, policy)
+    text = sequence_of(target, PROMPT, ScriptedDrafts(stock), max_tokens=20)
     assert [token.id for token in decode(text)] == stock
     # The first use, and the third one, which compiles.
     assert [number for number, one in enumerate(seconds) if one is None] == [0, 2]
@@ -200,11 +190,9 @@ def begin(
     **params: Any,
 ) -> SequenceDecoder:
     ends = frozenset() if stop is None else frozenset({stop})
-    max_tokens = params.pop("max_tokens", NUM_TOKENS)
-    request = Request(PROMPT, ends, max_tokens=max_tokens, keeps_cache=True)
-    sampler = KeyedSampler(SamplingParams(**params), target.vocab_size)
-    policy = None if drafts is None else FixedPolicy(PLAN)
-    return SequenceDecoder(target, target.caches.new(cache), sampler, request, drafts, policy)
+    options: dict[str, Any] = {"max_tokens": params.pop("max_tokens", NUM_TOKENS)}
+    options |= {"stop_tokens": ends, "keeps_cache": True, "cache": target.caches.new(cache)}
+    return sequence_of(target, PROMPT, drafts, SamplingParams(**params), **options)
 
 
 def text_of(sequence: SequenceDecoder) -> list[int]:
@@ -215,9 +203,7 @@ def text_of(sequence: SequenceDecoder) -> list[int]:
     ("model_type", "is_chain"),
     [("llama", True), ("llama", False), ("gemma3_text", False), ("falcon_h1", False)],
 )
-def test_texts_and_caches_are_those_of_plain_decoding(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, is_chain: bool
-) -> None:
+def test_texts_and_caches_are_those_of_plain_decoding(monkeypatch, model_type, is_chain):
     """At every end: by length, by a stop token inside a path, and by the caller."""
     compile_passes(monkeypatch, uses=1)
     target = new_target(model_type)
@@ -239,7 +225,7 @@ def test_texts_and_caches_are_those_of_plain_decoding(
     assert followed.count > 30
 
 
-def test_a_caller_leaves_at_any_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_leaves_at_any_token(monkeypatch):
     """Caches then hold what the caller has taken, though a later pass is in flight."""
     compile_passes(monkeypatch, uses=1)
     target = new_target("qwen3_5")
@@ -254,7 +240,7 @@ def test_a_caller_leaves_at_any_token(monkeypatch: pytest.MonkeyPatch) -> None:
         check_caches(*caches)
 
 
-def test_nan_after_a_path_ends_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_after_a_path_ends_the_text(monkeypatch):
     """With the error and after the tokens of plain decoding."""
     compile_passes(monkeypatch, uses=1)
     target = new_target("llama")
@@ -298,7 +284,7 @@ def _layer_inputs(model: Any, tokens: list[int]) -> mx.array:
 
 
 class _States(ScriptedDrafts):
-    """Keeps the states of a prompt, its last token included, and proposes nothing."""
+    """Keeps the states of a prompt, its last token included."""
 
     layers = LAYERS
 
@@ -312,33 +298,30 @@ class _States(ScriptedDrafts):
 
     def skip(self, flight: Pass) -> None:
         if self.num_known == 0:
-            assert flight.states is not None
             self.found.append(flight.states)
         super().skip(flight)
 
 
-def test_states_of_prompts_that_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_prompts_that_share_their_passes(monkeypatch):
     monkeypatch.setattr(decoding_prefill, "MAX_END", 3)
     model = tiny_llama(seed=4)
     target = Target(model)
     target.modules.watch(LAYERS)
     texts = []
     for length in (12, 7, 8, 1, 7):
-        request = Request([*TEXT, *range(20, 30)][:length], max_tokens=3)
-        sampler = KeyedSampler(SamplingParams(), target.vocab_size)
-        texts.append(SequenceDecoder(target, target.caches.new(), sampler, request, _States()))
+        prompt = [*TEXT, *range(20, 30)][:length]
+        texts.append(sequence_of(target, prompt, _States(), max_tokens=3))
     scheduler = Scheduler(target)
     scheduler.begin(texts)
     while not all(text.is_finished for text in texts):
         for text in scheduler.step_all():
             text.take()
     for text in texts:
-        assert isinstance(text.drafting, _States)
         found = mx.concatenate(text.drafting.found)
         assert mx.allclose(found, _layer_inputs(model, text.request.prompt), atol=1e-5).item()
 
 
-def test_states_are_those_of_the_layers_and_logits_stay() -> None:
+def test_states_are_those_of_the_layers_and_logits_stay():
     model = tiny_llama(seed=4)
     plain = Target(tiny_llama(seed=4))
     target = Target(model)
@@ -361,7 +344,7 @@ def test_states_are_those_of_the_layers_and_logits_stay() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "granite", "gpt_neox"])
-def test_logits_of_states_are_the_models(model_type: str) -> None:
+def test_logits_of_states_are_the_models(model_type):
     """With the scales and caps that models have after their heads."""
     target = Target(build(tiny_config(model_type)))
     outputs = target.advance(mx.array([7]), target.caches.new())
@@ -375,7 +358,7 @@ MAX_FIXED, MAX_DEFAULT = 5, 24
 
 
 @given(st.integers(1, 10**6))
-def test_buckets_waste_little(length: int) -> None:
+def test_buckets_waste_little(length):
     entries = bucket(length)
     assert length <= entries < length + max(BUCKET, length / 8)
     assert entries % BUCKET == 0
@@ -389,9 +372,7 @@ def test_buckets_waste_little(length: int) -> None:
     ("shape", "num_texts", "most"),
     [({"beam_width": 1, "beam_length": 5}, 1, MAX_FIXED), ({}, len(PROMPTS), MAX_DEFAULT)],
 )
-def test_a_text_has_few_shapes(
-    monkeypatch: pytest.MonkeyPatch, shape: dict[str, int], num_texts: int, most: int
-) -> None:
+def test_a_text_has_few_shapes(monkeypatch, shape, num_texts, most):
     use_few_shapes(monkeypatch, BUCKET)
     model, tokenizer, drafter = load()
     engine = Engine(model, tokenizer, drafter)

@@ -1,7 +1,5 @@
 """Caches of trees: what they hold after commits, interruptions and trimming, and what nodes see."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref
@@ -73,7 +71,7 @@ def _decode_tree(
 
 @given(seed=st.integers(0, 10**6), steps=st.integers(1, 6))
 @settings(max_examples=25)
-def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, steps: int) -> None:
+def test_committed_rows_are_those_of_a_plain_prefill(target, seed, steps):
     """After trees and plain tokens, the end of a path forgotten or a tree in flight."""
     rng = random.Random(seed)
     text = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))]
@@ -100,7 +98,7 @@ def test_committed_rows_are_those_of_a_plain_prefill(target: Target, seed: int, 
     assert_same_rows(cache.stock, prefilled(target.model, text))
 
 
-def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) -> None:
+def test_rows_allocated_stay_within_one_block_of_plain_decoding(target):
     """At most plain decoding's rows + N + L, rounded up to one block of 256."""
     block = KVCache.step
     nodes, length = 9, 5
@@ -119,7 +117,7 @@ def test_rows_allocated_stay_within_one_block_of_plain_decoding(target: Target) 
             assert layer.keys.shape[2] <= reference.keys.shape[2] + extra
 
 
-def test_buffers_go_with_the_request(target: Target) -> None:
+def test_buffers_go_with_the_request(target):
     cache = target.caches.new()
     prefill(target, mx.array([1, 2, 3]), cache, 512)
     _decode_tree(target, cache, [4, 5], [0, 0], [0, 1])
@@ -232,9 +230,7 @@ class Reading:
     has_buckets=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_steps_see_what_single_tokens_do(
-    seed: int, window: int, prompt: list[int], steps: int, has_buckets: bool
-) -> None:
+def test_any_steps_see_what_single_tokens_do(seed, window, prompt, steps, has_buckets):
     rng = random.Random(seed)
     reading = Reading(window, rng, has_buckets)
     reading.prompt(prompt)
@@ -249,9 +245,7 @@ def test_any_steps_see_what_single_tokens_do(
 @pytest.mark.parametrize("window", [1, 8, 40])
 @pytest.mark.parametrize("prompt", [[1], [8], [30, 1, 1, 1]])
 @pytest.mark.parametrize("has_buckets", [False, True])
-def test_a_text_ends_anywhere_in_its_newest_path(
-    window: int, prompt: list[int], has_buckets: bool
-) -> None:
+def test_a_text_ends_anywhere_in_its_newest_path(window, prompt, has_buckets):
     for number, back in enumerate((0, 0, 1, 2, 7, 7, MAX_BEAM_LENGTH - 1)):
         reading = Reading(window, random.Random(back), has_buckets)
         reading.prompt(prompt)
@@ -269,7 +263,7 @@ def test_a_text_ends_anywhere_in_its_newest_path(
 
 @pytest.mark.parametrize("window", [1, 3, 8, 40])
 @pytest.mark.parametrize("sizes", [[1], [5], [1, 1], [8, 8], [30], [30, 1]])
-def test_a_pass_that_was_interrupted_is_forgotten(window: int, sizes: list[int]) -> None:
+def test_a_pass_that_was_interrupted_is_forgotten(window, sizes):
     """The layers before the interruption have read its tokens already."""
     for last in (1, 2, 20):
         reading = Reading(window, random.Random(last))
@@ -278,7 +272,7 @@ def test_a_pass_that_was_interrupted_is_forgotten(window: int, sizes: list[int])
         reading.trim_to(len(reading.text))
 
 
-def test_a_layer_that_was_not_used_stays_empty() -> None:
+def test_a_layer_that_was_not_used_stays_empty():
     layer = SlidingCache(RotatingKVCache(5))
     for trees in (None, TreeBatch([make_tree([1, 2], [0, 0], 1)])):
         layer.expect(TreePass([3], trees))
@@ -286,7 +280,7 @@ def test_a_layer_that_was_not_used_stays_empty() -> None:
         assert (layer.stock.keys, layer.stock.offset) == (None, 0)
 
 
-def test_rows_that_no_window_reaches_are_dropped() -> None:
+def test_rows_that_no_window_reaches_are_dropped():
     window, size = 8, 24
     reading = Reading(window, random.Random(1))
     most = window + MAX_BEAM_LENGTH + -(-(BLOCK + size) // BLOCK) * BLOCK
@@ -294,7 +288,6 @@ def test_rows_that_no_window_reaches_are_dropped() -> None:
     while len(reading.text) < 1000:
         reading.tree(size, 5)
         rows = reading.layer._rows
-        assert rows.keys is not None
         assert rows.keys.shape[2] <= most
         copies += rows.keys is not keys
         keys = rows.keys
@@ -332,7 +325,7 @@ def assert_same_codes(found: QuantizedKVCache, expected: QuantizedKVCache) -> No
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("seed", range(2))
-def test_equal_rows_have_equal_codes(seed: int, bits: int) -> None:
+def test_equal_rows_have_equal_codes(seed, bits):
     mx.random.seed(seed)
     rng = random.Random(seed)
     stock = QuantizedKVCache(group_size=32, bits=bits)
@@ -348,7 +341,7 @@ def test_equal_rows_have_equal_codes(seed: int, bits: int) -> None:
 
 
 @pytest.mark.parametrize("start", [1, 7, 40])
-def test_rows_before_the_start_get_the_codes_of_mlx_lms_conversion(start: int) -> None:
+def test_rows_before_the_start_get_the_codes_of_mlx_lms_conversion(start):
     rng = random.Random(start)
     plain = KVCache()
     given = [KVCache()]

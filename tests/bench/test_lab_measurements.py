@@ -1,10 +1,14 @@
-"""Methods beside mlx-lm, by task."""
+"""Measurements of the laboratory on a pair small enough for a test."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from mlx_redrafter import load
+from mlx_redrafter.bench.lab import memory, real_pairs
+from mlx_redrafter.bench.lab.memory import Peaks, measure_memory
 from mlx_redrafter.bench.runs import (
     PLAIN,
     CommonSettings,
@@ -49,6 +53,7 @@ def test_every_method_has_a_row_for_each_temperature(folders, prompts, tmp_path)
     cells = [line.strip("| ").split(" | ") for line in printed.splitlines() if line[:1] == "|"]
     assert cells[0] == ["method", "tokens/step", "times mlx-lm", "interval", "a", "b", "different"]
     assert [line[0] for line in cells if line[0] in methods] == methods * 2
+    assert [f"{done} of 4 questions" in printed for done in range(5)] == [True] * 5
     with pytest.raises(ConfigError, match="resume it"):
         run_lab("methods", *given, *options)
 
@@ -68,3 +73,52 @@ def test_verified_nodes_are_counted(folders):
     ((drafted, _),) = one_by_one("w", drafted_arm(settings, DraftPlan.of(1, 3)))([turn])
     # At the end nothing is left to draft.
     assert drafted.steps < drafted.num_verified <= 3 * drafted.steps
+
+
+def test_bounds_hold(monkeypatch, pair):
+    monkeypatch.setattr(memory, "LARGE", 2**25)
+    findings = measure_memory(*pair, DraftPlan.of(), prompt_tokens=600)
+    # Beside weights this small, the logits of a tree are large.
+    names = ("peak of the prefill", "K/V")
+    checked = [finding for finding in findings if finding.name.startswith(names)]
+    assert len(findings) == 6
+    assert len(checked) == 2
+    assert not [finding for finding in checked if not finding.holds]
+
+
+def test_rows_beyond_one_block_break_the_bound(pair):
+    stock = Peaks(10, 10, [256, 256, 512])
+    _, drafter = pair
+    for rows, holds in (([512, 512, 768], True), ([512, 768, 768], False)):
+        found = memory._compare(stock, Peaks(10, 10, rows), drafter, DraftPlan.of())[-1]
+        assert found.unit == "rows"
+        assert found.holds is holds
+
+
+@pytest.fixture
+def pairs(folders, tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # restored after the test
+    for folder in folders:
+        shutil.copytree(folder, tmp_path / folder.name)
+    (tmp_path / "prompts.txt").write_text("\n\n".join(["abc", "hello", "there", "once", "more"]))
+    known = {"target": "target", "drafter": "drafter", "prompts": "prompts.txt"}
+    path = tmp_path / "pairs.json"
+    given = {"name": "gone", **known, "drafter": "no"}, {"name": "a", **known}
+    path.write_text(json.dumps(given))
+    return path
+
+
+def test_real_pairs_keep_results_and_slow_shapes_leave(pairs, tmp_path, capsys):
+    out, options = tmp_path / "out", {"texts": 5, "tokens": 6}
+    real_pairs.run(pairs, out, [0.0, 1.0], 5.0, [], **options)
+    shown = capsys.readouterr().out
+    assert "gone: FAILED" in shown
+    files = sorted(out.glob("*.json"))
+    assert [path.name for path in files] == ["a-0.json", "a-1.json"]
+    speeds = json.loads(files[0].read_text())["speeds"]
+    most = len(real_pairs.SHAPES)
+    assert [len(one) - 2 for one in speeds] == [most, most, most // 2, most // 2, 2]
+    before = [path.read_text() for path in files]
+    real_pairs.run(pairs, out, [0.0, 1.0], 5.0, ["a"], **options)
+    assert [path.read_text() for path in files] == before
+    assert shown.splitlines()[-1] == capsys.readouterr().out.splitlines()[-1]

@@ -1,9 +1,9 @@
-"""MTP modules through the converter: what comes out drafts as the published one does."""
-
-from __future__ import annotations
+"""MTP modules and block drafters through the converter: they stay what was published."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,22 @@ import pytest
 
 from mlx_redrafter import generate, load
 from mlx_redrafter.checkpoint_files import named_parameters, read_config
-from mlx_redrafter.checkpoints.recognition import recognise
-from mlx_redrafter.convert.conversion import convert_drafter
-from mlx_redrafter.convert.conversion_options import ConversionOptions
 from mlx_redrafter.convert.recognition import inspect_checkpoint
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
+from mlx_redrafter.proposers.block import load as load_block
+from mlx_redrafter.proposers.block.along_text import predict
+from mlx_redrafter.proposers.checkpoint import save_drafter
+from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import FAMILIES
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
-from tests.helpers.cli import run
+from tests.convert import handmade
+from tests.golden.block_layouts import LAYOUTS, tensors
+from tests.helpers.block import LINKS, block_config, random_block
+from tests.helpers.cli import Cli
 from tests.helpers.equality import assert_same_weights
-from tests.helpers.models import tiny_llama
+from tests.helpers.models import layer_inputs, tiny_llama
 from tests.helpers.mtp import MIMO_PREFIX, family_config, module_tensors, write
 from tests.unit.proposers.test_mtp import BAD_TENSORS, changed, own_folder
 
@@ -31,7 +35,7 @@ MODULE = module_tensors()
 
 
 def convert(source: Path | str, out: Path, **options: Any) -> Any:
-    return convert_drafter(source, out, ConversionOptions(**{"dtype": "float32", **options}))
+    return handmade.convert(source, out, **{"dtype": "float32", **options})
 
 
 def published(folder: Path, model_type: str = "mimo") -> Path:
@@ -45,13 +49,9 @@ def test_a_converted_module_is_the_published_one(model_type: str, tmp_path: Path
     source = published(tmp_path / "source", model_type)
     expected = load_mtp(source)
     conversion = convert(source, tmp_path / "out")
-    assert conversion.config == expected.config
-    assert recognise(tmp_path / "out")[0].NAME == "MTP module"
     converted = load_mtp(tmp_path / "out")
+    assert conversion.config == converted.config == expected.config
     assert_same_weights(converted, expected)
-    rows = mx.random.normal((2, 5, expected.config.hidden_size), key=mx.random.key(1))
-    outputs = [net(rows[0], rows[1], net.make_cache()) for net in (converted, expected)]
-    assert mx.array_equal(*outputs).item()
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
@@ -72,16 +72,13 @@ def test_quantised_modules_load(model_type: str, tmp_path: Path) -> None:
 
 
 def test_out_of_a_models_own_files(
-    stories: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    stories: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setattr("mlx_redrafter.convert.selftest.TOKENS_PER_PROMPT", 8)
     folder, out = own_folder(stories, tmp_path / "own", MODULE), tmp_path / "out"
     assert inspect_checkpoint(folder).kind == "an MTP module of a model of type 'mimo', for 'own'"
     assert set(inspect_checkpoint(folder).source.tensors) == set(MODULE)
-    result = run(capsys, "convert", folder, out, "--dtype", "float32")
+    result = cli("convert", folder, out, "--dtype", "float32")
     assert "MTP module of a model of type mimo, hidden_size 32, float32" in result.out
     assert read_config(out)["conversion"]["target"] == "own"
     conversion = convert(folder, out, target=folder)
@@ -90,7 +87,7 @@ def test_out_of_a_models_own_files(
     assert "probably trained for another model" in conversion.warnings[0]
     kind = "an MTP module of a model of type 'mimo', written by this converter, for 'own'"
     assert inspect_checkpoint(out).kind == kind
-    shown = run(capsys, "convert", out).out
+    shown = cli("convert", out).out
     assert kind in " ".join(shown.split())
     assert "vocab_size: 512" in shown
     assert "--drafter FOLDER" in (out / "README.md").read_text()
@@ -123,8 +120,8 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
     def download(repo: str, patterns: list[str], *_: object) -> Path:
         asked.append(patterns)
         for file in set(files.values()) & set(patterns):
-            tensors = {n: t for n, t in MODULE.items() if files[n] == file}
-            mx.save_safetensors(str(folder / file), tensors)
+            shard = {n: t for n, t in MODULE.items() if files[n] == file}
+            mx.save_safetensors(str(folder / file), shard)
         return folder
 
     monkeypatch.setattr("mlx_redrafter.hub.fetch", download)
@@ -154,7 +151,7 @@ def test_of_a_repository_the_files_of_the_module_are_fetched(
 
 
 BAD: list[tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], str]] = [
-    *((tensors, {}, CheckpointError, message) for tensors, message in BAD_TENSORS),
+    *((given, {}, CheckpointError, message) for given, message in BAD_TENSORS),
     (changed("final_layernorm.weight", mx.full((32, ), 1e6)), {"dtype": "float16"},
         NonFiniteError, r"model\.mtp_layers\.0\.final_layernorm\.weight; .* if float16 overflowed"),
     (MODULE, {"rnn_activation": "silu"}, ConfigError, "is not for an MTP module"),
@@ -164,8 +161,8 @@ BAD: list[tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], str]] =
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case[3])
 def test_bad_sources_are_refused(tmp_path: Path, case: Any) -> None:
-    tensors, options, kind, message = case
-    source = write(tmp_path / "source", tensors)
+    given, options, kind, message = case
+    source = write(tmp_path / "source", given)
     with pytest.raises(kind, match=message):
         convert(source, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
@@ -183,3 +180,81 @@ def test_the_head_computes_in_its_own_dtype(tmp_path: Path) -> None:
     row = mx.ones((1, 32))
     outputs = module(row, row, module.make_cache())
     assert module.logits(outputs, Target(model)).dtype == mx.bfloat16
+
+
+# Block drafters
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_converted_drafter_is_the_published_one(name: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "source", tensors(LAYOUTS[name]), LAYOUTS[name].config)
+    expected = load_block(source)
+    conversion = convert(source, tmp_path / "out")
+    converted = load_block(tmp_path / "out")
+    assert conversion.config == converted.config == expected.config
+    assert_same_weights(converted, expected)
+    kind = f"a {expected.config.name} drafter, "
+    packaging = re.sub(" .*", "", name).replace("NVIDIA", "DeepSpec")
+    assert inspect_checkpoint(source).kind == f"{kind}as {packaging} writes it"
+    assert inspect_checkpoint(tmp_path / "out").kind == f"{kind}written by this package"
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_small_layers_are_never_quantised(link: str, tmp_path: Path) -> None:
+    sizes = {**LINKS[link], "rank": 32} if LINKS[link].get("rank") else LINKS[link]
+    save_drafter(random_block(block_config(97, 32, has_confidence=True, **sizes)), tmp_path / "in")
+    options: Any = {"quantize": True, "q_bits": 8, "q_group_size": 32}
+    convert(tmp_path / "in", tmp_path / "out", **options)
+    assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 8}
+    network = load_block(tmp_path / "out")
+    assert network.layers[0].self_attn.q_proj.bits == 8
+    small = [name for name in named_parameters(network) if name.endswith("scales")]
+    assert not [n for n in small if "conv" in n or "selector" in n or "confidence" in n]
+    with pytest.raises(CheckpointError, match="quantised already"):
+        convert(tmp_path / "out", tmp_path / "again", **options)
+
+
+def test_what_a_block_drafter_cannot_have_is_refused(tmp_path: Path, cli: Cli) -> None:
+    layout = next(iter(LAYOUTS.values()))
+    source = write(tmp_path / "source", tensors(layout), layout.config)
+    with pytest.raises(ConfigError, match="is not for a block drafter"):
+        convert(source, tmp_path / "out", rnn_activation="silu")
+    assert "mask_token_id" in cli("convert", source).out
+    broken = {**read_config(source), "num_hidden_layers": 7}
+    (source / "config.json").write_text(json.dumps(broken))
+    assert "cannot be converted" in inspect_checkpoint(source).kind
+
+
+def test_the_entry_that_the_target_accepts_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stories: Trained
+) -> None:
+    """Read a config that names the wrong one: texts stay right, but few drafts are accepted."""
+    network = random_block(block_config(512, 64, captured_layers=(1, 2)))
+    target = Target(stories.model)
+    target.modules.watch((0, 1, 2, 3))
+
+    def decode(found: Target, tokenizer: object, layers: Sequence[int]) -> list[ReadSequence]:
+        """Make a text whose next tokens are the first drafts of the network's own entry."""
+        tokens = mx.random.randint(0, 512, (60,), key=mx.random.key(1))
+        states = layer_inputs(target, tokens[:-1], layers)
+        ids = mx.random.randint(0, 512, (50, 4), key=mx.random.key(2))
+        text = ReadSequence(tokens, 10, states, ids, mx.zeros((50, 4)))
+        own = text._replace(states=layer_inputs(target, tokens[:-1], (1, 2)))
+        best = mx.argmax(predict(network, target, own)[0].logits, axis=-1)
+        ids[1:, 0] = best
+        return [text]
+
+    monkeypatch.setattr("mlx_redrafter.convert.selftest.decode_all", decode)
+    save_drafter(network, tmp_path / "right")
+    wrong = replace(network.config, first_slot=1)
+    (tmp_path / "wrong").mkdir()
+    save_drafter(random_block(wrong), tmp_path / "wrong")
+    for name in ("right", "wrong"):
+        conversion = convert(tmp_path / name, tmp_path / f"{name}-out", target=stories.folder)
+        assert conversion.config.first_slot == 0
+        assert conversion.config.depth_scales is not None
+        assert conversion.provenance["self_test"]["acceptance"] > 0.9
+        (note,) = conversion.provenance["notes"]
+        tried = "as it says", "entry [01] first", "earlier layers", "later layers"
+        shares = ", ".join(rf"{one} \d+%" for one in (*tried, "neighbours rotated"))
+        assert re.search(rf"{shares}; used (as it says|entry 0 first)$", note)

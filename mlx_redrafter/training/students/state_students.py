@@ -1,22 +1,23 @@
-"""The recurrent drafter as a student.
+"""Students that draft from one state of the target: recurrent drafters and Medusa heads.
 
-A new drafter's head starts as the target's head, projected on its leading singular directions if it
-is narrower, and the residual blocks as the identity. The projection to the head starts random: if
-the target's state reached the head as in the target, the drafter would first predict the root,
-which is known, and unlearning that took longer.
+A new drafter's heads start as the target's head, and the residual blocks as the identity. A
+recurrent drafter's head is projected on its leading singular directions if it is narrower. The
+projection to that head starts random: if the target's state reached the head as in the target, the
+drafter would first predict the root, which is known, and unlearning that took longer.
 
 Axes: B positions, S unroll steps, V rows of the head, H hidden size, D exit_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.proposers.redrafter.fit_drafter import calibrate
+from mlx_redrafter.proposers.medusa import network as medusa
+from mlx_redrafter.proposers.medusa.network import Medusa
+from mlx_redrafter.proposers.redrafter import network as redrafter
 from mlx_redrafter.proposers.redrafter.network import Drafter, Embed
 from mlx_redrafter.training.generated_texts import iterate_texts
 from mlx_redrafter.training.loss import TrainingBatch
@@ -73,7 +74,7 @@ class RecurrentStudent(Student):
             yield state
 
     def calibrate(self, texts: Iterable[Shard]) -> None:
-        fitted = calibrate(self.network, self.embed, iterate_texts(texts))
+        fitted = redrafter.calibrate(self.network, self.embed, iterate_texts(texts))
         self.network.config = fitted.applied(self.network.config)
 
 
@@ -87,3 +88,35 @@ def _project_head(head: NDArray[np.float32], random: NDArray[np.float32]) -> mx.
     # which are eigenvectors of a matrix that is small even if V is large.
     _, vectors = np.linalg.eigh(head.T @ head)
     return mx.array((head @ vectors[:, ::-1][:, :width]).astype(np.float32))
+
+
+class MedusaStudent(Student):
+    """Medusa heads. They begin as the target's head, after blocks that are the identity."""
+
+    name = "Medusa heads (arXiv 2401.10774)"
+    network: Medusa
+
+    @property
+    def learning_rate(self) -> float:
+        """1e-3 for 1,000 wide states, inverse to their width."""
+        return min(1.0 / self.network.config.hidden_size, 1.6e-2)
+
+    def start_from_head(self, head: mx.array | None) -> None:
+        for *blocks, output in self.network.heads:
+            for block in blocks:
+                block.linear.weight = mx.zeros_like(block.linear.weight)
+                if self.network.config.bias:
+                    block.linear.bias = mx.zeros_like(block.linear.bias)
+            if head is not None:
+                output.weight = mx.array(head)
+
+    def levels(self, network: Medusa, batch: TrainingBatch) -> Iterator[mx.array]:
+        for head in range(batch.tokens.shape[1] - 1):
+            yield network.logits(batch.states, head).astype(mx.float32)
+
+    def calibrate(self, texts: Iterable[Shard]) -> None:
+        """Fit the scalars, and the acceptance rates by rank that choose the static tree."""
+        network = self.network
+        found = list(iterate_texts(texts))
+        config = medusa.calibrate(network, found).applied(network.config)
+        network.config = replace(config, rank_accuracies=medusa.rank_accuracies(network, found))
