@@ -126,7 +126,7 @@ class NextPass:
 
 
 class DraftLayer:
-    """One layer's cache, with the interface that mlx-lm models use; ``stock`` holds what is kept.
+    """One layer's cache, as mlx-lm models use it; ``stock`` has the committed entries.
 
     ``is_plain`` is whether the model, in its last pass over committed tokens, gave mlx-lm's
     attention the entries and the mask of the cache, and no options.
