@@ -18,11 +18,7 @@ NO_BACKEND = (
 
 
 def prepare() -> None:
-    """Import ``mlx.core`` with the fastest installed BLAS.
-
-    Raises:
-        ImportError: MLX has no back end.
-    """
+    """Import ``mlx.core`` with the fastest BLAS; raise ImportError if MLX has no back end."""
     if sys.platform == "linux" and "mlx.core" not in sys.modules:
         with contextlib.suppress(OSError):
             ctypes.CDLL("libopenblas.so.0", mode=ctypes.RTLD_GLOBAL)

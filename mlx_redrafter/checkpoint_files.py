@@ -100,10 +100,7 @@ def find_checkpoint(
 
 
 def expand_home(path: str | Path) -> Path:
-    """Replace a ``~`` at the beginning.
-
-    Raise `ConfigError` if it is the home of nobody, or if the path is not valid UTF-8.
-    """
+    """Replace a leading ``~``; raise `ConfigError` if it is nobody's home, or for invalid UTF-8."""
     check_encoding(path)
     try:
         return Path(path).expanduser()

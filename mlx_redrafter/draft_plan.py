@@ -20,7 +20,6 @@ SCORED_PER_BEAM = 4
 DEFAULT_NODES = 9
 
 Selection = Literal["top_n", "beam"]
-Auto = Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class DraftShape:
 
     def __post_init__(self) -> None:
         check_int("beam_width", self.width, 1, MAX_BEAM_WIDTH)
-        hint = " (the root counts as one)"
-        check_int("beam_length", self.length, 2, MAX_BEAM_LENGTH, hint)
+        check_int("beam_length", self.length, 2, MAX_BEAM_LENGTH, " (the root counts as one)")
         if self.select not in ("top_n", "beam"):
             raise ConfigError(f"select must be 'top_n' or 'beam', got {self.select!r}")
 
@@ -130,17 +128,3 @@ class DraftPlan:
             "tree_nodes": None if shape.select == "beam" else self.num_nodes,
             "select": shape.select,
         }
-
-
-def find_plan(
-    beam_width: int | Auto, beam_length: int | Auto, tree_nodes: int | Auto, select: Selection
-) -> DraftPlan | None:
-    """Make the fixed plan of all steps, or return None if every step may have its own.
-
-    Raise `ConfigError` if an option is out of range.
-    """
-    sizes = {"width": beam_width, "length": beam_length, "num_nodes": tree_nodes}
-    given: dict[str, Any] = {name: size for name, size in sizes.items() if size != "auto"}
-    if not given and select == "top_n":
-        return None
-    return DraftPlan.of(**given, select=select)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 from mlx_redrafter.checks import check_int, check_max_tokens, check_number, is_number
-from mlx_redrafter.draft_plan import Auto, DraftPlan, Selection, find_plan
+from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
+
+Auto = Literal["auto"]
 
 # Bits per element to which MLX can quantise.
 KV_BITS = (1, 2, 3, 4, 5, 6, 8)
@@ -137,7 +139,11 @@ class GenerationOptions:
     @property
     def plan(self) -> DraftPlan | None:
         """Fixed plan of all steps; None if every step may have its own."""
-        return find_plan(self.beam_width, self.beam_length, self.tree_nodes, self.select)
+        sizes = {"width": self.beam_width, "length": self.beam_length, "num_nodes": self.tree_nodes}
+        given: dict[str, Any] = {name: size for name, size in sizes.items() if size != "auto"}
+        if not given and self.select == "top_n":
+            return None
+        return DraftPlan.of(**given, select=self.select)
 
     @property
     def given_sampling(self) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class Grammar:
         _check_text(self.source)
         validate = _guidance().LLMatcher.validate_grammar_with_warnings
         is_error, messages = validate(self.source, limits=_limits())
-        _check(messages[0] if is_error else "")
+        if is_error:
+            raise _refusal(messages[0])
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
@@ -76,7 +77,7 @@ class Grammar:
         llguidance knows neither look-around nor back-references.
         """
         _check_text(pattern)
-        _check_size(pattern, 0, MAX_RULES, "rules")
+        _check_size(pattern, 0, "rules")
         return cls(_convert("grammar_from_regex", pattern))
 
     @classmethod
@@ -88,7 +89,7 @@ class Grammar:
         """
         _check_text(rules)
         check_int("scale", scale, 1)
-        _check_size(rules, len(rules.splitlines()), MAX_RULES, "lines", scale)
+        _check_size(rules, len(rules.splitlines()), "lines", scale)
         return cls(_convert("grammar_from_lark", rules))
 
     def matcher(self, tokenizer: TokenizerWrapper, vocab_size: int) -> LLMatcher:
@@ -100,7 +101,8 @@ class Grammar:
         """
         vocabulary = read_vocabulary(tokenizer, vocab_size)
         matcher = _guidance().LLMatcher(vocabulary, self.source, log_level=0, limits=_limits())
-        _check(matcher.get_error())
+        if error := matcher.get_error():
+            raise _refusal(error)
         return matcher
 
 
@@ -140,7 +142,7 @@ def _schema_text(schema: str | Mapping[str, Any]) -> str:
             raise TypeError(f"expected an object, got {text[:40]}")
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"grammar must be a JSON schema: {describe_error(error)}") from error
-    _check_size(text, text.count('"$ref"'), MAX_RULES, "references")
+    _check_size(text, text.count('"$ref"'), "references")
     if (count := _count_joined(values)) > MAX_PATTERNS:
         raise ConfigError(
             f"grammar must have at most {MAX_PATTERNS} different patterns and formats if schemas "
@@ -233,11 +235,6 @@ def _convert(name: str, text: str, **options: Any) -> str:
     return source
 
 
-def _check(message: str) -> None:
-    if message:
-        raise _refusal(message)
-
-
 def _refusal(message: str) -> ConfigError:
     reason = describe_error(ValueError(message))
     # The parser of regular expressions draws the place first.
@@ -251,10 +248,8 @@ def _check_text(text: object) -> None:
         raise ConfigError(f"grammar must be a string, got {type(text).__name__}")
 
 
-def _check_size(text: str, num_rules: int, max_rules: int, kind: str, scale: int = 1) -> None:
-    for found, limit, what in (
-        (len(text), MAX_CHARACTERS, "characters"),
-        (num_rules, max_rules, kind),
-    ):
+def _check_size(text: str, num_rules: int, kind: str, scale: int = 1) -> None:
+    sizes = (len(text), MAX_CHARACTERS, "characters"), (num_rules, MAX_RULES, kind)
+    for found, limit, what in sizes:
         if found > scale * limit:
             raise ConfigError(f"grammar must have at most {scale * limit} {what}, got {found}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
@@ -69,7 +70,8 @@ def find_stored(name: str, patterns: Sequence[str] | None) -> Path | None:
     patterns of the files; None for all.
     """
     if "/" not in name:
-        same = {model.name for model in stored_models() if _last_part(model.name) == name.lower()}
+        names = [model.name for model in stored_models()]
+        same = {one for one in names if one.lower().rpartition("/")[2] == name.lower()}
         if len(same) > 1:
             raise CheckpointError(
                 f"{name!r} is the name of several repositories on this machine: "
@@ -113,11 +115,9 @@ def is_complete(folder: Path, patterns: Sequence[str] | None) -> bool:
     literal = {pattern for pattern in wanted if not set(pattern) & set("*?[")}
     if literal == set(wanted):
         return literal <= names
-    shards = [match for match in map(SHARD.fullmatch, sorted(weights)) if match is not None]
-    found = {match[1]: 0 for match in shards}
-    for match in shards:
-        found[match[1]] += 1
-    return all(found[match[1]] == int(match[2]) for match in shards)
+    shards = [match.groups() for match in map(SHARD.fullmatch, weights) if match is not None]
+    found = Counter(name for name, _ in shards)
+    return all(found[name] == int(count) for name, count in shards)
 
 
 def _cached(repository: str, patterns: Sequence[str] | None) -> Iterator[StoredModel]:
@@ -144,15 +144,11 @@ def _of_lm_studio() -> Iterator[StoredModel]:
 def _lm_studio_folders() -> list[Path]:
     """Return the folders in which LM Studio keeps models: the defaults and the one in use."""
     home = Path.home()
-    pointer, homes = (
-        home / ".lmstudio-home-pointer",
-        [home / ".lmstudio", home / ".cache/lm-studio"],
-    )
-    try:
+    pointer = home / ".lmstudio-home-pointer"
+    homes = [home / ".lmstudio", home / ".cache/lm-studio"]
+    with suppress(ValueError):  # not a path: LM Studio would not find it either
         if pointer.is_file():
             homes.insert(0, Path(_read_start(pointer).strip()))
-    except ValueError:
-        pass  # not a path: LM Studio would not find it either
     folders = []
     for one in homes:
         folders += [Path(chosen) for chosen in _chosen_folder(one / "settings.json")]
@@ -179,7 +175,3 @@ def _read_start(path: Path) -> str:
 
 def _repository(cache_name: str) -> str:
     return cache_name.removeprefix(CACHED).replace("--", "/", 1)
-
-
-def _last_part(name: str) -> str:
-    return name.rpartition("/")[2].lower()

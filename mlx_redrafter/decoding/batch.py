@@ -54,9 +54,6 @@ class Batch(Lane):
     def __iter__(self) -> Iterator[SequenceDecoder]:
         return iter(list(self._slots))
 
-    def takes(self, sequence: SequenceDecoder) -> bool:
-        return self.cache.takes(sequence.own_cache)
-
     def make_room(self, num_sequences: int) -> None:
         """Make the slots for sequences that join next, all at once: that moves no entries twice."""
         with mx.stream(generation_stream):
@@ -84,10 +81,7 @@ class Batch(Lane):
             self._shrink()
 
     def step(self, sequences: Sequence[SequenceDecoder]) -> None:
-        """Run one forward pass for some sequences of the batch; the others rest.
-
-        Those that have ended leave.
-        """
+        """Run a pass for some sequences; the others rest, and those that have ended leave."""
         step(self, sequences)
         for one in sequences:
             if one.is_finished or one.is_cancelled or one.outbox.error is not None:
@@ -155,8 +149,7 @@ class Batch(Lane):
         num_tokens = tokens.shape[0]
         sequence.cache.commit(range(num_tokens))
         if num_tokens > 1 and outputs.states is not None:
-            slot = self._slots[sequence].number
-            read_states(sequence, outputs.states[slot, : num_tokens - 1])
+            read_states(sequence, outputs.states[self._slots[sequence].number, : num_tokens - 1])
 
     def _process(self, inputs: Inputs, outputs: TargetOutputs) -> TargetOutputs:
         """Apply the logits processors and grammars of the sequences that have any."""

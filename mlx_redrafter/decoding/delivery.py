@@ -183,10 +183,7 @@ class StepClock:
         self._last = None
 
     def lap(self) -> float | None:
-        """Return the seconds since the last call.
-
-        None the first time, after `skip` or after a long absence.
-        """
+        """Return the seconds since the last call; None at first, after `skip` or a long absence."""
         now = time.perf_counter()
         last, self._last = self._last, now
         away, self._away = self._away, 0.0

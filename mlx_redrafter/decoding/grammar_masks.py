@@ -6,27 +6,13 @@ Axes: N nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-
-class Masks(Protocol):
-    """The masks of one text."""
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
-
-    def apply(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
-        """Set the logits, shape (N, V), of tokens that may not follow a node to minus infinity.
-
-        The root's token is the last of the text, its parent 0. Rows of nodes that cannot be
-        accepted stay as they were.
-        """
 
 
 class NodeRows:
@@ -76,6 +62,7 @@ class GrammarMasks:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
         for token in tokens:
             if self._has_ended or self._has_failed:
                 return
@@ -86,6 +73,11 @@ class GrammarMasks:
                 self._has_failed = not self._has_ended
 
     def apply(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
+        """Set the logits, shape (N, V), of tokens that may not follow a node to minus infinity.
+
+        The root's token is the last of the text, its parent 0. Rows of nodes that cannot be
+        accepted stay as they were.
+        """
         nodes = NodeRows(tokens, parents)
         self.fill(nodes, 0)
         return nodes.apply(logits)

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import TextStateMachine
 
 from mlx_redrafter.decoding.grammar_masks import GrammarMasks, NodeRows
+from mlx_redrafter.grammar import LateGrammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -57,26 +58,17 @@ class TokenBytes:
 
 
 class LateMasks:
-    """The masks of a text that is free until a marker comes.
+    """The masks of a text that is free until a marker comes, with the methods of `GrammarMasks`.
 
-    Args:
-        matchers: Matchers at the beginning of each marker's grammar.
-        vocabulary: The tokens.
-        is_last: Whether the text ends where the grammar ends; otherwise it is free again.
-        may_end_before: Whether the text may end while it is free.
+    ``matchers`` stand at the beginning of each marker's grammar.
     """
 
     def __init__(
-        self,
-        matchers: Mapping[str, LLMatcher],
-        vocabulary: TokenBytes,
-        is_last: bool,
-        may_end_before: bool,
+        self, grammar: LateGrammar, matchers: Mapping[str, LLMatcher], vocabulary: TokenBytes
     ):
+        self._grammar = grammar
         self._matchers = matchers
         self._vocabulary = vocabulary
-        self._is_last = is_last
-        self._may_end_before = may_end_before
         edges = [(marker, marker) for marker in matchers]
         no_edges: dict[str, list[tuple[str, str]]] = {marker: [] for marker in matchers}
         self._start: Search = TextStateMachine({FREE: edges, **no_edges}).make_state(FREE)
@@ -92,7 +84,7 @@ class LateMasks:
                 self._search, self._held = self._read(self._search, token)
                 continue
             self._held.extend([token])
-            if self._held.is_complete and not self._is_last:
+            if self._held.is_complete and not self._grammar.is_last:
                 self._search, self._held = self._start, None
 
     def apply(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
@@ -114,15 +106,14 @@ class LateMasks:
                     self._fill(held, nodes, child)
 
     def _fill(self, held: GrammarMasks, nodes: NodeRows, node: int) -> None:
-        if self._is_last:
+        if self._grammar.is_last:
             held.fill(nodes, node)
         else:
             held.fill(nodes, node, lambda child: self._walk(nodes, child, self._start))
 
     def _read(self, search: Search, token: int) -> tuple[Search, GrammarMasks | None]:
         """Read a token of the free text; return the masks of the grammar that it begins."""
-        text = self._text_of(token)
-        after, segments = TextStateMachine.split(search, text)
+        after, segments = TextStateMachine.split(search, self._text_of(token))
         marker, rest = segments[-1]
         if marker == FREE:
             return after, None
@@ -134,7 +125,7 @@ class LateMasks:
         """Return the mask of a free node; most have none."""
         pending = search[3]
         if pending not in self._free_rows:
-            forbidden = [] if self._may_end_before else list(self._vocabulary.ends)
+            forbidden = [] if self._grammar.may_end_before else list(self._vocabulary.ends)
             for token in self._beyond:
                 _, segments = TextStateMachine.split(search, self._text_of(token))
                 marker, rest = segments[-1]
@@ -156,3 +147,6 @@ class LateMasks:
     def _text_of(self, token: int) -> str:
         texts = self._vocabulary.texts
         return texts[token] if token < len(texts) else ""
+
+
+Masks = GrammarMasks | LateMasks

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -139,11 +139,7 @@ class Pass:
 
     @property
     def tokens(self) -> list[int]:
-        """Accepted drafts and the bonus token, if there is one; waits for the device.
-
-        Raises:
-            NonFiniteError: There is no token, as the logits are NaN.
-        """
+        """Accepted drafts and the bonus token, if any; waits, and raises as `check_finite` does."""
         if not self.outcome.tokens:
             self.check_finite()
         return self.outcome.tokens
@@ -263,8 +259,7 @@ def sample_and_accept(
     best = [best_rows(log_probs, num_best).reshape(-1)] if num_best else []
     outcome = mx.concatenate([bonus, num_accepted, path, path_tokens, *best])
     mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
-    root = mx.maximum(bonus, 0)
-    return Pass(outcome, root, hidden_state, log_probs, outputs.states, path)
+    return Pass(outcome, mx.maximum(bonus, 0), hidden_state, log_probs, outputs.states, path)
 
 
 def sample_roots(
@@ -358,13 +353,9 @@ def _passes(
         strict=True,
     )
     return [
-        Pass(packed, root, hidden_state, one, state, path, partial(_item, read, number))
+        Pass(packed, root, hidden_state, one, state, path, lambda number=number: read()[number])
         for number, (packed, root, hidden_state, one, state, path) in enumerate(parts)
     ]
-
-
-def _item(read: Callable[[], list[list[int]]], number: int) -> list[int]:
-    return read()[number]
 
 
 def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:
@@ -373,8 +364,7 @@ def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:
 
     def accept_one(choices: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
         tokens, parents, depths, ancestors = arrays
-        tree = TokenTree(tokens, parents, depths, ancestors, size, size, max_depth)
-        return accept(tree, choices)
+        return accept(TokenTree(tokens, parents, depths, ancestors, size, size, max_depth), choices)
 
     accept_each: Callable[..., tuple[mx.array, ...]] = mx.vmap(accept_one)
     return accept_each(chosen, trees.tokens, trees.parents, trees.depths, trees.ancestors)

@@ -75,8 +75,7 @@ def process_chunk(sequence: SequenceDecoder, most: int | None = None) -> None:
         request.on_progress(done + size, total)
         left -= size
     if left <= 0 or sequence.is_cancelled:
-        is_over = sequence.is_cancelled
-        sequence.enter(Status.FINISHED if is_over else Status.RUNNING)
+        sequence.enter(Status.FINISHED if sequence.is_cancelled else Status.RUNNING)
 
 
 def prefill(

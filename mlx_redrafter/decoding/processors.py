@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.grammar_masks import Masks
+from mlx_redrafter.decoding.late_masks import Masks
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
@@ -44,7 +44,7 @@ class ProcessorChain:
         if self._has_begun:  # the history has the prompt, whose last token is the first root
             self.extend(drafts)
         self._has_begun = True
-        return self.process(logits)
+        return self._mask(self._run(logits), [NO_TOKEN], [0])
 
     def extend(self, tokens: mx.array) -> None:
         """Append tokens, int32 of shape (n,), that the target has chosen."""
@@ -53,10 +53,6 @@ class ProcessorChain:
         if self._masks is not None:
             mx.async_eval(tokens)  # before the logits, so that a read need not wait for both
             self._unread.append(tokens)
-
-    def process(self, logits: mx.array) -> mx.array:
-        """Return logits of shape (1, V) after all processors, given the history."""
-        return self._mask(self._run(logits), [NO_TOKEN], [0])
 
     def _run(self, logits: mx.array, drafts: Sequence[int] = ()) -> mx.array:
         """Run the processors on logits of shape (1, V), given the history and then ``drafts``."""

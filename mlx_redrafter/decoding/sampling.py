@@ -286,8 +286,7 @@ class StockSampler(TokenSampler):
         self._keys = mx.stack(keys)
         for node in range(1, log_probs.shape[0]):
             assert depths is not None
-            key = self._keys[depths[node]]
-            chosen.append(self._sample(log_probs[node : node + 1], key))
+            chosen.append(self._sample(log_probs[node : node + 1], self._keys[depths[node]]))
         self.commit(1)
         return mx.concatenate(chosen)
 

@@ -12,11 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.prefill import may_share, prefill
-from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt
 from mlx_redrafter.decoding.step import step_alone
 from mlx_redrafter.errors import is_failure
@@ -25,17 +23,6 @@ from mlx_redrafter.target.target import Target
 # Maximum number of prompt tokens between two steps of other sequences: about 0.3 s of a model of
 # 8 billion weights on a laptop.
 SHARED_CHUNK = 256
-
-
-class StepOutput(NamedTuple):
-    """Output of a step: the next tokens of a sequence, or the reason why it cannot go on.
-
-    The sequence has left the batch if it is finished, cancelled or in error.
-    """
-
-    sequence: SequenceDecoder
-    tokens: list[Token]
-    error: Exception | None
 
 
 class Scheduler:
@@ -74,14 +61,14 @@ class Scheduler:
         while not sequence.is_ready:
             self.advance()
 
-    def step_all(self) -> list[StepOutput]:
-        """Return the outputs of the next forward pass, or of the next step if only one has begun.
+    def step_all(self) -> list[SequenceDecoder]:
+        """Run the next forward pass, or step if only one has begun; return the ready sequences.
 
-        There are none after a chunk of a prompt, if no other sequence waits for a step.
+        There may be none after a chunk of a prompt. One that is finished, cancelled or in error has
+        left the batch.
         """
         self.advance()
-        ready = [one for one in chain(*self._arrivals, self._begun) if one.is_ready]
-        return [StepOutput(one, *_taken(one)) for one in ready]
+        return [one for one in chain(*self._arrivals, self._begun) if one.is_ready]
 
     def advance(self, others_wait: bool = False) -> None:
         """Run the next forward pass of the sequences that are not ready; those that are rest.
@@ -168,7 +155,7 @@ class Scheduler:
                 step_alone(one)
             return
         arriving = [one for one in active if one not in batch]
-        batch.make_room(sum(batch.takes(one) for one in arriving))
+        batch.make_room(sum(batch.cache.takes(one.own_cache) for one in arriving))
         for one in arriving:
             attempt(self._move_in, one)
         # A sequence that has brought tokens on its way waits until they are taken.
@@ -185,7 +172,7 @@ class Scheduler:
 
         One that the batch cannot take, at least not yet, makes a step of its own instead.
         """
-        if not self.batch.takes(sequence):
+        if not self.batch.cache.takes(sequence.own_cache):
             step_alone(sequence)
             return
         sequence.commit()
@@ -195,10 +182,3 @@ class Scheduler:
     def _move_out(self, sequence: SequenceDecoder) -> None:
         sequence.commit()
         self.batch.leave(sequence)
-
-
-def _taken(sequence: SequenceDecoder) -> tuple[list[Token], Exception | None]:
-    try:
-        return sequence.take(), None
-    except Exception as error:
-        return [], error

@@ -76,10 +76,7 @@ class Lane:
         return follows
 
     def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
-        """Run the target on roots and trees, sample, and dispatch that.
-
-        An error of one sequence goes to its outbox.
-        """
+        """Run the target on roots and trees, sample, dispatch that; errors go to the outboxes."""
         ((one, drafts),) = inputs.items()
         if not isinstance(drafts, TokenTree):
             return {one: one.advance(drafts)}
@@ -244,8 +241,7 @@ class _Step:
         last, tree, plan = one.last, self._trees.get(one), self._plans.get(one)
         if last is None:
             # The last token of the prompt alone, as in mlx-lm; in a batch, also those before it.
-            tokens = one.request.prompt[-num_unread(one) :]
-            self._inputs[one] = mx.array(tokens, dtype=mx.int32)
+            self._inputs[one] = mx.array(one.request.prompt[-num_unread(one) :], dtype=mx.int32)
             return
         is_plain = plan is None or plan.is_shadow
         if last is not one.committed:

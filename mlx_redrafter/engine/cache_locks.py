@@ -21,11 +21,7 @@ class CacheLocks:
         )
 
     def check(self, layers: Sequence[Any]) -> None:
-        """Check that no stream has one of the caches, and that each layer has its own.
-
-        Raises:
-            ConfigError: A stream has one of them, or two layers are one.
-        """
+        """Raise `ConfigError` if a stream has one of the caches, or if two layers are one."""
         if len(set(map(id, layers))) < len(layers):
             raise ConfigError(
                 "prompt_cache has one cache object in several layers; make it with "

@@ -26,8 +26,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checks import check_instance, check_int
 from mlx_redrafter.decoding.delivery import DecodingStats
-from mlx_redrafter.decoding.grammar_masks import GrammarMasks, Masks
-from mlx_redrafter.decoding.late_masks import LateMasks, TokenBytes
+from mlx_redrafter.decoding.grammar_masks import GrammarMasks
+from mlx_redrafter.decoding.late_masks import LateMasks, Masks, TokenBytes
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request
@@ -98,6 +98,7 @@ class Engine:
         self.proposer = _find_proposer(drafter, self.memory)
         if self.proposer is not None:
             self.proposer.check_fit(self.target, self.tokenizer)
+        self._network = None if isinstance(self.proposer, Lookup) else self.proposer
         self._streams: weakref.WeakSet[ResponseStream | BatchStream] = weakref.WeakSet()
         self._is_closed = False
         self._lock = threading.Lock()
@@ -164,15 +165,12 @@ class Engine:
         if chosen.quantisation is not None and isinstance(prompt_cache, tuple):
             raise ConfigError("prompt_cache must be a list with kv_bits, which replaces its layers")
         if shared is not None:
-            expected = "the scheduler of engine.share()"
-            check_instance("shared", shared, Scheduler, expected)
+            check_instance("shared", shared, Scheduler, "the scheduler of engine.share()")
             if shared.target.model is not self.target.model:
                 raise ConfigError("shared is the scheduler of another model; make one by share()")
         masks = None if grammar is None else self.masks(grammar)
-        request = self._request(
-            prompt,
-            chosen,
-            on_progress=prompt_progress_callback or (lambda done, total: None),
+        request = replace(
+            self._request(prompt, chosen, prompt_progress_callback),
             keeps_cache=prompt_cache is not None or sampler is not None,
             chunk_size=prompt_chunk_size,
         )
@@ -229,23 +227,15 @@ class Engine:
         return "".join(response.text for response in self.stream(prompt, **options))
 
     def masks(self, grammar: Grammar | LateGrammar) -> Masks:
-        """Make the masks of a text from its grammar.
-
-        Raises:
-            ConfigError: The grammar does not go with the tokenizer.
-        """
+        """Make a text's masks; raise ConfigError if the grammar does not go with the tokenizer."""
         tokenizer, size = self.tokenizer, self.target.vocab_size
         if isinstance(grammar, LateGrammar):
             if self._token_bytes is None:
                 self._token_bytes = TokenBytes(read_vocabulary(tokenizer, size))
-            return LateMasks(
-                {name: one.matcher(tokenizer, size) for name, one in grammar.grammars.items()},
-                self._token_bytes,
-                grammar.is_last,
-                grammar.may_end_before,
-            )
-        expected = "a Grammar, such as Grammar.json_schema(...)"
-        check_instance("grammar", grammar, Grammar, expected)
+            grammars = grammar.grammars.items()
+            matchers = {name: one.matcher(tokenizer, size) for name, one in grammars}
+            return LateMasks(grammar, matchers, self._token_bytes)
+        check_instance("grammar", grammar, Grammar, "a Grammar, such as Grammar.json_schema(...)")
         return GrammarMasks(lambda: grammar.matcher(tokenizer, size))
 
     def new_prompt_cache(self) -> list[Any]:
@@ -276,11 +266,6 @@ class Engine:
         if is_closed:
             stream.cancel()
 
-    @property
-    def _network(self) -> Proposer | None:
-        """The proposer, unless it is prompt lookup."""
-        return None if isinstance(self.proposer, Lookup) else self.proposer
-
     def _options(self, options: dict[str, Any]) -> GenerationOptions:
         if self._is_closed:
             raise ConfigError("the engine is closed; make a new one")
@@ -309,18 +294,14 @@ class Engine:
         self,
         prompt: str | Sequence[int] | mx.array,
         options: GenerationOptions,
-        on_progress: ProgressCallback = lambda done, total: None,
-        keeps_cache: bool = False,
-        chunk_size: Callable[[int], int] | None = None,
+        on_progress: ProgressCallback | None = None,
     ) -> Request:
         return Request(
             prompt=encode_prompt(self.tokenizer, prompt),
             stop_tokens=frozenset(self.tokenizer.eos_token_ids),
             max_tokens=options.max_tokens,
             prefill_step_size=options.prefill_step_size,
-            on_progress=MemoryGuard().watching(on_progress),
-            keeps_cache=keeps_cache,
-            chunk_size=chunk_size,
+            on_progress=MemoryGuard().watching(on_progress or (lambda done, total: None)),
         )
 
     def _open(

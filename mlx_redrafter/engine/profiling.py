@@ -35,12 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class Kind(NamedTuple):
-    """A kind of step to time.
+    """A kind of step to time, with a plan of its drafts; None for plain decoding.
 
-    Attributes:
-        plan: Plan of its drafts; None for plain decoding.
-        waits: Whether the host reads the drafts before the target verifies them.
-        verifies: Whether the target verifies any.
+    ``waits`` is whether the host reads the drafts before the target verifies them, and ``verifies``
+    whether the target verifies any.
     """
 
     plan: DraftPlan | None
@@ -106,14 +104,7 @@ MIN_WAIT = 15e-5
 
 
 class Setting(NamedTuple):
-    """The setting in which steps are timed.
-
-    Attributes:
-        target: The model.
-        proposer: A network that drafts for it; None for prompt lookup.
-        context: Number of tokens before the steps.
-        quantisation: Quantisation of their K/V entries; None for none.
-    """
+    """The setting of timed steps: model, network (None: prompt lookup), tokens before them."""
 
     target: Target
     proposer: Proposer | None
@@ -263,26 +254,18 @@ class _Schedule:
 
     The host dispatches a plain step or a draft before it reads the previous outcome. So the first
     and the last step of a turn partly measure the neighbouring kinds. Plans that are longer than
-    ``max_length`` are cut to it, and padding makes their trees as large.
-
-    Attributes:
-        rounds: Mean seconds of the inner steps of every turn, for each complete round.
-        is_done: Whether the rounds suffice.
+    ``max_length`` are cut to it, and padding makes their trees as large. ``rounds`` has the mean
+    seconds of the inner steps of every turn, for each complete round.
     """
 
     reads_drafts = True
     least_chance = 0.0
 
-    def __init__(
-        self,
-        kinds: Sequence[Kind],
-        max_length: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, kinds: Sequence[Kind], max_length: int | None = None):
         self.rounds: list[Seconds] = []
         self.is_done = False
         self._kinds, self._max_length = kinds, max_length
-        self._clock, self._start = clock, clock()
+        self._start = time.perf_counter()
         self._num_chosen = 0
         # Seconds of the steps of the current round.
         self._seconds: list[float] = []
@@ -309,8 +292,7 @@ class _Schedule:
         # The clock leaves out single steps, such as those at which MLX's cache is cleared.
         self._seconds.append(math.nan if step.seconds is None else step.seconds)
         if len(self._seconds) == STEPS * len(self._kinds):
-            inner = np.reshape(self._seconds, (-1, STEPS))[:, 2:-1]
-            turns = np.nanmean(inner, axis=1).tolist()
+            turns = np.nanmean(np.reshape(self._seconds, (-1, STEPS))[:, 2:-1], axis=1).tolist()
             self.rounds.append(dict(zip(self._kinds, turns, strict=True)))
             self._seconds = []
             self.is_done = self._suffices()
@@ -320,5 +302,5 @@ class _Schedule:
 
     def _suffices(self) -> bool:
         done = len(self.rounds)
-        is_late = (self._clock() - self._start) * (done + 1) / done > PATIENCE
+        is_late = (time.perf_counter() - self._start) * (done + 1) / done > PATIENCE
         return is_late or done == MAX_ROUNDS or (done >= ROUNDS and not is_doubtful(self.rounds))

@@ -22,11 +22,7 @@ MARKER = "<query>"
 
 
 class LongPromptError(ConfigError):
-    """A text has more tokens than allowed.
-
-    Attributes:
-        num_tokens: Number of its tokens, counted in pieces.
-    """
+    """A text has more tokens than allowed: ``num_tokens``, counted in pieces."""
 
     def __init__(self, num_tokens: int, limit: int):
         super().__init__(
@@ -40,11 +36,8 @@ def encode_prompt(
 ) -> list[int]:
     """Encode a prompt; text gets the special tokens that it does not start with, as in mlx-lm.
 
-    A text of clearly more than ``limit`` tokens is not encoded whole.
-
-    Raises:
-        ConfigError: It is neither text nor whole numbers.
-        LongPromptError: A text clearly has more tokens than the limit.
+    Raise `LongPromptError` for a text of clearly more than ``limit`` tokens, which is not encoded
+    whole, and `ConfigError` for a prompt that is neither text nor whole numbers.
     """
     if isinstance(prompt, str):
         starts_special = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
@@ -55,8 +48,7 @@ def encode_prompt(
 def encode_question(tokenizer: TokenizerWrapper, text: str, use_template: bool = True) -> list[int]:
     """Encode one user message, in the chat format if the model has one.
 
-    Raises:
-        ConfigError: The chat template rejects the message, or nothing is left of it.
+    Raise `ConfigError` if the chat template rejects the message, or nothing is left of it.
     """
     if use_template and tokenizer.has_chat_template:
         ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
@@ -74,20 +66,11 @@ def encode_chat(
     follows_cache: bool = False,
     limit: int | None = None,
 ) -> list[int]:
-    """Encode messages in the format of the model's chat template.
+    """Encode messages with "role" and "content" by the model's chat template, with its options.
 
-    Args:
-        tokenizer: The model's tokenizer, which has a chat template.
-        messages: Messages with "role" and "content".
-        options: Options of the template.
-        add_generation_prompt: Whether to add the beginning of the assistant's reply.
-        follows_cache: Whether to leave out the text that the template puts before the last message,
-            which a stored cache holds.
-        limit: As in `encode_prompt`.
-
-    Raises:
-        ConfigError: The chat template rejects the messages.
-        LongPromptError: The chat clearly has more tokens than the limit.
+    ``add_generation_prompt`` adds the beginning of the assistant's reply. ``follows_cache`` leaves
+    out the text that the template puts before the last message, which a stored cache holds. Raise
+    `ConfigError` if the template rejects the messages, and `LongPromptError` as `encode_prompt`.
     """
     values = {"add_generation_prompt": add_generation_prompt, **(options or {})}
     text = _render(tokenizer, messages, values)
@@ -100,8 +83,7 @@ def encode_chat(
 def encode_user_turn(tokenizer: TokenizerWrapper) -> tuple[list[int], list[int]]:
     """Encode what a chat template puts before and after a first user message.
 
-    Raises:
-        ConfigError: The chat template rejects a message, or leaves it out.
+    Raise `ConfigError` if it rejects the message, or leaves it out.
     """
     values = {"add_generation_prompt": True}
     text = _render(tokenizer, [{"role": "user", "content": MARKER}], values)
@@ -157,8 +139,7 @@ def _check_length(tokenizer: TokenizerWrapper, text: str, limit: int) -> None:
 def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
     """Check that a target can process a prompt, after the tokens of a cache.
 
-    Raises:
-        ConfigError: It is empty or too long, or the target has no such token id.
+    Raise `ConfigError` if it is empty or too long, or the target has no such token id.
     """
     check_not_empty(prompt)
     check_vocabulary("prompt token ids", prompt, target.vocab_size)

@@ -115,10 +115,7 @@ class Responder:
 
 
 class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["ResponseStream"]):
-    """The responses of one sequence, one per token, for one thread to read.
-
-    Without a scheduler the sequence is decoded alone.
-    """
+    """The responses of a sequence, one per token, for one thread; alone without a scheduler."""
 
     def __init__(
         self,
@@ -259,12 +256,10 @@ class BatchStream(Iterator[BatchResponse]):
         self._num_steps += 1
         if self._num_steps % CLEAR_CACHE_EVERY == 0:
             mx.clear_cache()
-        for sequence, tokens, error in self._scheduler.step_all():
-            if error is not None:
-                raise error
+        for sequence in self._scheduler.step_all():
             number, responder = self._live[sequence]
             is_last = sequence.is_finished
-            for token in sequence.delivery.deliver(tokens):
+            for token in sequence.delivery.deliver(sequence.take()):
                 response = responder.respond(token)
                 yield BatchResponse(number, response)
                 if response.finish_reason is not None:

@@ -49,14 +49,9 @@ def step_costs(
 
     Timing needs some seconds. The user's cache folder stores the costs per model, dtype, kernels,
     proposer, device and MLX version. The cost of attention is proportional to the context, so one
-    long context is timed and scaled.
-
-    Args:
-        target: The model.
-        proposer: A network that drafts for it; None for prompt lookup.
-        length: Number of tokens that the sequence begins with.
-        known: Costs measured or read so far, for this model and network.
-        quantisation: Quantisation of all K/V entries; None for none.
+    long context is timed and scaled. ``proposer`` is a network that drafts, None for prompt lookup.
+    ``length`` is the number of tokens that the sequence begins with. ``known`` has the costs
+    measured or read so far, for this model and network.
     """
     known = {} if known is None else known
     keys = [(proposer is not None, context, quantisation) for context in contexts(target, length)]
@@ -84,10 +79,7 @@ def contexts(target: Target, length: int) -> list[int]:
 
 
 def doubt_times(target: Target, proposer: Proposer | None, known: Known) -> None:
-    """Have the next run time steps again, as those in use cost less than ``known``.
-
-    The arguments are those of `step_costs`.
-    """
+    """Have the next run time steps again, as they cost less than ``known``; see `step_costs`."""
     for is_network, context, quantisation in list(known):
         if is_network == (proposer is not None):
             doubt(*_description(Setting(target, proposer, context, quantisation)))
@@ -112,6 +104,5 @@ def _description(setting: Setting) -> tuple[object, tuple[nn.Module, ...], Seque
     kinds = kinds_of(proposer)
     modules = () if proposer is None else proposer.networks
     passes = ("compiled",) if target.compiled.are_used else ()
-    used = *choices(target.model), *target.devices, *passes
-    described = kinds, context, quantisation, *used
+    described = kinds, context, quantisation, *choices(target.model), *target.devices, *passes
     return described, (target.model, *modules), kinds

@@ -52,12 +52,7 @@ Candidates = tuple[list[ScoredDrafts], TokenTree]
 
 
 class Explorer:
-    """Chooses in every step between the best choice and exploration.
-
-    Args:
-        costs: Current costs of steps.
-        budget: Time that may be spent.
-    """
+    """Chooses in every step between the best choice and exploration."""
 
     def __init__(self, costs: CurrentCosts, budget: Budget):
         self._costs = costs
@@ -67,16 +62,13 @@ class Explorer:
         self._further, self._further_cost = Choice(), math.inf
         self._untried, self._switch_cost = Choice(), math.inf
         # The steps of a switch that are left, all alike.
-        self._switch: list[Choice] = []
+        self.switch: list[Choice] = []
 
     def prepare(self, best: Choice, drafted: Choice, fixed: Choice, all_tokens: Floats) -> None:
         """Find what explores next to the best choice.
 
-        Args:
-            best: The best choice.
-            drafted: The best one with drafts.
-            fixed: The best one with drafts and a fixed number of nodes.
-            all_tokens: Expected tokens of every plan, shape (W, L, 1 + S).
+        ``drafted`` is the best one with drafts, and ``fixed`` the best one with a fixed number of
+        nodes. ``all_tokens`` has the expected tokens of every plan, shape (W, L, 1 + S).
         """
         costs, self._best = self._costs, best
         if best.plan is None:
@@ -92,34 +84,25 @@ class Explorer:
         self._switch_cost = SWITCH * max(loss, 3 * MARGIN * costs.plain)
 
     def choose(self, allows_drafts: bool) -> Choice:
-        """Return the best choice, or now and then one that shows more.
-
-        Args:
-            allows_drafts: Whether the guard allows drafts.
-        """
-        if allows_drafts and not self._switch and self._budget.pay_switch(self._switch_cost):
-            self._switch = SWITCH * [self._untried]
-        if self._switch and (allows_drafts or self._switch[-1].plan is None):
-            return self._switch.pop()
+        """Return the best choice, or now and then one that shows more, if the guard allows it."""
+        if allows_drafts and not self.switch and self._budget.pay_switch(self._switch_cost):
+            self.switch = SWITCH * [self._untried]
+        if self.switch and (allows_drafts or self.switch[-1].plan is None):
+            return self.switch.pop()
         is_larger = self._best.plan is not None
         if is_larger and not allows_drafts:
             return Choice()
-        return (
-            self._further if self._budget.pay_drafts(self._further_cost, is_larger) else self._best
-        )
+        is_paid = self._budget.pay_drafts(self._further_cost, is_larger)
+        return self._further if is_paid else self._best
 
     @property
     def is_plain(self) -> bool:
         """Whether the next step is a plain one of a switch."""
-        return bool(self._switch) and self._switch[-1].plan is None
+        return bool(self.switch) and self.switch[-1].plan is None
 
     def begin_plain(self) -> None:
-        """Begin with plain steps, so that their cost is known."""
-        self._switch = FIRST * [Choice()]
-
-    def stop_switch(self) -> None:
-        """Give up the switch that is under way, if there is one."""
-        self._switch = []
+        """Begin with some plain steps, of which the costs of all steps are learned."""
+        self.switch = FIRST * [Choice()]
 
     def _larger(self, best: Choice, all_tokens: Floats) -> tuple[Choice, float]:
         """Return the best choice with longer and wider drafts in turns, and its further cost."""
@@ -140,16 +123,9 @@ class Explorer:
 class Planner:
     """Chooses for sequences that share their steps: a lone one, or all of a batch.
 
-    Args:
-        timed: Seconds of steps, as timed beforehand.
-        state: Estimates, which it updates.
-        clock: Function that returns the time in seconds, to limit the host's learning.
-        max_length: Longest beams that the proposer can draft; None if it has no bound.
-
-    Attributes:
-        state: The estimates.
-        learner: Updates of them.
-        newest: The newest choice.
+    It updates the state. ``timed`` has the seconds of steps as timed beforehand. ``clock`` returns
+    the time in seconds, to limit the host's learning. ``max_length`` is that of the longest beams
+    that the proposer can draft; None if it has no bound.
     """
 
     def __init__(
@@ -163,7 +139,7 @@ class Planner:
         self._timed = timed
         self._costs = CurrentCosts(timed, max_length)
         self.learner = Learner(self._costs, state)
-        self._explorer = Explorer(self._costs, state.budget)
+        self.explorer = Explorer(self._costs, state.budget)
         self._clock = clock
         # Choices whose steps have not been observed, at most two, and the newest one. A batch
         # observes no step of a sequence that has ended.
@@ -182,28 +158,21 @@ class Planner:
         may_look_up = self.learner.guard.allows_drafts and self.state.budget.lookups >= 0
         return self._least_chance if may_look_up else math.inf
 
-    def begin_plain(self) -> None:
-        """Begin with some plain steps, of which the costs of all steps are learned."""
-        self._explorer.begin_plain()
-
     def choose(
         self, matches: Sequence[Sequence[float]], count: int, seconds: float = 0.0
     ) -> Choice:
-        """Choose the plan of the next step.
+        """Choose the plan of the next step of ``count`` sequences.
 
-        Args:
-            matches: For the sequences for which a prompt lookup finds something, the probabilities
-                of its drafts.
-            count: Number of all sequences.
-            seconds: Time that these lookups took, which is paid for unless they are chosen.
+        ``matches`` has the probabilities of the drafts of each prompt lookup that finds something,
+        and ``seconds`` is the time that all took, which is paid for unless they are chosen.
         """
-        if self.learner.has_news:
+        if self.learner.outcomes:
             self.learn()
-        looks_up = matches and not self._explorer.is_plain
+        looks_up = matches and not self.explorer.is_plain
         lookup = self._look_up(matches, count) if looks_up else None
         if lookup is None:
-            self.state.budget.pay_lookups(seconds)
-        self.newest = lookup or self._explorer.choose(self.learner.guard.allows_drafts)
+            self.state.budget.lookups -= seconds
+        self.newest = lookup or self.explorer.choose(self.learner.guard.allows_drafts)
         self._in_flight.append(self.newest)
         return self.newest
 
@@ -212,10 +181,8 @@ class Planner:
     ) -> list[TokenTree]:
         """Select the drafts to verify, with padding if a larger size costs less.
 
-        Args:
-            candidates: Drafts of the newest plan for each sequence that has any.
-            count: Number of all sequences.
-            is_early: Whether the step before has not been observed.
+        ``candidates`` are those of the newest plan for each of ``count`` sequences that has any,
+        and ``is_early`` is whether the step before has not been observed.
         """
         kept = self._select(candidates, count, is_early)
         size = max(tree.size for tree in kept)
@@ -223,13 +190,7 @@ class Planner:
         return [tree if tree.size == 1 else tree.padded(size) for tree in kept]
 
     def observe_time(self, step: Step, num_tokens: float, least: float) -> None:
-        """Learn from the cost of a step.
-
-        Args:
-            step: The step.
-            num_tokens: Its tokens; their mean over the sequences of a batch.
-            least: As in `Learner.observe_time`.
-        """
+        """Learn from the cost of a step; the arguments are those of `Learner.observe_time`."""
         # The last step of a sequence is observed without having been chosen.
         choice = self._in_flight.popleft() if self._in_flight else Choice()
         in_row = self.newest.plan is None
@@ -240,7 +201,7 @@ class Planner:
         start = self._clock()
         if self.learner.learn(self._best.rate):
             self._best = self._find_best()
-            self.state.budget.pay_learning(self._clock() - start)
+            self.state.budget.learning -= self._clock() - start
 
     def _select(
         self, candidates: Sequence[Candidates], count: int, is_early: bool
@@ -257,7 +218,7 @@ class Planner:
             if wanted != 1 and not self.learner.guard.allows_drafts:
                 # The step in flight when this one was chosen has cost too much.
                 wanted = 1
-                self._explorer.stop_switch()
+                self.explorer.switch = []
                 self._revise(tokens=1.0)
             if wanted is not None:
                 most = min(wanted, *(tree.size for tree in trees))
@@ -300,7 +261,7 @@ class Planner:
         loss = self._loss_of_empty(best.rate) - 1
         needed = zip(COUNTS[1:], self._verify(from_text=True)[1:], strict=True)
         self._least_chance = min((best.rate * cost + loss) / count for count, cost in needed) / 2
-        self._explorer.prepare(best, drafted, fixed, all_tokens)
+        self.explorer.prepare(best, drafted, fixed, all_tokens)
         return best
 
     def _look_up(self, matches: Sequence[Sequence[float]], count: int) -> Choice | None:
@@ -331,15 +292,9 @@ class Planner:
         """Find the number of drafts with the most tokens beyond what their time yields otherwise.
 
         All sequences pay for the size of the largest tree, so it is one number for all of them.
-
-        Args:
-            candidates: Probability of each draft that it is accepted, for each sequence with any.
-            count: Number of all sequences.
-            from_text: Whether the drafts are those of a lookup.
-
-        Returns:
-            Tokens per sequence beyond those, expected tokens per sequence, and the drafts of each
-            sequence with drafts.
+        ``candidates`` has the probability of each draft that it is accepted, for each of ``count``
+        sequences with any. Return the tokens per sequence beyond those, the expected tokens per
+        sequence, and the drafts of each sequence with drafts.
         """
         rate, orders = self._best.rate, [most_probable(one) for one in candidates]
         ordered = ([one[i] for i in order] for one, order in zip(candidates, orders, strict=True))
@@ -358,14 +313,7 @@ def _largest(values: Floats) -> tuple[int, ...]:
 
 
 class AdaptivePolicy:
-    """A `DraftPolicy` that learns.
-
-    Args:
-        costs: Seconds of steps, as timed beforehand.
-        before: Estimates of the previous sequence.
-        clock: Function that returns the time in seconds, to limit the host's learning.
-        max_length: Longest beams that the proposer can draft; None if it has no bound.
-    """
+    """A `DraftPolicy` that learns, with the estimates of the sequence before; see `Planner`."""
 
     reads_drafts = True
     least_chance = 0.0  # one text's lookup costs the host little; all drafts are counted
@@ -377,25 +325,15 @@ class AdaptivePolicy:
         clock: Callable[[], float] = time.perf_counter,
         max_length: int | None = None,
     ):
-        state = PolicyState() if before is None else before.for_next()
-        self._planner = Planner(costs, state, clock, max_length)
+        self.state = PolicyState() if before is None else before.for_next()
+        self._planner = Planner(costs, self.state, clock, max_length)
         # Its drafts that are still learned from.
         self._drafts: list[ScoredDrafts] = []
 
     @property
-    def state(self) -> PolicyState:
-        """Estimates so far."""
-        return self._planner.state
-
-    @property
     def is_used(self) -> bool:
         """Whether this policy has observed a step."""
-        return self._planner.learner.has_steps
-
-    @property
-    def waits(self) -> bool:
-        """Whether the host waited for the drafts of the last step before it verified them."""
-        return self._planner.newest.waits
+        return bool(self._planner.learner.totals)
 
     def choose(self, matches: Sequence[float] | None = None) -> DraftPlan | None:
         return self._planner.choose([matches] if matches else [], 1).plan
@@ -419,5 +357,5 @@ class AdaptivePolicy:
         return self.state
 
     def shapes(self) -> list[ShapeStats]:
-        """Return the statistics of every kind of step: plain ones first, then by shape."""
+        """Return the statistics of `Learner.shapes`."""
         return self._planner.learner.shapes()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -34,13 +35,8 @@ def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> Ste
     A pass over B trees of N nodes has as many rows as one over a tree of B N nodes. Beyond the
     largest timed size, extrapolate with the steepest slope from any smaller size to it: a device at
     its arithmetic's limit stays there, and the slope of the last two sizes alone is noise.
-    The same holds for drafts, whose network has B W rows for W beams of each sequence.
-
-    Args:
-        costs: Costs of one sequence's steps.
-        num_slots: Number of sequences, B.
-        is_joint: Whether the network drafts for all sequences in the same passes; otherwise they
-            draft one after the other.
+    The same holds for drafts, whose network has B W rows for W beams of each sequence, if it
+    ``is_joint``. Otherwise the sequences draft one after the other.
     """
     sizes, seconds = [1, *costs.verify], [costs.plain, *costs.verify.values()]
     last = sizes[-1], seconds[-1]
@@ -56,10 +52,9 @@ def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> Ste
         if not is_joint or not seconds:
             return {width: num_slots * cost for width, cost in seconds.items()}
         (low, least), (high, most) = min(seconds.items()), max(seconds.items())
-        per_row = max(0.0, most - least) / max(1, high - low)
-        further = {width: (num_slots - 1) * width * per_row for width in seconds}
+        further = (num_slots - 1) * max(0.0, most - least) / max(1, high - low)
         return {
-            width: min(cost + further[width], num_slots * cost) for width, cost in seconds.items()
+            width: min(cost + width * further, num_slots * cost) for width, cost in seconds.items()
         }
 
     return StepCosts(
@@ -71,38 +66,24 @@ def batch_costs(costs: StepCosts, num_slots: int, is_joint: bool = False) -> Ste
     )
 
 
+@dataclass(eq=False)
 class BatchPolicy:
     """The policy of a batch, a `JointPolicy`.
 
-    Args:
-        costs: Function that returns the costs of one sequence's steps; called if they are needed.
-        num_slots: Function that returns the number of slots of the batch.
-        batches: Estimates by number of slots, which this policy keeps up to date.
-        before: Function that returns the estimates of a sequence before, for new numbers of slots.
-        max_length: As in `Planner`.
-        is_joint: As in `batch_costs`.
-
-    Attributes:
-        plan: Plan of the step that is being decided.
-        count: Number of all sequences of that step.
-        selected: Selected drafts of its members.
+    ``costs`` and ``num_slots`` return the costs of one sequence's steps, and the number of slots of
+    the batch. ``before`` returns the estimates of a sequence before, for new numbers of slots. The
+    policy keeps ``batches`` up to date, which are the estimates by number of slots. The step that
+    is being decided has a ``plan``, ``count`` sequences, and the ``selected`` drafts of members.
     """
 
-    def __init__(
-        self,
-        costs: Callable[[], StepCosts],
-        num_slots: Callable[[], int],
-        batches: MutableMapping[int, PolicyState],
-        before: Callable[[], PolicyState | None] = lambda: None,
-        max_length: int | None = None,
-        is_joint: bool = False,
-    ):
-        self._costs = costs
-        self._is_joint = is_joint
-        self._num_slots = num_slots
-        self._batches = batches
-        self._before = before
-        self._max_length = max_length
+    costs: Callable[[], StepCosts]
+    num_slots: Callable[[], int]
+    batches: MutableMapping[int, PolicyState]
+    before: Callable[[], PolicyState | None] = lambda: None
+    max_length: int | None = None
+    is_joint: bool = False
+
+    def __post_init__(self) -> None:
         self._planner: Planner | None = None
         # Number of slots that it decides for.
         self._size = 0
@@ -152,7 +133,7 @@ class BatchPolicy:
 
     def current(self) -> Planner:
         """Return the planner for the present number of slots."""
-        size = max(1, self._num_slots())
+        size = max(1, self.num_slots())
         if self._planner is None or self._size != size:
             self._planner, self._size, self._steps = self._begin(size), size, []
         return self._planner
@@ -162,17 +143,17 @@ class BatchPolicy:
         before = self._planner
         if before is not None:
             before.learn()
-        begin = self._batches.get(size)
+        begin = self.batches.get(size)
         is_new = begin is None
         if begin is None:
-            begin = before.state if before is not None else self._before() or PolicyState()
+            begin = before.state if before is not None else self.before() or PolicyState()
             begin = begin.without_times()
-        state = self._batches[size] = begin.for_next()
-        state.drafts.average_over(MEMORY * size)
-        costs = batch_costs(self._costs(), size, self._is_joint)
-        planner = Planner(costs, state, max_length=self._max_length)
+        state = self.batches[size] = begin.for_next()
+        state.drafts.window = MEMORY * size
+        costs = batch_costs(self.costs(), size, self.is_joint)
+        planner = Planner(costs, state, max_length=self.max_length)
         if is_new:  # these costs were not timed: plain steps are, before drafting is trusted
-            planner.begin_plain()
+            planner.explorer.begin_plain()
         if before is not None:  # for the sequences that are left
             planner.learner.guard.take_over(before.learner.guard)
         return planner
@@ -201,10 +182,8 @@ class BatchPolicy:
 class MemberPolicy:
     """A `DraftPolicy` of one sequence, which does what is decided for all.
 
-    Attributes:
-        drafts: Its drafts that are still learned from.
-        ahead: Number of its tokens beyond those that the guard has counted, in steps with the
-            drafts of a network and of a lookup.
+    It still learns from its ``drafts``. ``ahead`` are the numbers of its tokens beyond those that
+    the guard has counted, in steps with the drafts of a network and of a lookup.
     """
 
     reads_drafts = True

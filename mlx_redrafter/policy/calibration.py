@@ -70,9 +70,7 @@ class Calibration:
 
     Logistic regression on (1, log-odds, place) over the newest observations. First children and
     later siblings have weights each: what they have in common is little where scores are far off.
-
-    Attributes:
-        weights: Weights of first children and of later siblings, shape (6,).
+    ``weights`` are those of first children and of later siblings, shape (6,).
     """
 
     def __init__(self) -> None:
@@ -87,10 +85,7 @@ class Calibration:
         """Return the probability that each draft is accepted.
 
         Among siblings it never rises in the proposer's order, and it adds up to at most 1.
-
-        Args:
-            features: Features of the drafts.
-            parents: Node index of each draft's parent.
+        ``parents`` has the node index of each draft's parent.
         """
         a, b, c, d, e, f = self.weights.tolist()
         # Each node's own probability, the share its children leave, and its last child's share.
@@ -140,11 +135,7 @@ class Calibration:
 
     @classmethod
     def restored(cls, stored: Mapping[str, Any]) -> Calibration:
-        """Begin with the numbers of a file.
-
-        Raises:
-            ValueError: They are damaged.
-        """
+        """Begin with the numbers of a file; raise ValueError if they are damaged."""
         found = cls()
         found.weights = found._mean = checked(stored["weights"], _MEAN.shape, -100.0, 100.0)
         evidence = checked(stored["evidence"], _PRECISION.shape, -1e6, 1e6)
@@ -173,14 +164,9 @@ def features_of(drafts: Drafts) -> list[Features]:
 class ScoredDrafts:
     """The best drafts of one step, and the tokens that follow them.
 
-    Args:
-        plan: Plan of the drafts.
-        tree: The drafts; the host reads them on first use, which may wait for the device.
-        is_early: Whether the next step to be observed comes before these drafts.
-
-    Attributes:
-        plan: Plan of the drafts.
-        probabilities: The newest result of `score`; empty before.
+    The host reads the tree on first use, which may wait for the device. ``is_early`` is whether the
+    next step to be observed comes before these drafts. ``probabilities`` is the newest result of
+    `score`, empty before.
     """
 
     def __init__(self, plan: DraftPlan, tree: TokenTree, is_early: bool = False):
@@ -191,7 +177,7 @@ class ScoredDrafts:
         # Node that the sequence has reached; None once it has left the tree.
         self._node: int | None = 0
         # Tokens of the sequence after that node that `follow` has yet to compare.
-        self._following: list[int] = []
+        self.following: list[int] = []
 
     @property
     def is_new(self) -> bool:
@@ -199,19 +185,14 @@ class ScoredDrafts:
         return self._node == 0
 
     @property
-    def has_news(self) -> bool:
-        """Whether there are tokens to compare with the drafts."""
-        return bool(self._following)
-
-    @property
     def is_open(self) -> bool:
         """Whether the next tokens of the sequence may be in the tree."""
-        return self._node is not None and not self._following
+        return self._node is not None and not self.following
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Note the tokens of a step, unless it comes before these drafts."""
         if not self._is_early:
-            self._following.extend(tokens)
+            self.following.extend(tokens)
         self._is_early = False
 
     def score(self, calibration: Calibration) -> list[float]:
@@ -225,10 +206,8 @@ class ScoredDrafts:
     def with_others(self) -> tuple[Drafts | None, list[float]]:
         """Merge the drafts, which are scored, with those of another source, if there is one.
 
-        A draft that both have is as probable as the source says that is surer of it.
-
-        Returns:
-            All drafts, parents before children, or None if there are no others; probabilities.
+        A draft that both have is as probable as the source says that is surer of it. Return all
+        drafts, parents before children, or None if there are no others, and their probabilities.
         """
         if self._tree.find_others is None:
             return None, self.probabilities
@@ -252,7 +231,7 @@ class ScoredDrafts:
     def follow(self, calibration: Calibration) -> None:
         """Compare the next tokens with the drafts, and learn from every sibling up to the right."""
         found: list[tuple[int, bool]] = []
-        drafts, tokens, self._following = self.drafts, self._following, []
+        drafts, tokens, self.following = self.drafts, self.following, []
         for token in tokens:
             node, self._node = self._node, None
             for draft, parent in enumerate(drafts.parents):
@@ -281,22 +260,19 @@ class ExpectedDrafts:
         mean: Accepted drafts by plan and size, in the proposer's order, shape (W, L, 1 + S).
         chosen: If the policy verifies as many as pay: accepted drafts, and the cost of the step as
             a multiple of that of verifying one draft, shape (2, W, L).
+        window: Number of trees that the means are over: MEMORY of each sequence of a batch.
     """
 
     def __init__(self) -> None:
         chain = PRIOR_CHAIN * (1 - PRIOR_CHAIN**_IN_CHAIN) / (1 - PRIOR_CHAIN)
         self.mean: Floats = np.array([chain, *[PRIOR_TREE * chain] * (_NW - 1)])
         self.chosen: Floats = np.stack([np.full((_NW, _NL), -1.0), np.ones((_NW, _NL))])
-        # Number of trees that the means are over, and of those seen, at most as many.
-        self._window, self._count = MEMORY, 0
-
-    def average_over(self, num_trees: int) -> None:
-        """Let the means be over that many trees, such as MEMORY of each sequence of a batch."""
-        self._window = num_trees
+        # Number of trees seen, at most the window.
+        self.window, self._count = MEMORY, 0
 
     def fade(self) -> None:
         """Let the means count as half of a full window."""
-        self._count = min(self._count, self._window // 2)
+        self._count = min(self._count, self.window // 2)
 
     def stored(self) -> dict[str, Any]:
         """Return the means, for a file."""
@@ -308,11 +284,7 @@ class ExpectedDrafts:
 
     @classmethod
     def restored(cls, stored: Mapping[str, Any]) -> ExpectedDrafts:
-        """Begin with the numbers of a file, which count as half of a full window at most.
-
-        Raises:
-            ValueError: They are damaged.
-        """
+        """Begin with a file's numbers, for half a window at most; ValueError if damaged."""
         found = cls()
         found.mean = checked(stored["mean"], found.mean.shape, 0.0, LENGTHS[-1])
         found.chosen = checked(stored["chosen"], found.chosen.shape, *_BOUNDS)
@@ -321,15 +293,12 @@ class ExpectedDrafts:
         return found
 
     def learn(self, scored: ScoredDrafts, costs: CurrentCosts, rate: float) -> None:
-        """Learn from the drafts of one tree.
+        """Learn from the drafts of one tree, which are scored.
 
-        Args:
-            scored: The drafts, which have been scored.
-            costs: Current costs of steps.
-            rate: Tokens per second that the time of a draft yields otherwise.
+        ``rate`` has the tokens per second that the time of a draft yields otherwise.
         """
         mean, drafts = self._extrapolate(_within(scored), PLACES[scored.plan.shape])
-        self._count = min(self._count + 1, self._window)
+        self._count = min(self._count + 1, self.window)
         self.mean = self.mean + (mean - self.mean) / self._count
         best = *_ROWS, (drafts - rate * costs.waiting).argmax(-1)
         newest = np.array([drafts[best], costs.waiting[best] / costs.waiting[..., 1]])
@@ -357,8 +326,7 @@ class ExpectedDrafts:
 def _within(scored: ScoredDrafts) -> Floats:
     """Sum the probabilities of the drafts that each plan within a tree's shape verifies.
 
-    Returns:
-        Sums in the proposer's order and by probability, shape (2, W, L, 1 + S).
+    Return sums in the proposer's order and by probability, shape (2, W, L, 1 + S).
     """
     (w, n), drafts = PLACES[scored.plan.shape], scored.drafts
     found = np.zeros((2, *FITS.shape))

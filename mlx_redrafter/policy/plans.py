@@ -42,11 +42,9 @@ LOOKUP = DraftPlan(DraftShape(4, 16), SIZES[-1], from_text=True)
 # Number of drafts that a step verifies: none, or one less than the nodes of each size.
 COUNTS = (0, *(size - 1 for size in SIZES))
 # Whether a plan has as many drafts as each of COUNTS, shape (W, L, 1 + S).
-FITS = np.array(
-    [
-        [[count < PLANS[w, n].num_nodes for count in COUNTS] for n in range(len(LENGTHS))]
-        for w in range(len(WIDTHS))
-    ]
+FITS = np.reshape(
+    [[count < plan.num_nodes for count in COUNTS] for plan in PLANS.values()],
+    (len(WIDTHS), len(LENGTHS), len(COUNTS)),
 )
 # Minimum share of the cost that padding must save, above the noise of timing.
 MIN_GAIN = 0.05
@@ -83,11 +81,7 @@ _NEVER = 1e9  # seconds of a plan that is not offered
 def checked(
     values: Any, shape: tuple[int, ...], least: float | Floats, most: float | Floats
 ) -> Floats:
-    """Return the numbers of a file as an array.
-
-    Raises:
-        ValueError: They have another shape, or some are out of range.
-    """
+    """Return a file's numbers; raise ValueError for another shape or numbers out of range."""
     found = np.array(values, dtype=np.float64)
     if found.shape != shape or not ((found >= least) & (found <= most)).all():
         raise ValueError(f"expected numbers between {least} and {most} of shape {shape}")
@@ -157,12 +151,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class FixedPolicy:
-    """A `DraftPolicy` with the same plan in every step.
-
-    Attributes:
-        plan: Plan of every step that has something to propose; None for plain decoding.
-        costs: Seconds of steps, by which trees are padded; None to leave trees as they are.
-    """
+    """A `DraftPolicy` with one plan, None for plain decoding; the costs, if any, pad its trees."""
 
     plan: DraftPlan | None
     costs: StepCosts | None = None
@@ -223,7 +212,6 @@ class TimeRatios:
         self._newest.clear()
 
     def learn(self, kind: int, ratio: float) -> None:
-        """Learn from one step."""
         own, variance = self._own.get(kind, (0.0, OWN))
         known, ratio = self._common + own, math.log(max(ratio, 1e-3))
         last, self._newest[kind] = self._newest.get(kind, min(known, ratio)), ratio
@@ -242,11 +230,7 @@ class TimeRatios:
 
     @classmethod
     def restored(cls, stored: Mapping[str, Any]) -> TimeRatios:
-        """Begin with the numbers of a file, at twice their variance.
-
-        Raises:
-            ValueError: They are damaged.
-        """
+        """Begin with a file's numbers at twice their variance; ValueError if they are damaged."""
         found = cls()
         for kind, one in stored.items():
             own, variance = checked(one, (2,), -7.0, 7.0).tolist()
@@ -284,13 +268,9 @@ class Evenness:
 
 
 class CurrentCosts:
-    """Seconds that steps cost at present, by plan.
+    """Seconds that steps cost at present, by plan, from ``costs`` as timed beforehand.
 
     Those of a network's drafts are for as many tokens as the slowest sequence of a batch has.
-
-    Args:
-        costs: Seconds as timed beforehand.
-        max_length: Longest beams that the proposer can draft; None if it has no bound.
 
     Attributes:
         offered: Whether the proposer can draft a plan, bool, shape (W, L).
@@ -310,8 +290,7 @@ class CurrentCosts:
         for place, plan in PLANS.items() if costs.level else ():
             self._drafting[place] = costs.drafting(plan.shape)
         padded = map(costs.cheapest_size, SIZES)
-        verify = costs.plain, *(costs.verify.get(size, _NEVER) for size in padded)
-        self._verify = np.array(verify)
+        self._verify = np.array([costs.plain, *(costs.verify.get(n, _NEVER) for n in padded)])
         self.update(TimeRatios())
 
     def update(self, ratios: TimeRatios, share: float = 1.0) -> None:
@@ -329,24 +308,18 @@ class CurrentCosts:
         if plan is None:
             return self._costs.plain
         drafting = 0.0 if plan.from_text else float(self._drafting[PLACES[plan.shape]])
-        return (
-            drafting + float(self._verify[COUNTS.index(num_nodes - 1)]) + waits * self._costs.wait
-        )
+        verify = float(self._verify[COUNTS.index(num_nodes - 1)])
+        return drafting + verify + waits * self._costs.wait
 
 
 class Guard:
     """Measured cost of drafted steps, next to plain decoding of the same tokens.
 
     It estimates nothing, so no wrong estimate makes drafting lose more than it has gained before,
-    TRUST plain steps, LOSS of the tokens, and the cost of one step.
-
-    Args:
-        plain: Seconds of a plain step as timed. Half of it counts as the first measurement: other
-            work may have disturbed the timing, and if drafting is not twice as fast, the guard will
-            soon have plain steps measured.
-
-    Attributes:
-        plain: Seconds of a plain step: the median of the newest five, the lower one of two.
+    TRUST plain steps, LOSS of the tokens, and the cost of one step. ``plain`` is the seconds of a
+    plain step: the median of the newest five, the lower one of two. Half of the timed cost counts
+    as the first measurement: other work may have disturbed the timing, and if drafting is not twice
+    as fast, the guard will soon have plain steps measured.
     """
 
     def __init__(self, plain: float):
@@ -390,11 +363,7 @@ class Guard:
 
     @classmethod
     def restored(cls, stored: Mapping[str, Any]) -> Guard:
-        """Begin with the numbers of a file: some trust is left, whatever has been lost.
-
-        Raises:
-            ValueError: They are damaged.
-        """
+        """Begin with a file's numbers and some trust, whatever was lost; ValueError if damaged."""
         num_newest = min(2, max(1, len(stored["plain"])))
         newest = checked(stored["plain"], (num_newest,), 1e-9, 3600.0).tolist()
         found = cls(newest[-1])

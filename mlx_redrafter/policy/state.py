@@ -40,12 +40,8 @@ _NONE = (0.0,) * 5
 class Budget:
     """Seconds that are saved for exploration, and for the host's work.
 
-    Attributes:
-        drafts: Seconds for shadow drafts and larger ones.
-        switches: Seconds for switches.
-        learning: Seconds for learning.
-        lookups: Seconds for lookups in a batch.
-        num_larger: Number of times that larger drafts were paid for.
+    ``drafts`` is for shadow drafts and larger ones, which were paid for ``num_larger`` times, and
+    ``lookups`` for those of a batch.
     """
 
     drafts: float = 0.0
@@ -79,27 +75,10 @@ class Budget:
         self.switches = 0.0
         return True
 
-    def pay_learning(self, seconds: float) -> None:
-        """Pay for the host's time."""
-        self.learning -= seconds
-
-    def pay_lookups(self, seconds: float) -> None:
-        """Pay for lookups that were not chosen."""
-        self.lookups -= seconds
-
 
 @dataclass
 class PolicyState:
-    """Estimates that one sequence hands to the next.
-
-    Attributes:
-        calibration: Probabilities of drafts.
-        drafts: Accepted drafts of every plan.
-        ratios: Ratios of measured to stored costs.
-        guard: Losses of drafting; None before the first step.
-        budget: Time for exploration and learning.
-        evenness: Shares of a batch's mean tokens that its slowest sequence has.
-    """
+    """Estimates that one sequence hands to the next; the guard is None before the first step."""
 
     calibration: Calibration = field(default_factory=Calibration)
     drafts: ExpectedDrafts = field(default_factory=ExpectedDrafts)
@@ -107,12 +86,6 @@ class PolicyState:
     guard: Guard | None = None
     budget: Budget = field(default_factory=Budget)
     evenness: Evenness = field(default_factory=Evenness)
-
-    def begin_guard(self, plain: float) -> Guard:
-        """Return the guard, a new one for plain steps of this cost if there is none."""
-        if self.guard is None:
-            self.guard = Guard(plain)
-        return self.guard
 
     def stored(self) -> dict[str, Any]:
         """Return the estimates as numbers, for a file; no text is among them."""
@@ -129,8 +102,7 @@ class PolicyState:
     def restored(cls, stored: Mapping[str, Any]) -> PolicyState:
         """Begin with the numbers of a file, of which each part weighs half at most.
 
-        Raises:
-            ValueError: They are damaged; KeyError, TypeError or AttributeError, too.
+        Raise ValueError, KeyError, TypeError or AttributeError if they are damaged.
         """
         drafts, switches = checked(stored["budget"], (2,), 0.0, 3600 * SPARE).tolist()
         guard = stored["guard"]
@@ -162,37 +134,20 @@ class PolicyState:
 class Learner:
     """Updates the estimates: costs at once, drafts when there is time for it.
 
-    Args:
-        costs: Current costs of steps.
-        state: The estimates.
-
-    Attributes:
-        state: The estimates.
-        guard: Losses of drafting, as measured.
+    ``totals`` has steps, tokens, expected tokens, seconds and expected seconds by kind of step.
     """
 
     def __init__(self, costs: CurrentCosts, state: PolicyState):
         self.state = state
         self._costs = costs
         costs.update(state.ratios)
-        self.guard = state.begin_guard(costs.plain)
+        self.guard = state.guard = state.guard or Guard(costs.plain)
         # Drafts to learn from, by sequence and step.
-        self._outcomes: list[list[ScoredDrafts]] = []
+        self.outcomes: list[list[ScoredDrafts]] = []
         # The step before, and its seconds if it ended a row of steps of one node.
         self._before: Step | None = None
         self._last_of_row: float | None = None
-        # Steps, tokens, expected tokens, seconds and expected seconds by kind of step.
-        self._totals: dict[tuple[DraftPlan | None, int], list[float]] = {}
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether any step was observed."""
-        return bool(self._totals)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there are drafts to learn from."""
-        return bool(self._outcomes)
+        self.totals: dict[tuple[DraftPlan | None, int], list[float]] = {}
 
     def observe_time(
         self, step: Step, choice: Choice, num_tokens: float, least: float, in_row: bool
@@ -213,7 +168,7 @@ class Learner:
         expected = timed * state.ratios.of(kind)
         seconds = expected if step.seconds is None else step.seconds
         key, news = (plan, step.num_nodes), (1, num_tokens, choice.tokens, seconds, expected)
-        self._totals[key] = list(map(add, self._totals.get(key, _NONE), news))
+        self.totals[key] = list(map(add, self.totals.get(key, _NONE), news))
         self.guard.count(num_tokens)
         alone = self._time_alone(step, in_row)
         if step.seconds is None:
@@ -256,29 +211,23 @@ class Learner:
     def observe_tokens(self, drafts: list[ScoredDrafts], tokens: Sequence[int]) -> None:
         """Note the tokens of a sequence's step, to learn while the device is busy.
 
-        Args:
-            drafts: Drafts of the sequence that may be learned from; `learn` removes the others.
-            tokens: The tokens.
+        ``drafts`` are those that the sequence may learn from; `learn` removes the others.
         """
         for scored in drafts:
             scored.extend(tokens)
         if drafts:
-            self._outcomes.append(drafts)
+            self.outcomes.append(drafts)
 
     def learn(self, rate: float) -> bool:
         """Learn from the drafts of all steps since the last time, unless time is short.
 
-        Args:
-            rate: Tokens per second of the best choice.
-
-        Returns:
-            Whether the estimates have changed.
+        Return whether the estimates have changed. ``rate`` is that of the best choice.
         """
-        outcomes, self._outcomes, state = self._outcomes, [], self.state
+        outcomes, self.outcomes, state = self.outcomes, [], self.state
         is_late = state.budget.learning < -self._costs.plain
         for drafts in outcomes:
             for scored in () if is_late else drafts:
-                if not scored.has_news:
+                if not scored.following:
                     continue
                 if scored.is_new:
                     scored.score(state.calibration)
@@ -292,8 +241,8 @@ class Learner:
     def shapes(self) -> list[ShapeStats]:
         """Return the statistics of every kind of step: plain ones first, then by shape."""
         plain = self._costs.plain
-        found = [] if (None, 1) in self._totals else [ShapeStats(None, plain, 0, 0, plain, 0.0)]
-        for (plan, num_nodes), total in sorted(self._totals.items(), key=_place_of_kind):
+        found = [] if (None, 1) in self.totals else [ShapeStats(None, plain, 0, 0, plain, 0.0)]
+        for (plan, num_nodes), total in sorted(self.totals.items(), key=_place_of_kind):
             steps, tokens, expected, seconds, expected_seconds = total
             kind = None if plan is None else replace(plan, num_nodes=num_nodes)
             means = seconds / steps, int(steps), int(tokens), expected_seconds / steps

@@ -27,9 +27,9 @@ from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import first_line
 from mlx_redrafter.target.caches.cache_kinds import CompositeCache
 from mlx_redrafter.target.caches.full import FullCache, write_all_aside
@@ -101,10 +101,8 @@ class PassKind(NamedTuple):
 class CompiledPasses:
     """The compiled passes of one model, which its targets may share.
 
-    Args:
-        are_used: Whether to compile passes at all; by default if the device waits for the host.
-
     Attributes:
+        are_used: Whether to compile passes at all; by default if the device waits for the host.
         passes: The compiled passes, by kind.
         fault: Reason not to compile the model; None without one.
         is_first_use: Whether the newest pass was compiled, or the first of its size and bucket, for
@@ -123,8 +121,7 @@ class CompiledPasses:
 
     def fit(self, model: nn.Module) -> bool:
         """Return whether the model has the weights of the last call, and note them."""
-        named = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-        before, self._weights = self._weights, [one for _, one in named]
+        before, self._weights = self._weights, list(named_parameters(model).values())
         return len(before) == len(self._weights) and all(map(is_, before, self._weights))
 
     def verify(
@@ -132,10 +129,8 @@ class CompiledPasses:
     ) -> list[mx.array] | None:
         """Build a target's compiled pass over a tree that the cache expects.
 
-        A model's first one blocks until MLX has compared it with its operations.
-
-        Returns:
-            The outputs of ``process_trees``, None left out; None if no compiled pass serves.
+        A model's first one blocks until MLX has compared it with its operations. Return the outputs
+        of ``process_trees``, None left out; None if no compiled pass serves.
         """
         self.target = ref(target)
         use = _use(tree, cache, captured, cache.bound)
@@ -148,7 +143,7 @@ class CompiledPasses:
         if kind not in self.passes and not self._compile(kind, loan):
             return None
         compiled = self.passes[kind]
-        results = iter(compiled(loan.inputs(cache.length_on_device)))
+        results = iter(compiled.run(loan.inputs(cache.length_on_device)))
         outputs = list(islice(results, 3 if captured else 2))
         for part, returned in zip(cache.parts, compiled.returned, strict=True):
             _give_back(part, returned, results)
@@ -263,6 +258,7 @@ class _CompiledPass:
     """A compiled pass.
 
     Attributes:
+        run: Function of `_Loan.inputs` that returns the outputs.
         returned: For each part of a layer, the number of its arrays among the outputs; for a state
             by class of what gives its arrays after a path.
     """
@@ -270,11 +266,7 @@ class _CompiledPass:
     def __init__(self, owner: Owner, kind: PassKind):
         self.returned: list[Any] = []
         self._build = partial(_build_pass, owner, kind, self.returned)
-        self._compiled = mx.compile(partial(_trace, owner, self._build))
-
-    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
-        outputs: list[mx.array] = self._compiled(inputs)
-        return outputs
+        self.run: Build = mx.compile(partial(_trace, owner, self._build))
 
     def find_fault(self, loan: _Loan) -> str | None:
         """Compare bits with those of the operations, at two lengths; None if they are equal."""
@@ -282,7 +274,7 @@ class _CompiledPass:
             inputs = loan.inputs(mx.array([length], dtype=mx.int32))
             try:
                 # Without the buffers, which MLX would copy for as long as they are lent.
-                compiled, expected = (f(inputs)[:2] for f in (self._compiled, self._build))
+                compiled, expected = (f(inputs)[:2] for f in (self.run, self._build))
             except (UntraceableError, AttributeError, RuntimeError, TypeError, ValueError) as error:
                 return first_line(error)
             for found, wanted in zip(compiled, expected, strict=True):
@@ -337,15 +329,8 @@ def _build_pass(
     """Build a pass of a kind from `_Loan.inputs`, and fill `_CompiledPass.returned`."""
     places, tokens, parents, depths, ancestors, *arrays = inputs
     lent = iter(arrays)
-    tree = TokenTree(
-        tokens=tokens,
-        parents=parents,
-        depths=depths,
-        ancestors=ancestors,
-        num_nodes=kind.num_nodes,
-        num_unmerged=kind.num_nodes,
-        max_depth=kind.max_depth,
-    )
+    size = kind.num_nodes
+    tree = TokenTree(tokens, parents, depths, ancestors, size, size, kind.max_depth)
     step = TracedPass(places, tree)
     layers = [_make_layer(one, step, lent) for one in kind.layers]
     positions = TreePositions((step.length + depths)[None], None)
@@ -373,9 +358,7 @@ def _build_pass(
 class TracedPass(TreePass):
     """A forward pass whose length is an array.
 
-    Args:
-        places: Length and positions of the first entries of buffers, int32, shape (1 + buffers,).
-        tree: The tree.
+    ``places`` has it and the positions of the first entries of buffers, int32, (1 + buffers,).
     """
 
     def __init__(self, places: mx.array, tree: TokenTree):

@@ -84,12 +84,9 @@ class TreePositions:
 
 
 class HookPoint(NamedTuple):
-    """A place to install a hook.
+    """A place to install a hook: a method of an mlx module, or a function of a Python module.
 
-    Attributes:
-        owner: An mlx module, or a Python module that defines a function.
-        name: Name of the method or function.
-        hook: Function that gets every call: the original first, then the arguments.
+    ``hook`` gets every call: the original first, then the arguments.
     """
 
     owner: nn.Module | ModuleType

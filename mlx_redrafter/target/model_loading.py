@@ -21,9 +21,8 @@ from mlx_redrafter.target.model_parts import MLX_LM_MODELS, check_config, find_p
 def find_model(name: str) -> Path:
     """Find the folder of a model; its weights are downloaded only if its config is supported.
 
-    Raises:
-        CheckpointError: The files cannot be found or read.
-        UnsupportedTargetError: The model cannot be decoded exactly.
+    Raise `CheckpointError` if the files cannot be found or read, and `UnsupportedTargetError` if
+    the model cannot be decoded exactly.
     """
     check_config(read_config(find_checkpoint(name, [CONFIG_FILE])))
     return find_checkpoint(name, DEFAULT_ALLOW_PATTERNS)
@@ -59,9 +58,7 @@ def load_model(
 def make_model(name: str, config: Mapping[str, Any]) -> nn.Module:
     """Make the model of a ``config.json``; MLX creates random weights when they are first read.
 
-    Raises:
-        CheckpointError: mlx-lm cannot make the model.
-        UnsupportedTargetError: The model cannot be decoded exactly.
+    Raise `CheckpointError` if mlx-lm cannot make it, `UnsupportedTargetError` as `find_model` does.
     """
     check_config(config)
     kind = config["model_type"]

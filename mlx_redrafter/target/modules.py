@@ -40,10 +40,7 @@ FINAL = -1
 
 
 class TargetModules:
-    """The modules of a model, with the functions that its own forward pass computes of them.
-
-    The hooks of its parts must be installed.
-    """
+    """The modules of a model whose hooks are installed, and what its forward pass makes of them."""
 
     def __init__(self, model: nn.Module, parts: Parts):
         self._model, self.parts = model, parts
@@ -52,8 +49,7 @@ class TargetModules:
 
     def call(self, tokens: mx.array) -> mx.array:
         """Call the model for a new sequence, shape (1, n), to compute all of the call."""
-        logits: mx.array = self._model(tokens)
-        return logits
+        return self._model(tokens)
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -71,8 +67,7 @@ class TargetModules:
         # The head's dtype; MLX would cast all weights of the head to another one.
         states = hidden_states[None].astype(self.dtype)
         with replaced_output(states):
-            logits: mx.array = self._model(tokens)
-        return logits[0]
+            return self._model(tokens)[0]
 
     def entries(self, layer: int, inputs: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         """Compute the K/V entries that a layer makes of its inputs, and nothing else of it.
@@ -91,8 +86,7 @@ class TargetModules:
         `logits` also applies the model's own scale and limit of logits, if it has them. The first
         call blocks until MLX has computed the logits of one state.
         """
-        projected: mx.array = self._head_matrix(hidden_states.astype(self.dtype))
-        return projected
+        return self._head_matrix(hidden_states.astype(self.dtype))
 
     def embed_input(self, tokens: mx.array, normed: bool = True) -> mx.array:
         """Look up the inputs of the first layer, from ids of shape (n,) to shape (n, H).
@@ -114,19 +108,12 @@ class TargetModules:
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of the embeddings before the first layer.
-
-        The first use blocks until MLX has computed some tokens.
-        """
+        """Factor of embeddings before the first layer; the first use waits for some tokens."""
         return self._entry[1]
 
     def normalise(self, states: mx.array) -> mx.array:
-        """Apply the final norm to the last layer's output, shape (n, H).
-
-        The first call blocks until MLX has computed one token, to find the norm.
-        """
-        normalised: mx.array = self.final_norm(states.astype(self.dtype))
-        return normalised
+        """Apply the final norm to states, shape (n, H); the first call waits for one token."""
+        return self.final_norm(states.astype(self.dtype))
 
     def watch(self, layers: Sequence[int]) -> None:
         """Hook layers, so that forward passes can capture their inputs.
@@ -161,9 +148,7 @@ class TargetModules:
 
         mlx-lm's models pass the residual stream from one to the next.
         """
-        is_layer = layer < len(self.layers)
-        reader: nn.Module = self.layers[layer] if is_layer else self.final_norm
-        return reader
+        return self.layers[layer] if layer < len(self.layers) else self.final_norm
 
     @cached_property
     def _entry(self) -> tuple[float | None, float]:
@@ -258,7 +243,6 @@ def _is_matrix(module: Any, shape: tuple[int, int]) -> bool:
 
 
 def _correlation(a: mx.array, b: mx.array) -> float:
-    """Return the correlation of two arrays of numbers."""
     a, b = (array.astype(mx.float32) - mx.mean(array.astype(mx.float32)) for array in (a, b))
     correlation = mx.sum(a * b) / mx.sqrt(mx.sum(a * a) * mx.sum(b * b))
     return to_floats(correlation[None])[0]

@@ -84,8 +84,7 @@ def follow_depths(call: Call, x: mx.array, *args: Any, **kwargs: Any) -> Any:
     def run(rows: mx.array, stock: Any) -> mx.array:
         given = [stock if arg is cache else arg for arg in args]
         named = {name: stock if arg is cache else arg for name, arg in kwargs.items()}
-        result: mx.array = call(rows, *given, **named)
-        return result
+        return call(rows, *given, **named)
 
     trees, rows = cache.step.trees, x.flatten(0, 1)
     if trees is None:

@@ -173,10 +173,7 @@ class Target:
     def verify_batch(
         self, trees: TreeBatch, cache: BatchCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
-        """Process one tree per slot of the cache at once, as `verify` does one tree.
-
-        Returns the outputs of every node, with an axis of slots before the others.
-        """
+        """Do for one tree per slot what `verify` does; the outputs have an axis of slots first."""
         step = cache.expect(trees)
         return self.process_trees(step.tokens, step.positions, cache.layers, layers)
 

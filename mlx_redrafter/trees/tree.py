@@ -30,9 +30,7 @@ class Drafts(NamedTuple):
     tokens: list[int]
 
     def first(self, count: int) -> Drafts:
-        """Return the first ``count`` drafts."""
-        scores, depths, parents, tokens = self
-        return Drafts(scores[:count], depths[:count], parents[:count], tokens[:count])
+        return Drafts._make(values[:count] for values in self)
 
     def chosen(self, drafts: Sequence[int]) -> Drafts:
         """Return some drafts, by their indices, parents before children."""
@@ -159,9 +157,8 @@ class TokenTree:
     def subtree(self, drafts: Sequence[int], among: Drafts | None = None) -> TokenTree:
         """Select the root and some drafts; blocks unless the drafts are on the host already.
 
-        Args:
-            drafts: Indices of drafts, 0 for node 1, parents before children.
-            among: All drafts below the root, if there are others than those of this tree.
+        ``drafts`` are indices, 0 for node 1, parents before children. ``among`` has all drafts
+        below the root, if there are others than those of this tree.
         """
         if list(drafts) == list(range(len(drafts))) and among is None:
             return self.first(len(drafts) + 1)
@@ -236,11 +233,9 @@ def ancestor_mask(parents: mx.array, depth: int) -> mx.array:
 
 
 class TreeBatch:
-    """Trees of several slots, with padding nodes up to the size of the largest tree.
+    """Trees of several slots, with padding nodes up to the size of the largest tree, N, or more.
 
-    Args:
-        drafts: For each slot a tree, or tokens that follow each other, int32, shape (n,).
-        size: Number of nodes of each tree, N; that of the largest tree by default.
+    ``drafts`` has for each slot a tree, or tokens that follow each other, int32, shape (n,).
     """
 
     def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):

@@ -144,10 +144,8 @@ def sequence_of(
 
 def step_together(scheduler: Scheduler) -> Iterator[tuple[SequenceDecoder, list[int]]]:
     """Make one step of texts, and yield their new tokens; texts that have ended leave."""
-    for text, tokens, error in scheduler.step_all():
-        if error is not None:
-            raise error
-        yield text, [token.id for token in text.delivery.deliver(tokens)]
+    for text in scheduler.step_all():
+        yield text, [token.id for token in text.delivery.deliver(text.take())]
         if text.is_finished or text.is_cancelled:
             scheduler.leave(text)
             text.close()

@@ -65,9 +65,8 @@ class Slot:
 class BatchCache:
     """The caches of several sequences. The first one determines the kinds of its layers.
 
-    Attributes:
-        layers: The model's ``cache=`` argument.
-        capacity: Number of entries for which a slot has room if a layer attends to all tokens.
+    ``layers`` is the model's ``cache=`` argument. ``capacity`` is the number of entries for which a
+    slot has room if a layer attends to all tokens.
     """
 
     def __init__(self, has_buckets: bool = False):

@@ -28,11 +28,7 @@ SPARE = 4 * MAX_BEAM_LENGTH
 
 
 class BatchLayer:
-    """One layer's entries of all slots.
-
-    Args:
-        reach: Number of tokens that a token attends to; None for all.
-    """
+    """One layer's entries of all slots; a token attends to ``reach`` tokens, or to all (None)."""
 
     def __init__(self, reach: int | None = None):
         self._reach = reach
@@ -51,7 +47,6 @@ class BatchLayer:
         return self._step.length
 
     def expect(self, step: TreePass) -> None:
-        """Prepare for the next forward pass."""
         self._step = step
 
     def make_mask(
@@ -108,14 +103,10 @@ class BatchLayer:
     def resize(
         self, slots: mx.array, num_blank: int, ends: Sequence[int], capacity: int, max_nodes: int
     ) -> None:
-        """Keep some slots, in this order, and add blank ones.
+        """Keep some slots, int32, in this order, and add blank ones.
 
-        Args:
-            slots: The slots, int32.
-            num_blank: Number of blank slots.
-            ends: Position behind the last entry of each kept slot.
-            capacity: Number of entries that a slot needs if all tokens are attended to.
-            max_nodes: Size of the largest trees.
+        ``ends`` are the positions behind the last entries of the kept slots. ``capacity`` is the
+        number of entries that a slot needs if all tokens are attended to.
         """
         if self._reach is not None:
             capacity = min(capacity, whole(self._reach + SPARE + max_nodes))

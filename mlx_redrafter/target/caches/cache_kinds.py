@@ -25,10 +25,7 @@ from mlx_redrafter.target.caches.tree_cache import LayerCache
 
 
 class CompositeCache:
-    """A layer with several caches, such as one for a state and one for K/V entries.
-
-    `TreeCache` and `BatchCache` address the parts.
-    """
+    """A layer with several caches, whose parts `TreeCache` and `BatchCache` address."""
 
     def __init__(self, stock: CacheList | None, parts: Sequence[Any]):
         self.stock = stock

@@ -50,8 +50,7 @@ class DraftMask(NamedTuple):
         """
         if window is None:
             return self
-        num_rows = self.committed.shape[0]
-        is_near = mx.arange(num_rows) >= mx.sum(self.committed) + self.moved - window
+        is_near = mx.arange(self.committed.shape[0]) >= mx.sum(self.committed) + self.moved - window
         return self._replace(committed=self.committed & is_near)
 
     @property
@@ -64,10 +63,9 @@ class DraftMask(NamedTuple):
 class DraftLineage:
     """Ancestors and positions of the beams, level after level.
 
-    Args:
-        length: Number of committed entries before the pass that the drafts follow.
-        root: Entry of the root; MLX may not have computed it yet, int32, shape (1,).
-        num_rows: Number of entries in the buffers. Those beyond the root are junk.
+    ``length`` is the number of committed entries before the pass that the drafts follow. ``root``
+    is the entry of the root, int32, shape (1,), which MLX may not have computed yet. Of the
+    ``num_rows`` entries in the buffers, those beyond it are junk.
     """
 
     def __init__(self, length: int, root: mx.array, num_rows: int):
@@ -84,15 +82,11 @@ class DraftLineage:
         depth: int | mx.array,
         max_depth: int | None = None,
     ) -> tuple[DraftMask, TreePositions]:
-        """Add a level, each of whose beams continues a beam of the previous level.
+        """Add a level, each of whose W beams continues a beam of the previous level.
 
-        Args:
-            beams: Index of the continued beam, int32, shape (W,). None if every beam continues the
-                beam of its own index, or the root.
-            width: Number of beams of the level, W.
-            depth: Edges from the root, 1 for its children. An int for the level, or one number per
-                beam, int32, shape (W,).
-            max_depth: Maximum depth of a beam; needed only if ``depth`` is an array.
+        ``beams`` has the indices of these, int32, shape (W,). None if every beam continues the beam
+        of its own index, or the root. ``depth`` has the edges from the root, 1 for its children: an
+        int for the level, or one number per beam, int32, shape (W,), with the maximum beside it.
         """
         own = mx.eye(width).astype(mx.bool_)
         if self._ancestors is not None:
@@ -132,12 +126,10 @@ class NextPass:
 
 
 class DraftLayer:
-    """One layer's cache, with the interface that mlx-lm models use.
+    """One layer's cache, as mlx-lm models use it; ``stock`` has the committed entries.
 
-    Attributes:
-        stock: The mlx-lm cache of the committed entries.
-        is_plain: Whether the model, in its last pass over committed tokens, gave mlx-lm's attention
-            the entries and the mask of the cache, and no options.
+    ``is_plain`` is whether the model, in its last pass over committed tokens, gave mlx-lm's
+    attention the entries and the mask of the cache, and no options.
     """
 
     def __init__(self, stock: KVCache, step: NextPass):
@@ -189,8 +181,7 @@ class DraftLayer:
             assert self.aside is not None
             seen = self.step.mask.within(self.step.window)
             return attend_in_two_parts(arrays[0], self._committed(), self.aside, seen, scale)
-        attended: mx.array = call(*arrays, cache=self, scale=scale, mask=mask, **options)
-        return attended
+        return call(*arrays, cache=self, scale=scale, mask=mask, **options)
 
     def _committed(self) -> tuple[mx.array, mx.array]:
         keys, values, end = self.stock.state
@@ -218,15 +209,8 @@ def attend_in_two_parts(
 ) -> mx.array:
     """Compute softmax attention over two sets of entries without joining them.
 
-    Args:
-        queries: Shape (1, H, W, D).
-        committed: Keys and values, shape (1, G, S, D).
-        aside: Keys and values, shape (1, G, F, D).
-        mask: Entries that each query attends to.
-        scale: Factor of the scores.
-
-    Returns:
-        Attention over both sets, shape (1, H, W, D).
+    Queries and the result have the shape (1, H, W, D). Keys and values have the shape (1, G, S, D)
+    if they are committed, and (1, G, F, D) aside. ``scale`` is the factor of the scores.
     """
     _, heads, width, _ = queries.shape
     groups, num_committed = committed[0].shape[1], committed[0].shape[2]
@@ -242,11 +226,7 @@ def attend_in_two_parts(
 
 
 class DraftCache:
-    """The cache of all layers of a model that drafts.
-
-    Attributes:
-        layers: The model's ``cache=`` argument.
-    """
+    """The cache of all layers of a model that drafts; ``layers`` is its ``cache=`` argument."""
 
     def __init__(self, stock: Sequence[KVCache]):
         self._step = NextPass()

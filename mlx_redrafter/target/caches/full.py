@@ -58,8 +58,7 @@ class FullCache:
     @property
     def start(self) -> int:
         """Position of the first entry of the buffer."""
-        start: int = getattr(self._rows, "start_position", 0)
-        return start
+        return getattr(self._rows, "start_position", 0)
 
     @property
     def offset(self) -> int:
@@ -165,8 +164,7 @@ class FullCache:
             return []
         keys, values, step = self._fresh
         nodes, self._rows.offset = step.moves[0]
-        runs = consecutive_runs(nodes)
-        return [(keys[..., run, :], values[..., run, :]) for run in runs]
+        return [(keys[..., run, :], values[..., run, :]) for run in consecutive_runs(nodes)]
 
 
 def joined(parts: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:

@@ -22,9 +22,7 @@ from mlx_redrafter.target.caches.tree_cache import TreeCache
 class ModelCaches:
     """Maker of a model's caches, which `LedCaches` extends to several machines.
 
-    Args:
-        model: The model.
-        has_buckets: Whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
+    ``has_buckets`` is whether trees attend to whole buckets of K/V entries, as in `few_shapes`.
     """
 
     def __init__(self, model: nn.Module, has_buckets: bool):
@@ -37,13 +35,10 @@ class ModelCaches:
         quantisation: Quantisation | None = None,
         given: list[Any] | None = None,
     ) -> TreeCache:
-        """Create the cache of one sequence.
+        """Create the cache of one sequence, which continues mlx-lm caches if there are any.
 
-        Args:
-            prompt_cache: mlx-lm caches to continue, one per layer; new ones by default.
-            quantisation: KV cache quantization, or None.
-            given: The caller's list, which begins with ``prompt_cache``. `TreeCache.trim_to`
-                replaces its caches by quantised ones, as mlx-lm does.
+        ``given`` is the caller's list, which begins with these. `TreeCache.trim_to` replaces its
+        caches by quantised ones, as mlx-lm does.
         """
         stock = self.stock(prompt_cache)
         layers = [LAYER_CACHES[type(layer)](layer) for layer in stock]

@@ -18,12 +18,8 @@ ADVICE = "make it with mlx_lm.models.cache.make_prompt_cache(model)"
 def check_prompt_cache(layers: Sequence[Any], own: Sequence[Any]) -> None:
     """Check that caches fit a model and hold one whole sequence.
 
-    A ``KVCache`` that mlx-lm has quantised, as it does with ``kv_bits``, fits as well.
-
-    Args:
-        layers: The caller's caches, one per layer.
-        own: The model's caches after a pass over any token. Layers that the model never uses have
-            empty caches.
+    A ``KVCache`` that mlx-lm has quantised, as it does with ``kv_bits``, fits as well. ``own`` are
+    the model's caches after a pass over any token; those of layers that it never uses are empty.
     """
     if len(layers) != len(own):
         raise ConfigError(

@@ -104,14 +104,10 @@ class RecurrentCache:
             self.stock[index] = array
 
     def __getitem__(self, index: int) -> mx.array | None:
-        found: mx.array | None = self.stock[index]
-        return found
+        return self.stock[index]
 
     def __setitem__(self, index: int, value: mx.array | None) -> None:
-        """Store an array of the state after committed tokens, record it after roots alone.
-
-        An array after larger trees is ignored.
-        """
+        """Store an array after committed tokens, record one after roots, ignore all others."""
         trees = self.step.trees
         if trees is None:
             self.stock[index] = value

@@ -65,18 +65,11 @@ def fill(
     length: int,
     quantisation: Quantisation | None,
 ) -> None:
-    """Fill new caches with the first tokens of a text.
+    """Fill empty caches, as mlx-lm makes them, with the first ``length`` tokens of a text.
 
-    Args:
-        layers: Empty caches as mlx-lm makes them; quantised ones replace some of them.
-        pieces: Arrays of `copy_entries`, whose tokens follow each other, and the number of
-            tokens of each.
-        states: Arrays of `copy_states` for ``length`` tokens.
-        length: Number of tokens.
-        quantisation: KV cache quantization of the entries, or None.
-
-    Raises:
-        KeyError: The arrays are those of another kind of cache.
+    ``pieces`` are arrays of `copy_entries`, whose tokens follow each other, with the number of
+    tokens of each. ``states`` are the arrays of `copy_states` for all tokens. Quantised caches
+    replace some of the layers. Raise KeyError if the arrays are those of another kind of cache.
     """
     joined = {
         name: mx.concatenate([piece[name][..., :count, :] for piece, count in pieces], axis=2)[

@@ -15,27 +15,22 @@ from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 class LayerCache(Protocol):
     """One layer's cache: the interface that mlx-lm models use, and the steps of a tree.
 
-    Attributes:
-        stock: The mlx-lm cache of the K/V entries, which `trim_to` leaves as mlx-lm would.
+    ``stock`` is the mlx-lm cache of the K/V entries, which `trim_to` leaves as mlx-lm would.
     """
 
     stock: Any
 
     def expect(self, step: TreePass) -> None:
         """Take over the accepted path of the pass before, and prepare for the next pass."""
-        ...
 
     def trim_to(self, length: int) -> None:
         """Leave the stock cache holding exactly the first ``length`` tokens."""
-        ...
 
     def release(self) -> Any:
         """Give away what the cache holds, so that it is empty."""
-        ...
 
     def hold(self, entries: Any, length: int) -> None:
         """Take what `release` gives, of ``length`` tokens; the cache must be empty."""
-        ...
 
 
 class TreeCache:

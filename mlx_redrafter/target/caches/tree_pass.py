@@ -11,7 +11,7 @@ Axes: B sequences, N nodes of each tree, P nodes of the longest path, S entries 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ from mlx_redrafter.trees.tree import TreeBatch
 State = list[mx.array | None]
 
 
+@dataclass(eq=False)
 class Layout:
     """Entries of one size of buffers, with the entries of a tree behind the committed ones.
 
@@ -40,22 +41,13 @@ class Layout:
             knows it: then the mask takes fewer operations.
     """
 
-    def __init__(
-        self,
-        trees: TreeBatch,
-        starts: mx.array,
-        num_rows: int,
-        first: int | mx.array = 0,
-        capacity: int | None = None,
-        num_before: int | None = None,
-    ):
-        self._trees = trees
-        self._starts = starts
-        self._num_rows = num_rows
-        self._first = first
-        self._capacity = capacity
-        self._num_before = num_before
-        self._masks: dict[tuple[str, int], mx.array] = {}
+    trees: TreeBatch
+    starts: mx.array
+    num_rows: int
+    first: int | mx.array = 0
+    capacity: int | None = None
+    num_before: int | None = None
+    _masks: dict[tuple[str, int], mx.array] = field(default_factory=dict)
 
     @cached_property
     def mask(self) -> mx.array:
@@ -81,59 +73,54 @@ class Layout:
     @cached_property
     def _nodes(self) -> mx.array:
         """Position of each node, shape (B, N, 1)."""
-        return (self._starts + self._trees.depths)[..., None]
+        return (self.starts + self.trees.depths)[..., None]
 
     @cached_property
     def _behind(self) -> mx.array:
         """Distance of each entry behind the root, negative before it, shape (B, S)."""
-        places = mx.arange(self._num_rows, dtype=mx.int32)
-        if self._capacity is None:
-            return places - (self._starts - self._first)
-        last = self._trees.size - 1
-        return last - (self._starts + last - places) % self._capacity
+        places = mx.arange(self.num_rows, dtype=mx.int32)
+        if self.capacity is None:
+            return places - (self.starts - self.first)
+        last = self.trees.size - 1
+        return last - (self.starts + last - places) % self.capacity
 
     @cached_property
     def _node(self) -> mx.array:
         """Node of each entry, junk for an entry of no node, shape (B, S)."""
-        return mx.clip(self._behind, 0, self._trees.size - 1)
+        return mx.clip(self._behind, 0, self.trees.size - 1)
 
     @cached_property
     def _positions(self) -> mx.array:
         """Position of each entry, junk for an entry of no token, shape (B, 1, S)."""
-        before = self._starts + mx.minimum(self._behind, 0)
-        if self._trees.size > 1:
-            depths = mx.take_along_axis(self._trees.depths, self._node, axis=1)
-            before = mx.where(self._behind > 0, self._starts + depths, before)
+        before = self.starts + mx.minimum(self._behind, 0)
+        if self.trees.size > 1:
+            depths = mx.take_along_axis(self.trees.depths, self._node, axis=1)
+            before = mx.where(self._behind > 0, self.starts + depths, before)
         return before[:, None]
 
     @cached_property
     def _is_seen(self) -> mx.array:
         """Whether an entry is committed, or of a node's ancestor or the node, (B, N, S)."""
-        num_nodes = self._trees.size
-        if self._num_before is not None:
-            missing = self._num_rows - self._num_before - num_nodes
-            is_there = mx.ones((1, num_nodes, self._num_before), mx.bool_)
-            parts = [is_there, self._trees.ancestors, mx.zeros((1, num_nodes, missing), mx.bool_)]
+        num_nodes = self.trees.size
+        if self.num_before is not None:
+            missing = self.num_rows - self.num_before - num_nodes
+            is_there = mx.ones((1, num_nodes, self.num_before), mx.bool_)
+            parts = [is_there, self.trees.ancestors, mx.zeros((1, num_nodes, missing), mx.bool_)]
             return mx.concatenate(parts if missing else parts[:2], axis=2)
         behind = self._behind
         is_there = behind < 1 if num_nodes == 1 else behind < 0
-        if self._capacity is not None:  # a ring that has come round for some sequences only
-            is_there = is_there & (behind >= -self._starts)
+        if self.capacity is not None:  # a ring that has come round for some sequences only
+            is_there = is_there & (behind >= -self.starts)
         if num_nodes == 1:
             return is_there[:, None]
         is_node = (behind >= 0) & (behind < num_nodes)
-        nodes = mx.broadcast_to(self._node[:, None], (behind.shape[0], num_nodes, self._num_rows))
-        is_above = mx.take_along_axis(self._trees.ancestors, nodes, axis=2)
+        nodes = mx.broadcast_to(self._node[:, None], (behind.shape[0], num_nodes, self.num_rows))
+        is_above = mx.take_along_axis(self.trees.ancestors, nodes, axis=2)
         return is_there[:, None] | (is_above & is_node[:, None])
 
 
 class Paths:
-    """Paths through trees, from the root on, padded with the last node of each.
-
-    Attributes:
-        paths: Nodes of each path, B lists of at least one node.
-        num_nodes: N.
-    """
+    """Paths through trees from the root on: B lists of nodes; arrays are padded with the last."""
 
     def __init__(self, paths: Sequence[Sequence[int]], num_nodes: int):
         self.paths = paths
@@ -164,15 +151,9 @@ class Paths:
 class UnreadPath(Paths):
     """The accepted path of a single sequence, before the host has read it.
 
-    Args:
-        path: The path, junk after the accepted nodes, int32, shape (L,).
-        num_accepted: Number of accepted drafts, int32, shape (1,).
-        num_nodes: N.
-        is_in_place: Whether it consists of the first nodes of the tree, in order.
-
-    Attributes:
-        max_length: L.
-        length: Number of accepted nodes, root included, int32, shape (1,).
+    The path, int32, shape (L,), has junk after the accepted nodes. The number of accepted drafts,
+    and ``length``, that of accepted nodes with the root, are int32 of shape (1,). ``is_in_place``
+    is whether the path consists of the first nodes of the tree, in order.
     """
 
     def __init__(self, path: mx.array, num_accepted: mx.array, num_nodes: int, is_in_place: bool):
@@ -208,12 +189,7 @@ class BranchedState:
 
 
 class StateRecord:
-    """States of one layer before a pass and after it.
-
-    Attributes:
-        before: The state before the pass.
-        after: Function for the state after paths of the trees; None for committed tokens.
-    """
+    """States of a layer before a pass, and after paths of its trees; None for committed tokens."""
 
     def __init__(self, before: State):
         self.before = before
@@ -294,11 +270,9 @@ class TreePass:
         return bucket(num_rows) if self.has_buckets else num_rows
 
     def layout(self, first: int = 0, capacity: int | None = None) -> Layout:
-        """Return the layout of buffers, which is made once.
+        """Return the layout of buffers with a first entry at position ``first``, made once.
 
-        Args:
-            first: Position of the first entry.
-            capacity: Size of the buffers of several sequences, which are rings; None for one.
+        ``capacity`` is the size of the buffers of several sequences, which are rings; None for one.
         """
         key = first, capacity
         if key not in self._layouts:
@@ -392,8 +366,7 @@ class Visit:
 class History:
     """The passes in which the states are that sequences may still have to go back to.
 
-    Attributes:
-        visits: The parts of each sequence, from the oldest pass to the newest.
+    ``visits`` has the parts of each sequence, from the oldest pass to the newest.
     """
 
     def __init__(self, num_sequences: int):

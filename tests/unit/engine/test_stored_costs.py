@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -224,16 +225,18 @@ def _rounds(seconds: Callable[[Kind, int, int], float | None], pause: float = 0.
     clock per step.
     """
     now, count = 0.0, 0
-    schedule = profiling._Schedule(FEW_KINDS, clock=lambda: now)
-    plan = schedule.choose(None)
-    while not schedule.is_done:
-        following = schedule.choose(None)
-        round_, place = divmod(count, profiling.STEPS * len(FEW_KINDS))
-        kind, step = divmod(place, profiling.STEPS)
-        assert plan == FEW_KINDS[kind].plan
-        now += pause
-        schedule.observe(Step(plan, 2, [1], seconds(FEW_KINDS[kind], round_, step)))
-        plan, count = following, count + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: now))
+        schedule = profiling._Schedule(FEW_KINDS)
+        plan = schedule.choose(None)
+        while not schedule.is_done:
+            following = schedule.choose(None)
+            round_, place = divmod(count, profiling.STEPS * len(FEW_KINDS))
+            kind, step = divmod(place, profiling.STEPS)
+            assert plan == FEW_KINDS[kind].plan
+            now += pause
+            schedule.observe(Step(plan, 2, [1], seconds(FEW_KINDS[kind], round_, step)))
+            plan, count = following, count + 1
     return schedule.rounds
 
 

@@ -314,7 +314,8 @@ def test_states_of_prompts_that_share_their_passes(monkeypatch):
     scheduler = Scheduler(target)
     scheduler.begin(texts)
     while not all(text.is_finished for text in texts):
-        scheduler.step_all()
+        for text in scheduler.step_all():
+            text.take()
     for text in texts:
         found = mx.concatenate(text.drafting.found)
         assert mx.allclose(found, _layer_inputs(model, text.request.prompt), atol=1e-5).item()
