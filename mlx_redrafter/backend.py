@@ -4,8 +4,6 @@ MLX's CPU wheel ships a reference BLAS, tens of times slower than OpenBLAS. A li
 process loads globally before ``mlx.core`` replaces it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import sys

@@ -4,8 +4,6 @@ A checkpoint is a folder with ``config.json`` and ``*.safetensors``, local or on
 Hub. Nothing here runs code from a file, waits for a pipe, or allocates what a header merely claims.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Checks of values from callers."""
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ what it has written itself. ``--overwrite`` also allows other files, but never o
 reads: the model, the drafter, the data.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

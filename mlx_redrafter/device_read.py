@@ -3,8 +3,6 @@
 No other module of the decoding step reads arrays, or waits for them.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Every message gives what was expected, what was found, and what to do. It quotes
 from untrusted files escaped and shortened.
 """
 
-from __future__ import annotations
-
 import errno
 import reprlib
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 A repository is described first, so that nothing is downloaded that cannot be used.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

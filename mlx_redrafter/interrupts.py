@@ -5,8 +5,6 @@ complete. So a thread of this module sees the signal, too, and ends the process 
 not ended soon. All files are written whole or not at all, so nothing is lost but the last piece.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

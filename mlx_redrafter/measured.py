@@ -5,8 +5,6 @@ of it alike. If the rounds of the first run leave doubt, one later run times mor
 does a run after one in which steps cost less than was timed. The rounds of all runs count.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Memory of this machine, and sizes in bytes for messages."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -4,8 +4,6 @@ mlx-lm keeps its downloads in the Hugging Face cache. Nothing here uses the netw
 weights.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

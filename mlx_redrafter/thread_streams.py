@@ -4,8 +4,6 @@ mlx-lm computes on a stream of its own in every thread. MLX keeps a native threa
 and a native thread that outlives its Python thread aborts the process when the interpreter exits.
 """
 
-from __future__ import annotations
-
 import threading
 
 import mlx.core as mx

@@ -4,8 +4,6 @@ The description of a field is also the help text of its option on the command li
 field's name. Fields without a description are for Python only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Entry of the laboratory: ``python -m mlx_redrafter.bench.lab NAME [options]``."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -3,8 +3,6 @@
 Their weights and tokens are arbitrary, which does not change the cost of a pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ Bayesian linear regression on relative errors moves the parameters from theory t
 measurements, whose errors are assumed to be a tenth.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import astuple

@@ -1,7 +1,5 @@
 """Texts of a model beside stock mlx-lm's, and gaps of the two best logits where they differ."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The weights are dequantised to float16, the precision that GGUF keeps its scales in.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

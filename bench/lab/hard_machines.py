@@ -6,8 +6,6 @@ prints, for each case, a policy's time as a multiple of plain decoding's: of fir
 tokens, and of later ones of 200.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -6,8 +6,6 @@ prints, for each case, the median, 95th percentile and maximum of the default's 
 least speed if nothing pays.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial

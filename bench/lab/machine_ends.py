@@ -1,7 +1,5 @@
 """Ends of ranks: one is killed, stopped or fails, and all others end with one line."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

@@ -5,8 +5,6 @@ python -m mlx_redrafter.bench.lab.machine_text WORK MODEL [DRAFTER]
 WORK is "time", "write", or the fault of the last rank: "fail", "hang", "versions", "not finite".
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

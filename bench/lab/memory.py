@@ -6,8 +6,6 @@ separately; all else must be small compared with stock mlx-lm's plain decoding.
 Axes: N nodes of the tree, L beam length, V vocabulary.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

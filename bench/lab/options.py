@@ -1,7 +1,5 @@
 """Options that several commands of the laboratory share."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ MLX's ring waits for data in a busy loop. With a C compiler, `shim` makes it sle
 so that ranks do not take each other's time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

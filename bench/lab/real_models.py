@@ -6,8 +6,6 @@ environment variable names: `find_model` downloads a model's wheels, converts it
 copy of each precision when it is first asked for.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

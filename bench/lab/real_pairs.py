@@ -12,8 +12,6 @@ order. After every second text the slower half of the fixed shapes leaves, until
 a quiet machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

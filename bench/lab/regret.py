@@ -1,7 +1,5 @@
 """Regret of the default on simulated texts: speed missed relative to the best fixed plan."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Axes: W beam width, L beam length, N nodes of a tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

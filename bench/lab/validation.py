@@ -8,8 +8,6 @@ except its plain decoding. M2 Ultra is assumed to be the variant with 76 GPU cor
 not say.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass

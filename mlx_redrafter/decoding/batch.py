@@ -5,8 +5,6 @@ network drafts for all of them in the same passes if it can, and sequences with 
 sampled with one set of operations. The host reads all outcomes at once.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tokens of a sequence on the way to its caller, and the counts and times of its steps."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ Several sequences are sampled with the operations of one, on more rows. Each row
 its sequence has alone, so that the tokens are those of each sequence alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

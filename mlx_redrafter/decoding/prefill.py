@@ -5,8 +5,6 @@ prompt is padded, and every kind of cache holds what it holds after each prompt 
 prompts of similar lengths are left to the first step of the batch, as trees of one branch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -3,8 +3,6 @@
 Axes: N nodes, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx

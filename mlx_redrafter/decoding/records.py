@@ -1,7 +1,5 @@
 """Records of one sequence: the request and the tokens; V is the size of the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple

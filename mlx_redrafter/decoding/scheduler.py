@@ -6,8 +6,6 @@ again. A sequence moves with its K/V entries, and its tokens are the same wherev
 Prompts are processed in chunks between the steps of the sequences that have begun.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial

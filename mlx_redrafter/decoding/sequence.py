@@ -4,8 +4,6 @@
 prompts. This module leaves to them what depends on other sequences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ drafts' probabilities, or a lookup waits for the outcome, the device is idle whi
 the next pass.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Locks of prompt caches: one stream at a time writes to a cache."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Sequence

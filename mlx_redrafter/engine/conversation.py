@@ -5,8 +5,6 @@ for response in conversation.ask("Why is the sky blue?"):
     print(response.text, end="")
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType

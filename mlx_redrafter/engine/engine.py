@@ -9,8 +9,6 @@ Threads may share an engine, load it in one and use it in others. Each text belo
 that reads its stream; any thread may cancel it.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Text generation with mlx-lm's interface: `Engine` as functions."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any, Unpack

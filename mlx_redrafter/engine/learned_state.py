@@ -3,8 +3,6 @@
 The file of the estimates lies next to the step times. It holds numbers and no text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

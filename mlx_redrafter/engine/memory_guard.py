@@ -1,7 +1,5 @@
 """Memory of the machine while texts are generated: what MLX wires, and when a text must end."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

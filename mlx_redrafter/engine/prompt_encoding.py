@@ -1,7 +1,5 @@
 """Prompts and chats to token ids, as `mlx_lm.generate` makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

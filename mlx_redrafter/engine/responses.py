@@ -1,7 +1,5 @@
 """mlx-lm's responses, made of the tokens of one sequence or of a batch."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator

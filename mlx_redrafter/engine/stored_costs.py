@@ -1,7 +1,5 @@
 """Costs of steps by their parts, timed on this machine, once, and stored."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Comparison of drafted text with the target's own, token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile

@@ -10,8 +10,6 @@ that show what the best choice does not:
 - a switch: plain steps while drafting, or drafted steps while decoding plainly.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

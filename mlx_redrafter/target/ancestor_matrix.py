@@ -23,8 +23,6 @@ NaN or infinity in a draft must spoil the draft's descendants and no other node.
 not 0, so matrix products get finite numbers only, and NaN in the gates marks the spoiled nodes.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import mlx.core as mx

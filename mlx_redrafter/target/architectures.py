@@ -5,8 +5,6 @@ with plain decoding. For other types the error gives the reason. Model types are
 names. A ``config.json`` may use several names for one of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -9,8 +9,6 @@ buckets, whose entries they would compute for nothing.
 Axes: N nodes of a tree, S entries that a pass attends to.
 """
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from typing import Any
 

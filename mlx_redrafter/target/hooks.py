@@ -7,8 +7,6 @@ they are, and threads do not affect each other. Functions of mlx-lm are wrapped 
 Axes: B sequences of a batch, N nodes of each tree, H heads, D head size.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar

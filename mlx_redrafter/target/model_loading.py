@@ -1,7 +1,5 @@
 """Models of mlx-lm for targets and draft models: loaded, or made from a config alone."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 `check_config` reads a config alone, before any weights. `find_parts` reads the model itself.
 """
 
-from __future__ import annotations
-
 import reprlib
 import sys
 from collections.abc import Iterator, Mapping

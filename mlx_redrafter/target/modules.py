@@ -5,8 +5,6 @@ mlx-lm's families name, scale and limit them differently, so they are found by w
 Axes: V vocabulary, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any

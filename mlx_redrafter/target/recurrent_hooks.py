@@ -7,8 +7,6 @@ A layer with a state runs its projections over all nodes as over consecutive tok
 its convolutions and its recurrence, in the order of their arrays in the layer's cache.
 """
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ The texts of each model and precision are kept in a file of the folder, and not 
 exit code is 1 if a text differs where there is no tie.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from itertools import chain
 from pathlib import Path

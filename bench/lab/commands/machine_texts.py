@@ -3,8 +3,6 @@
 The ranks run scripts of the tests, so the command needs a checkout and what the tests need.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

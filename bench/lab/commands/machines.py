@@ -3,8 +3,6 @@
 Without a C compiler the ring waits in a busy loop, and messages cannot be delayed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import ArgumentParser, Namespace

@@ -3,8 +3,6 @@
 The exit code is 1 if a bound is broken.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 
 import typer

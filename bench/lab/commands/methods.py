@@ -4,8 +4,6 @@ It prints a Markdown table for each temperature: tokens per step, and speed rela
 all questions and of each task. The exit code is 1 if a text differs from the target's own.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter

@@ -3,8 +3,6 @@
 The environment variable MLX_REDRAFTER_REAL_MODELS names the folder that they are kept in.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 
 from mlx_redrafter.bench.lab.real_models import MODELS, PRECISIONS, find_model

@@ -1,7 +1,5 @@
 """Let the default decode simulated texts with simulated drafters and machines; compare regrets."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 
 import numpy as np

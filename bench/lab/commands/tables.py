@@ -1,7 +1,5 @@
 """Regenerate the tables of the results pages; drop from the result files what no table reads."""
 
-from __future__ import annotations
-
 import json
 import re
 from argparse import ArgumentParser, Namespace

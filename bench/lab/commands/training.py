@@ -1,7 +1,5 @@
 """Print the computed cost of training on a million tokens, by model and chip, as Markdown."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 
 import typer

@@ -3,8 +3,6 @@
 The exit code is 1 if the errors are above their bounds.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@
 A corpus file holds many books, each beginning with a line "Title: ..."; see `heldout_titles.txt`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import lzma

@@ -5,8 +5,6 @@
 It learns what heads learn, in one pass: the target's most probable next tokens at every token.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A Llama in torch, its parameters under their Hugging Face names, and the Muon optimiser."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@
 Seeds 0 to 9, each with one of every four held-out prompts as `corpus.py heldout` writes them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

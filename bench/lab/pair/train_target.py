@@ -11,8 +11,6 @@ from 0 to 1 over the time that is left. So a slow, stopped or resumed run still 
 its learning rate decayed. Every resume may set other `--minutes`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@
 Axes: B slots, N nodes of each slot's tree, S entries that a layer attends to, H heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

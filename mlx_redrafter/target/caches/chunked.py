@@ -7,8 +7,6 @@ oldest entries before every forward pass. This cache keeps more of them, for seq
 before the newest path does, and drops them only now and then.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 

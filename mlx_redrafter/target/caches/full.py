@@ -11,8 +11,6 @@ Invariant: The buffer holds the first ``stock.offset`` tokens, and the part in p
 the pass of `_fresh`, which holds the entries of the rest of that path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Caches of a model: new ones, the caller's, those of a batch, and copies of their parts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

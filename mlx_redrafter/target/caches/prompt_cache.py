@@ -1,7 +1,5 @@
 """Checks of prompt caches that callers give, so that decoding can continue them exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any

@@ -4,8 +4,6 @@ mlx-lm quantises every K/V entry on its own, before anything attends to it. So a
 gets the same codes whenever the cache writes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ The cache calls it for the accepted paths, and for the path at which a sequence 
 keeps it until then.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -8,8 +8,6 @@ So the first tree moves the K/V entries into a buffer in the order of tokens, wh
 back. Before the first tree the layer uses the ring alone, as in mlx-lm.
 """
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 

@@ -6,8 +6,6 @@ any number of first tokens. Windows and states are kept whole, for one number of
 Arrays have the name ``LAYER.PART.ARRAY``: a layer with several caches has several parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

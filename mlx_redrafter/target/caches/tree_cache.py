@@ -1,7 +1,5 @@
 """The cache of a sequence that decodes trees: one cache per layer, each of which commits itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
