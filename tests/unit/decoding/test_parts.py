@@ -1,4 +1,4 @@
-"""Parts of decoding: choice of tokens, acceptance, processors on trees, counts, and the clock."""
+"""Parts of decoding: choice of tokens, acceptance, counts, and the clock."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,42 +14,12 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter.decoding import delivery
 from mlx_redrafter.decoding.delivery import ShapeStats, StepClock
 from mlx_redrafter.decoding.passes import accept
-from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.sampling import KeyedSampler, StockSampler, gumbel_noise, normalise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import MAX_TEMP, SamplingParams
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
 from tests.helpers.drafts import make_tree
 from tests.helpers.oracles import walk
-
-
-def test_each_node_sees_the_text_and_its_ancestors():
-    seen: list[list[int]] = []
-
-    def record(tokens: mx.array, logits: mx.array) -> mx.array:
-        seen.append(np.array(tokens).tolist())
-        return logits + 1
-
-    chain = ProcessorChain([record], [1, 2])
-    chain.extend(mx.array([7], dtype=mx.int32))  # the root
-    tree = make_tree([7, 8, 9, 8, NO_TOKEN], [0, 0, 1, 1, 0], 2)
-    found = np.array(chain.process_tree(mx.zeros((5, 4)), tree))
-    assert seen == [[1, 2, 7], [1, 2, 7, 8], [1, 2, 7, 8, 9], [1, 2, 7, 8, 8]]
-    assert found[:4].min() == found[:4].max() == 1
-    assert found[4].max() == 0  # padding keeps its own
-
-
-def test_processors_run_in_order_and_may_write_in_place():
-    def write(tokens: mx.array, logits: mx.array) -> mx.array:
-        logits[:, tokens] = 5.0
-        return logits
-
-    chain = ProcessorChain([write, lambda tokens, logits: logits * 2], [0])
-    assert np.array(chain.process(mx.ones((1, 3)))).tolist() == [[10, 2, 2]]
-    both = mx.ones((2, 3))
-    tree = make_tree([0, 1], [0, 0], 1)
-    assert np.array(chain.process_tree(both, tree)).tolist() == [[10, 2, 2], [10, 10, 2]]
-    assert np.array(both).tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
 def test_a_kind_of_step_shows_what_was_found_and_expected():
