@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from huggingface_hub.utils import filter_repo_objects
 from huggingface_hub.utils.tqdm import tqdm
 
 from mlx_redrafter.errors import CheckpointError, ResourceError, first_line
@@ -91,8 +90,7 @@ class Repository(NamedTuple):
         return f"{constants.ENDPOINT}/{self.name}"
 
     def size(self, patterns: Sequence[str]) -> int:
-        names = filter_repo_objects(self.sizes, allow_patterns=list(patterns))
-        return sum(self.sizes[name] for name in names)
+        return sum(size for name, size in self.sizes.items() if _matches(name, patterns))
 
 
 def describe_repository(name: str, target: str = "") -> Repository | None:
@@ -137,7 +135,7 @@ def find_repository(
     names = repository.sizes
     weights = [pattern for pattern in patterns or () if pattern.endswith(WEIGHTS)]
     missing = ""
-    if weights and not any(filter_repo_objects(names, allow_patterns=weights)):
+    if weights and not any(_matches(file, weights) for file in names):
         missing = weights[0]
     elif CONFIG in (patterns or ()) and CONFIG not in names:
         missing = CONFIG
@@ -221,6 +219,10 @@ def _names_like(name: str) -> list[str]:
             found = HfApi().list_models(limit=MAX_SIMILAR, **options)
             names += [model.id for model in islice(found, MAX_SIMILAR)]
     return names
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _licence(card: dict[str, Any]) -> str:

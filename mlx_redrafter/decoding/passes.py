@@ -10,7 +10,7 @@ its sequence has alone, so that the tokens are those of each sequence alone.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -351,9 +351,13 @@ def _passes(
         strict=True,
     )
     return [
-        Pass(packed, root, hidden_state, one, state, path, lambda number=number: read()[number])
+        Pass(packed, root, hidden_state, one, state, path, partial(_item, read, number))
         for number, (packed, root, hidden_state, one, state, path) in enumerate(parts)
     ]
+
+
+def _item(read: Callable[[], list[list[int]]], number: int) -> list[int]:
+    return read()[number]
 
 
 def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:

@@ -230,8 +230,7 @@ def test_an_error_of_the_system_says_what_is_known(
 
 def _redrafter(redirection: str) -> subprocess.CompletedProcess[str]:
     """Run the program by a shell, which can close a stream that Python cannot."""
-    # With a width, so that drafts are not timed.
-    words = ["generate", "-p", "The", "-m", "4", "--stats", "--beam-width", "2"]
+    words = ["generate", "-p", "The", "-m", "4", "--stats", "--drafter", "none"]
     command = shlex.join([sys.executable, *PROGRAM, *words])
     return subprocess.run(
         f"{command} {redirection}", shell=True, capture_output=True, text=True, timeout=300
@@ -252,7 +251,7 @@ def test_closed_streams_are_no_error() -> None:
 
 
 def test_signs_that_stdout_lacks_are_escaped() -> None:
-    words = ("generate", "-p", "The", "-m", "9", "--beam-width", "2", "--regex", "\u20ac")
+    words = ("generate", "-p", "The", "-m", "9", "--drafter", "none", "--regex", "\u20ac")
     found = subprocess.run(
         [sys.executable, *PROGRAM, *words],
         capture_output=True,

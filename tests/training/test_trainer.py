@@ -222,7 +222,7 @@ from tests.training.pieces import Silent
 
 model, text, out = sys.argv[1:]
 sizes = NetworkOptions(exit_dim=64, layers=1)
-data = DataOptions(tokens=1500, answer_tokens=32, held_out=4)
+data = DataOptions(tokens=800, answer_tokens=32, held_out=4)
 more = {"num_evaluations": 3, "patience": 99, "checkpoint_seconds": 0}
 training = TrainingOptions(epochs=2, batch_tokens=64, **more)
 request = TrainingRequest(model, Path(out), [Path(text)], resume=True, network=sizes)
