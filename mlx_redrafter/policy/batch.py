@@ -149,7 +149,7 @@ class BatchPolicy:
             begin = before.state if before is not None else self.before() or PolicyState()
             begin = begin.without_times()
         state = self.batches[size] = begin.for_next()
-        state.drafts.window = MEMORY * size
+        state.drafts.average_over(MEMORY * size)
         costs = batch_costs(self.costs(), size, self.is_joint)
         planner = Planner(costs, state, max_length=self.max_length)
         if is_new:  # these costs were not timed: plain steps are, before drafting is trusted

@@ -260,19 +260,22 @@ class ExpectedDrafts:
         mean: Accepted drafts by plan and size, in the proposer's order, shape (W, L, 1 + S).
         chosen: If the policy verifies as many as pay: accepted drafts, and the cost of the step as
             a multiple of that of verifying one draft, shape (2, W, L).
-        window: Number of trees that the means are over: MEMORY of each sequence of a batch.
     """
 
     def __init__(self) -> None:
         chain = PRIOR_CHAIN * (1 - PRIOR_CHAIN**_IN_CHAIN) / (1 - PRIOR_CHAIN)
         self.mean: Floats = np.array([chain, *[PRIOR_TREE * chain] * (_NW - 1)])
         self.chosen: Floats = np.stack([np.full((_NW, _NL), -1.0), np.ones((_NW, _NL))])
-        # Number of trees seen, at most the window.
-        self.window, self._count = MEMORY, 0
+        # Number of trees that the means are over, and of those seen, at most as many.
+        self._window, self._count = MEMORY, 0
+
+    def average_over(self, num_trees: int) -> None:
+        """Let the means be over that many trees, such as MEMORY of each sequence of a batch."""
+        self._window = num_trees
 
     def fade(self) -> None:
         """Let the means count as half of a full window."""
-        self._count = min(self._count, self.window // 2)
+        self._count = min(self._count, self._window // 2)
 
     def stored(self) -> dict[str, Any]:
         """Return the means, for a file."""
@@ -298,7 +301,7 @@ class ExpectedDrafts:
         ``rate`` has the tokens per second that the time of a draft yields otherwise.
         """
         mean, drafts = self._extrapolate(_within(scored), PLACES[scored.plan.shape])
-        self._count = min(self._count + 1, self.window)
+        self._count = min(self._count + 1, self._window)
         self.mean = self.mean + (mean - self.mean) / self._count
         best = *_ROWS, (drafts - rate * costs.waiting).argmax(-1)
         newest = np.array([drafts[best], costs.waiting[best] / costs.waiting[..., 1]])
