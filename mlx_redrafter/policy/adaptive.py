@@ -337,6 +337,11 @@ class AdaptivePolicy:
         """Whether this policy has observed a step."""
         return bool(self._planner.learner.totals)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host waited for the drafts of the last step before it verified them."""
+        return self._planner.newest.waits
+
     def choose(self, matches: Sequence[float] | None = None) -> DraftPlan | None:
         return self._planner.choose([matches] if matches else [], 1).plan
 
