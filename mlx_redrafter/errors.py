@@ -41,14 +41,6 @@ def how_to_install(extra: str) -> str:
     )
 
 
-def is_failure(error: BaseException) -> bool:
-    """Return whether an error is one of the work at hand, rather than the end of a program.
-
-    A panic of a library that is written in Rust, such as llguidance, is no `Exception`.
-    """
-    return not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, or its type if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

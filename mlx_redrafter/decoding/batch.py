@@ -17,9 +17,8 @@ from mlx_redrafter.decoding.passes import Pass, num_best_of, sample_and_accept_a
 from mlx_redrafter.decoding.prefill import read_states
 from mlx_redrafter.decoding.protocols import JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
-from mlx_redrafter.decoding.sequence import SequenceDecoder
+from mlx_redrafter.decoding.sequence import SequenceDecoder, fail
 from mlx_redrafter.decoding.step import Inputs, Lane, Noises, step
-from mlx_redrafter.errors import is_failure
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree, TreeBatch
@@ -161,9 +160,7 @@ class Batch(Lane):
             try:
                 processed = sequence.processors.process_after(one, logits[start:end])
             except BaseException as error:  # of the user's processors or of a grammar
-                if not is_failure(error):
-                    raise
-                sequence.outbox.fail(error)
+                fail([sequence], error)
                 continue
             rows[slot] = mx.concatenate(
                 [logits[:start], processed.astype(logits.dtype), logits[end:]]

@@ -13,9 +13,8 @@ from itertools import chain
 
 from mlx_redrafter.decoding.batch import Batch
 from mlx_redrafter.decoding.prefill import may_share, prefill
-from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt
+from mlx_redrafter.decoding.sequence import SequenceDecoder, attempt, fail
 from mlx_redrafter.decoding.step import step_alone
-from mlx_redrafter.errors import is_failure
 from mlx_redrafter.target.target import Target
 
 # Maximum number of prompt tokens between two steps of other sequences: about 0.3 s of a model of
@@ -84,10 +83,7 @@ class Scheduler:
             try:
                 self._step_begun(active)
             except BaseException as error:  # no single sequence has caused it
-                if not is_failure(error):
-                    raise
-                for one in active:
-                    one.outbox.fail(error)
+                fail(active, error)
 
     def leave(self, sequence: SequenceDecoder) -> None:
         """Let a sequence go, for whatever reason; its caches are its own again."""
@@ -129,11 +125,8 @@ class Scheduler:
         try:
             yield from prefill(group, limit)
         except BaseException as error:  # no single sequence has caused it
-            if not is_failure(error):
-                raise
             failed = [one for one in group if one in self._unread]
-            for one in failed:
-                one.outbox.fail(error)
+            fail(failed, error)
             yield failed
 
     def _chunk_limit(self, most: int) -> int:
@@ -153,7 +146,8 @@ class Scheduler:
                 step_alone(one)
             return
         arriving = [one for one in active if one not in batch]
-        batch.make_room(sum(batch.cache.takes(one.own_cache) for one in arriving))
+        if arriving:
+            batch.make_room(sum(batch.cache.takes(one.own_cache) for one in arriving))
         for one in arriving:
             attempt(self._move_in, one)
         # A sequence that has brought tokens on its way waits until they are taken.

@@ -5,7 +5,7 @@ prompts. This module leaves to them what depends on other sequences.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import NamedTuple
@@ -20,7 +20,6 @@ from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy
 from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, TokenSampler
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.errors import is_failure
 from mlx_redrafter.target.caches.batch_cache import Slot
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target, TargetOutputs
@@ -260,6 +259,15 @@ def attempt(do: Callable[[SequenceDecoder], object], sequence: SequenceDecoder) 
     try:
         do(sequence)
     except BaseException as error:
-        if not is_failure(error):
-            raise
-        sequence.outbox.fail(error)
+        fail([sequence], error)
+
+
+def fail(sequences: Iterable[SequenceDecoder], error: BaseException) -> None:
+    """Give an error to the outboxes of sequences; raise it if it is the end of a program.
+
+    A panic of a library that is written in Rust, such as llguidance, is no `Exception`.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        raise error
+    for one in sequences:
+        one.outbox.fail(error)
