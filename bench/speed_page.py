@@ -35,6 +35,7 @@ def page(result: Mapping[str, Any]) -> str:
     try:
         machine, settings = result["machine"], result["configuration"]
         memory = machine["memory_bytes"]
+        quiet = "unknown, as servers worked beside" if settings["servers"] else "yes"
         facts = {
             "model": _public(settings["model"]),
             "drafter": _public(settings["drafter"]),
@@ -46,10 +47,8 @@ def page(result: Mapping[str, Any]) -> str:
             "measured": result["measured_at"][:10],
             "prompts": f"{len(settings['prompts'])} of {_public(settings['prompt_file'])}",
             "texts": f"{settings['repeats']} x {settings['max_tokens']} tokens of every prompt",
-            "idle machine": "; ".join(result["disturbances"]) or "yes",
+            "idle machine": "; ".join(result["disturbances"]) or quiet,
         }
-        if settings["servers"] and facts["idle machine"] == "yes":
-            facts["idle machine"] = "unknown, as servers worked beside"
         tables = "\n".join(result["tables"])
     except (KeyError, TypeError) as error:
         raise DataError(

@@ -36,7 +36,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.engine.memory_guard import MemoryGuard
-from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt, limit_text
+from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
 from mlx_redrafter.engine.responses import BatchStream, ResponseStream
 from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.errors import ConfigError, shown
@@ -322,8 +322,7 @@ class Engine:
         if options.max_tokens < 0 and target.context_length is not None:
             # A prompt that fills the context still has a next token.
             room = max(1, target.context_length - cache.length - len(ids))
-            most = limit_text(options.max_tokens, room)
-            request = replace(request, max_tokens=most, ends_with_context=True)
+            request = replace(request, max_tokens=room, ends_with_context=True)
         params = options.sampling(secrets.randbits(32))
         token_sampler: TokenSampler = (
             KeyedSampler(params, target.vocab_size) if sampler is None else StockSampler(sampler)
