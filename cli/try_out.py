@@ -83,7 +83,7 @@ def try_out(
 
 
 def _describe_load() -> str | None:
-    """Say that other programs disturb the speeds, if they keep half of the cores busy or more."""
+    """Describe the load by other programs, if they keep half of the cores busy or more."""
     from mlx_redrafter.bench.machine import load_averages
 
     cores, (load, *_) = os.cpu_count() or 1, load_averages() or [0.0]

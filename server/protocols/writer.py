@@ -136,7 +136,7 @@ class BlockWriter(Writer):
 
 
 class StreamOptions(NamedTuple):
-    """Whether a stream ends with the usage, and whether its parts mark drafted tokens."""
+    """Options of a client's stream: the usage at its end, and marks on drafted tokens."""
 
     shows_usage: bool
     shows_drafts: bool

@@ -149,7 +149,7 @@ def make_runs(stock, plain=None):
 
 
 def watch_for(monkeypatch, seconds, cpu, before, after):
-    """What a watch finds after so many seconds, in which this process took ``cpu``."""
+    """Return the finding of a watch after so many seconds, of which this process took ``cpu``."""
     now = {"perf_counter": 0.0, "process_time": 0.0}
     for name in now:
         monkeypatch.setattr(recording.time, name, lambda name=name: now[name])

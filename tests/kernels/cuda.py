@@ -88,7 +88,7 @@ Compiled = tuple[AnyVariant, int] | AttentionVariant
 
 
 class Usage(NamedTuple):
-    """What a thread needs, as nvcc reports it: registers of 32 bits, and bytes that found none."""
+    """Registers of 32 bits that a thread needs by nvcc, and bytes that found none."""
 
     registers: int
     spilled: int
@@ -117,7 +117,7 @@ def cuda_kernel(name: str, source: str, input_names: list[str], **given: Any) ->
 def usage(
     variants: Sequence[tuple[AnyVariant, int] | AttentionVariant], folder: Path
 ) -> list[Usage]:
-    """What kernels need on Hopper, without limit; compiled by nvcc, together."""
+    """Compile kernels together by nvcc; return their needs on Hopper, without a limit."""
     said = _compile(variants, folder, "-cubin", "-Xptxas", "-v")
     return [_reported(said, f"kernel_{i}") for i in range(len(variants))]
 

@@ -35,7 +35,7 @@ Place = tuple[int, int, int]
 
 
 def _launch(compute: Callable[[list[mx.array], Place, Place], mx.array]) -> Callable[..., Any]:
-    """What launches a kernel: it computes one output, of the shape and dtype that are asked for."""
+    """Return a launch that computes one output, of the shape and dtype that are asked for."""
 
     def launch(
         inputs: list[mx.array],

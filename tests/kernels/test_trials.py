@@ -131,6 +131,15 @@ def quantised_model(head_size: int = 8) -> nn.Module:
     return model
 
 
+def warning_of_use(model: nn.Module, caplog: pytest.LogCaptureFixture) -> str:
+    """Let a model use the kernels that qualify; return the only warning, as none does."""
+    with caplog.at_level(logging.WARNING):
+        use_kernels(model)
+    assert choices(model) == ()
+    (line,) = caplog.messages
+    return line
+
+
 def dense_model() -> nn.Module:
     """A tiny model in float16 whose head is its embedding."""
     model = tiny_llama(vocab_size=VOCAB_SIZE, layers=1, head_size=16)
@@ -277,11 +286,7 @@ def test_what_does_not_compile_is_not_used(monkeypatch, capsys, caplog):
     (shape, *_) = json.loads(shown.out)["shapes"]
     assert shape["failure"].startswith("[metal::Device] Unable to build")
     assert shape["rows"] == []
-    with caplog.at_level(logging.WARNING):
-        use_kernels(model)
-    assert choices(model) == ()
-    (line,) = caplog.messages
-    assert line == (
+    assert warning_of_use(model, caplog) == (
         "MLX's kernels are used for 5 of 5 shapes: for 64 x 32, 4 bits, groups of 32, "
         "float16, [metal::Device] Unable to build metal library from source; "
         "`redrafter-mlx check --kernels` shows all"
@@ -467,11 +472,7 @@ def test_equal_attention_is_used_where_it_is_no_slower(monkeypatch, capsys):
 def test_attention_that_does_not_compile_is_not_used(monkeypatch, caplog):
     refuse_to_compile(monkeypatch, tree_attention)
     model = _attending_model()
-    with caplog.at_level(logging.WARNING):
-        use_kernels(model)
-    assert choices(model) == ()
-    (line,) = caplog.messages
-    assert line == (
+    assert warning_of_use(model, caplog) == (
         "MLX's kernels are used for 1 of 1 shapes: for attention of 4 heads, 2 of keys, of 64, "
         "float16, [metal::Device] Unable to build metal library from source; "
         "`redrafter-mlx check --kernels` shows all"

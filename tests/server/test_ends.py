@@ -226,7 +226,7 @@ def test_clients_end_at_once() -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
-    """What it is sent does not fit into the buffers between."""
+    """The reply does not fit into the buffers between."""
     body = {
         "messages": [{"role": "user", "content": "AB"}],
         **{"max_tokens": 4000, "n": 2, "stream": True, "logprobs": True, "top_logprobs": 20},
