@@ -13,7 +13,14 @@ from functools import partial
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.decoding.passes import Pass, num_best_of, sample_and_accept_all, sample_roots
+from mlx_redrafter.decoding.passes import (
+    Part,
+    Results,
+    in_one_pass,
+    num_best_of,
+    sample_and_accept_all,
+    sample_roots,
+)
 from mlx_redrafter.decoding.prefill import read_states
 from mlx_redrafter.decoding.protocols import JointPolicy
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler, noise_for_all
@@ -111,11 +118,9 @@ class Batch(Lane):
     def look_ahead(self, sequence: SequenceDecoder) -> bool:
         return False
 
-    def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
-        drafts: list[mx.array | TokenTree] = [_IDLE] * self.cache.num_slots
-        for sequence, one in inputs.items():
-            drafts[self._slots[sequence].number] = one
-        trees = TreeBatch(drafts)
+    def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Part]:
+        inputs = {one: inputs[one] for one in sorted(inputs, key=self._number)}
+        trees = self._trees(inputs)
         self._num_nodes = trees.size
         # Sequences without drafts may be among those with them.
         layers = next((one.layers for one in inputs if one.layers), ())
@@ -125,18 +130,34 @@ class Batch(Lane):
                 self._commit(sequence, one, outputs)
         outputs = self._process(inputs, outputs)
         inputs = {one: drafts for one, drafts in inputs.items() if one.outbox.error is None}
-        found: dict[SequenceDecoder, Pass] = {}
+        found: dict[SequenceDecoder, Part] = {}
         for group in _sampled_alike(inputs, noises):
-            found |= zip(group, self._sample(group, noises, outputs, trees), strict=True)
+            results = self._sample(group, noises, outputs, trees)
+            found |= {one: (results, number) for number, one in enumerate(group)}
         alone = {one: drafts for one, drafts in inputs.items() if one not in found}
         return found | self._sample_alone(alone, outputs)
 
-    def _sample_alone(self, inputs: Inputs, outputs: TargetOutputs) -> dict[SequenceDecoder, Pass]:
-        found = {}
+    def _number(self, sequence: SequenceDecoder) -> int:
+        return self._slots[sequence].number
+
+    def _trees(self, inputs: Inputs) -> TreeBatch:
+        """Return what each slot is to process, the sequences being in the order of their slots."""
+        newest = [one.last for one in inputs if one.last is not None]
+        are_roots = not any(isinstance(one, TokenTree) for one in inputs.values())
+        if are_roots and len(newest) == len(inputs) == self.cache.num_slots:
+            if results := in_one_pass(newest):
+                return TreeBatch.of_roots(results.roots)
+        drafts: list[mx.array | TokenTree] = [_IDLE] * self.cache.num_slots
         for sequence, one in inputs.items():
-            own = outputs.of(self._slots[sequence].number).between(*_sampled_nodes(one))
+            drafts[self._number(sequence)] = one
+        return TreeBatch(drafts)
+
+    def _sample_alone(self, inputs: Inputs, outputs: TargetOutputs) -> dict[SequenceDecoder, Part]:
+        found: dict[SequenceDecoder, Part] = {}
+        for sequence, one in inputs.items():
+            own = outputs.of(self._number(sequence)).between(*_sampled_nodes(one))
             try:
-                found[sequence] = sequence.choose(one, own, None)
+                found[sequence] = sequence.choose(one, own, None), None
             except Exception as error:
                 sequence.outbox.fail(error)
         return found
@@ -146,7 +167,7 @@ class Batch(Lane):
         num_tokens = tokens.shape[0]
         sequence.cache.commit(range(num_tokens))
         if num_tokens > 1 and outputs.states is not None:
-            read_states(sequence, outputs.states[self._slots[sequence].number, : num_tokens - 1])
+            read_states(sequence, outputs.states[self._number(sequence), : num_tokens - 1])
 
     def _process(self, inputs: Inputs, outputs: TargetOutputs) -> TargetOutputs:
         """Apply the logits processors and grammars of the sequences that have any."""
@@ -155,7 +176,7 @@ class Batch(Lane):
             if sequence.processors is None:
                 continue
             rows = rows or list(outputs.logits)
-            slot, (start, end) = self._slots[sequence].number, _sampled_nodes(one)
+            slot, (start, end) = self._number(sequence), _sampled_nodes(one)
             logits = rows[slot]
             try:
                 processed = sequence.processors.process_after(one, logits[start:end])
@@ -173,19 +194,23 @@ class Batch(Lane):
         noises: Noises,
         outputs: TargetOutputs,
         trees: TreeBatch,
-    ) -> list[Pass]:
-        slots, samplers = [self._slots[one].number for one in group], _samplers(group)
+    ) -> Results:
+        slots, samplers = [self._number(one) for one in group], _samplers(group)
         is_tree = isinstance(trees.drafts[slots[0]], TokenTree)
         if slots != list(range(self.cache.num_slots)):
             outputs, trees = outputs.of(mx.array(slots)), trees.of(slots)
         num_best = max(num_best_of(one.drafting) for one in group)
+        first = samplers[0]  # they differ in their seeds only
         if is_tree:
             own = [noises[one] for one in group]
-            return sample_and_accept_all(samplers, outputs, trees, own, num_best)
+            return sample_and_accept_all(first, outputs, trees, own, num_best)
         if trees.size > 1:
             outputs = outputs.at([one.size - 1 for one in trees.drafts])
-        positions = [one.cache.length - 1 for one in group]
-        return sample_roots(samplers, outputs, positions, num_best)
+        noise = None
+        if first.kind:
+            positions = [one.cache.length - 1 for one in group]
+            noise = GumbelNoise(first.params, noise_for_all(samplers, positions))
+        return sample_roots(first, outputs.of_roots, noise, num_best)
 
 
 def _samplers(sequences: Iterable[SequenceDecoder]) -> list[KeyedSampler]:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from mlx_redrafter.decoding.passes import Pass
@@ -136,7 +135,7 @@ class Outbox:
         self.num_cut = len(found) - count
         for i, (token, row) in enumerate(zip(found[:count], rows, strict=False)):
             end = reason if i == count - 1 else None
-            log_probs = partial(newest.log_probs.__getitem__, row)
+            log_probs = newest.log_probs_after(row)
             self._tokens.append(Token(token, i < len(rows) - 1, log_probs, end))
         return reason is not None
 

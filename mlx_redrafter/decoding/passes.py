@@ -8,21 +8,19 @@ its sequence has alone, so that the tokens are those of each sequence alone.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_redrafter.decoding.records import NOT_A_NUMBER, NOT_A_TOKEN
 from mlx_redrafter.decoding.sampling import (
     GumbelNoise,
-    KeyedSampler,
     TokenSampler,
     choose,
     mark_nan,
-    noise_for_all,
     top_k,
 )
 from mlx_redrafter.device_read import to_floats, to_ints, to_rows
@@ -52,19 +50,76 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
-    """A dispatched forward pass, with its outcome as arrays that the device may still compute.
+class Results:
+    """Arrays of a forward pass over G sequences, which the device may still compute.
+
+    Those of several sequences have an axis of G before the others, or have their rows in a row.
 
     Attributes:
-        packed: Bonus token, `NOT_A_NUMBER` or `NOT_A_TOKEN`, and for a tree, number of accepted
+        packed: Bonus token, `NOT_A_NUMBER` or `NOT_A_TOKEN`, and for trees, number of accepted
             drafts, node indices and tokens of the path, int32, shape (1,) or (2 + 2 L + Z,). For
             one token, never `NOT_A_NUMBER`. The last Z numbers are those of `Outcome.best`.
-        root: The bonus token, which is the next root, int32, shape (1,); a token in any case.
-        hidden_state: Target state that predicted it, shape (H,).
-        log_probs: Natural log-probabilities after the nodes, shape (N, V).
-        states: States of the nodes that a `StateReader` asks for, shape (N, S); None without one.
-        path: Accepted path, int32, shape (L,), junk after the accepted nodes; None for one token.
-        read: Function that reads ``packed``, with `NOT_A_NUMBER`; None to read the array.
+        roots: The bonus tokens, which are the next roots, int32, shape (G,); tokens in any case.
+        hidden_states: Target states that predicted them, shape (G, H).
+        log_probs: Natural log-probabilities after the nodes, shape (G N, V).
+        states: States of the nodes that a `StateReader` asks for, shape (G N, S), or None.
+        paths: Accepted path, int32, shape (L,), junk after the accepted nodes; None for roots.
+        normalisers: Those of `normalise` after roots, shape (G,), for the host to find NaN.
+    """
+
+    packed: mx.array
+    roots: mx.array
+    hidden_states: mx.array
+    log_probs: mx.array
+    states: mx.array | None
+    paths: mx.array | None = None
+    normalisers: mx.array | None = None
+    # Arrays cut into those of each sequence, by name: hardly any are needed in plain decoding.
+    _parts: dict[str, list[mx.array]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Number of sequences, G."""
+        return self.roots.shape[0]
+
+    def part(self, name: str, number: int | None) -> mx.array:
+        """Return an array of one sequence, by its number; None for the only one."""
+        array = getattr(self, name)
+        assert isinstance(array, mx.array)
+        if number is None:
+            return array
+        if name not in self._parts:
+            rows = array if name == "states" else array.reshape(-1)
+            self._parts[name] = list(mx.split(rows, self.count))
+        return self._parts[name][number]
+
+    @cached_property
+    def outcomes(self) -> list[list[int]]:
+        """``packed`` of each sequence on the host, with `NOT_A_NUMBER`; waits for the device."""
+        # The array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
+        if self.packed.ndim > 1:
+            rows = to_rows(self.packed)
+        elif self.count == 1:
+            rows = [to_ints(self.packed)]
+        else:
+            rows = [[token] for token in to_ints(self.packed)]
+        if self.normalisers is None:
+            return rows
+        found = zip(rows, to_floats(self.normalisers), strict=True)
+        return [row if math.isfinite(one) else [NOT_A_NUMBER] for row, one in found]
+
+
+# The results of a forward pass, and the number of a sequence in it; None for the only one.
+Part = tuple[Results, int | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """A dispatched forward pass, as one sequence sees it.
+
+    Attributes:
+        results: Its arrays. Those of the sequence alone are properties of the same names.
+        number: Number of the sequence in them; None for the only one.
         num_nodes: Nodes verified; 0 for the prefill, which is no step.
         num_unmerged: Nodes as they would have been without merging.
         known: Drafts verified, if the host knows them without waiting; else None.
@@ -72,13 +127,8 @@ class Pass:
         plan: Plan of the drafts; None if nothing was drafted.
     """
 
-    packed: mx.array
-    root: mx.array
-    hidden_state: mx.array
-    log_probs: mx.array
-    states: mx.array | None = None
-    path: mx.array | None = None
-    read: Callable[[], list[int]] | None = None
+    results: Results
+    number: int | None = None
     num_nodes: int = 1
     num_unmerged: int = 1
     known: Drafts | None = None
@@ -86,13 +136,44 @@ class Pass:
     plan: DraftPlan | None = None
 
     @property
+    def packed(self) -> mx.array:
+        return self.results.part("packed", self.number)
+
+    @property
+    def root(self) -> mx.array:
+        return self.results.part("roots", self.number)
+
+    @property
+    def hidden_state(self) -> mx.array:
+        return self.results.part("hidden_states", self.number).reshape(-1)
+
+    @property
+    def path(self) -> mx.array:
+        return self.results.part("paths", self.number)
+
+    @property
+    def has_path(self) -> bool:
+        """True if the pass was one over a tree."""
+        return self.results.paths is not None
+
+    @property
     def num_accepted(self) -> mx.array:
         """Number of accepted drafts, int32, shape (1,)."""
-        return mx.zeros((1,), dtype=mx.int32) if self.path is None else self.packed[1:2]
+        return self.packed[1:2] if self.has_path else mx.zeros((1,), dtype=mx.int32)
 
     @property
     def max_accepted(self) -> int:
-        return 0 if self.path is None else self.path.shape[0] - 1
+        paths = self.results.paths
+        return 0 if paths is None else paths.shape[-1] - 1
+
+    def log_probs_after(self, node: int) -> Callable[[], mx.array]:
+        """Return a function that takes the row of a node, shape (V,), from all log-probabilities.
+
+        It keeps no other array of the pass in memory.
+        """
+        rows = self.results.log_probs
+        first = (self.number or 0) * (rows.shape[0] // self.results.count)
+        return partial(rows.__getitem__, first + node)
 
     @property
     def following_tokens(self) -> mx.array:
@@ -100,20 +181,19 @@ class Pass:
 
         Behind the bonus token they are junk, but token ids in any case.
         """
-        if self.path is None:
-            path = self.packed
-        else:
-            length = self.path.shape[0]
-            path = self.packed[2 + length : 2 + 2 * length]
-        is_last = mx.arange(path.shape[0]) == self.num_accepted
+        if not self.has_path:
+            return self.root
+        length = self.path.shape[0]
+        path = self.packed[2 + length : 2 + 2 * length]
+        is_last = mx.arange(length) == self.num_accepted
         following = mx.concatenate([path[1:], path[:1]])
         return mx.maximum(mx.where(is_last, self.root, following), 0)
 
     @property
     def path_states(self) -> mx.array:
         """States after the tokens of the accepted path, shape (L, S); junk after them."""
-        assert self.states is not None
-        return self.states if self.path is None else self.states[self.path]
+        states = self.results.part("states", self.number)
+        return states[self.path] if self.has_path else states
 
     @property
     def is_read(self) -> bool:
@@ -122,12 +202,12 @@ class Pass:
     @cached_property
     def outcome(self) -> Outcome:
         """The outcome; the first use waits for the device."""
-        values = to_ints(self.packed) if self.read is None else self.read()
+        values = self.results.outcomes[self.number or 0]
         bonus = values[0]
         own = [bonus] if bonus >= 0 else []
-        if self.path is None:
+        if not self.has_path:
             return Outcome((0,), own, bonus, values[1:])
-        length, num_accepted = self.path.shape[0], values[1]
+        length, num_accepted = self.max_accepted + 1, values[1]
         tokens = values[3 + length : 3 + length + num_accepted] + own
         return Outcome(values[2 : 3 + num_accepted], tokens, bonus, values[2 + 2 * length :])
 
@@ -154,7 +234,7 @@ class Pass:
         """
         if not self.is_finite:
             if self.outcome.bonus == NOT_A_TOKEN:
-                size = self.log_probs.shape[-1]
+                size = self.results.log_probs.shape[-1]
                 raise ConfigError(f"sampler must return token ids from 0 to {size - 1}")
             where = "in the text" if self.num_nodes else "after the prompt"
             raise NonFiniteError(
@@ -222,24 +302,43 @@ def best_rows(log_probs: mx.array, count: int) -> mx.array:
     return mx.concatenate([indices.astype(mx.int32), bits], axis=1)
 
 
-def sample_root(
+def in_one_pass(passes: Sequence[Pass]) -> Results | None:
+    """Return the results of the passes if these are all of one forward pass, in its order."""
+    results = passes[0].results
+    are_all = len(passes) == results.count and all(
+        one.results is results and (one.number or 0) == number for number, one in enumerate(passes)
+    )
+    return results if are_all else None
+
+
+def roots_of(passes: Sequence[Pass]) -> mx.array:
+    """Return the roots behind several passes, int32, shape (G,)."""
+    results = in_one_pass(passes)
+    return results.roots if results else mx.concatenate([one.root for one in passes])
+
+
+def hidden_states_of(passes: Sequence[Pass]) -> mx.array:
+    """Return the states that predicted the roots behind several passes, shape (G, H)."""
+    results = in_one_pass(passes)
+    return results.hidden_states if results else mx.stack([one.hidden_state for one in passes])
+
+
+def sample_roots(
     sampler: TokenSampler, outputs: TargetOutputs, noise: GumbelNoise | None, num_best: int
-) -> Pass:
-    """Sample after a root, N = 1, and dispatch that.
+) -> Results:
+    """Sample after a root, or after those of G sequences, and dispatch that.
 
-    The host looks for NaN itself, which saves the device an operation.
+    The outputs have rows of G roots. The host looks for NaN itself, which saves the device an
+    operation.
     """
-    log_probs, token, normaliser = choose(sampler, outputs.logits, None, noise, 1)
-    outcome = token
+    count = outputs.logits.shape[0]
+    log_probs, tokens, normalisers = choose(sampler, outputs.logits, None, noise, count)
+    packed = tokens
     if num_best:
-        outcome = mx.concatenate([token, best_rows(log_probs, num_best).reshape(-1)])
-    mx.async_eval(outcome, normaliser, token, outputs.hidden_states, log_probs, outputs.states)
-
-    def read() -> list[int]:
-        return to_ints(outcome) if math.isfinite(*to_floats(normaliser)) else [NOT_A_NUMBER]
-
-    hidden_state = outputs.hidden_states.squeeze(0)
-    return Pass(token, token, hidden_state, log_probs, outputs.states, read=read)
+        packed = mx.concatenate([tokens[:, None], best_rows(log_probs, num_best)], axis=1)
+    _, hidden_states, states = outputs
+    mx.async_eval(packed, normalisers, tokens, hidden_states, log_probs, states)
+    return Results(packed, tokens, hidden_states, log_probs, states, normalisers=normalisers)
 
 
 def sample_and_accept(
@@ -248,116 +347,48 @@ def sample_and_accept(
     tree: TokenTree,
     noise: GumbelNoise | None,
     num_best: int,
-) -> Pass:
+) -> Results:
     """Sample after every node of a tree, accept what agrees, and dispatch that."""
     num_levels = tree.max_depth + 1
     log_probs, tokens, normalisers = choose(sampler, outputs.logits, tree.depths, noise, num_levels)
     path, num_accepted, bonus, last, path_tokens = accept(tree, mark_nan(tokens, normalisers))
-    hidden_state = outputs.hidden_states[last].squeeze(0)
+    hidden_state = outputs.hidden_states[last]
     best = [best_rows(log_probs, num_best).reshape(-1)] if num_best else []
-    outcome = mx.concatenate([bonus, num_accepted, path, path_tokens, *best])
-    mx.async_eval(outcome, hidden_state, log_probs, outputs.states)
-    return Pass(outcome, mx.maximum(bonus, 0), hidden_state, log_probs, outputs.states, path)
-
-
-def sample_roots(
-    samplers: Sequence[KeyedSampler],
-    outputs: TargetOutputs,
-    positions: Sequence[int],
-    num_best: int,
-) -> list[Pass]:
-    """Sample after the roots of several sequences, and dispatch that.
-
-    The samplers differ in their seeds only. The outputs have an axis of G before their others, and
-    N = 1. ``positions`` are those of the roots.
-    """
-    first, noise = samplers[0], None
-    if first.params.temp:
-        noise = GumbelNoise(first.params, noise_for_all(samplers, positions))
-    count = len(samplers)
-    log_probs, tokens, normalisers = choose(first, outputs.logits.squeeze(1), None, noise, count)
-    outcomes = tokens[:, None]
-    if num_best:
-        outcomes = mx.concatenate([outcomes, best_rows(log_probs, num_best)], axis=1)
-    each = mx.split(log_probs, count)
-    mx.async_eval(tokens, outcomes, normalisers, each, outputs.hidden_states, outputs.states)
-
-    @cache
-    def read() -> list[list[int]]:
-        found = zip(to_rows(outcomes), to_floats(normalisers), strict=True)
-        return [row if math.isfinite(one) else [NOT_A_NUMBER] for row, one in found]
-
-    return _passes(read, tokens, outputs.hidden_states, each, outputs.states)
+    packed = mx.concatenate([bonus, num_accepted, path, path_tokens, *best])
+    mx.async_eval(packed, hidden_state, log_probs, outputs.states)
+    return Results(packed, mx.maximum(bonus, 0), hidden_state, log_probs, outputs.states, path)
 
 
 def sample_and_accept_all(
-    samplers: Sequence[KeyedSampler],
+    sampler: TokenSampler,
     outputs: TargetOutputs,
     trees: TreeBatch,
     noises: Sequence[GumbelNoise | None],
     num_best: int,
-) -> list[Pass]:
+) -> Results:
     """Sample after every node of several trees, accept what agrees, and dispatch that.
 
-    Samplers and outputs are as in `sample_roots`. All sequences have noise of the same number of
-    depths, L or more, or none has any.
+    The outputs have an axis of G before their others. All sequences have noise of the same number
+    of depths, L or more, and of the same parameters but the seed, or none has any.
     """
     count, size, rows = len(trees), trees.size, trees.depths
-    values, noise = [one.values for one in noises if one is not None], None
-    if values:
-        noise = GumbelNoise(samplers[0].params, mx.concatenate(values))
-        rows = rows + values[0].shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
+    known = [one for one in noises if one is not None]
+    noise = None
+    if known:
+        noise = GumbelNoise(known[0].params, mx.concatenate([one.values for one in known]))
+        rows = rows + known[0].values.shape[0] * mx.arange(count, dtype=mx.int32)[:, None]
     num_rows = count * size
     logits = outputs.logits.reshape(num_rows, -1)
-    log_probs, sampled, normalisers = choose(samplers[0], logits, rows.reshape(-1), noise, num_rows)
+    log_probs, sampled, normalisers = choose(sampler, logits, rows.reshape(-1), noise, num_rows)
     chosen = mark_nan(sampled, normalisers).reshape(count, size)
     paths, num_accepted, bonus, last, tokens = _accept_all(trees, chosen)
     hidden_states = mx.take_along_axis(outputs.hidden_states, last[..., None], axis=1)
     best = [best_rows(log_probs, num_best).reshape(count, -1)] if num_best else []
-    outcomes = mx.concatenate([bonus, num_accepted, paths, tokens, *best], axis=1)
-    each = mx.split(log_probs, count)
-    mx.async_eval(outcomes, hidden_states, each, outputs.states)
-    # Read the array itself: MLX would compute a view of it behind all that is dispatched meanwhile.
-    read = cache(lambda: to_rows(outcomes))
-    roots = mx.maximum(bonus, 0)
-    return _passes(read, roots, hidden_states, each, outputs.states, outcomes, paths)
-
-
-def _passes(
-    read: Callable[[], list[list[int]]],
-    roots: mx.array,
-    hidden_states: mx.array,
-    log_probs: Iterable[mx.array],
-    states: mx.array | None,
-    outcomes: mx.array | None = None,
-    paths: mx.array | None = None,
-) -> list[Pass]:
-    """Make the passes of G sequences, over one token each without outcomes and paths of trees."""
-    count = roots.size
-
-    def split(array: mx.array | None) -> list[Any]:
-        if array is None:
-            return [None] * count
-        return list(mx.split(array.reshape(-1, *array.shape[2:]), count))
-
-    own_roots = split(roots)
-    parts = zip(
-        own_roots if outcomes is None else split(outcomes),
-        own_roots,
-        split(hidden_states.reshape(count, -1)),
-        log_probs,
-        split(states),
-        split(paths),
-        strict=True,
-    )
-    return [
-        Pass(packed, root, hidden_state, one, state, path, partial(_item, read, number))
-        for number, (packed, root, hidden_state, one, state, path) in enumerate(parts)
-    ]
-
-
-def _item(read: Callable[[], list[list[int]]], number: int) -> list[int]:
-    return read()[number]
+    packed = mx.concatenate([bonus, num_accepted, paths, tokens, *best], axis=1)
+    mx.async_eval(packed, hidden_states, log_probs, outputs.states)
+    roots, states = mx.maximum(bonus, 0).reshape(-1), outputs.states
+    states = None if states is None else states.flatten(0, 1)
+    return Results(packed, roots, hidden_states.squeeze(1), log_probs, states, paths)
 
 
 def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:

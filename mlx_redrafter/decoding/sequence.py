@@ -4,9 +4,7 @@
 prompts. This module leaves to them what depends on other sequences.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -14,7 +12,14 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.decoding.delivery import DecodingStats, Delivery, Outbox
-from mlx_redrafter.decoding.passes import Pass, num_best_of, sample_and_accept, sample_root
+from mlx_redrafter.decoding.passes import (
+    Part,
+    Pass,
+    Results,
+    num_best_of,
+    sample_and_accept,
+    sample_roots,
+)
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy
 from mlx_redrafter.decoding.records import Request, Token
@@ -140,13 +145,13 @@ class SequenceDecoder:
             self.drafting.skip(last)
         self._seen = last
 
-    def advance(self, root: mx.array) -> Pass:
+    def advance(self, root: mx.array) -> Results:
         """Process a root, shape (1,), in its own cache, and sample what follows."""
         return self.sample(root, self.target.advance(root, self.own_cache, self.layers), None)
 
     def sample(
         self, drafts: mx.array | TokenTree, outputs: TargetOutputs, noise: GumbelNoise | None
-    ) -> Pass:
+    ) -> Results:
         """Process logits and sample the target's tokens after a root or a tree; dispatch that."""
         if self.processors is not None:
             logits = self.processors.process_after(drafts, outputs.logits)
@@ -155,16 +160,16 @@ class SequenceDecoder:
 
     def choose(
         self, drafts: mx.array | TokenTree, outputs: TargetOutputs, noise: GumbelNoise | None
-    ) -> Pass:
+    ) -> Results:
         """Do what `sample` does, with logits that are processed already."""
         num_best = num_best_of(self.drafting)
         if isinstance(drafts, TokenTree):
             return sample_and_accept(self.sampler, outputs, drafts, noise, num_best)
         # The token just processed, the last of the committed ones, is the root of this choice.
         noise = self.sampler.noise(self.cache.length - 1, 1)
-        return sample_root(self.sampler, outputs, noise, num_best)
+        return sample_roots(self.sampler, outputs, noise, num_best)
 
-    def push(self, found: Pass, drafts: mx.array | TokenTree, plan: DraftPlan | None) -> None:
+    def push(self, found: Part, drafts: mx.array | TokenTree, plan: DraftPlan | None) -> None:
         """Make a dispatched pass over a root or tree the newest one, once that before is committed.
 
         A pass behind a path that turned out to end in NaN is dropped. The first one is committed at
@@ -177,14 +182,12 @@ class SequenceDecoder:
             nodes = unmerged = 0 if first else 1
             known, length = None, length - 1
         if self.last is None or self.last.is_finite:
-            self.last = replace(
-                found, num_nodes=nodes, num_unmerged=unmerged, known=known, length=length, plan=plan
-            )
+            self.last = Pass(*found, nodes, unmerged, known, length, plan)
         if self.status is Status.VERIFYING:
             self.status = Status.RUNNING
         if first:
-            if self.drafting is not None:
-                self.drafting.matches(math.inf)  # a lookup indexes the prompt meanwhile
+            if self.drafting is not None and self.policy is not None:
+                self.drafting.matches(self.policy.least_chance)  # it indexes the prompt meanwhile
             self.commit()
 
     def commit(self) -> None:
@@ -196,7 +199,7 @@ class SequenceDecoder:
         if last is None or last is self.committed:
             return
         rows, tokens = last.rows, last.tokens
-        if last.path is not None:
+        if last.has_path:
             self.cache.commit(rows)
             self.sampler.commit(len(rows))
             if self.processors is not None and len(rows) > 1:
@@ -235,7 +238,7 @@ class SequenceDecoder:
         """
         last, is_committed = self.last, self.last is self.committed
         # A cache holds the K/V entry of the root of a tree in flight beyond the committed ones.
-        has_root = last is not None and last.path is not None and not is_committed
+        has_root = last is not None and last.has_path and not is_committed
         try:
             if last is not None and is_committed and is_whole:
                 with mx.stream(generation_stream):

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.passes import Part, Pass
 from mlx_redrafter.decoding.prefill import num_unread, prefill
 from mlx_redrafter.decoding.protocols import Group, JointDrafting, JointPolicy
 from mlx_redrafter.decoding.records import Token
@@ -66,22 +66,21 @@ class Lane:
         """Commit the newest pass on the device alone, if a pass over the tree can follow that."""
         last = sequence.last
         assert last is not None
-        assert last.path is not None
         longest, cache = last.max_accepted + 1, sequence.own_cache
         follows = sequence.target.compiled.may_follow(tree, cache, sequence.layers, longest)
         if follows:
             cache.follow(last.path, last.num_accepted)
         return follows
 
-    def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Pass]:
+    def verify(self, inputs: Inputs, noises: Noises) -> dict[SequenceDecoder, Part]:
         """Run the target on roots and trees, sample, dispatch that; errors go to the outboxes."""
         ((one, drafts),) = inputs.items()
         if not isinstance(drafts, TokenTree):
-            return {one: one.advance(drafts)}
+            return {one: (one.advance(drafts), None)}
         outputs = one.target.verify(drafts, one.own_cache, one.layers)
         if one.target.compiled.is_first_use:
             one.delivery.clock.skip()
-        return {one: one.sample(drafts, outputs, noises[one])}
+        return {one: (one.sample(drafts, outputs, noises[one]), None)}
 
 
 ALONE = Lane()
@@ -154,7 +153,7 @@ class _Step:
         # Sequences whose policy chooses the drafts to verify.
         self._choosing: list[SequenceDecoder] = []
         self._inputs: Inputs = {}
-        self._found: dict[SequenceDecoder, Pass] = {}
+        self._found: dict[SequenceDecoder, Part] = {}
 
     def run(self) -> None:
         groups = self._request()
@@ -243,7 +242,7 @@ class _Step:
             return
         is_plain = plan is None or plan.is_shadow
         if last is not one.committed:
-            if last.path is None and is_plain:
+            if not last.has_path and is_plain:
                 if one.outbox.needs_next:
                     self._inputs[one] = last.root
                 return
@@ -259,7 +258,7 @@ class _Step:
 
     def _looks_ahead(self, one: SequenceDecoder, last: Pass, tree: TokenTree) -> bool:
         """Let the target process drafts behind a path that nobody has read, if it can."""
-        if last.path is None or last.is_read or one.policy is None:
+        if not last.has_path or last.is_read or one.policy is None:
             return False
         if not self._lane.look_ahead(one):
             return False

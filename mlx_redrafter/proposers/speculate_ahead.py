@@ -114,7 +114,7 @@ class SpeculateAheadDrafting:
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         """Draft after a pass; while the host waits for a pass over a tree, draft ahead."""
         ahead = found = None
-        if flight.path is not None:
+        if flight.has_path:
             with mx.stream(_ahead):
                 ahead = self._draft_ahead(flight, plan, noise)
         if ahead is not None:

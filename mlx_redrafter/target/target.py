@@ -64,6 +64,11 @@ class TargetOutputs(NamedTuple):
         """The outputs without their axis of sequences, for a single sequence."""
         return self._mapped(lambda array: array.squeeze(0))  # an index would cost a gather
 
+    @property
+    def of_roots(self) -> TargetOutputs:
+        """The outputs without their axis of nodes, for several sequences of one node each."""
+        return self._mapped(lambda array: array.squeeze(1))
+
     def of(self, sequences: int | mx.array) -> TargetOutputs:
         """Select one or several sequences from outputs with an axis of sequences."""
         return self._mapped(lambda array: array[sequences])

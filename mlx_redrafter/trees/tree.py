@@ -246,6 +246,13 @@ class TreeBatch:
         self.size = max([one.size for one in drafts]) if size is None else size
         self._window_rows: dict[int, mx.array] = {}
 
+    @classmethod
+    def of_roots(cls, roots: mx.array) -> TreeBatch:
+        """Make trees of nothing but roots, int32, shape (B,), which are in one array already."""
+        trees = cls([_ZERO] * roots.shape[0], 1)
+        trees.tokens = roots[:, None]
+        return trees
+
     def __len__(self) -> int:
         return len(self.drafts)
 

@@ -6,31 +6,33 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.passes import Pass, Results
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.target import Target
 
 
 def flight_of(
-    path: Sequence[int], num_accepted: int, bonus: int, length: int, states: mx.array | None = None
+    path: Sequence[int],
+    num_accepted: int,
+    bonus: int,
+    length: int,
+    states: mx.array | None = None,
+    hidden_state: mx.array | None = None,
 ) -> Pass:
     """A verified chain of tokens, root first, of whose drafts some were accepted.
 
     The target's own token ``bonus`` follows them; ``length`` tokens are committed before the root.
     """
     outcome = [bonus, num_accepted, *range(len(path)), *path]
-    return Pass(
+    results = Results(
         packed=mx.array(outcome, dtype=mx.int32),
-        root=mx.array([bonus], dtype=mx.int32),
-        hidden_state=mx.zeros((1,)),
+        roots=mx.array([bonus], dtype=mx.int32),
+        hidden_states=mx.zeros((1, 1)) if hidden_state is None else hidden_state[None],
         log_probs=mx.zeros((len(path), 1)),
-        length=length,
-        path=mx.arange(len(path), dtype=mx.int32),
-        plan=None,
-        num_nodes=len(path),
-        num_unmerged=len(path),
         states=states,
+        paths=mx.arange(len(path), dtype=mx.int32),
     )
+    return Pass(results, None, len(path), len(path), length=length)
 
 
 def drafts_after_any_steps(

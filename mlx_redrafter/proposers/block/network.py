@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
-from mlx_redrafter.decoding.passes import Pass
+from mlx_redrafter.decoding.passes import Pass, roots_of
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH, DraftShape
 from mlx_redrafter.errors import CheckpointError
@@ -206,7 +206,7 @@ class BlockNetwork(KvNetwork):
             self.link,
             outputs,
             unary.reshape(len(outputs), levels, -1),
-            mx.concatenate([flight.root for _, flight in group]),
+            roots_of([flight for _, flight in group]),
             self.scales(levels, rank),
             rank,
             count,
@@ -219,7 +219,7 @@ class BlockNetwork(KvNetwork):
         """Process a block after a pass of each sequence, all in one pass; shape (R, levels, H)."""
         size, slot = self.block_size(levels), self.config.first_slot
         parts = [self.surround(drafting, flight) for drafting, flight in group]
-        roots = mx.concatenate([flight.root for _, flight in group])
+        roots = roots_of([flight for _, flight in group])
         blocks = self.embed_blocks(roots, size, group[0][0].target)
         return self.outputs(blocks, DecodingSurroundings(parts, size))[:, slot : slot + levels]
 

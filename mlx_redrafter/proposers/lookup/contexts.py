@@ -21,6 +21,8 @@ LONGEST = 3
 OCCURRENCES = 4
 # Length of a match, in tokens, beside which no further ones are looked up.
 LONG = 12
+# Number of tokens through which matches are followed if many are added at once.
+FOLLOWED = 32
 # Number of contexts of which the newest are known: that many, or up to twice as many.
 MAX_CONTEXTS = 1 << 16
 # Token ids, plus 1, fit in so many bits.
@@ -66,25 +68,31 @@ class Contexts:
                 f"{self._vocab_size}; begin with new Contexts() for each model"
             )
 
-    def expect(self, text: Sequence[int], vocab_size: int) -> None:
-        """Note that a text goes on; `index` adds it when there is time for that."""
-        self._vocab_size = vocab_size
-        self._waiting += text
+    def expect(self, tokens: Sequence[int], vocab_size: int | None = None) -> None:
+        """Let the next tokens wait for `index`; a new text's are of a model with so many ids."""
+        self._vocab_size = vocab_size or self._vocab_size
+        self._waiting += tokens
 
     def index(self) -> None:
-        """Add all tokens that wait for it."""
-        for token in self._waiting:
+        """Add all tokens that wait for it; matches are followed through the last of them only."""
+        waiting, self._waiting = self._waiting, []
+        for token in waiting[:-FOLLOWED]:
+            self._put_next(token, None)
+            self.end = TextEnd(following(self.end.key, token), ())
+        for token in waiting[-FOLLOWED:]:
             self.add(token)
-        self._waiting.clear()
 
     def add(self, token: int, row: bytes | None = None) -> None:
         """Add the next token, and the row of what was probable in its place, if that is known."""
-        key, position = self.end.key, len(self.tokens)
+        self._put_next(token, row)
+        self.end = self.after(self.end, token)
+
+    def _put_next(self, token: int, row: bytes | None) -> None:
+        position = len(self.tokens)
         self.tokens.append(token)
-        for context in _suffixes(key):
+        for context in _suffixes(self.end.key):
             newest, *positions = self._entry(context)
             self._put(context, (row or newest, position, *positions[: OCCURRENCES - 1]))
-        self.end = self.after(self.end, token)
 
     def teach(self, key: int, row: bytes) -> None:
         """Store a row of what was probable after drafts that end with three tokens."""

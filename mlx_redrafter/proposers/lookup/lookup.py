@@ -145,12 +145,11 @@ class LookupDrafting:
 
         If that token is no draft of the tree, there are as many as usual after such a token.
         """
-        self._read()
         self._may_pay = least <= 1
+        self._read()
         if not self._may_pay:
             return []
-        tree = self._tree or self._grow(FORESEEN, None, least)
-        return tree.foresee(self.chances.surprised)
+        return (self._tree or self._grow(FORESEEN, None, least)).foresee(self.chances.surprised)
 
     def propose(self, flight: Pass, plan: DraftPlan, noise: GumbelNoise | None) -> TokenTree | None:
         """Propose after a pass; the host waits for it, unless the network drafts."""
@@ -202,6 +201,7 @@ class LookupDrafting:
 
     def _grow(self, plan: DraftPlan, noise: GumbelNoise | None, least: float = 0.0) -> DraftTree:
         """Find drafts after the newest token that the host has read."""
+        self.contexts.index()
         least = max(least, LEAST_PAYING if plan.from_text else LEAST_PROBABILITY)
         self._tree = tree = DraftTree(self.contexts, self.chances, plan, noise, least)
         if not self._is_draft:
@@ -211,7 +211,6 @@ class LookupDrafting:
     def _read(self, newest: Pass | None = None) -> None:
         """Learn from the pass that is kept, and keep another one."""
         flight, contexts, self._flight = self._flight, self.contexts, newest
-        contexts.index()
         if flight is None:
             return
         tokens = flight.tokens
@@ -219,6 +218,10 @@ class LookupDrafting:
             self._is_draft, self._tree = self._tree.learn(tokens), None
         best, size = array("i", flight.outcome.best), 2 * NUM_BEST
         rows = [best[start : start + size].tobytes() for start in range(0, len(best), size)]
+        if not rows and not self._may_pay:
+            contexts.expect(tokens)
+            return
+        contexts.index()
         if rows and flight.known is not None and flight.is_finite:
             keys = [contexts.end.key]
             for parent, token in zip(flight.known.parents, flight.known.tokens, strict=True):

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_redrafter.decoding.passes import hidden_states_of
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.decoding.sampling import top_k
 from mlx_redrafter.device_read import to_ints
@@ -67,7 +68,7 @@ class Medusa(DraftNetwork):
         return log_probs(self.logits(hidden, head).astype(mx.float32) * scale)
 
     def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
-        hidden = mx.stack([flight.hidden_state for _, flight in group])
+        hidden = hidden_states_of([flight for _, flight in group])
         return search_all(MedusaLevels(self, hidden, rank), shape)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.checks import check_instance
+from mlx_redrafter.decoding.passes import hidden_states_of, roots_of
 from mlx_redrafter.decoding.protocols import Group
 from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.draft_network import DraftNetwork, NetworkDrafting, ResBlock, dtype_of
@@ -81,8 +82,8 @@ class Drafter(DraftNetwork):
         return RecurrentDrafting(self, input_lookup(self, target), couple_noise)
 
     def expand(self, group: Group, shape: DraftShape, rank: NoiseRank | None) -> Expansion:
-        hidden = mx.stack([flight.hidden_state for _, flight in group])
-        roots = mx.concatenate([flight.root for _, flight in group])
+        flights = [flight for _, flight in group]
+        hidden, roots = hidden_states_of(flights), roots_of(flights)
         lookup = group[0][0].project_input
         levels = RecurrentLevels(self, lookup, hidden, roots, rank is not None)
         return search_all(levels, shape, rank)

@@ -26,7 +26,7 @@ from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.lookup import Lookup, contexts
 from mlx_redrafter.proposers.lookup.chances import Chances, Child
-from mlx_redrafter.proposers.lookup.contexts import LONGEST, NUM_BEST, Contexts, following
+from mlx_redrafter.proposers.lookup.contexts import FOLLOWED, LONGEST, NUM_BEST, Contexts, following
 from mlx_redrafter.proposers.lookup.draft_tree import LEAST_PROBABILITY
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from mlx_redrafter.target.target import Target
@@ -463,3 +463,31 @@ def test_other_ids_are_refused_with_the_first_difference():
     first = ord("A") - 31
     with pytest.raises(CheckpointError, match=f"id {first} is 'B' for the draft model and 'A' for"):
         proposer.check_fit(Target(MODELS["llama"]), wrapped_tokenizer(VOCAB_SIZE))
+
+
+def test_texts_that_no_lookup_pays_for_are_indexed_when_one_may():
+    lookup, text = Lookup(), [*range(1, 60), *range(1, 20)]
+    drafting, other = _open(text[:70], lookup), _open(text[:70], Lookup())
+    drafting.matches(inf)
+    assert not drafting.contexts.tokens
+    for token in text[70:]:
+        for one, least in ((drafting, inf), (other, 0.0)):
+            one.skip(_flight(token))
+            one.matches(least)
+    assert not drafting.contexts.tokens
+    assert drafting.matches(0.0)
+    assert list(drafting.contexts.tokens) == list(other.contexts.tokens) == text
+    assert drafting.contexts.end == other.contexts.end
+
+
+@pytest.mark.parametrize("size", [FOLLOWED - 1, FOLLOWED, FOLLOWED + 1, 5 * FOLLOWED])
+def test_a_text_that_is_indexed_at_once_is_like_one_that_came_token_by_token(size):
+    rng = random.Random(size)
+    text = [rng.randrange(1, 9) for _ in range(size)] + list(range(1, 9)) * 2
+    at_once, one_by_one = Contexts(text), Contexts()
+    at_once.index()
+    for token in text:
+        one_by_one.add(token)
+    assert at_once.tokens == one_by_one.tokens
+    assert at_once.end.key == one_by_one.end.key
+    assert at_once.end.matches[0][0] == one_by_one.end.matches[0][0]

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from math import log, prod
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +22,7 @@ from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa, calibrate, rank_accuracies
 from mlx_redrafter.trees.tree import TokenTree
+from tests.helpers.flights import flight_of
 from tests.helpers.medusa import random_medusa, with_static_tree
 from tests.helpers.oracles import Path as Node
 from tests.helpers.oracles import paths_of
@@ -33,7 +33,7 @@ HIDDEN = mx.random.normal((32,), key=mx.random.key(5))
 
 
 def propose(network: Medusa, plan: DraftPlan, noise: Any = None, couple: bool = True) -> TokenTree:
-    flight: Any = SimpleNamespace(hidden_state=HIDDEN, root=mx.array([9], dtype=mx.int32))
+    flight = flight_of([9], 0, 9, 1, hidden_state=HIDDEN)
     target: Any = None
     return network.open(target, [1], couple, []).propose(flight, plan, noise)
 

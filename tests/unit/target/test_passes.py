@@ -298,7 +298,7 @@ class _States(ScriptedDrafts):
 
     def skip(self, flight: Pass) -> None:
         if self.num_known == 0:
-            self.found.append(flight.states)
+            self.found.append(flight.path_states)
         super().skip(flight)
 
 
