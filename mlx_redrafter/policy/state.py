@@ -31,7 +31,7 @@ EXPLORE = 0.01
 # Share of the time for learning on the host; the cost of one plain step is lent.
 LEARNING = 0.03
 # Share of the time for lookups of all texts of a batch, while they do not pay.
-LOOKUPS = 0.02
+LOOKUPS = 0.01
 # Totals of a kind of step before its first one.
 _NONE = (0.0,) * 5
 
