@@ -17,8 +17,6 @@ from mlx_redrafter.device_read import to_ints, to_rows
 
 # Token id of padding nodes.
 NO_TOKEN = -1
-# Depth and parent of a token alone, made once.
-_ZERO = mx.array([0], dtype=mx.int32)
 
 
 class Drafts(NamedTuple):
@@ -236,22 +234,23 @@ class TreeBatch:
     """Trees of several slots, with padding nodes up to the size of the largest tree, N, or more.
 
     ``drafts`` has for each slot a tree, or tokens that follow each other, int32, shape (n,).
+    ``tokens`` are given if they are in one array already, int32, shape (B, N).
     """
 
-    def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):
+    def __init__(
+        self,
+        drafts: Sequence[mx.array | TokenTree],
+        size: int | None = None,
+        tokens: mx.array | None = None,
+    ):
         self.drafts = drafts
         self.max_depths = [
             one.max_depth if isinstance(one, TokenTree) else one.size - 1 for one in drafts
         ]
         self.size = max([one.size for one in drafts]) if size is None else size
+        if tokens is not None:
+            self.tokens = tokens
         self._window_rows: dict[int, mx.array] = {}
-
-    @classmethod
-    def of_roots(cls, roots: mx.array) -> TreeBatch:
-        """Make trees of nothing but roots, int32, shape (B,), which are in one array already."""
-        trees = cls([_ZERO] * roots.shape[0], 1)
-        trees.tokens = roots[:, None]
-        return trees
 
     def __len__(self) -> int:
         return len(self.drafts)
