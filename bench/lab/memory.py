@@ -30,7 +30,7 @@ from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.caches.cache_kinds import parts_of
+from mlx_redrafter.target.caches.tree_cache import parts_of
 from mlx_redrafter.target.compiled_pass import CompiledPasses
 from mlx_redrafter.target.few_shapes import BUCKET
 from mlx_redrafter.target.model_loading import make_model

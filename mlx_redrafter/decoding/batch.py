@@ -155,9 +155,9 @@ class Batch(Lane):
     def _sample_alone(self, inputs: Inputs, outputs: TargetOutputs) -> dict[SequenceDecoder, Part]:
         found: dict[SequenceDecoder, Part] = {}
         for sequence, one in inputs.items():
-            own = outputs.of(self._number(sequence)).between(*_sampled_nodes(one))
+            own = outputs.of(self._number(sequence)).of(slice(*_sampled_nodes(one)))
             try:
-                found[sequence] = sequence.choose(one, own, None), None
+                found[sequence] = sequence.choose(one, own, None), 0
             except Exception as error:
                 sequence.outbox.fail(error)
         return found

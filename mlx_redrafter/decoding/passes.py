@@ -82,15 +82,13 @@ class Results:
         """Number of sequences, G."""
         return self.roots.shape[0]
 
-    def part(self, name: str, number: int | None) -> mx.array:
-        """Return an array of one sequence, by its number; None for the only one."""
-        array = getattr(self, name)
-        assert isinstance(array, mx.array)
-        if number is None:
-            return array
+    def part(self, name: str, number: int) -> mx.array:
+        """Return an array of one sequence, by its number; all but the states have one axis."""
         if name not in self._parts:
+            array = getattr(self, name)
+            assert isinstance(array, mx.array)
             rows = array if name == "states" else array.reshape(-1)
-            self._parts[name] = list(mx.split(rows, self.count))
+            self._parts[name] = [rows] if self.count == 1 else list(mx.split(rows, self.count))
         return self._parts[name][number]
 
     @cached_property
@@ -109,8 +107,8 @@ class Results:
         return [row if math.isfinite(one) else [NOT_A_NUMBER] for row, one in found]
 
 
-# The results of a forward pass, and the number of a sequence in it; None for the only one.
-Part = tuple[Results, int | None]
+# The results of a forward pass, and the number of a sequence in it.
+Part = tuple[Results, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +117,7 @@ class Pass:
 
     Attributes:
         results: Its arrays. Those of the sequence alone are properties of the same names.
-        number: Number of the sequence in them; None for the only one.
+        number: Number of the sequence in them.
         num_nodes: Nodes verified; 0 for the prefill, which is no step.
         num_unmerged: Nodes as they would have been without merging.
         known: Drafts verified, if the host knows them without waiting; else None.
@@ -128,7 +126,7 @@ class Pass:
     """
 
     results: Results
-    number: int | None = None
+    number: int = 0
     num_nodes: int = 1
     num_unmerged: int = 1
     known: Drafts | None = None
@@ -145,7 +143,7 @@ class Pass:
 
     @property
     def hidden_state(self) -> mx.array:
-        return self.results.part("hidden_states", self.number).reshape(-1)
+        return self.results.part("hidden_states", self.number)
 
     @property
     def path(self) -> mx.array:
@@ -172,7 +170,7 @@ class Pass:
         It keeps no other array of the pass in memory.
         """
         rows = self.results.log_probs
-        first = (self.number or 0) * (rows.shape[0] // self.results.count)
+        first = self.number * (rows.shape[0] // self.results.count)
         return partial(rows.__getitem__, first + node)
 
     @property
@@ -202,7 +200,7 @@ class Pass:
     @cached_property
     def outcome(self) -> Outcome:
         """The outcome; the first use waits for the device."""
-        values = self.results.outcomes[self.number or 0]
+        values = self.results.outcomes[self.number]
         bonus = values[0]
         own = [bonus] if bonus >= 0 else []
         if not self.has_path:
@@ -306,7 +304,7 @@ def in_one_pass(passes: Sequence[Pass]) -> Results | None:
     """Return the results of the passes if these are all of one forward pass, in its order."""
     results = passes[0].results
     are_all = len(passes) == results.count and all(
-        one.results is results and (one.number or 0) == number for number, one in enumerate(passes)
+        one.results is results and one.number == number for number, one in enumerate(passes)
     )
     return results if are_all else None
 

@@ -76,11 +76,11 @@ class Lane:
         """Run the target on roots and trees, sample, dispatch that; errors go to the outboxes."""
         ((one, drafts),) = inputs.items()
         if not isinstance(drafts, TokenTree):
-            return {one: (one.advance(drafts), None)}
+            return {one: (one.advance(drafts), 0)}
         outputs = one.target.verify(drafts, one.own_cache, one.layers)
         if one.target.compiled.is_first_use:
             one.delivery.clock.skip()
-        return {one: (one.sample(drafts, outputs, noises[one]), None)}
+        return {one: (one.sample(drafts, outputs, noises[one]), 0)}
 
 
 ALONE = Lane()

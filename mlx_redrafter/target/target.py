@@ -55,10 +55,6 @@ class TargetOutputs(NamedTuple):
     hidden_states: mx.array
     states: mx.array | None = None
 
-    def between(self, start: int, end: int) -> TargetOutputs:
-        """Select the nodes from ``start`` to ``end`` - 1, of a single sequence."""
-        return self._mapped(lambda array: array[start:end])
-
     @property
     def alone(self) -> TargetOutputs:
         """The outputs without their axis of sequences, for a single sequence."""
@@ -69,9 +65,9 @@ class TargetOutputs(NamedTuple):
         """The outputs without their axis of nodes, for several sequences of one node each."""
         return self._mapped(lambda array: array.squeeze(1))
 
-    def of(self, sequences: int | mx.array) -> TargetOutputs:
-        """Select one or several sequences from outputs with an axis of sequences."""
-        return self._mapped(lambda array: array[sequences])
+    def of(self, rows: int | slice | mx.array) -> TargetOutputs:
+        """Select along the first axis: sequences, or nodes of a single one."""
+        return self._mapped(lambda array: array[rows])
 
     def at(self, nodes: Sequence[int]) -> TargetOutputs:
         """Select one node of each sequence from outputs with an axis of sequences, which stays."""

@@ -269,9 +269,6 @@ class TreeBatch:
     @cached_property
     def tokens(self) -> mx.array:
         """Token ids, int32, shape (B, N)."""
-        if self.size == 1 and not any(self.max_depths):
-            roots = [one.tokens if isinstance(one, TokenTree) else one for one in self.drafts]
-            return mx.concatenate(roots)[:, None]
         return self._stacked("tokens", NO_TOKEN)
 
     @cached_property
@@ -295,11 +292,11 @@ class TreeBatch:
         """Read the parents of each tree's nodes; blocks unless the host knows all trees."""
         read: list[list[int]] = []
         for one in self.drafts:
-            if isinstance(one, TokenTree) and one.known is None:
-                return to_rows(self.parents)
             known: Sequence[int] = range(one.size - 1)
             if isinstance(one, TokenTree):
-                known = one.known.parents if one.known else []
+                if one.known is None:
+                    return to_rows(self.parents)
+                known = one.known.parents
             read.append([0, *known, *[0] * (self.size - 1 - len(known))])
         return read
 
@@ -359,16 +356,11 @@ class TreeBatch:
             return getattr(self._only, name)[None]
         parts: list[mx.array] = []
         for one in self.drafts:
-            parts.append(getattr(one, name) if isinstance(one, TokenTree) else _in_a_row(one, name))
-            if missing := self.size - parts[-1].shape[0]:
+            if isinstance(one, TokenTree):
+                parts.append(getattr(one, name))
+            else:
+                parents, depths, _ = _chain(one.size)
+                parts.append({"tokens": one, "parents": parents, "depths": depths}[name])
+            if missing := self.size - one.size:
                 parts.append(mx.full((missing,), padding, dtype=mx.int32))
         return mx.concatenate(parts).reshape(len(self), self.size)
-
-
-def _in_a_row(tokens: mx.array, name: str) -> mx.array:
-    if name == "tokens":
-        return tokens
-    if tokens.shape[0] == 1:
-        return _ZERO
-    depths = mx.arange(tokens.shape[0], dtype=mx.int32)
-    return depths if name == "depths" else mx.maximum(depths - 1, 0)

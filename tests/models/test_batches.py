@@ -22,8 +22,8 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.target.caches import batch_layers
 from mlx_redrafter.target.caches.batch_cache import BatchCache
-from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
+from mlx_redrafter.target.caches.tree_cache import parts_of
 from mlx_redrafter.target.target import Target
 from tests.helpers.few_shapes import use_few_shapes
 from tests.models.test_architectures import TEXT_MODELS, disagreement
