@@ -24,8 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checks import check_instance, check_int
 from mlx_redrafter.decoding.delivery import DecodingStats
-from mlx_redrafter.decoding.grammar_masks import GrammarMasks
-from mlx_redrafter.decoding.late_masks import LateMasks, Masks, TokenBytes
+from mlx_redrafter.decoding.grammar_masks import GrammarMasks, LateMasks, Masks, TokenBytes
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
 from mlx_redrafter.decoding.records import ProgressCallback, Request

@@ -20,10 +20,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlx_redrafter.target.caches.batch_layers import BATCH_LAYERS, BatchLayer, whole
 from mlx_redrafter.target.caches.cache_kinds import describe
-from mlx_redrafter.target.caches.places import Move
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import TreeCache, parts_of
-from mlx_redrafter.target.caches.tree_pass import History, NewRows, TreePass, Visit
+from mlx_redrafter.target.caches.tree_pass import History, Move, NewRows, TreePass, Visit
 from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 # Function that returns the number of tokens that a sequence keeps whatever happens; the maximum

@@ -16,8 +16,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_redrafter.target.caches.chunked import ChunkCache
-from mlx_redrafter.target.caches.full import FullCache
+from mlx_redrafter.target.caches.full import ChunkCache, FullCache
 from mlx_redrafter.target.caches.quantised import QuantisedCache
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
