@@ -24,15 +24,15 @@ from mlx_redrafter.target.few_shapes import (
     pays_on_device,
 )
 from mlx_redrafter.target.hooks import (
+    FINAL,
     TreePositions,
-    captured_inputs,
-    captured_output,
+    captured,
     install,
     install_in_attention,
     tree_positions,
 )
 from mlx_redrafter.target.model_parts import find_parts
-from mlx_redrafter.target.modules import FINAL, TargetModules
+from mlx_redrafter.target.modules import TargetModules
 from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 # Note for the user of a model that `is_slow`.
@@ -193,13 +193,13 @@ class Target:
 
         ``layers`` are captured; without caches the sequences are new ones.
         """
-        with captured_output() as outputs, captured_inputs() as inputs:
+        with captured() as found:
             logits = self.model(tokens, cache=caches)
-        final, states = outputs[-1], None
+        states = None
         if layers:
-            parts = [final if i == FINAL else inputs[id(self.modules.reader_of(i))] for i in layers]
+            parts = [found[self.modules.key_of(layer)] for layer in layers]
             states = mx.concatenate(parts, axis=-1)
-        return TargetOutputs(logits, final, states)
+        return TargetOutputs(logits, found[FINAL], states)
 
 
 def is_slow(target: Target) -> bool:

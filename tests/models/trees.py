@@ -29,7 +29,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.caches.tree_cache import TreeCache
-from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from tests.models.tiny_models import THRESHOLD, VOCAB_SIZE
@@ -83,7 +83,7 @@ def decode_paths(
     hidden_states: list[mx.array] = []
     for node, token in enumerate(tokens):
         own = copy.deepcopy(caches[parents[node]] if node else cache)
-        with captured_output() as outputs:
+        with captured() as outputs:
             logits.append(read_by_stock(model, [token], own, quantisation))
         hidden_states.append(outputs[-1][0, -1] if outputs else mx.zeros((0,)))
         caches.append(own)

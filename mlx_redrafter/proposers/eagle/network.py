@@ -22,7 +22,7 @@ from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvDraftin
 from mlx_redrafter.proposers.layer_sizes import complete_yarn, layer_arguments
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs
-from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
