@@ -64,7 +64,7 @@ class Results:
         log_probs: Natural log-probabilities after the nodes, shape (G N, V).
         states: States of the nodes that a `StateReader` asks for, shape (G N, S), or None.
         paths: Accepted path, int32, shape (L,), junk after the accepted nodes; None for roots.
-        normalisers: Those of `normalise` after roots, shape (G,), for the host to find NaN.
+        normalisers: Those of `choose` after roots, shape (G,), for the host to find NaN.
     """
 
     packed: mx.array
@@ -116,7 +116,7 @@ class Pass:
     """A dispatched forward pass, as one sequence sees it.
 
     Attributes:
-        results: Its arrays. Those of the sequence alone are properties of the same names.
+        results: Its arrays; those of the sequence alone are properties.
         number: Number of the sequence in them.
         num_nodes: Nodes verified; 0 for the prefill, which is no step.
         num_unmerged: Nodes as they would have been without merging.

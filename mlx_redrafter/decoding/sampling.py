@@ -314,28 +314,21 @@ def choose(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Choose the target's token after each node; the arguments are those of `TokenSampler.sample`.
 
-    Return log-probabilities and normalisers of `normalise`, and between them token ids, int32,
-    shape (N,), any token if the logits are NaN.
+    Return natural log-probabilities, (N, V), in the dtype of the logits, as mlx-lm has them; token
+    ids, int32, shape (N,), any token if the logits are NaN; and the logarithms of the sums that
+    normalise the logits, shape (N,): finite unless one of the logits is NaN or infinite, or all of
+    them are minus infinity.
     """
-    log_probs, normalisers = normalise(logits)
+    normalisers = mx.logsumexp(logits, axis=-1, keepdims=True)
+    log_probs = logits - normalisers
     tokens = sampler.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
-    return log_probs, tokens, normalisers
+    return log_probs, tokens, normalisers.squeeze(-1)
 
 
 def mark_nan(tokens: mx.array, normalisers: mx.array) -> mx.array:
     """Replace tokens whose logits are NaN by `NOT_A_NUMBER`, which no draft is equal to."""
     # `mx.isfinite` has more operations.
     return mx.where(mx.abs(normalisers) < math.inf, tokens, NOT_A_NUMBER)
-
-
-def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Return natural log-probabilities, (N, V), in the dtype of the logits, as mlx-lm has them.
-
-    Also return the logarithms of the sums that normalise them, shape (N,): finite unless one of
-    the logits is NaN or infinite, or all of them are minus infinity.
-    """
-    normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
-    return logits - normaliser, normaliser.squeeze(-1)
 
 
 def random_state() -> mx.array:

@@ -368,12 +368,11 @@ class TreePass:
         return Paths([path or (0,) for path in self.paths], self.trees.size)
 
 
-class Visit:
+class Visit(NamedTuple):
     """The part of one sequence in a pass: a row of its arrays."""
 
-    def __init__(self, step: TreePass, row: int):
-        self.step = step
-        self.row = row
+    step: TreePass
+    row: int
 
     def goes_beyond(self, length: int) -> bool:
         """Whether the accepted path ends behind the first ``length`` tokens."""
