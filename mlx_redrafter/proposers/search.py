@@ -168,20 +168,19 @@ def build_trees(
 def _best(expansion: Expansion, root: mx.array, plan: DraftPlan) -> list[mx.array]:
     """Choose the best nodes, for arrays with any axes before those of the nodes.
 
-    Return arrays of a `TokenTree`: tokens, scores and ``packed``; and, if the nodes are no chain,
-    parents, depths and ancestors.
+    Return arrays of a `TokenTree`: tokens and ``packed``; and, if the nodes are no chain, parents,
+    depths and ancestors.
     """
     shape, count = plan.shape, plan.num_nodes - 1
     if shape.width == 1:
         tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[..., :count]], axis=-1)
-        scores = expansion.scores[..., :count]
-        return [tokens, scores, _packed(tokens, scores)]
+        return [tokens, _packed(tokens, expansion.scores[..., :count])]
     best = mx.argsort(-expansion.scores, axis=-1)[..., :count].astype(mx.int32)
     depths = 1 + best // (expansion.tokens.shape[-1] // shape.levels)
     tokens, parents, depths = _number(expansion, root, best, depths)
     scores = mx.take_along_axis(expansion.scores, best, axis=-1)
     ancestors = ancestor_mask(parents, shape.levels)
-    return [tokens, scores, _packed(tokens, scores, parents, depths), parents, depths, ancestors]
+    return [tokens, _packed(tokens, scores, parents, depths), parents, depths, ancestors]
 
 
 def _packed(tokens: mx.array, scores: mx.array, *places: mx.array) -> mx.array:
@@ -190,12 +189,12 @@ def _packed(tokens: mx.array, scores: mx.array, *places: mx.array) -> mx.array:
 
 
 def _tree(plan: DraftPlan, arrays: Sequence[mx.array]) -> TokenTree:
-    tokens, scores, packed, *places = arrays
+    tokens, packed, *places = arrays
     if places:
         tree = _branched(plan.shape, tokens, *places)
     else:
         tree = TokenTree.chain(tokens, num_unmerged=1 + plan.shape.levels)
-    return replace(tree, scores=scores, packed=packed)
+    return replace(tree, packed=packed)
 
 
 def _branched(

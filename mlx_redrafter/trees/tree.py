@@ -55,10 +55,9 @@ class TokenTree:
         num_nodes: Number of nodes without padding, root included.
         num_unmerged: Number of tokens before shared prefixes were merged, root included.
         max_depth: Maximum depth of a node.
-        scores: Natural logarithm of the proposer's probability of a draft and its ancestors, in
-            descending order, float32, shape (N - 1,); None if the nodes are in another order.
         packed: Arrays that `read` needs, in one, int32, shape (4 (N - 1),), or for a chain, which
-            needs only tokens and scores, (2 (N - 1),); None without scores.
+            needs only tokens and scores, (2 (N - 1),); None if the nodes are not in the order of
+            their scores, or the drafts are known.
         known: Drafts that are on the host already, without padding, or None.
         is_chain: Whether every draft is a child of the previous node, which needs far fewer
             operations.
@@ -73,7 +72,6 @@ class TokenTree:
     num_nodes: int
     num_unmerged: int
     max_depth: int
-    scores: mx.array | None = None
     packed: mx.array | None = None
     known: Drafts | None = None
     is_chain: bool = False
@@ -91,7 +89,8 @@ class TokenTree:
     ) -> TokenTree:
         """Make a tree from lists on the host: tokens and each node's parent, the root's being 0.
 
-        The scores are those of the drafts in descending order; None if the order is another.
+        The scores are natural logarithms of the proposer's probabilities of the drafts with their
+        ancestors, in descending order; None if the order is another.
         """
         depths = [0] * len(tokens)
         for node in range(1, len(tokens)):
@@ -107,7 +106,7 @@ class TokenTree:
         if scores is None:
             return tree
         known = Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:]))
-        return replace(tree, scores=mx.array(known.scores, dtype=mx.float32), known=known)
+        return replace(tree, known=known)
 
     @classmethod
     def below(cls, root: mx.array, drafts: Drafts) -> TokenTree:
@@ -184,7 +183,6 @@ class TokenTree:
             ancestors=ancestors,
             num_nodes=num_nodes,
             max_depth=max_depth,
-            scores=None if self.scores is None else self.scores[:drafts],
             packed=None,
             known=known,
         )
@@ -202,7 +200,6 @@ class TokenTree:
             parents=parents,
             depths=mx.concatenate([self.depths, zeros]),
             ancestors=ancestor_mask(parents, self.max_depth),
-            scores=None,
             packed=None,
             is_chain=False,
         )
