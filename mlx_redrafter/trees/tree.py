@@ -56,8 +56,8 @@ class TokenTree:
         num_unmerged: Number of tokens before shared prefixes were merged, root included.
         max_depth: Maximum depth of a node.
         packed: Arrays that `read` needs, in one, int32, shape (4 (N - 1),), or for a chain, which
-            needs only tokens and scores, (2 (N - 1),); None if the nodes are not in the order of
-            their scores, or the drafts are known.
+            needs only tokens and scores, (2 (N - 1),); None if nothing reads the drafts, or they
+            are known.
         known: Drafts that are on the host already, without padding, or None.
         is_chain: Whether every draft is a child of the previous node, which needs far fewer
             operations.
