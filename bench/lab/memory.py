@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_redrafter.bench.lab.contexts import COMMON, PREFILL_STEP, bushy_tree, gpu_like
 from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.delivery import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode

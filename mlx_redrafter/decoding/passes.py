@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.records import NOT_A_NUMBER, NOT_A_TOKEN
 from mlx_redrafter.decoding.sampling import (
+    NOT_A_NUMBER,
+    NOT_A_TOKEN,
     GumbelNoise,
     TokenSampler,
     choose,

@@ -19,12 +19,15 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from mlx_redrafter.decoding.records import NOT_A_NUMBER, NOT_A_TOKEN
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 
 Sampler = Callable[[mx.array], mx.array]
 
+# Stands for the token after logits that are NaN. Padding nodes have another number, `NO_TOKEN`.
+NOT_A_NUMBER = -2
+# Stands for a token id of the user's sampler that is not in the vocabulary.
+NOT_A_TOKEN = -3
 # Noise per position is drawn in multiples of this, so that vector units treat all tokens alike.
 NOISE_ALIGNMENT = 64
 # Maximum number of positions whose noise is drawn ahead with one set of operations, which cost more

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.decoding.delivery import DecodingStats, Delivery, Outbox
+from mlx_redrafter.decoding.delivery import DecodingStats, Delivery, Outbox, Request, Token
 from mlx_redrafter.decoding.passes import (
     Part,
     Pass,
@@ -22,7 +22,6 @@ from mlx_redrafter.decoding.passes import (
 )
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy
-from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, TokenSampler
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.caches.batch_cache import Slot

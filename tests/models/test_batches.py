@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.decoding import prefill
-from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.delivery import Token
 from mlx_redrafter.decoding.sampling import gumbel_noise
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_redrafter.bench.lab.contexts import prefill
+from mlx_redrafter.decoding.delivery import Request
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
