@@ -88,7 +88,7 @@ class Results:
         if name not in self._parts:
             array = getattr(self, name)
             assert isinstance(array, mx.array)
-            rows = array if name == "states" else array.reshape(-1)
+            rows = array if name == "states" else array.flatten()  # no operation on one axis
             self._parts[name] = [rows] if self.count == 1 else list(mx.split(rows, self.count))
         return self._parts[name][number]
 
