@@ -102,7 +102,6 @@ class DecodingStats:
         num_tokens: Tokens yielded, stop token included.
         accepted_counts: Number of steps by accepted drafts: at index a, those that accepted a.
         num_verified: Nodes verified in all steps, roots included.
-        num_unmerged: Nodes as they would have been without merging of shared prefixes.
         shapes: Steps by kind, plain decoding first, once the sequence has ended; empty with a
             fixed plan.
     """
@@ -110,18 +109,16 @@ class DecodingStats:
     num_tokens: int = 0
     accepted_counts: list[int] = field(default_factory=list)
     num_verified: int = 0
-    num_unmerged: int = 0
     shapes: list[ShapeStats] = field(default_factory=list)
 
     def count_token(self) -> None:
         self.num_tokens += 1
 
-    def count_step(self, num_accepted: int, num_verified: int, num_unmerged: int) -> None:
+    def count_step(self, num_accepted: int, num_verified: int) -> None:
         missing = num_accepted + 1 - len(self.accepted_counts)
         self.accepted_counts.extend([0] * missing)
         self.accepted_counts[num_accepted] += 1
         self.num_verified += num_verified
-        self.num_unmerged += num_unmerged
 
     @property
     def steps(self) -> int:
@@ -265,7 +262,7 @@ class Delivery:
             request.on_progress(len(request.prompt), len(request.prompt))
             return
         num_accepted = len(newest.rows) - 1
-        self.stats.count_step(num_accepted, newest.num_nodes, newest.num_unmerged)
+        self.stats.count_step(num_accepted, newest.num_nodes)
         seconds = self.clock.lap()
         if policy is not None:
             policy.observe(Step(newest.plan, newest.num_nodes, newest.tokens, seconds))

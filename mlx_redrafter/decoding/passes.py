@@ -120,7 +120,6 @@ class Pass:
         results: Its arrays; those of the sequence alone are properties.
         number: Number of the sequence in them.
         num_nodes: Nodes verified; 0 for the prefill, which is no step.
-        num_unmerged: Nodes as they would have been without merging.
         known: Drafts verified, if the host knows them without waiting; else None.
         length: Committed tokens before the root of this pass.
         plan: Plan of the drafts; None if nothing was drafted.
@@ -129,7 +128,6 @@ class Pass:
     results: Results
     number: int = 0
     num_nodes: int = 1
-    num_unmerged: int = 1
     known: Drafts | None = None
     length: int = 0
     plan: DraftPlan | None = None
@@ -396,7 +394,7 @@ def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:
 
     def accept_one(choices: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
         tokens, parents, depths, ancestors = arrays
-        return accept(TokenTree(tokens, parents, depths, ancestors, size, size, max_depth), choices)
+        return accept(TokenTree(tokens, parents, depths, ancestors, size, max_depth), choices)
 
     accept_each: Callable[..., tuple[mx.array, ...]] = mx.vmap(accept_one)
     return accept_each(chosen, trees.tokens, trees.parents, trees.depths, trees.ancestors)

@@ -176,12 +176,11 @@ class SequenceDecoder:
         """
         first, length = self.last is None, self.cache.length
         if isinstance(drafts, TokenTree):
-            nodes, unmerged, known = drafts.num_nodes, drafts.num_unmerged, drafts.known
+            nodes, known = drafts.num_nodes, drafts.known
         else:  # the root is committed already
-            nodes = unmerged = 0 if first else 1
-            known, length = None, length - 1
+            nodes, known, length = 0 if first else 1, None, length - 1
         if self.last is None or self.last.is_finite:
-            self.last = Pass(*found, nodes, unmerged, known, length, plan)
+            self.last = Pass(*found, nodes, known, length, plan)
         if self.status is Status.VERIFYING:
             self.status = Status.RUNNING
         if first:

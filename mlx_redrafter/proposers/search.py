@@ -190,18 +190,11 @@ def _packed(tokens: mx.array, scores: mx.array, *places: mx.array) -> mx.array:
 
 def _tree(plan: DraftPlan, arrays: Sequence[mx.array]) -> TokenTree:
     tokens, packed, *places = arrays
-    if places:
-        tree = _branched(plan.shape, tokens, *places)
-    else:
-        tree = TokenTree.chain(tokens, num_unmerged=1 + plan.shape.levels)
-    return replace(tree, packed=packed)
-
-
-def _branched(
-    shape: DraftShape, tokens: mx.array, parents: mx.array, depths: mx.array, ancestors: mx.array
-) -> TokenTree:
-    sizes = tokens.shape[0], 1 + shape.width * shape.levels, shape.levels
-    return TokenTree(tokens, parents, depths, ancestors, *sizes)
+    if not places:
+        return replace(TokenTree.chain(tokens), packed=packed)
+    parents, depths, ancestors = places
+    sizes = tokens.shape[0], plan.shape.levels
+    return TokenTree(tokens, parents, depths, ancestors, *sizes, packed)
 
 
 def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> TokenTree:
@@ -212,7 +205,7 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     """
     if shape.width == 1:
         tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[: shape.levels]])
-        return TokenTree.chain(tokens, num_unmerged=expansion.tokens.shape[0] + 1)
+        return TokenTree.chain(tokens)
     scored = expansion.tokens.shape[0]
     level = scored // shape.levels
     lineage = [mx.arange(shape.width, dtype=mx.int32) + (scored - level)]
@@ -224,7 +217,8 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     (count,) = to_ints(mx.sum(on_beam, keepdims=True))
     kept = kept[:count]
     tokens, parents, depths = _number(expansion, root, kept, 1 + kept // level)
-    return _branched(shape, tokens, parents, depths, ancestor_mask(parents, shape.levels))
+    ancestors = ancestor_mask(parents, shape.levels)
+    return TokenTree(tokens, parents, depths, ancestors, tokens.shape[0], shape.levels)
 
 
 def _number(

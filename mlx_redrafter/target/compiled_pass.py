@@ -329,7 +329,7 @@ def _build_pass(
     places, tokens, parents, depths, ancestors, *arrays = inputs
     lent = iter(arrays)
     size = kind.num_nodes
-    tree = TokenTree(tokens, parents, depths, ancestors, size, size, kind.max_depth)
+    tree = TokenTree(tokens, parents, depths, ancestors, size, kind.max_depth)
     step = TracedPass(places, tree)
     layers = [_make_layer(one, step, lent) for one in kind.layers]
     positions = TreePositions((step.length + depths)[None], None)

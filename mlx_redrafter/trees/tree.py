@@ -53,7 +53,6 @@ class TokenTree:
         depths: Edges from the root, int32, shape (N,).
         ancestors: Ancestor mask, bool, shape (N, N): row n marks n and its ancestors.
         num_nodes: Number of nodes without padding, root included.
-        num_unmerged: Number of tokens before shared prefixes were merged, root included.
         max_depth: Maximum depth of a node.
         packed: Arrays that `read` needs, in one, int32, shape (4 (N - 1),), or for a chain, which
             needs only tokens and scores, (2 (N - 1),); None if nothing reads the drafts, or they
@@ -70,7 +69,6 @@ class TokenTree:
     depths: mx.array
     ancestors: mx.array
     num_nodes: int
-    num_unmerged: int
     max_depth: int
     packed: mx.array | None = None
     known: Drafts | None = None
@@ -78,10 +76,10 @@ class TokenTree:
     find_others: Callable[[], Drafts] | None = None
 
     @classmethod
-    def chain(cls, tokens: mx.array, num_unmerged: int) -> TokenTree:
+    def chain(cls, tokens: mx.array) -> TokenTree:
         """Make the tree in which each of the tokens, int32, is the only child of the one before."""
         size = tokens.shape[0]
-        return cls(tokens, *_chain(size), size, num_unmerged, size - 1, is_chain=True)
+        return cls(tokens, *_chain(size), size, size - 1, is_chain=True)
 
     @classmethod
     def of(
@@ -98,11 +96,11 @@ class TokenTree:
         max_depth = max(depths)
         nodes = mx.array(list(tokens), dtype=mx.int32)
         if depths == list(range(max_depth + 1)):
-            tree = cls.chain(nodes, num_unmerged=len(tokens))
+            tree = cls.chain(nodes)
         else:
             size, above = len(tokens), mx.array(list(parents), dtype=mx.int32)
             places = above, mx.array(depths, dtype=mx.int32), ancestor_mask(above, max_depth)
-            tree = cls(nodes, *places, size, size, max_depth)
+            tree = cls(nodes, *places, size, max_depth)
         if scores is None:
             return tree
         known = Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:]))

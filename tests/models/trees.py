@@ -209,7 +209,7 @@ class DraftsOnDevice(_Drafts):
         drafts = self.text[root + depths] + (depths > num_right)
         if self.is_chain:
             tokens = mx.concatenate([flight.root, drafts % VOCAB_SIZE])
-            return TokenTree.chain(tokens, DRAFT_LENGTH + 1)
+            return TokenTree.chain(tokens)
         siblings = mx.stack([drafts + 17, drafts], axis=1).reshape(-1) % VOCAB_SIZE
         parents = [0, *(2 * ((node - 1) // 2) for node in range(1, 2 * DRAFT_LENGTH + 1))]
         tokens = mx.concatenate([flight.root, siblings])
