@@ -10,7 +10,7 @@ For 16-bit weights on M1 and M2, with the kernels of MLX up to 0.30.4 (up to 15 
 
 Theory says base = draft = row = 1: weights are read once per forward pass, and arithmetic runs at
 the chip's peak and is not hidden. It also says fixed = cliff = 0. `FITTED` has the values that fit
-Apple's measurements; the laboratory computes them (`lab/cost_fit.py`).
+Apple's measurements; the laboratory computes them (`lab/validation.py`).
 
 Axes: T tokens per forward pass, P parameters of the target, L beam length.
 """

@@ -36,7 +36,6 @@ class TimedRun:
         tokens: Token ids of the text, stop token included.
         accepted_counts: Number of steps that accepted a drafts, at index a; empty for stock mlx-lm.
         num_verified: Number of nodes verified in all steps.
-        num_unmerged: The same without merging of prefixes.
     """
 
     group: str
@@ -51,7 +50,6 @@ class TimedRun:
     tokens: list[int]
     accepted_counts: list[int] = field(default_factory=list)
     num_verified: int = 0
-    num_unmerged: int = 0
 
     @property
     def steps(self) -> int:
@@ -198,7 +196,6 @@ def _counts_of(response: Any) -> dict[str, Any]:
     return {
         "accepted_counts": list(stats.accepted_counts),
         "num_verified": stats.num_verified,
-        "num_unmerged": stats.num_unmerged,
     }
 
 

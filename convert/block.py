@@ -80,10 +80,11 @@ def _readings(config: BlockConfig, target: Target) -> Iterator[tuple[str, BlockC
     yield f"{other} rotated", replace(config, rope_traditional=not config.rope_traditional)
     if config.has_embedding:
         return
-    if target.modules.has_embedding_norm:
+    norm, factor = target.modules.entry
+    if norm is not None:
         other = "normalised" if config.skips_embedding_norm else "not normalised"
         skips = not config.skips_embedding_norm
         yield f"embeddings {other}", replace(config, skips_embedding_norm=skips)
-    elif target.modules.embedding_scale != 1:
-        scale = config.embed_scale / target.modules.embedding_scale
+    elif factor != 1:
+        scale = config.embed_scale / factor
         yield "embeddings not scaled", replace(config, embed_scale=scale)

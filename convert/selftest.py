@@ -22,7 +22,7 @@ from mlx_redrafter.engine.prompt_encoding import encode_question
 from mlx_redrafter.proposers.draft_network import DraftNetwork
 from mlx_redrafter.proposers.fit import TOP_TOKENS, Prediction, ReadSequence
 from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork
-from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 
 logger = logging.getLogger(__name__)

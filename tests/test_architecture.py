@@ -172,7 +172,7 @@ def test_the_facade_loads_the_back_end_only():
 # Array code and counts that stand on MLX alone.
 WITHOUT_MLX_LM = (
     "draft_plan", "generation_options", "trees/tree",
-    "decoding/delivery", "decoding/passes", "decoding/records",
+    "decoding/delivery", "decoding/passes",
     "proposers/search", "proposers/lookup/chances", "proposers/lookup/contexts",
     "proposers/redrafter/network",
 )  # fmt: skip

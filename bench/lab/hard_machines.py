@@ -6,8 +6,7 @@ prints, for each case, a policy's time as a multiple of plain decoding's: of fir
 tokens, and of later ones of 200.
 """
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
@@ -99,14 +98,14 @@ def make_hard_machine(number: int, case: str) -> HardMachine:
 
 
 def _scaled(costs: StepCosts, factor: float) -> StepCosts:
-    def scaled(seconds: dict[int, float]) -> dict[int, float]:
+    def scaled(seconds: Mapping[int, float]) -> dict[int, float]:
         return {key: factor * value for key, value in seconds.items()}
 
     return StepCosts(
         plain=factor * costs.plain,
-        verify=scaled(dict(costs.verify)),
-        first=scaled(dict(costs.first)),
-        level=scaled(dict(costs.level)),
+        verify=scaled(costs.verify),
+        first=scaled(costs.first),
+        level=scaled(costs.level),
         wait=factor * costs.wait,
     )
 
@@ -142,5 +141,4 @@ def report(numbers: Sequence[int]) -> None:
             f"{column.mean():.3f} {np.quantile(column, 0.95):.3f} {column.max():.3f}"
             for column in times.T
         ]
-        sys.stdout.write(f"{case:<46} first {columns[0]}  later {columns[1]}\n")
-        sys.stdout.flush()
+        print(f"{case:<46} first {columns[0]}  later {columns[1]}", flush=True)

@@ -6,7 +6,6 @@ prints, for each case, the median, 95th percentile and maximum of the default's 
 least speed if nothing pays.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -87,8 +86,8 @@ def report(numbers: Sequence[int]) -> None:
         found = [play(make_scenario(n), begin_policy, make_text) for n in numbers]
         regret = [one.regret for one in found]
         plain = [one.speed for one in found if one.best is None]
-        sys.stdout.write(
+        print(
             f"{case:<54} median {np.median(regret):.1%} p95 {np.quantile(regret, 0.95):.1%} "
-            f"worst {max(regret):.1%} least plain {min(plain, default=1.0):.3f}\n"
+            f"worst {max(regret):.1%} least plain {min(plain, default=1.0):.3f}",
+            flush=True,
         )
-        sys.stdout.flush()

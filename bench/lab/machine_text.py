@@ -37,12 +37,6 @@ CHAIN = {"beam_width": 1, "beam_length": 5, "tree_nodes": 5}
 PROMPT = [1, 403, 407, 261]
 
 
-def say(text: str) -> None:
-    """Print a line at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
 def write(work: str, folder: str) -> None:
     """Write a text without end, or one that ends in another way."""
     model, tokenizer, _ = load(folder, group=mx.distributed.init())
@@ -51,12 +45,12 @@ def write(work: str, folder: str) -> None:
         try:
             engine.generate(PROMPT, max_tokens=100, logits_processors=[_spoil])
         except RedrafterError as error:
-            say(f"the text's own error: {error}")
+            print(f"the text's own error: {error}", flush=True)
     count = 40 if work == "not finite" else 10**6
     for number, _ in enumerate(_endless(engine, count)):
         if number == 3:
-            say("writing")
-    say("written")
+            print("writing", flush=True)
+    print("written", flush=True)
 
 
 def time_texts(folder: str, drafter: str) -> dict[str, Any]:
@@ -135,7 +129,7 @@ def main(work: str, folder: str, drafter: str = "") -> None:
     if group.rank() == group.size() - 1:
         _break_rank(work)
     if work == "time":
-        say(json.dumps(time_texts(folder, drafter)))
+        print(json.dumps(time_texts(folder, drafter)), flush=True)
     else:
         write(work, folder)
 

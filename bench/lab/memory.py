@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_redrafter.bench.lab.contexts import COMMON, PREFILL_STEP, bushy_tree, gpu_like
 from mlx_redrafter.bench.timing import OnProgress
 from mlx_redrafter.checkpoint_files import named_parameters
-from mlx_redrafter.decoding.records import Request
+from mlx_redrafter.decoding.delivery import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode
@@ -30,7 +30,7 @@ from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.caches.cache_kinds import parts_of
+from mlx_redrafter.target.caches.tree_cache import parts_of
 from mlx_redrafter.target.compiled_pass import CompiledPasses
 from mlx_redrafter.target.few_shapes import BUCKET
 from mlx_redrafter.target.model_loading import make_model

@@ -72,10 +72,10 @@ class Ranks:
         """Return the output of a rank so far."""
         return self.outputs[rank].read_text(errors="replace")
 
-    def wait_for(self, text: str, rank: int = 0, limit: float = LIMIT) -> None:
-        """Wait until a rank has printed something."""
-        end = time.monotonic() + limit
-        while text not in self.read(rank):
+    def wait_for(self, text: str) -> None:
+        """Wait until rank 0 has printed something."""
+        end = time.monotonic() + LIMIT
+        while text not in self.read(0):
             is_over = all(process.poll() is not None for process in self.processes)
             if is_over or time.monotonic() > end:
                 found = [self.read(i)[-200:] for i in range(self.size)]

@@ -15,7 +15,6 @@ a quiet machine.
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -171,18 +170,13 @@ def run(
             try:
                 result = measure(pair, pairs.parent, temp, **options)
             except RedrafterError as error:  # such as a drafter that is not there yet
-                _print(f"{pair['name']}: FAILED: {error}")
+                print(f"{pair['name']}: FAILED: {error}", flush=True)
                 continue
             path.write_text(json.dumps(asdict(result)))
-            _print(result.row())
-    _print(f"\n{HEADING}")
+            print(result.row(), flush=True)
+    print(f"\n{HEADING}")
     for path in sorted(out.glob("*.json"), key=lambda path: path.stat().st_mtime):
-        _print(Result(**json.loads(path.read_text())).row())
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+        print(Result(**json.loads(path.read_text())).row())
 
 
 def main() -> None:

@@ -119,19 +119,15 @@ class SimulatedTree:
         self.size = size or self.num_nodes
 
     def read(self) -> Drafts:
-        """See `TokenTree.read`."""
         return self._drafts
 
     def padded(self, size: int) -> SimulatedTree:
-        """See `TokenTree.padded`."""
         return SimulatedTree(self._drafts, size)
 
     def first(self, num_nodes: int) -> SimulatedTree:
-        """See `TokenTree.first`."""
         return self.subtree(range(num_nodes - 1))
 
     def subtree(self, drafts: Sequence[int], among: Drafts | None = None) -> SimulatedTree:
-        """See `TokenTree.subtree`."""
         return SimulatedTree((among or self._drafts).chosen(drafts))
 
 

@@ -142,22 +142,22 @@ class Batch(Lane):
 
     def _trees(self, inputs: Inputs) -> TreeBatch:
         """Return what each slot is to process, the sequences being in the order of their slots."""
-        newest = [one.last for one in inputs if one.last is not None]
-        are_roots = not any(isinstance(one, TokenTree) for one in inputs.values())
-        if are_roots and len(newest) == len(inputs) == self.cache.num_slots:
-            if results := in_one_pass(newest):
-                return TreeBatch.of_roots(results.roots)
         drafts: list[mx.array | TokenTree] = [_IDLE] * self.cache.num_slots
         for sequence, one in inputs.items():
             drafts[self._number(sequence)] = one
-        return TreeBatch(drafts)
+        newest, tokens = [one.last for one in inputs if one.last is not None], None
+        are_roots = not any(isinstance(one, TokenTree) for one in drafts)
+        if are_roots and len(newest) == len(inputs) == len(drafts):
+            results = in_one_pass(newest)
+            tokens = None if results is None else results.roots[:, None]
+        return TreeBatch(drafts, tokens=tokens)
 
     def _sample_alone(self, inputs: Inputs, outputs: TargetOutputs) -> dict[SequenceDecoder, Part]:
         found: dict[SequenceDecoder, Part] = {}
         for sequence, one in inputs.items():
-            own = outputs.of(self._number(sequence)).between(*_sampled_nodes(one))
+            own = outputs.of(self._number(sequence)).of(slice(*_sampled_nodes(one)))
             try:
-                found[sequence] = sequence.choose(one, own, None), None
+                found[sequence] = sequence.choose(one, own, None), 0
             except Exception as error:
                 sequence.outbox.fail(error)
         return found

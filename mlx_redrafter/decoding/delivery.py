@@ -1,18 +1,69 @@
-"""Tokens of a sequence on the way to its caller, and the counts and times of its steps."""
+"""Tokens of a sequence on the way to its caller, and the counts and times of its steps.
+
+Axes: V vocabulary.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import mlx.core as mx
+
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
-from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.draft_plan import DraftPlan
 
 # Maximum share of a step's time that the caller may spend with a token. The device goes on
 # meanwhile, so the time of a step with more is unknown.
 MAX_ABSENCE = 0.1
+
+ProgressCallback = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to decode.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        stop_tokens: Token ids that end the sequence.
+        max_tokens: Maximum number of tokens to yield, -1 for no limit.
+        ends_with_context: Whether that is the room in the target's context, rather than a number
+            that somebody asked for.
+        prefill_step_size: Maximum number of prompt tokens per forward pass.
+        chunk_size: Function that returns a smaller number, or not, for the prompt tokens
+            processed so far; such a prompt shares no passes. None for none.
+        on_progress: Callback for the prompt tokens processed and their number.
+        keeps_cache: Whether to leave the K/V cache and the random state as mlx-lm does, with
+            the last token processed as well, which costs one more forward pass.
+    """
+
+    prompt: list[int]
+    stop_tokens: frozenset[int] = frozenset()
+    max_tokens: int = -1
+    ends_with_context: bool = False
+    prefill_step_size: int = 2048
+    chunk_size: Callable[[int], int] | None = None
+    on_progress: ProgressCallback = field(default=lambda done, total: None)
+    keeps_cache: bool = False
+
+
+class Token(NamedTuple):
+    """One token of the sequence.
+
+    Attributes:
+        id: Token id.
+        is_draft: Whether it is an accepted draft, rather than the target's own addition.
+        log_probs: Function that takes natural log-probabilities after logits processors, shape
+            (V,), out of those of the pass.
+        finish_reason: "stop" or "length" on the last token, else None.
+    """
+
+    id: int
+    is_draft: bool
+    log_probs: Callable[[], mx.array]
+    finish_reason: str | None
 
 
 class ShapeStats(NamedTuple):
@@ -51,7 +102,6 @@ class DecodingStats:
         num_tokens: Tokens yielded, stop token included.
         accepted_counts: Number of steps by accepted drafts: at index a, those that accepted a.
         num_verified: Nodes verified in all steps, roots included.
-        num_unmerged: Nodes as they would have been without merging of shared prefixes.
         shapes: Steps by kind, plain decoding first, once the sequence has ended; empty with a
             fixed plan.
     """
@@ -59,18 +109,16 @@ class DecodingStats:
     num_tokens: int = 0
     accepted_counts: list[int] = field(default_factory=list)
     num_verified: int = 0
-    num_unmerged: int = 0
     shapes: list[ShapeStats] = field(default_factory=list)
 
     def count_token(self) -> None:
         self.num_tokens += 1
 
-    def count_step(self, num_accepted: int, num_verified: int, num_unmerged: int) -> None:
+    def count_step(self, num_accepted: int, num_verified: int) -> None:
         missing = num_accepted + 1 - len(self.accepted_counts)
         self.accepted_counts.extend([0] * missing)
         self.accepted_counts[num_accepted] += 1
         self.num_verified += num_verified
-        self.num_unmerged += num_unmerged
 
     @property
     def steps(self) -> int:
@@ -117,11 +165,6 @@ class Outbox:
     def is_empty(self) -> bool:
         """Whether there is nothing to take, neither tokens nor an error."""
         return not self._tokens and self.error is None
-
-    @property
-    def needs_next(self) -> bool:
-        """Whether the target has to process the token in flight, too."""
-        return self._request.keeps_cache or not self.is_last_next
 
     @property
     def is_last_next(self) -> bool:
@@ -219,7 +262,7 @@ class Delivery:
             request.on_progress(len(request.prompt), len(request.prompt))
             return
         num_accepted = len(newest.rows) - 1
-        self.stats.count_step(num_accepted, newest.num_nodes, newest.num_unmerged)
+        self.stats.count_step(num_accepted, newest.num_nodes)
         seconds = self.clock.lap()
         if policy is not None:
             policy.observe(Step(newest.plan, newest.num_nodes, newest.tokens, seconds))

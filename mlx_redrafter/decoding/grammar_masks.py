@@ -1,18 +1,33 @@
 """Masks of the tokens that a grammar allows after every node of a tree.
 
+A grammar may begin at a marker within the text. The marker is a text, as in mlx-lm, since a model
+may spell it in several ways. A token may also end beyond the marker; it is allowed if the grammar
+allows the rest of it.
+
 Axes: N nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.generate import TextStateMachine
+
+from mlx_redrafter.grammar import LateGrammar
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
+
+
+# State of the search for markers: that of mlx-lm's machine for texts.
+Search = Any
+
+# Name of the machine's state before a marker. No marker is empty.
+FREE = ""
 
 
 class NodeRows:
@@ -115,3 +130,129 @@ class GrammarMasks:
             if self._matcher.is_error():  # it has given up on this branch, not on the others
                 self._matcher = self._new_matcher()
                 self._matcher.try_consume_tokens([*self._text, *path])
+
+
+class TokenBytes:
+    """The bytes of llguidance's tokens, as texts of Latin-1, in which a byte is a character."""
+
+    def __init__(self, vocabulary: LLTokenizer):
+        tokens = range(vocabulary.vocab_size)
+        self.texts = [vocabulary.decode_bytes([token]).decode("latin-1") for token in tokens]
+        self.ends = list(vocabulary.eos_tokens)
+        self._vocabulary = vocabulary
+        self._sorted = sorted((text, token) for token, text in enumerate(self.texts))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return tokens that spell a text; there may be others."""
+        return self._vocabulary.tokenize_bytes(text.encode("latin-1"))
+
+    def beyond(self, marker: str) -> list[int]:
+        """Return the tokens that begin in a marker, or before it, and end beyond it."""
+        found = [
+            token
+            for token, text in enumerate(self.texts)
+            if marker in text and not text.endswith(marker)
+        ]
+        for i in range(1, len(marker)):
+            rest = marker[i:]
+            at = bisect_left(self._sorted, (rest, -1))
+            while at < len(self._sorted) and self._sorted[at][0].startswith(rest):
+                if len(self._sorted[at][0]) > len(rest):
+                    found.append(self._sorted[at][1])
+                at += 1
+        return found
+
+
+class LateMasks:
+    """The masks of a text that is free until a marker comes, with the methods of `GrammarMasks`.
+
+    ``matchers`` stand at the beginning of each marker's grammar.
+    """
+
+    def __init__(
+        self, grammar: LateGrammar, matchers: Mapping[str, LLMatcher], vocabulary: TokenBytes
+    ):
+        self._grammar = grammar
+        self._matchers = matchers
+        self._vocabulary = vocabulary
+        edges = [(marker, marker) for marker in matchers]
+        no_edges: dict[str, list[tuple[str, str]]] = {marker: [] for marker in matchers}
+        self._start: Search = TextStateMachine({FREE: edges, **no_edges}).make_state(FREE)
+        self._search = self._start
+        self._held: GrammarMasks | None = None
+        self._beyond = sorted({token for one in matchers for token in vocabulary.beyond(one)})
+        # Masks of free nodes by the beginning of a marker that stands before them.
+        self._free_rows: dict[str, bytes | None] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._held is None:
+                self._search, self._held = self._read(self._search, token)
+                continue
+            self._held.extend([token])
+            if self._held.is_complete and not self._grammar.is_last:
+                self._search, self._held = self._start, None
+
+    def apply(self, logits: mx.array, tokens: Sequence[int], parents: Sequence[int]) -> mx.array:
+        nodes = NodeRows(tokens, parents)
+        if self._held is None:
+            self._walk(nodes, 0, self._search)
+        else:
+            self._fill(self._held, nodes, 0)
+        return nodes.apply(logits)
+
+    def _walk(self, nodes: NodeRows, node: int, search: Search) -> None:
+        nodes.rows[node] = self._free_row(search)
+        for child in nodes.children[node]:
+            if nodes.tokens[child] >= 0:
+                after, held = self._read(search, nodes.tokens[child])
+                if held is None:
+                    self._walk(nodes, child, after)
+                else:
+                    self._fill(held, nodes, child)
+
+    def _fill(self, held: GrammarMasks, nodes: NodeRows, node: int) -> None:
+        if self._grammar.is_last:
+            held.fill(nodes, node)
+        else:
+            held.fill(nodes, node, lambda child: self._walk(nodes, child, self._start))
+
+    def _read(self, search: Search, token: int) -> tuple[Search, GrammarMasks | None]:
+        """Read a token of the free text; return the masks of the grammar that it begins."""
+        after, segments = TextStateMachine.split(search, self._text_of(token))
+        marker, rest = segments[-1]
+        if marker == FREE:
+            return after, None
+        held = GrammarMasks(self._matchers[marker].deep_copy)
+        held.extend(self._vocabulary.tokenize(rest))
+        return after, held
+
+    def _free_row(self, search: Search) -> bytes | None:
+        """Return the mask of a free node; most have none."""
+        pending = search[3]
+        if pending not in self._free_rows:
+            forbidden = [] if self._grammar.may_end_before else list(self._vocabulary.ends)
+            for token in self._beyond:
+                _, segments = TextStateMachine.split(search, self._text_of(token))
+                marker, rest = segments[-1]
+                if marker != FREE:
+                    tokens = self._vocabulary.tokenize(rest)
+                    if self._matchers[marker].validate_tokens(tokens) < len(tokens):
+                        forbidden.append(token)
+            self._free_rows[pending] = self._mask_without(forbidden) if forbidden else None
+        return self._free_rows[pending]
+
+    def _mask_without(self, forbidden: Sequence[int]) -> bytes:
+        # As long as the matchers' masks, which have room for more tokens than there are.
+        some = next(iter(self._matchers.values()))
+        mask = bytearray(b"\xff" * len(some.compute_bitmask()))
+        for token in forbidden:
+            mask[token // 8] &= ~(1 << token % 8) & 0xFF
+        return bytes(mask)
+
+    def _text_of(self, token: int) -> str:
+        texts = self._vocabulary.texts
+        return texts[token] if token < len(texts) else ""
+
+
+Masks = GrammarMasks | LateMasks

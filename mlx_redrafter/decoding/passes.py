@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.records import NOT_A_NUMBER, NOT_A_TOKEN
 from mlx_redrafter.decoding.sampling import (
+    NOT_A_NUMBER,
+    NOT_A_TOKEN,
     GumbelNoise,
     TokenSampler,
     choose,
@@ -64,7 +65,7 @@ class Results:
         log_probs: Natural log-probabilities after the nodes, shape (G N, V).
         states: States of the nodes that a `StateReader` asks for, shape (G N, S), or None.
         paths: Accepted path, int32, shape (L,), junk after the accepted nodes; None for roots.
-        normalisers: Those of `normalise` after roots, shape (G,), for the host to find NaN.
+        normalisers: Those of `choose` after roots, shape (G,), for the host to find NaN.
     """
 
     packed: mx.array
@@ -82,15 +83,13 @@ class Results:
         """Number of sequences, G."""
         return self.roots.shape[0]
 
-    def part(self, name: str, number: int | None) -> mx.array:
-        """Return an array of one sequence, by its number; None for the only one."""
-        array = getattr(self, name)
-        assert isinstance(array, mx.array)
-        if number is None:
-            return array
+    def part(self, name: str, number: int) -> mx.array:
+        """Return an array of one sequence, by its number; all but the states have one axis."""
         if name not in self._parts:
-            rows = array if name == "states" else array.reshape(-1)
-            self._parts[name] = list(mx.split(rows, self.count))
+            array = getattr(self, name)
+            assert isinstance(array, mx.array)
+            rows = array if name == "states" else array.flatten()  # no operation on one axis
+            self._parts[name] = [rows] if self.count == 1 else list(mx.split(rows, self.count))
         return self._parts[name][number]
 
     @cached_property
@@ -109,8 +108,8 @@ class Results:
         return [row if math.isfinite(one) else [NOT_A_NUMBER] for row, one in found]
 
 
-# The results of a forward pass, and the number of a sequence in it; None for the only one.
-Part = tuple[Results, int | None]
+# The results of a forward pass, and the number of a sequence in it.
+Part = tuple[Results, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,19 +117,17 @@ class Pass:
     """A dispatched forward pass, as one sequence sees it.
 
     Attributes:
-        results: Its arrays. Those of the sequence alone are properties of the same names.
-        number: Number of the sequence in them; None for the only one.
+        results: Its arrays; those of the sequence alone are properties.
+        number: Number of the sequence in them.
         num_nodes: Nodes verified; 0 for the prefill, which is no step.
-        num_unmerged: Nodes as they would have been without merging.
         known: Drafts verified, if the host knows them without waiting; else None.
         length: Committed tokens before the root of this pass.
         plan: Plan of the drafts; None if nothing was drafted.
     """
 
     results: Results
-    number: int | None = None
+    number: int = 0
     num_nodes: int = 1
-    num_unmerged: int = 1
     known: Drafts | None = None
     length: int = 0
     plan: DraftPlan | None = None
@@ -145,7 +142,7 @@ class Pass:
 
     @property
     def hidden_state(self) -> mx.array:
-        return self.results.part("hidden_states", self.number).reshape(-1)
+        return self.results.part("hidden_states", self.number)
 
     @property
     def path(self) -> mx.array:
@@ -172,7 +169,7 @@ class Pass:
         It keeps no other array of the pass in memory.
         """
         rows = self.results.log_probs
-        first = (self.number or 0) * (rows.shape[0] // self.results.count)
+        first = self.number * (rows.shape[0] // self.results.count)
         return partial(rows.__getitem__, first + node)
 
     @property
@@ -202,7 +199,7 @@ class Pass:
     @cached_property
     def outcome(self) -> Outcome:
         """The outcome; the first use waits for the device."""
-        values = self.results.outcomes[self.number or 0]
+        values = self.results.outcomes[self.number]
         bonus = values[0]
         own = [bonus] if bonus >= 0 else []
         if not self.has_path:
@@ -306,7 +303,7 @@ def in_one_pass(passes: Sequence[Pass]) -> Results | None:
     """Return the results of the passes if these are all of one forward pass, in its order."""
     results = passes[0].results
     are_all = len(passes) == results.count and all(
-        one.results is results and (one.number or 0) == number for number, one in enumerate(passes)
+        one.results is results and one.number == number for number, one in enumerate(passes)
     )
     return results if are_all else None
 
@@ -397,7 +394,7 @@ def _accept_all(trees: TreeBatch, chosen: mx.array) -> tuple[mx.array, ...]:
 
     def accept_one(choices: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
         tokens, parents, depths, ancestors = arrays
-        return accept(TokenTree(tokens, parents, depths, ancestors, size, size, max_depth), choices)
+        return accept(TokenTree(tokens, parents, depths, ancestors, size, max_depth), choices)
 
     accept_each: Callable[..., tuple[mx.array, ...]] = mx.vmap(accept_one)
     return accept_each(chosen, trees.tokens, trees.parents, trees.depths, trees.ancestors)

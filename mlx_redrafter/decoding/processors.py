@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from mlx_redrafter.decoding.late_masks import Masks
+from mlx_redrafter.decoding.grammar_masks import Masks
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree

@@ -62,7 +62,7 @@ class StateReader(Protocol):
         """Layers of the target whose inputs it reads, and `target.FINAL`; at least one."""
 
     def read(self, states: mx.array) -> None:
-        """Read states after the next n tokens of the prompt, as in `Pass.states`, shape (n, S).
+        """Read states after the next n tokens of the prompt, as in `Results.states`, shape (n, S).
 
         The last token of the prompt is left out.
         """

@@ -19,12 +19,15 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from mlx_redrafter.decoding.records import NOT_A_NUMBER, NOT_A_TOKEN
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.generation_options import SamplingParams
 
 Sampler = Callable[[mx.array], mx.array]
 
+# Stands for the token after logits that are NaN. Padding nodes have another number, `NO_TOKEN`.
+NOT_A_NUMBER = -2
+# Stands for a token id of the user's sampler that is not in the vocabulary.
+NOT_A_TOKEN = -3
 # Noise per position is drawn in multiples of this, so that vector units treat all tokens alike.
 NOISE_ALIGNMENT = 64
 # Maximum number of positions whose noise is drawn ahead with one set of operations, which cost more
@@ -314,28 +317,21 @@ def choose(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Choose the target's token after each node; the arguments are those of `TokenSampler.sample`.
 
-    Return log-probabilities and normalisers of `normalise`, and between them token ids, int32,
-    shape (N,), any token if the logits are NaN.
+    Return natural log-probabilities, (N, V), in the dtype of the logits, as mlx-lm has them; token
+    ids, int32, shape (N,), any token if the logits are NaN; and the logarithms of the sums that
+    normalise the logits, shape (N,): finite unless one of the logits is NaN or infinite, or all of
+    them are minus infinity.
     """
-    log_probs, normalisers = normalise(logits)
+    normalisers = mx.logsumexp(logits, axis=-1, keepdims=True)
+    log_probs = logits - normalisers
     tokens = sampler.sample(log_probs, depths, noise, num_levels).astype(mx.int32)
-    return log_probs, tokens, normalisers
+    return log_probs, tokens, normalisers.squeeze(-1)
 
 
 def mark_nan(tokens: mx.array, normalisers: mx.array) -> mx.array:
     """Replace tokens whose logits are NaN by `NOT_A_NUMBER`, which no draft is equal to."""
     # `mx.isfinite` has more operations.
     return mx.where(mx.abs(normalisers) < math.inf, tokens, NOT_A_NUMBER)
-
-
-def normalise(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Return natural log-probabilities, (N, V), in the dtype of the logits, as mlx-lm has them.
-
-    Also return the logarithms of the sums that normalise them, shape (N,): finite unless one of
-    the logits is NaN or infinite, or all of them are minus infinity.
-    """
-    normaliser = mx.logsumexp(logits, axis=-1, keepdims=True)
-    return logits - normaliser, normaliser.squeeze(-1)
 
 
 def random_state() -> mx.array:

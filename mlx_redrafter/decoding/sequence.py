@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_redrafter.decoding.delivery import DecodingStats, Delivery, Outbox
+from mlx_redrafter.decoding.delivery import DecodingStats, Delivery, Outbox, Request, Token
 from mlx_redrafter.decoding.passes import (
     Part,
     Pass,
@@ -22,7 +22,6 @@ from mlx_redrafter.decoding.passes import (
 )
 from mlx_redrafter.decoding.processors import ProcessorChain
 from mlx_redrafter.decoding.protocols import Drafting, DraftPolicy
-from mlx_redrafter.decoding.records import Request, Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, TokenSampler
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.target.caches.batch_cache import Slot
@@ -177,12 +176,11 @@ class SequenceDecoder:
         """
         first, length = self.last is None, self.cache.length
         if isinstance(drafts, TokenTree):
-            nodes, unmerged, known = drafts.num_nodes, drafts.num_unmerged, drafts.known
+            nodes, known = drafts.num_nodes, drafts.known
         else:  # the root is committed already
-            nodes = unmerged = 0 if first else 1
-            known, length = None, length - 1
+            nodes, known, length = 0 if first else 1, None, length - 1
         if self.last is None or self.last.is_finite:
-            self.last = Pass(*found, nodes, unmerged, known, length, plan)
+            self.last = Pass(*found, nodes, known, length, plan)
         if self.status is Status.VERIFYING:
             self.status = Status.RUNNING
         if first:

@@ -15,10 +15,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_redrafter.decoding.delivery import Token
 from mlx_redrafter.decoding.passes import Part, Pass
 from mlx_redrafter.decoding.prefill import num_unread, prefill
 from mlx_redrafter.decoding.protocols import Group, JointDrafting, JointPolicy
-from mlx_redrafter.decoding.records import Token
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder, Status, attempt
 from mlx_redrafter.draft_plan import DraftPlan
@@ -76,11 +76,11 @@ class Lane:
         """Run the target on roots and trees, sample, dispatch that; errors go to the outboxes."""
         ((one, drafts),) = inputs.items()
         if not isinstance(drafts, TokenTree):
-            return {one: (one.advance(drafts), None)}
+            return {one: (one.advance(drafts), 0)}
         outputs = one.target.verify(drafts, one.own_cache, one.layers)
         if one.target.compiled.is_first_use:
             one.delivery.clock.skip()
-        return {one: (one.sample(drafts, outputs, noises[one]), None)}
+        return {one: (one.sample(drafts, outputs, noises[one]), 0)}
 
 
 ALONE = Lane()
@@ -243,7 +243,7 @@ class _Step:
         is_plain = plan is None or plan.is_shadow
         if last is not one.committed:
             if not last.has_path and is_plain:
-                if one.outbox.needs_next:
+                if one.request.keeps_cache or not one.outbox.is_last_next:
                     self._inputs[one] = last.root
                 return
             if tree is not None and not is_plain and self._looks_ahead(one, last, tree):

@@ -23,12 +23,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.checks import check_instance, check_int
-from mlx_redrafter.decoding.delivery import DecodingStats
-from mlx_redrafter.decoding.grammar_masks import GrammarMasks
-from mlx_redrafter.decoding.late_masks import LateMasks, Masks, TokenBytes
+from mlx_redrafter.decoding.delivery import DecodingStats, ProgressCallback, Request
+from mlx_redrafter.decoding.grammar_masks import GrammarMasks, LateMasks, Masks, TokenBytes
 from mlx_redrafter.decoding.processors import LogitsProcessor, ProcessorChain
 from mlx_redrafter.decoding.protocols import DraftPolicy, Proposer
-from mlx_redrafter.decoding.records import ProgressCallback, Request
 from mlx_redrafter.decoding.sampling import KeyedSampler, Sampler, StockSampler, TokenSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder

@@ -7,8 +7,8 @@ from typing import Any, Unpack
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_redrafter.decoding.delivery import ProgressCallback
 from mlx_redrafter.decoding.processors import LogitsProcessor
-from mlx_redrafter.decoding.records import ProgressCallback
 from mlx_redrafter.decoding.sampling import Sampler
 from mlx_redrafter.engine.engine import AnyDrafter, Engine
 from mlx_redrafter.engine.learned_state import LearnedState

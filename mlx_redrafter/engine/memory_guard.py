@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from mlx_redrafter.decoding.records import ProgressCallback
+from mlx_redrafter.decoding.delivery import ProgressCallback
 from mlx_redrafter.errors import ResourceError
 from mlx_redrafter.memory_sizes import is_memory_short
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_redrafter.decoding.delivery import Request
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
-from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode

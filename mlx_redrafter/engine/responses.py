@@ -14,8 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse as StockResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_redrafter.decoding.delivery import DecodingStats
-from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.delivery import DecodingStats, Token
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import CLEAR_CACHE_EVERY, decode

@@ -146,10 +146,10 @@ def rebuild(facts: Sequence[int], values: mx.array) -> Draft:
     if num_nodes == 0:
         return values
     if num_arrays == 1:
-        return TokenTree.chain(values, num_nodes)
+        return TokenTree.chain(values)
     tokens, parents, depths = values[:size], values[size : 2 * size], values[2 * size :]
     mask = ancestor_mask(parents, depth)
-    return TokenTree(tokens, parents, depths, mask, num_nodes, num_nodes, depth)
+    return TokenTree(tokens, parents, depths, mask, num_nodes, depth)
 
 
 def share(values: mx.array, group: Any) -> mx.array:

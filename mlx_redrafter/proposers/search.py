@@ -168,20 +168,19 @@ def build_trees(
 def _best(expansion: Expansion, root: mx.array, plan: DraftPlan) -> list[mx.array]:
     """Choose the best nodes, for arrays with any axes before those of the nodes.
 
-    Return arrays of a `TokenTree`: tokens, scores and ``packed``; and, if the nodes are no chain,
-    parents, depths and ancestors.
+    Return arrays of a `TokenTree`: tokens and ``packed``; and, if the nodes are no chain, parents,
+    depths and ancestors.
     """
     shape, count = plan.shape, plan.num_nodes - 1
     if shape.width == 1:
         tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[..., :count]], axis=-1)
-        scores = expansion.scores[..., :count]
-        return [tokens, scores, _packed(tokens, scores)]
+        return [tokens, _packed(tokens, expansion.scores[..., :count])]
     best = mx.argsort(-expansion.scores, axis=-1)[..., :count].astype(mx.int32)
     depths = 1 + best // (expansion.tokens.shape[-1] // shape.levels)
     tokens, parents, depths = _number(expansion, root, best, depths)
     scores = mx.take_along_axis(expansion.scores, best, axis=-1)
     ancestors = ancestor_mask(parents, shape.levels)
-    return [tokens, scores, _packed(tokens, scores, parents, depths), parents, depths, ancestors]
+    return [tokens, _packed(tokens, scores, parents, depths), parents, depths, ancestors]
 
 
 def _packed(tokens: mx.array, scores: mx.array, *places: mx.array) -> mx.array:
@@ -190,19 +189,12 @@ def _packed(tokens: mx.array, scores: mx.array, *places: mx.array) -> mx.array:
 
 
 def _tree(plan: DraftPlan, arrays: Sequence[mx.array]) -> TokenTree:
-    tokens, scores, packed, *places = arrays
-    if places:
-        tree = _branched(plan.shape, tokens, *places)
-    else:
-        tree = TokenTree.chain(tokens, num_unmerged=1 + plan.shape.levels)
-    return replace(tree, scores=scores, packed=packed)
-
-
-def _branched(
-    shape: DraftShape, tokens: mx.array, parents: mx.array, depths: mx.array, ancestors: mx.array
-) -> TokenTree:
-    sizes = tokens.shape[0], 1 + shape.width * shape.levels, shape.levels
-    return TokenTree(tokens, parents, depths, ancestors, *sizes)
+    tokens, packed, *places = arrays
+    if not places:
+        return replace(TokenTree.chain(tokens), packed=packed)
+    parents, depths, ancestors = places
+    sizes = tokens.shape[0], plan.shape.levels
+    return TokenTree(tokens, parents, depths, ancestors, *sizes, packed)
 
 
 def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> TokenTree:
@@ -213,7 +205,7 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     """
     if shape.width == 1:
         tokens = mx.concatenate([root.astype(mx.int32), expansion.tokens[: shape.levels]])
-        return TokenTree.chain(tokens, num_unmerged=expansion.tokens.shape[0] + 1)
+        return TokenTree.chain(tokens)
     scored = expansion.tokens.shape[0]
     level = scored // shape.levels
     lineage = [mx.arange(shape.width, dtype=mx.int32) + (scored - level)]
@@ -225,7 +217,8 @@ def merge_beams(expansion: Expansion, root: mx.array, shape: DraftShape) -> Toke
     (count,) = to_ints(mx.sum(on_beam, keepdims=True))
     kept = kept[:count]
     tokens, parents, depths = _number(expansion, root, kept, 1 + kept // level)
-    return _branched(shape, tokens, parents, depths, ancestor_mask(parents, shape.levels))
+    ancestors = ancestor_mask(parents, shape.levels)
+    return TokenTree(tokens, parents, depths, ancestors, tokens.shape[0], shape.levels)
 
 
 def _number(

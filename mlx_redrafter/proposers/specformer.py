@@ -34,7 +34,7 @@ from mlx_redrafter.proposers.layer_sizes import (
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank
 from mlx_redrafter.proposers.stored_config import MAX_COUNT
-from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 
 NAME = "SpecFormer"

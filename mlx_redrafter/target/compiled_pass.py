@@ -27,15 +27,14 @@ from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import first_line
-from mlx_redrafter.target.caches.cache_kinds import CompositeCache
 from mlx_redrafter.target.caches.full import FullCache, write_all_aside
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_cache import LayerCache, TreeCache, flat
+from mlx_redrafter.target.caches.tree_cache import LayerCache, TreeCache, parts_of
 from mlx_redrafter.target.caches.tree_pass import BranchedState, Layout, TreePass
 from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.target.hooks import TreePositions, UntraceableError
@@ -218,10 +217,10 @@ class _Loan:
             None if unread is None or unread.is_in_place else unread.nodes[0],
         )
 
-    def borrow(self, layer: LayerCache | CompositeCache) -> LayerKind:
+    def borrow(self, layer: LayerCache | CacheList) -> LayerKind:
         """Borrow the arrays of a layer, and return its kind."""
-        if isinstance(layer, CompositeCache):
-            return tuple(map(self.borrow, layer.parts))
+        if isinstance(layer, CacheList):
+            return tuple(map(self.borrow, layer.caches))
         if isinstance(layer, RecurrentCache):
             state = cast(list[mx.array], layer.stock.cache)
             self.arrays += state
@@ -330,7 +329,7 @@ def _build_pass(
     places, tokens, parents, depths, ancestors, *arrays = inputs
     lent = iter(arrays)
     size = kind.num_nodes
-    tree = TokenTree(tokens, parents, depths, ancestors, size, size, kind.max_depth)
+    tree = TokenTree(tokens, parents, depths, ancestors, size, kind.max_depth)
     step = TracedPass(places, tree)
     layers = [_make_layer(one, step, lent) for one in kind.layers]
     positions = TreePositions((step.length + depths)[None], None)
@@ -340,7 +339,7 @@ def _build_pass(
     outputs = [one for one in found if one is not None]
     returned.clear()
     records = iter(step.records)
-    for part in flat(layers):
+    for part in parts_of(layers):
         if isinstance(part, RecurrentCache):
             after = next(records).after
             assert isinstance(after, BranchedState)
@@ -418,7 +417,7 @@ def _make_layer(kind: LayerKind, step: TracedPass, lent: Iterator[mx.array]) -> 
     if isinstance(kind, EntriesKind):
         return TracedEntries(kind, step, next(lent), next(lent))
     if isinstance(kind, tuple):
-        return CompositeCache(None, [_make_layer(part, step, lent) for part in kind])
+        return CacheList(*[_make_layer(part, step, lent) for part in kind])
     if kind is None:
         return None
     stock = ArraysCache(kind)

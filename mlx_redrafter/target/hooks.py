@@ -22,6 +22,9 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_redrafter.errors import UnsupportedTargetError
 
+# In a list of layers to capture, the last layer's output after the final norm.
+FINAL = -1
+
 Call = Callable[..., Any]
 Hook = Callable[..., Any]
 T = TypeVar("T")
@@ -93,9 +96,8 @@ class HookPoint(NamedTuple):
 
 
 _positions: ContextVar[TreePositions | None] = ContextVar("positions", default=None)
-_outputs: ContextVar[list[mx.array] | None] = ContextVar("outputs", default=None)
+_captured: ContextVar[dict[int, mx.array] | None] = ContextVar("captured", default=None)
 _replacement: ContextVar[mx.array | None] = ContextVar("replacement", default=None)
-_inputs: ContextVar[dict[int, mx.array] | None] = ContextVar("inputs", default=None)
 
 
 def tree_positions(positions: TreePositions) -> Scoped[TreePositions]:
@@ -108,19 +110,17 @@ def is_verifying() -> bool:
     return _positions.get() is not None
 
 
-def captured_output() -> Scoped[list[mx.array]]:
-    """Collect the outputs of modules hooked with `capture` that are called inside."""
-    return Scoped(_outputs, [])
+def captured() -> Scoped[dict[int, mx.array]]:
+    """Collect the inputs of modules hooked with `capture_input`, by the ``id`` of the module.
+
+    The output of a module hooked with `capture` comes under `FINAL`.
+    """
+    return Scoped(_captured, {})
 
 
 def replaced_output(output: mx.array) -> Scoped[mx.array]:
     """Let modules hooked with `capture` that are called inside return ``output``."""
     return Scoped(_replacement, output)
-
-
-def captured_inputs() -> Scoped[dict[int, mx.array]]:
-    """Collect the inputs of modules hooked with `capture_input`, by the ``id`` of the module."""
-    return Scoped(_inputs, {})
 
 
 def install(point: HookPoint) -> None:
@@ -263,20 +263,19 @@ class _ShiftedCache:
 
 
 def capture(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Hook for a backbone, for `captured_output` and `replaced_output`."""
-    replacement = _replacement.get()
+    """Hook for a backbone, for `captured` and `replaced_output`."""
+    replacement, found = _replacement.get(), _captured.get()
     result = call(*args, **kwargs) if replacement is None else replacement
-    outputs = _outputs.get()
-    if outputs is not None:
-        outputs.append(result)
+    if found is not None:
+        found[FINAL] = result
     return result
 
 
 def capture_input(call: MethodType, *args: Any, **kwargs: Any) -> Any:
-    """Hook for a layer, for `captured_inputs`: its first argument, named or not."""
-    inputs = _inputs.get()
-    if inputs is not None:
-        inputs[id(call.__self__)] = next(iter((*args, *kwargs.values())))
+    """Hook for a layer, for `captured`: its first argument, named or not."""
+    found = _captured.get()
+    if found is not None:
+        found[id(call.__self__)] = next(iter((*args, *kwargs.values())))
     return call(*args, **kwargs)
 
 

@@ -15,10 +15,10 @@ import mlx.nn as nn
 from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import UnsupportedTargetError
 from mlx_redrafter.target.hooks import (
+    FINAL,
     HookPoint,
     capture_input,
-    captured_inputs,
-    captured_output,
+    captured,
     install,
     replaced_output,
 )
@@ -32,9 +32,6 @@ ENTRY_TOLERANCE = 0.01
 ENTRY_TOKENS = 8
 # Minimum correlation of two heads' logits that differ by a scale or a limit only.
 MIN_CORRELATION = 0.9
-
-# In a list of layers to capture, the last layer's output after the final norm.
-FINAL = -1
 
 
 class TargetModules:
@@ -93,21 +90,11 @@ class TargetModules:
 
         The first call blocks until MLX has computed those of some tokens.
         """
-        term, factor = self._entry
+        term, factor = self.entry
         rows = self.embed(tokens)
         if term is not None and not normed:
             return rows
         return _normed(rows, term) * factor
-
-    @property
-    def has_embedding_norm(self) -> bool:
-        """True if embeddings are normalised before the first layer; see `embedding_scale`."""
-        return self._entry[0] is not None
-
-    @property
-    def embedding_scale(self) -> float:
-        """Factor of embeddings before the first layer; the first use waits for some tokens."""
-        return self._entry[1]
 
     def normalise(self, states: mx.array) -> mx.array:
         """Apply the final norm to states, shape (n, H); the first call waits for one token."""
@@ -128,12 +115,9 @@ class TargetModules:
                     "drafter trained for this model"
                 )
             install(HookPoint(self.reader_of(layer), "__call__", capture_input))
-        with captured_output() as outputs, captured_inputs() as inputs:
+        with captured() as found:
             self._model(mx.array([[0]]))
-        watched = [
-            outputs[-1] if layer == FINAL else inputs.get(id(self.reader_of(layer)))
-            for layer in layers
-        ]
+        watched = [found.get(self.key_of(layer)) for layer in layers]
         size = self.parts.hidden_size
         if any(one is None or one.shape != (1, 1, size) for one in watched):
             raise UnsupportedTargetError(
@@ -148,12 +132,19 @@ class TargetModules:
         """
         return self.layers[layer] if layer < len(self.layers) else self.final_norm
 
+    def key_of(self, layer: int) -> int:
+        """Return the key of a layer's inputs, or of `FINAL`, among `captured` arrays."""
+        return FINAL if layer == FINAL else id(self.reader_of(layer))
+
     @cached_property
-    def _entry(self) -> tuple[float | None, float]:
-        """Term of the norm of embeddings before the first layer, or None, and their factor."""
+    def entry(self) -> tuple[float | None, float]:
+        """Term of the norm of embeddings before the first layer, or None, and their factor.
+
+        The first use blocks until MLX has computed the inputs of the first layer at some tokens.
+        """
         tokens, first = mx.arange(min(ENTRY_TOKENS, self.parts.vocab_size)), self.layers[0]
         self.watch([0])
-        with captured_inputs() as found:
+        with captured() as found:
             self.call(tokens[None])
         inputs, rows = found[id(first)][0].astype(mx.float32), self.embed(tokens).astype(mx.float32)
         errors, factors = [], []
@@ -197,11 +188,11 @@ class TargetModules:
         candidates = [one for one in modules if _is_norm(one, self.parts.hidden_size)]
         for module in candidates:
             install(HookPoint(module, "__call__", capture_input))
-        with captured_output() as outputs, captured_inputs() as inputs:
+        with captured() as found:
             self.call(mx.array([[0]]))
         for module in candidates:
-            given = inputs.get(id(module))
-            if given is not None and mx.array_equal(module(given), outputs[-1]).item():
+            given = found.get(id(module))
+            if given is not None and mx.array_equal(module(given), found[FINAL]).item():
                 return module
         raise UnsupportedTargetError(
             "expected a model whose LM head gets the output of a norm, found another; use another "

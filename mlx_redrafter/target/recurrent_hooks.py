@@ -149,9 +149,9 @@ def convolve_pairs(
     if layer is None:
         return call(x, weights, state=state)
     before = mx.zeros_like(x[:, :, :1]) if state is None else state
-    inputs = _by_node(mx.concatenate([before, x], axis=2)).flatten(0, 1)[:, :, None]
+    inputs = mx.concatenate([before, x], axis=2).swapaxes(1, 2).flatten(0, 1)[:, :, None]
     above = inputs[layer.trees.window_rows(2)[:, 0]]
-    nodes = _by_node(x).flatten(0, 1)[:, :, None]
+    nodes = x.swapaxes(1, 2).flatten(0, 1)[:, :, None]
     layer.parts.append(_Nodes(nodes))
     convolved: mx.array = call(nodes, weights, state=above)
     return convolved.reshape(x.shape[0], -1, *x.shape[1::2]).swapaxes(1, 2)
@@ -203,7 +203,7 @@ def _follow_delta_rule(
         max(layer.trees.max_depths),
     )
     layer.parts.append(BranchStates(before, keys, updates, log_decays))
-    return _by_node(y).astype(q.dtype), state
+    return y.swapaxes(1, 2).astype(q.dtype), state
 
 
 def _follow_state_space(
@@ -234,18 +234,14 @@ def _follow_state_space(
         layer.trees.ancestors,
     )
     layer.parts.append(BranchStates(before, keys, updates, log_decays))
-    return _by_node(y + D.astype(mx.float32)[:, None, None] * inputs).astype(x.dtype), state
+    y = y + D.astype(mx.float32)[:, None, None] * inputs
+    return y.swapaxes(1, 2).astype(x.dtype), state
 
 
 def _by_head(x: mx.array, num_heads: int) -> mx.array:
     """Repeat rows of nodes, shape (B, N, groups, D), for each head, float32, (B, H, N, D)."""
     rows = x.swapaxes(1, 2).astype(mx.float32)
     return mx.repeat(rows, num_heads // rows.shape[1], axis=1)
-
-
-def _by_node(x: mx.array) -> mx.array:
-    """Transpose (B, H, N, D) to (B, N, H, D)."""
-    return x.swapaxes(1, 2)
 
 
 def _state(state: mx.array | None, values: mx.array, keys: mx.array) -> mx.array:

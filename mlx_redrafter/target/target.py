@@ -24,15 +24,15 @@ from mlx_redrafter.target.few_shapes import (
     pays_on_device,
 )
 from mlx_redrafter.target.hooks import (
+    FINAL,
     TreePositions,
-    captured_inputs,
-    captured_output,
+    captured,
     install,
     install_in_attention,
     tree_positions,
 )
 from mlx_redrafter.target.model_parts import find_parts
-from mlx_redrafter.target.modules import FINAL, TargetModules
+from mlx_redrafter.target.modules import TargetModules
 from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 # Note for the user of a model that `is_slow`.
@@ -55,10 +55,6 @@ class TargetOutputs(NamedTuple):
     hidden_states: mx.array
     states: mx.array | None = None
 
-    def between(self, start: int, end: int) -> TargetOutputs:
-        """Select the nodes from ``start`` to ``end`` - 1, of a single sequence."""
-        return self._mapped(lambda array: array[start:end])
-
     @property
     def alone(self) -> TargetOutputs:
         """The outputs without their axis of sequences, for a single sequence."""
@@ -69,9 +65,9 @@ class TargetOutputs(NamedTuple):
         """The outputs without their axis of nodes, for several sequences of one node each."""
         return self._mapped(lambda array: array.squeeze(1))
 
-    def of(self, sequences: int | mx.array) -> TargetOutputs:
-        """Select one or several sequences from outputs with an axis of sequences."""
-        return self._mapped(lambda array: array[sequences])
+    def of(self, rows: int | slice | mx.array) -> TargetOutputs:
+        """Select along the first axis: sequences, or nodes of a single one."""
+        return self._mapped(lambda array: array[rows])
 
     def at(self, nodes: Sequence[int]) -> TargetOutputs:
         """Select one node of each sequence from outputs with an axis of sequences, which stays."""
@@ -197,13 +193,13 @@ class Target:
 
         ``layers`` are captured; without caches the sequences are new ones.
         """
-        with captured_output() as outputs, captured_inputs() as inputs:
+        with captured() as found:
             logits = self.model(tokens, cache=caches)
-        final, states = outputs[-1], None
+        states = None
         if layers:
-            parts = [final if i == FINAL else inputs[id(self.modules.reader_of(i))] for i in layers]
+            parts = [found[self.modules.key_of(layer)] for layer in layers]
             states = mx.concatenate(parts, axis=-1)
-        return TargetOutputs(logits, final, states)
+        return TargetOutputs(logits, found[FINAL], states)
 
 
 def is_slow(target: Target) -> bool:

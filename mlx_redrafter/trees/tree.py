@@ -17,8 +17,6 @@ from mlx_redrafter.device_read import to_ints, to_rows
 
 # Token id of padding nodes.
 NO_TOKEN = -1
-# Depth and parent of a token alone, made once.
-_ZERO = mx.array([0], dtype=mx.int32)
 
 
 class Drafts(NamedTuple):
@@ -55,12 +53,10 @@ class TokenTree:
         depths: Edges from the root, int32, shape (N,).
         ancestors: Ancestor mask, bool, shape (N, N): row n marks n and its ancestors.
         num_nodes: Number of nodes without padding, root included.
-        num_unmerged: Number of tokens before shared prefixes were merged, root included.
         max_depth: Maximum depth of a node.
-        scores: Natural logarithm of the proposer's probability of a draft and its ancestors, in
-            descending order, float32, shape (N - 1,); None if the nodes are in another order.
         packed: Arrays that `read` needs, in one, int32, shape (4 (N - 1),), or for a chain, which
-            needs only tokens and scores, (2 (N - 1),); None without scores.
+            needs only tokens and scores, (2 (N - 1),); None if nothing reads the drafts, or they
+            are known.
         known: Drafts that are on the host already, without padding, or None.
         is_chain: Whether every draft is a child of the previous node, which needs far fewer
             operations.
@@ -73,19 +69,17 @@ class TokenTree:
     depths: mx.array
     ancestors: mx.array
     num_nodes: int
-    num_unmerged: int
     max_depth: int
-    scores: mx.array | None = None
     packed: mx.array | None = None
     known: Drafts | None = None
     is_chain: bool = False
     find_others: Callable[[], Drafts] | None = None
 
     @classmethod
-    def chain(cls, tokens: mx.array, num_unmerged: int) -> TokenTree:
+    def chain(cls, tokens: mx.array) -> TokenTree:
         """Make the tree in which each of the tokens, int32, is the only child of the one before."""
         size = tokens.shape[0]
-        return cls(tokens, *_chain(size), size, num_unmerged, size - 1, is_chain=True)
+        return cls(tokens, *_chain(size), size, size - 1, is_chain=True)
 
     @classmethod
     def of(
@@ -93,7 +87,8 @@ class TokenTree:
     ) -> TokenTree:
         """Make a tree from lists on the host: tokens and each node's parent, the root's being 0.
 
-        The scores are those of the drafts in descending order; None if the order is another.
+        The scores are natural logarithms of the proposer's probabilities of the drafts with their
+        ancestors, in descending order; None if the order is another.
         """
         depths = [0] * len(tokens)
         for node in range(1, len(tokens)):
@@ -101,15 +96,15 @@ class TokenTree:
         max_depth = max(depths)
         nodes = mx.array(list(tokens), dtype=mx.int32)
         if depths == list(range(max_depth + 1)):
-            tree = cls.chain(nodes, num_unmerged=len(tokens))
+            tree = cls.chain(nodes)
         else:
             size, above = len(tokens), mx.array(list(parents), dtype=mx.int32)
             places = above, mx.array(depths, dtype=mx.int32), ancestor_mask(above, max_depth)
-            tree = cls(nodes, *places, size, size, max_depth)
+            tree = cls(nodes, *places, size, max_depth)
         if scores is None:
             return tree
         known = Drafts(list(scores), depths[1:], list(parents[1:]), list(tokens[1:]))
-        return replace(tree, scores=mx.array(known.scores, dtype=mx.float32), known=known)
+        return replace(tree, known=known)
 
     @classmethod
     def below(cls, root: mx.array, drafts: Drafts) -> TokenTree:
@@ -186,7 +181,6 @@ class TokenTree:
             ancestors=ancestors,
             num_nodes=num_nodes,
             max_depth=max_depth,
-            scores=None if self.scores is None else self.scores[:drafts],
             packed=None,
             known=known,
         )
@@ -204,7 +198,6 @@ class TokenTree:
             parents=parents,
             depths=mx.concatenate([self.depths, zeros]),
             ancestors=ancestor_mask(parents, self.max_depth),
-            scores=None,
             packed=None,
             is_chain=False,
         )
@@ -236,22 +229,23 @@ class TreeBatch:
     """Trees of several slots, with padding nodes up to the size of the largest tree, N, or more.
 
     ``drafts`` has for each slot a tree, or tokens that follow each other, int32, shape (n,).
+    ``tokens`` are given if they are in one array already, int32, shape (B, N).
     """
 
-    def __init__(self, drafts: Sequence[mx.array | TokenTree], size: int | None = None):
+    def __init__(
+        self,
+        drafts: Sequence[mx.array | TokenTree],
+        size: int | None = None,
+        tokens: mx.array | None = None,
+    ):
         self.drafts = drafts
         self.max_depths = [
             one.max_depth if isinstance(one, TokenTree) else one.size - 1 for one in drafts
         ]
         self.size = max([one.size for one in drafts]) if size is None else size
+        if tokens is not None:
+            self.tokens = tokens
         self._window_rows: dict[int, mx.array] = {}
-
-    @classmethod
-    def of_roots(cls, roots: mx.array) -> TreeBatch:
-        """Make trees of nothing but roots, int32, shape (B,), which are in one array already."""
-        trees = cls([_ZERO] * roots.shape[0], 1)
-        trees.tokens = roots[:, None]
-        return trees
 
     def __len__(self) -> int:
         return len(self.drafts)
@@ -270,9 +264,6 @@ class TreeBatch:
     @cached_property
     def tokens(self) -> mx.array:
         """Token ids, int32, shape (B, N)."""
-        if self.size == 1 and not any(self.max_depths):
-            roots = [one.tokens if isinstance(one, TokenTree) else one for one in self.drafts]
-            return mx.concatenate(roots)[:, None]
         return self._stacked("tokens", NO_TOKEN)
 
     @cached_property
@@ -296,11 +287,11 @@ class TreeBatch:
         """Read the parents of each tree's nodes; blocks unless the host knows all trees."""
         read: list[list[int]] = []
         for one in self.drafts:
-            if isinstance(one, TokenTree) and one.known is None:
-                return to_rows(self.parents)
             known: Sequence[int] = range(one.size - 1)
             if isinstance(one, TokenTree):
-                known = one.known.parents if one.known else []
+                if one.known is None:
+                    return to_rows(self.parents)
+                known = one.known.parents
             read.append([0, *known, *[0] * (self.size - 1 - len(known))])
         return read
 
@@ -360,16 +351,11 @@ class TreeBatch:
             return getattr(self._only, name)[None]
         parts: list[mx.array] = []
         for one in self.drafts:
-            parts.append(getattr(one, name) if isinstance(one, TokenTree) else _in_a_row(one, name))
-            if missing := self.size - parts[-1].shape[0]:
+            if isinstance(one, TokenTree):
+                parts.append(getattr(one, name))
+            else:
+                parents, depths, _ = _chain(one.size)
+                parts.append({"tokens": one, "parents": parents, "depths": depths}[name])
+            if missing := self.size - one.size:
                 parts.append(mx.full((missing,), padding, dtype=mx.int32))
         return mx.concatenate(parts).reshape(len(self), self.size)
-
-
-def _in_a_row(tokens: mx.array, name: str) -> mx.array:
-    if name == "tokens":
-        return tokens
-    if tokens.shape[0] == 1:
-        return _ZERO
-    depths = mx.arange(tokens.shape[0], dtype=mx.int32)
-    return depths if name == "depths" else mx.maximum(depths - 1, 0)

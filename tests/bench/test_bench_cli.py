@@ -163,7 +163,7 @@ def test_a_grid_that_would_take_weeks_is_refused():
 
 
 def make_run(repeat):
-    return TimedRun("g", 0, "a", "p", "c", repeat, 5, 0.5, 1.0, [1, 2], [1], 2, 2)
+    return TimedRun("g", 0, "a", "p", "c", repeat, 5, 0.5, 1.0, [1, 2], [1], 2)
 
 
 def test_recordings_go_on(tmp_path):
@@ -183,7 +183,7 @@ def test_recordings_go_on(tmp_path):
     with pytest.raises(ConfigError, match="measured with seed 1, now it is 2"):
         Recording(path, "sweep", {"seed": 2}, resume=True)
     whole = path.read_text()
-    path.write_text(whole.replace('"num_unmerged"', '"num_plain"'))
+    path.write_text(whole.replace('"num_verified"', '"num_plain"'))
     with pytest.raises(ConfigError, match="another version of this program"):
         Recording(path, "sweep", {"seed": 1}, resume=True)
     machine = json.loads(whole)["machine"]

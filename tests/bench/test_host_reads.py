@@ -9,9 +9,9 @@ import mlx.core as mx
 
 from mlx_redrafter import device_read
 from mlx_redrafter.bench.lab.contexts import COMMON
+from mlx_redrafter.decoding.delivery import Request
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.prefill import prefill
-from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import Inputs, Lane, Noises, step

@@ -17,8 +17,7 @@ from mlx_redrafter.bench.cost_model import (
 )
 from mlx_redrafter.bench.lab import validation
 from mlx_redrafter.bench.lab.commands.training import TABLE_CHIPS, shape_of
-from mlx_redrafter.bench.lab.cost_fit import fit
-from mlx_redrafter.bench.lab.validation import read_apple_sweeps
+from mlx_redrafter.bench.lab.validation import fit, read_apple_sweeps
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from tests.bench.commands import run_lab

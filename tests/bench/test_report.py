@@ -17,7 +17,7 @@ from mlx_redrafter.cli.bench_output import show_speeds
 
 def make_run(arm, seconds, tokens=(1, 2, 3), accepted=(), prompt="p", repeat=0, block=0):
     return TimedRun(
-        "g", block, arm, prompt, "c", repeat, 5, 0.5, seconds, list(tokens), list(accepted), 6, 9
+        "g", block, arm, prompt, "c", repeat, 5, 0.5, seconds, list(tokens), list(accepted), 6
     )
 
 
@@ -142,7 +142,7 @@ def test_rows_count_a_prompt_once_in_their_intervals():
 def make_runs(stock, plain=None):
     """Repeats of one text of 11 tokens, by their seconds."""
     return [
-        TimedRun("", 0, arm, "p", "c", repeat, 5, 0.5, seconds, list(range(11)), [], 0, 0)
+        TimedRun("", 0, arm, "p", "c", repeat, 5, 0.5, seconds, list(range(11)), [], 0)
         for arm, times in ((STOCK, stock), (PLAIN, plain or stock))
         for repeat, seconds in enumerate(times)
     ]

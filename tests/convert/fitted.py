@@ -20,7 +20,7 @@ from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
 
 NUM_WINDOWS, WINDOW, NUM_STEPS, BATCH = 96, 128, 250, 256
@@ -96,7 +96,7 @@ def _examples(model: nn.Module, tokenizer: Any, text: Path) -> Examples:
         if len(ids) >= NUM_WINDOWS * WINDOW:
             break
     windows = mx.array(ids[: NUM_WINDOWS * WINDOW]).reshape(NUM_WINDOWS, WINDOW)
-    with captured_output() as outputs:
+    with captured() as outputs:
         said = mx.argmax(model(windows), axis=-1)  # (B, S): token s + 1 as the target has it
     hidden_states = outputs[-1]
     return Examples(

@@ -11,7 +11,7 @@ import mlx_lm
 import pytest
 
 from mlx_redrafter.bench import machine, runs
-from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.delivery import Token
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine import engine
 from mlx_redrafter.target.caches.quantised import QuantisingCache

@@ -44,7 +44,7 @@ def record(
     stats = responses[-1].stats
     tokens = json.dumps([response.token for response in responses])
     digest = hashlib.sha256(tokens.encode()).hexdigest()[:16]
-    return [digest, stats.accepted_counts, stats.num_verified, stats.num_unmerged]
+    return [digest, stats.accepted_counts, stats.num_verified]
 
 
 def main() -> None:

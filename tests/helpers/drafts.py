@@ -31,7 +31,7 @@ def scored(tree: TokenTree, scores: Sequence[float]) -> TokenTree:
     values = mx.array(scores, dtype=mx.float32)
     places = () if tree.is_chain else (tree.parents[1:], tree.depths[1:])
     columns = tree.tokens[1:], values.view(mx.int32), *places
-    return replace(tree, scores=values, packed=mx.concatenate(columns))
+    return replace(tree, packed=mx.concatenate(columns))
 
 
 def grow(

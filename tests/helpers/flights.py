@@ -32,7 +32,7 @@ def flight_of(
         states=states,
         paths=mx.arange(len(path), dtype=mx.int32),
     )
-    return Pass(results, None, len(path), len(path), length=length)
+    return Pass(results, 0, len(path), length=length)
 
 
 def drafts_after_any_steps(

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.network import Medusa
-from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
 
 
@@ -45,7 +45,7 @@ def fitted_medusa(model: nn.Module, text: Sequence[int], num_heads: int = 4) -> 
     squares.
     """
     size = Target(model).vocab_size
-    with captured_output() as outputs:
+    with captured() as outputs:
         model(mx.array([list(text)]))
     hidden = np.array(outputs[-1][0].astype(mx.float32))
     hidden_size = hidden.shape[-1]

@@ -174,6 +174,7 @@ def main(folder: Path, *words: str) -> None:
     expected = {temp: writer.texts(temp) for temp in (0.0, 1.0)}
     checks = {
         "one process": all(whole.texts(temp) == texts for temp, texts in expected.items()),
+        "batch": all(writer.batch(temp) == texts for temp, texts in expected.items()),
         "foreign caches": refuses_foreign_caches(writer, whole),
     }
     _print("no drafts", checks, writer.tokens)

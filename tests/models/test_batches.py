@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_redrafter.decoding import prefill
-from mlx_redrafter.decoding.records import Token
+from mlx_redrafter.decoding.delivery import Token
 from mlx_redrafter.decoding.sampling import gumbel_noise
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
@@ -22,8 +22,8 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.target.caches import batch_layers
 from mlx_redrafter.target.caches.batch_cache import BatchCache
-from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
+from mlx_redrafter.target.caches.tree_cache import parts_of
 from mlx_redrafter.target.target import Target
 from tests.helpers.few_shapes import use_few_shapes
 from tests.models.test_architectures import TEXT_MODELS, disagreement

@@ -22,10 +22,10 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter.engine.profiling import blank_cache
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.architectures import SUPPORTED
-from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
+from mlx_redrafter.target.caches.tree_cache import parts_of
 from mlx_redrafter.target.target import Target
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, stream, tokens

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_redrafter.bench.lab.contexts import prefill
+from mlx_redrafter.decoding.delivery import Request
 from mlx_redrafter.decoding.passes import Pass
-from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
@@ -29,7 +29,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import Quantisation, SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.caches.tree_cache import TreeCache
-from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from tests.models.tiny_models import THRESHOLD, VOCAB_SIZE
@@ -83,7 +83,7 @@ def decode_paths(
     hidden_states: list[mx.array] = []
     for node, token in enumerate(tokens):
         own = copy.deepcopy(caches[parents[node]] if node else cache)
-        with captured_output() as outputs:
+        with captured() as outputs:
             logits.append(read_by_stock(model, [token], own, quantisation))
         hidden_states.append(outputs[-1][0, -1] if outputs else mx.zeros((0,)))
         caches.append(own)
@@ -209,7 +209,7 @@ class DraftsOnDevice(_Drafts):
         drafts = self.text[root + depths] + (depths > num_right)
         if self.is_chain:
             tokens = mx.concatenate([flight.root, drafts % VOCAB_SIZE])
-            return TokenTree.chain(tokens, DRAFT_LENGTH + 1)
+            return TokenTree.chain(tokens)
         siblings = mx.stack([drafts + 17, drafts], axis=1).reshape(-1) % VOCAB_SIZE
         parents = [0, *(2 * ((node - 1) // 2) for node in range(1, 2 * DRAFT_LENGTH + 1))]
         tokens = mx.concatenate([flight.root, siblings])

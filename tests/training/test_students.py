@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_redrafter import load_drafter
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.proposers.redrafter.network import Drafter
-from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import (
     NetworkOptions,
@@ -208,7 +208,7 @@ def test_the_head_matrix_gives_the_targets_logits(bits: int | None, is_tied: boo
     if bits is not None:
         quantize_wide(model, bits=bits)
     target = Target(model)
-    with captured_output() as outputs:
+    with captured() as outputs:
         logits = model(mx.array([[1, 2, 3]]))
     head = compute_head_matrix(target)
     np.testing.assert_allclose(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
-from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import teacher, teacher_outputs
 from mlx_redrafter.training.data import TokenSequence
@@ -35,7 +35,7 @@ def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, nam
     assert starts.tolist() == [0, 17, 20, 60, 69, 90]
     for sequence, start in zip(sequences, starts, strict=False):
         where = slice(int(start), int(start) + len(sequence))
-        with captured_output() as outputs:
+        with captured() as outputs:
             logits = target.model(mx.array(sequence.tokens)[None])[0]
         log_probs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         best = np.argsort(-log_probs, kind="stable")[:, :K]

@@ -4,7 +4,6 @@ Without a C compiler the ring waits in a busy loop, and messages cannot be delay
 """
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -54,8 +53,7 @@ def run(options: Namespace) -> None:
 
 def _show(found: dict[str, Any]) -> dict[str, Any]:
     """Print a result as a line of JSON, and return it."""
-    sys.stdout.write(f"{json.dumps(found)}\n")
-    sys.stdout.flush()
+    print(json.dumps(found), flush=True)
     return found
 
 

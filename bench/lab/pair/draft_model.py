@@ -15,9 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.models.llama import Model, ModelArgs
 
+from mlx_redrafter.checkpoint_files import named_parameters, read_config, write_checkpoint
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import MANIFEST, TeacherCache
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
-    config = shape(json.loads((a.target / "config.json").read_text()), a.hidden, a.layers)
+    config = shape(read_config(a.target), a.hidden, a.layers)
     identity = json.loads((a.cache / MANIFEST).read_text())
     del identity["format"]
     a.out.mkdir(parents=True)  # before the long work, which an old folder would lose
@@ -74,7 +75,7 @@ def new_model(config: dict[str, object], seed: int) -> Model:
     rng = np.random.default_rng(seed)
     depth = len(model.layers)
     weights = []
-    for name, value in tree_flatten(model.parameters()):
+    for name, value in named_parameters(model).items():
         if value.ndim == 2:
             is_end = "o_proj" in name or "down_proj" in name
             scale = 0.02 / np.sqrt(2 * depth) if is_end else 0.02
@@ -124,9 +125,8 @@ def write(model: Model, config: dict[str, object], target: Path, out: Path) -> N
     for name in TOKENIZER_FILES:
         if (target / name).exists():
             shutil.copy(target / name, out / name)
-    weights = {n: v.astype(mx.float16) for n, v in tree_flatten(model.parameters())}
-    mx.save_safetensors(str(out / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weights = {n: v.astype(mx.float16) for n, v in named_parameters(model).items()}
+    write_checkpoint(out, config, weights)
 
 
 if __name__ == "__main__":

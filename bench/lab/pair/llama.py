@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
+MOMENTUM, DECAY = 0.95, 0.02
 
 
 @dataclass(frozen=True)
@@ -168,23 +169,20 @@ class Muon:
     Matrices of one size are handled as one stack.
     """
 
-    def __init__(
-        self, parameters: list[nn.Parameter], momentum: float = 0.95, decay: float = 0.02
-    ) -> None:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         sizes: dict[torch.Size, list[nn.Parameter]] = {}
         for parameter in parameters:
             sizes.setdefault(parameter.shape, []).append(parameter)
         self.groups = list(sizes.values())
         self.momenta = [torch.zeros(len(group), *group[0].shape) for group in self.groups]
-        self.momentum, self.decay = momentum, decay
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         for group, buffer in zip(self.groups, self.momenta, strict=True):
             gradient = torch.stack([parameter.grad for parameter in group])
-            buffer.lerp_(gradient, 1 - self.momentum)
-            update = orthogonalise(gradient.lerp_(buffer, self.momentum))
+            buffer.lerp_(gradient, 1 - MOMENTUM)
+            update = orthogonalise(gradient.lerp_(buffer, MOMENTUM))
             rows, columns = group[0].shape
             scale = max(1.0, rows / columns) ** 0.5
             for parameter, direction in zip(group, update, strict=True):
-                parameter.mul_(1 - rate * self.decay).add_(direction, alpha=-rate * scale)
+                parameter.mul_(1 - rate * DECAY).add_(direction, alpha=-rate * scale)

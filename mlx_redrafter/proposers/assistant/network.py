@@ -23,8 +23,7 @@ from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvDraftin
 from mlx_redrafter.proposers.layer_sizes import FULL, SLIDING, check_layer_types
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 from mlx_redrafter.target.caches.draft_cache import DraftMask
-from mlx_redrafter.target.hooks import TreePositions, tree_positions
-from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.hooks import FINAL, TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")

@@ -22,7 +22,7 @@ from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvDraftin
 from mlx_redrafter.proposers.layer_sizes import complete_yarn, layer_arguments
 from mlx_redrafter.proposers.linked_levels import search_slots
 from mlx_redrafter.proposers.search import Expansion, NoiseRank, log_probs
-from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -156,7 +156,7 @@ class Eagle(AutoregressiveNetwork):
             tokens = mx.full((masked,), self.config.mask_token_id, dtype=mx.int32)
             hidden = self.mask_hidden[0]
             features = self.fuse(mx.broadcast_to(hidden, (masked, hidden.shape[-1])))
-            chain = TokenTree.chain(tokens, masked)
+            chain = TokenTree.chain(tokens)
             mask, positions = drafting.lineage_after(flight).start_at_nodes(chain)
             mask = mask._replace(moved=1 + chain.depths[:, None])
             outputs.append(drafting.read_level(features, tokens, mask, positions))

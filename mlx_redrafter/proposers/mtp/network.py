@@ -21,7 +21,7 @@ from mlx_redrafter.proposers.mtp.families import (
     names_of,
     published_name,
 )
-from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 
 # Keys of a model's config.json that a folder with its module alone does not need.

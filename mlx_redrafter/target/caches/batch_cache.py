@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlx_redrafter.target.caches.batch_layers import BATCH_LAYERS, BatchLayer, whole
-from mlx_redrafter.target.caches.cache_kinds import CompositeCache, describe
-from mlx_redrafter.target.caches.places import Move
+from mlx_redrafter.target.caches.cache_kinds import describe
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
-from mlx_redrafter.target.caches.tree_cache import TreeCache, flat
-from mlx_redrafter.target.caches.tree_pass import History, NewRows, TreePass, Visit
+from mlx_redrafter.target.caches.tree_cache import TreeCache, parts_of
+from mlx_redrafter.target.caches.tree_pass import History, Move, NewRows, TreePass, Visit
 from mlx_redrafter.trees.tree import TokenTree, TreeBatch
 
 # Function that returns the number of tokens that a sequence keeps whatever happens; the maximum
@@ -183,7 +182,7 @@ class BatchCache:
         if self._kinds != _kinds(own):
             self._kinds = _kinds(own)
             self.layers = [_layer(one) for one in own.layers]
-            self._parts = flat(self.layers)
+            self._parts = parts_of(self.layers)
             self.capacity = 0
 
     def _reserve(self, num_rows: int, num_nodes: int) -> None:
@@ -229,8 +228,8 @@ class BatchCache:
 
 def _layer(own: Any) -> Any:
     """Make the layer of a batch that is like that of a single sequence."""
-    if isinstance(own, CompositeCache):
-        return CompositeCache(None, [_layer(part) for part in own.parts])
+    if isinstance(own, CacheList):
+        return CacheList(*map(_layer, own.caches))
     if isinstance(own, RecurrentCache):
         return RecurrentCache(ArraysCache(len(own.stock.cache)))
     return BATCH_LAYERS[type(own)](own)

@@ -9,12 +9,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
-from mlx_redrafter.target.caches.chunked import ChunkCache
-from mlx_redrafter.target.caches.full import Entries, FullCache, arrays_of, pair_of
-from mlx_redrafter.target.caches.places import Move, Places
+from mlx_redrafter.target.caches.full import ChunkCache, Entries, FullCache, arrays_of, pair_of
 from mlx_redrafter.target.caches.quantised import QuantisedCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_pass import TreePass
+from mlx_redrafter.target.caches.tree_pass import Move, Places, TreePass
 
 # Number of entries by which buffers grow, as in mlx-lm.
 GROWTH = 256

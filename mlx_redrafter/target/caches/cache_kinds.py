@@ -16,27 +16,19 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_redrafter.target.caches.chunked import ChunkCache
-from mlx_redrafter.target.caches.full import FullCache
+from mlx_redrafter.target.caches.full import ChunkCache, FullCache
 from mlx_redrafter.target.caches.quantised import QuantisedCache
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
-from mlx_redrafter.target.caches.tree_cache import LayerCache
+from mlx_redrafter.target.caches.tree_cache import LayerCache, parts_of
 
 
-class CompositeCache:
-    """A layer with several caches, whose parts `TreeCache` and `BatchCache` address."""
+class CompositeCache(CacheList):
+    """A layer with several caches, each with its `LayerCache`, which `TreeCache` addresses."""
 
-    def __init__(self, stock: CacheList | None, parts: Sequence[Any]):
+    def __init__(self, stock: CacheList):
+        super().__init__(*[LAYER_CACHES[type(part)](part) for part in stock.caches])
         self.stock = stock
-        self.parts = list(parts)
-
-    @classmethod
-    def of(cls, stock: CacheList) -> CompositeCache:
-        return cls(stock, [LAYER_CACHES[type(part)](part) for part in stock.caches])
-
-    def __getitem__(self, index: int) -> Any:
-        return self.parts[index]
 
 
 # Constructors of `LayerCache`, or of several, by kind of mlx-lm's cache.
@@ -46,16 +38,8 @@ LAYER_CACHES: Mapping[type, Callable[[Any], LayerCache | CompositeCache]] = {
     ChunkedKVCache: ChunkCache,
     QuantizedKVCache: QuantisedCache,
     ArraysCache: RecurrentCache,
-    CacheList: CompositeCache.of,
+    CacheList: CompositeCache,
 }
-
-
-def parts_of(caches: Iterable[Any]) -> list[Any]:
-    """List caches, with the parts of a ``CacheList`` in its place."""
-    parts: list[Any] = []
-    for cache in caches:
-        parts.extend(parts_of(cache.caches) if isinstance(cache, CacheList) else [cache])
-    return parts
 
 
 def copy_rows(caches: Iterable[Any], rows: Sequence[int], others: Iterable[Any]) -> None:

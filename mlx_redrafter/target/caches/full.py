@@ -1,4 +1,4 @@
-"""A layer that attends to all tokens: mlx-lm's buffers, and the K/V entries of one tree.
+"""Layers that attend to all tokens or to a chunk: mlx-lm's buffers, and the entries of one tree.
 
 Axes: N nodes of the tree, S committed tokens, H heads, D head size.
 
@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, create_attention_mask
 
+from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.target.caches.tree_pass import TreePass
 from mlx_redrafter.target.few_shapes import bucket
 
@@ -163,6 +164,41 @@ class FullCache:
         keys, values, step = self._fresh
         nodes, self._rows.offset = step.moves[0]
         return [(keys[..., run, :], values[..., run, :]) for run in consecutive_runs(nodes)]
+
+
+class ChunkCache(FullCache):
+    """The `LayerCache` of attention to the tokens since the last multiple of the size of a chunk.
+
+    mlx-lm's ``ChunkedKVCache`` keeps their entries in order. Models drop the oldest entries before
+    every forward pass. This cache keeps more of them, for sequences that end before the newest path
+    does, and drops them only now and then.
+    """
+
+    stock: ChunkedKVCache
+
+    @property
+    def start_position(self) -> int:
+        return self.start
+
+    def maybe_trim_front(self) -> None:
+        """Drop entries that no later token needs, if there are many. Models call it every pass."""
+        stock = self.stock
+        kept = stock.chunk_size + MAX_BEAM_LENGTH
+        dropped = self.step.length - stock.start_position - kept
+        if dropped <= stock.step:
+            return
+        assert stock.keys is not None
+        assert stock.values is not None
+        self.write_aside()
+        stock.start_position += dropped
+        stock.keys = stock.keys[..., dropped:, :]
+        stock.values = stock.values[..., dropped:, :]
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Return the mask of a tree; for committed tokens, models make their own."""
+        return self.step.layout(self.start).chunk_mask(self.stock.chunk_size)
 
 
 def joined(parts: Sequence[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:

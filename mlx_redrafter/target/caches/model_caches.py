@@ -10,11 +10,11 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, QuantizedKVCache, make_
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches import stored_cache
 from mlx_redrafter.target.caches.batch_cache import BatchCache
-from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES, parts_of
+from mlx_redrafter.target.caches.cache_kinds import LAYER_CACHES
 from mlx_redrafter.target.caches.full import reserve_rows
 from mlx_redrafter.target.caches.prompt_cache import check_prompt_cache, num_tokens
 from mlx_redrafter.target.caches.quantised import QuantisingCache, check_quantisation
-from mlx_redrafter.target.caches.tree_cache import TreeCache
+from mlx_redrafter.target.caches.tree_cache import TreeCache, parts_of
 
 
 class ModelCaches:

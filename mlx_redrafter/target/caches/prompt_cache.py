@@ -7,7 +7,8 @@ from typing import Any
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
-from mlx_redrafter.target.caches.cache_kinds import describe, parts_of
+from mlx_redrafter.target.caches.cache_kinds import describe
+from mlx_redrafter.target.caches.tree_cache import parts_of
 
 # Advice at the end of error messages.
 ADVICE = "make it with mlx_lm.models.cache.make_prompt_cache(model)"

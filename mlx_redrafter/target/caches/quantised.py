@@ -15,7 +15,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError, first_line
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.caches.full import FullCache
-from mlx_redrafter.target.caches.tree_cache import TreeCache, flat
+from mlx_redrafter.target.caches.tree_cache import TreeCache, parts_of
 from mlx_redrafter.trees.tree import TokenTree
 
 
@@ -86,7 +86,7 @@ class QuantisingCache(TreeCache):
                 quantised = layer.stock.to_quantized(how.group_size, how.bits)
                 self.layers[number] = QuantisedCache(quantised)
                 layer.stock.state = None, None, 0  # free memory even if the caller holds the cache
-        self.parts = flat(self.layers)
+        self.parts = parts_of(self.layers)
         self._is_due = False
         # mlx-lm's attention to codes consists of products, which have no graphs per shape.
         self.has_buckets = False

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_redrafter.target.caches.tree_cache import flat
+from mlx_redrafter.target.caches.tree_cache import parts_of
 from mlx_redrafter.target.caches.tree_pass import NewRows, State, StateAfter, StateRecord, TreePass
 from mlx_redrafter.trees.tree import TreeBatch
 
@@ -139,7 +139,4 @@ def _selected(new: mx.array | None, old: mx.array | None, taken: NewRows) -> mx.
 
 def cache_among(*arguments: Any) -> RecurrentCache | None:
     """Find the cache of a layer with a state among the layer's arguments, or in a composite one."""
-    for one in flat(arguments):
-        if isinstance(one, RecurrentCache):
-            return one
-    return None
+    return next((one for one in parts_of(arguments) if isinstance(one, RecurrentCache)), None)

@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_redrafter.generation_options import Quantisation
-from mlx_redrafter.target.caches.cache_kinds import parts_of
 from mlx_redrafter.target.caches.full import Entries, arrays_of, fill_rows
+from mlx_redrafter.target.caches.tree_cache import parts_of
 
 Arrays = dict[str, mx.array]
 # Kinds of caches whose entries are kept by token.

@@ -1,10 +1,10 @@
 """The cache of a sequence that decodes trees: one cache per layer, each of which commits itself."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlx_redrafter.target.caches.tree_pass import History, TreePass, UnreadPath, Visit
 from mlx_redrafter.trees.tree import TokenTree, TreeBatch
@@ -36,7 +36,7 @@ class TreeCache:
 
     Attributes:
         layers: The model's ``cache=`` argument.
-        parts: The caches of the layers, with the parts of a composite one in its place.
+        parts: `parts_of` the layers.
         length: Number of committed tokens.
         has_buckets: Whether trees attend to whole buckets of K/V entries.
         history: The newest passes.
@@ -49,7 +49,7 @@ class TreeCache:
 
     def __init__(self, layers: Sequence[Any], length: int, has_buckets: bool = False):
         self.layers = list(layers)
-        self.parts = flat(self.layers)
+        self.parts = parts_of(self.layers)
         self.length = length
         self.has_buckets = has_buckets
         self.history = History(1)
@@ -158,6 +158,9 @@ class TreeCache:
             part.expect(self._step)
 
 
-def flat(layers: Sequence[Any]) -> list[Any]:
-    """List the caches of layers, with the parts of a composite one in its place."""
-    return [part for layer in layers for part in getattr(layer, "parts", [layer])]
+def parts_of(caches: Iterable[Any]) -> list[Any]:
+    """List caches, with the parts of a ``CacheList`` in its place."""
+    parts: list[Any] = []
+    for cache in caches:
+        parts.extend(parts_of(cache.caches) if isinstance(cache, CacheList) else [cache])
+    return parts

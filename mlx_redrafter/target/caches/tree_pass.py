@@ -5,7 +5,8 @@ shortened. So each pass records, for every layer with a state, the state before 
 function for the state after paths of its trees. `History` keeps the passes that a sequence may
 still have to go back to.
 
-Axes: B sequences, N nodes of each tree, P nodes of the longest path, S entries of each sequence.
+Axes: B sequences, N nodes of each tree, P nodes of the longest path, S entries of each sequence, K
+accepted entries that are not in place.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from mlx_redrafter.target.caches.places import Move, Places
 from mlx_redrafter.target.few_shapes import bucket
 from mlx_redrafter.target.hooks import TreePositions
 from mlx_redrafter.trees.tree import TreeBatch
 
 # Arrays of a layer's state, each with B rows; all None before the first token.
 State = list[mx.array | None]
+# Accepted nodes of a tree whose K/V entries are not in place, and the position of the first.
+Move = tuple[Sequence[int], int]
 
 
 @dataclass(eq=False)
@@ -216,6 +218,43 @@ class NewRows(NamedTuple):
     is_new: mx.array
 
 
+class Places(NamedTuple):
+    """Places of the K/V entries of several sequences in one buffer per layer, which is a ring.
+
+    The entry of position p has the place p modulo the capacity. A layer that attends to all tokens
+    has room for the longest sequence, so that its entries stay in order. Layers with a window or
+    chunks have less room and overwrite entries that no token reaches any more.
+
+    Attributes:
+        nodes: Accepted nodes of the newest trees whose entries are not in place, K per slot, shape
+            (B, 1, K, 1); None if K is 0.
+        rows: Places of these K and of N new entries, shape (B, 1, K + N, 1).
+    """
+
+    nodes: mx.array | None
+    rows: mx.array
+
+    @classmethod
+    def of(
+        cls, moves: Sequence[Move], lengths: Sequence[int], num_nodes: int, capacity: int
+    ) -> Places:
+        """Find the places of accepted entries and of the entries of new trees.
+
+        Slots with fewer entries to move than others write the place behind the last one.
+        """
+        width = max(len(nodes) for nodes, _ in moves)
+        nodes, rows = [], []
+        for (moved, start), length in zip(moves, lengths, strict=True):
+            missing = width - len(moved)
+            nodes.append([*moved, *[0] * missing])
+            positions = *range(start, start + len(moved)), *range(length, length + num_nodes)
+            places = [position % capacity for position in positions]
+            rows.append([*places[: len(moved)], *[capacity] * missing, *places[len(moved) :]])
+        shape = len(rows), 1, -1, 1
+        moved_nodes = mx.array(nodes, dtype=mx.int32).reshape(shape) if width else None
+        return cls(moved_nodes, mx.array(rows, dtype=mx.int32).reshape(shape))
+
+
 class TreePass:
     """A forward pass of the target.
 
@@ -329,12 +368,11 @@ class TreePass:
         return Paths([path or (0,) for path in self.paths], self.trees.size)
 
 
-class Visit:
+class Visit(NamedTuple):
     """The part of one sequence in a pass: a row of its arrays."""
 
-    def __init__(self, step: TreePass, row: int):
-        self.step = step
-        self.row = row
+    step: TreePass
+    row: int
 
     def goes_beyond(self, length: int) -> bool:
         """Whether the accepted path ends behind the first ``length`` tokens."""

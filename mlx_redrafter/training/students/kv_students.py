@@ -22,7 +22,7 @@ from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvNetwork
 from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.specformer import SpecFormer
-from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.generated_texts import iterate_texts
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss

@@ -19,7 +19,7 @@ from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
-from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.students.kv_students import (
     BlockStudent,

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter.decoding import delivery
 from mlx_redrafter.decoding.delivery import ShapeStats, StepClock
 from mlx_redrafter.decoding.passes import accept
-from mlx_redrafter.decoding.sampling import KeyedSampler, StockSampler, gumbel_noise, normalise
+from mlx_redrafter.decoding.sampling import KeyedSampler, StockSampler, gumbel_noise
 from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.generation_options import MAX_TEMP, SamplingParams
 from mlx_redrafter.trees.tree import NO_TOKEN, TokenTree
@@ -94,7 +95,7 @@ SAMPLES = 20_000
 
 def _choose(params: SamplingParams, logits: list[float], count: int) -> np.ndarray:
     """Choices at ``count`` positions that all have the same logits."""
-    rows, _ = normalise(mx.array([logits] * count))
+    rows = nn.log_softmax(mx.array([logits] * count))
     depths = mx.arange(count, dtype=mx.int32)
     chooser = KeyedSampler(params, len(logits))
     noise = chooser.noise(0, count)
@@ -198,7 +199,7 @@ def test_what_is_0_in_float32_leaves_the_best_token():
 def test_stock_sampler_walks_the_states_of_plain_sampling():
     """At depth d every node samples from the state that d earlier samples leave behind."""
     sampler = make_sampler(temp=1.0)
-    rows, _ = normalise(mx.random.normal((5, 40), key=mx.random.key(0)))
+    rows = nn.log_softmax(mx.random.normal((5, 40), key=mx.random.key(0)))
     depths = mx.array([0, 1, 1, 2, 2], dtype=mx.int32)
 
     for num_choices, path in ((1, [0]), (2, [0, 2]), (3, [0, 1, 4])):

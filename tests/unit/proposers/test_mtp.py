@@ -19,7 +19,7 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import QWEN
-from mlx_redrafter.target.hooks import captured_output
+from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
 from tests.helpers.flights import flight_of
@@ -41,7 +41,7 @@ PROMPT = [5, 17, 3, 60, 9]
 
 def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
     Target(model)
-    with captured_output() as outputs:
+    with captured() as outputs:
         model(mx.array([text]))
     return np.array(outputs[-1][0])
 

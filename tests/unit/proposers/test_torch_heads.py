@@ -28,7 +28,7 @@ from mlx_redrafter.proposers.eagle import load as load_eagle
 from mlx_redrafter.proposers.eagle.published import CAPTURED
 from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
 from mlx_redrafter.proposers.specformer import load as load_specformer
-from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 from tests.helpers.equality import assert_same_weights
 from tests.helpers.flights import drafts_after_any_steps, flight_of

@@ -26,8 +26,7 @@ from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.policy.plans import FixedPolicy
 from mlx_redrafter.target.compiled_pass import CompiledPasses, with_products
 from mlx_redrafter.target.few_shapes import BUCKET, bucket
-from mlx_redrafter.target.hooks import install_in_attention
-from mlx_redrafter.target.modules import FINAL
+from mlx_redrafter.target.hooks import FINAL, install_in_attention
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
