@@ -16,9 +16,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_redrafter.checkpoint_files import has_weights, read_config, read_shapes, weight_files
 from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.checkpoints.cards import read_card
-from mlx_redrafter.checkpoints.identity import Identity, targets_in_config
+from mlx_redrafter.checkpoints.identity import Identity, has_same_tokens, targets_in_config
 from mlx_redrafter.checkpoints.recognition import recognise
-from mlx_redrafter.checkpoints.token_table import has_same_tokens
 from mlx_redrafter.errors import ConfigError, RedrafterError
 from mlx_redrafter.hub import Repository, describe_repository
 from mlx_redrafter.memory_sizes import format_bytes

@@ -23,8 +23,7 @@ from mlx_redrafter.training.data import (
     split_text,
 )
 from mlx_redrafter.training.self_generated import PromptSource, TextGenerator, plan_jobs
-from mlx_redrafter.training.teacher import Teacher
-from mlx_redrafter.training.text_batch import OnTokens
+from mlx_redrafter.training.teacher import OnTokens, Teacher
 from mlx_redrafter.training.training_request import Reporter
 from mlx_redrafter.training_options import DataOptions
 

@@ -6,8 +6,8 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import shared_name
+from mlx_redrafter.checkpoints.identity import digest_tokens
 from mlx_redrafter.checkpoints.loading import load
-from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.target.model_loading import find_model

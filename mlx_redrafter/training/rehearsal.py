@@ -21,9 +21,14 @@ from mlx_redrafter.training.duration import Pace
 from mlx_redrafter.training.self_generated import GenerationJob, TextGenerator
 from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher import BATCH_SEQUENCES, TOP_K, read_sequences
+from mlx_redrafter.training.teacher import (
+    BATCH_SEQUENCES,
+    MAX_CHUNK_TOKENS,
+    TOP_K,
+    TeacherOutputs,
+    read_sequences,
+)
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.teacher_outputs import MAX_CHUNK_TOKENS, TeacherOutputs
 from mlx_redrafter.training.trainer import Optimiser, choose_batches
 from mlx_redrafter.training.training_request import TrainingRequest
 

@@ -17,10 +17,8 @@ from mlx_redrafter.training import batches, trainer
 from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources
 from mlx_redrafter.training.data import CHARS_PER_TOKEN, Chat, Document, Encoder, Item
 from mlx_redrafter.training.duration import LEAST_SHARE, Timetable, Workload, format_stages
-from mlx_redrafter.training.self_generated import CACHE_STEP, count_texts, measure_cache
-from mlx_redrafter.training.teacher import SHARD_TOKENS, TOP_K
-from mlx_redrafter.training.teacher_outputs import LOGITS_BYTES
-from mlx_redrafter.training.text_batch import can_batch
+from mlx_redrafter.training.self_generated import CACHE_STEP, can_batch, count_texts, measure_cache
+from mlx_redrafter.training.teacher import LOGITS_BYTES, SHARD_TOKENS, TOP_K
 from mlx_redrafter.training.training_request import TrainingRequest
 
 # Usable share of the machine's memory.

@@ -19,17 +19,15 @@ from mlx_redrafter.training import (
     TeacherCache,
     TextGenerator,
     TokenSequence,
-    teacher_outputs,
     train_drafter,
 )
 from mlx_redrafter.training.data import Chat, Document
 from mlx_redrafter.training.files import load_arrays
 from mlx_redrafter.training.generated_texts import sample_posterior_noise
-from mlx_redrafter.training.self_generated import GenerationJob
+from mlx_redrafter.training.self_generated import GenerationJob, answer, sample
 from mlx_redrafter.training.self_written import QUESTION_TOKENS, PromptWriter, count_prompts
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, unpack_sequences
-from mlx_redrafter.training.text_batch import answer, sample
 from tests.helpers.models import tiny_llama
 from tests.training.conftest import small_request
 from tests.training.pieces import MODELS, Silent, WordTokenizer
@@ -86,7 +84,9 @@ def test_what_generating_keeps_is_what_reading_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The last token of a generated text is in no pass, and no drafter reads its outputs."""
-    monkeypatch.setattr(teacher_outputs, "MAX_CHUNK_TOKENS", 20)  # prompts in several passes
+    monkeypatch.setattr(
+        "mlx_redrafter.training.teacher.MAX_CHUNK_TOKENS", 20
+    )  # prompts in several passes
     target = Target(MODELS[name]())
     target.modules.watch((1, 2))
     teacher = Teacher(target, TeacherCache(tmp_path, {}), "train", 8, (1, 2))
