@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.loss import IMPOSSIBLE, TrainingBatch
-from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, find_draftable_steps
+from mlx_redrafter.training.teacher_cache import (
+    Shard,
+    Split,
+    TeacherCache,
+    find_draftable_steps,
+    pack_sequences,
+)
 
 # Maximum size of the shards that are in memory and shuffled together, in bytes.
 GROUP_BYTES = 2**29
@@ -211,16 +217,12 @@ def concatenate(shards: list[Shard]) -> Shard:
     """Join several shards into one; blocks until MLX has evaluated it."""
     if len(shards) == 1:
         return shards[0]
-    starts, count = [], 0
-    for shard in shards:
-        starts.append(shard.starts[:-1] + count)
-        count += shard.tokens.shape[0]
     joined = {
         name: mx.concatenate([getattr(shard, name) for shard in shards])
         for name, array in vars(shards[0]).items()
         if array is not None
     }
-    joined["starts"] = mx.concatenate([*starts, mx.array([count], dtype=mx.int32)])
+    joined |= pack_sequences([one for shard in shards for one in shard.sequences()])
     mx.eval(joined)
     return Shard(**joined)
 

@@ -159,7 +159,7 @@ class Preparation:
         teachers = self._teacher("train", TOP_K), self._teacher("held-out", TOP_TOKENS)
         texts = self._sources, self._encoder, generator, options
         corpus = build_corpus(*texts, *teachers, reporter)
-        if not any(int(s.is_trained.sum()) > 1 for s in corpus.held_out):
+        if not any(one.num_trained > 1 for one in corpus.held_out):
             raise DataError(
                 "expected the target to continue held-out prompts, found only empty continuations; "
                 "give other prompts"
@@ -174,7 +174,7 @@ class Preparation:
 
     def _initialise(self, corpus: Corpus) -> None:
         student, target, token_ids = self.student, self._target, None
-        if student.row_ids is not None:
+        if student.network.row_ids is not None:
             sizes = student.head_rows, target.vocab_size
             token_ids = select_frequent_tokens(corpus.train, self._special, *sizes)
         student.initialise(compute_head_matrix(target), self.request.training.seed, token_ids)

@@ -19,8 +19,7 @@ from mlx_redrafter.training.batches import ShardGroup, gather
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.duration import Pace
 from mlx_redrafter.training.self_generated import GenerationJob, TextGenerator
-from mlx_redrafter.training.simulated_decoding import simulate
-from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.students.student import Student, simulate
 from mlx_redrafter.training.teacher import (
     BATCH_SEQUENCES,
     MAX_CHUNK_TOKENS,
@@ -81,7 +80,8 @@ def rehearse(
     shard, seconds = _timed(read, is_warm=True)
     reading = seconds / shard.tokens.shape[0]
     on_stage(2, NUM_STAGES)
-    ids = None if student.row_ids is None else np.arange(student.head_rows, dtype=np.int32)
+    is_reduced = student.network.row_ids is not None
+    ids = np.arange(student.head_rows, dtype=np.int32) if is_reduced else None
     student.initialise(None, 0, ids)
     step = _time_step(request, student, shard, partial(on_stage, 2, NUM_STAGES))
     on_stage(3, NUM_STAGES)

@@ -91,7 +91,7 @@ class TextGenerator:
             report = partial(report_after, num_generated, on_tokens)
             texts = self._fill_shard(teacher, first, number, round_jobs, options, report)
             found += texts
-            num_generated += sum(int(text.is_trained.sum()) for text in texts)
+            num_generated += sum(text.num_trained for text in texts)
             number += 1
             on_tokens(num_generated)
         return found
