@@ -111,9 +111,9 @@ class KernelTrial(ABC, Generic[Equal]):
         """Return what the times depend on beside the shape; its ``repr`` is part of a key."""
 
     @property
-    @abstractmethod
     def outcome(self) -> str:
         """Description of ``equal``."""
+        return f"equal: {self.equal}"
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -194,10 +194,6 @@ class ProductTrial(KernelTrial[AnyVariant]):
 
     def timing_key(self, equal: AnyVariant) -> object:
         return "small_t", equal, self.num_layers
-
-    @property
-    def outcome(self) -> str:
-        return f"equal: {self.equal}"
 
     def use(self) -> None:
         """Let the layers use the kernel for the rows at which it is faster."""

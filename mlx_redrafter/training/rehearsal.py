@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import mean
-from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -41,14 +40,13 @@ UNTIMED = 4
 MIN_TEXTS = 16
 # Number of tokens of each sequence of the untimed pass before reading is timed.
 WARM_UP_TOKENS = 8
-# Number of timed steps, after an untimed one in which MLX may compile.
+# Number of timed optimiser steps.
 TIMED_STEPS = 2
 # Number of tokens of a measurement.
 MEASURED_TOKENS = 256
 # Number of tokens of a calibration, which costs more, because it compares many scales.
 CALIBRATED_TOKENS = 64
 
-Result = TypeVar("Result")
 # Called with the number of stages done, and the number of all stages.
 OnStage = Callable[[int, int], None]
 # Number of stages of the rehearsal.
@@ -76,9 +74,9 @@ def rehearse(
     warm_up = slice(WARM_UP_TOKENS)
     beginnings = [TokenSequence(one.tokens[warm_up], one.is_trained[warm_up]) for one in sequences]
     read_sequences(target, beginnings, TOP_K, student.layers)
-    read = partial(read_sequences, target, sequences, TOP_K, student.layers)
-    shard, seconds = _timed(read, is_warm=True)
-    reading = seconds / shard.tokens.shape[0]
+    start = time.perf_counter()
+    shard = read_sequences(target, sequences, TOP_K, student.layers)
+    reading = (time.perf_counter() - start) / shard.tokens.shape[0]
     on_stage(2, NUM_STAGES)
     is_reduced = student.network.row_ids is not None
     ids = np.arange(student.head_rows, dtype=np.int32) if is_reduced else None
@@ -140,11 +138,7 @@ def _time_step(
         mx.eval(optimiser.step(batch), optimiser.arrays())
         on_step()
 
-    step()
-    start = time.perf_counter()
-    for _ in range(TIMED_STEPS):
-        step()
-    return (time.perf_counter() - start) / TIMED_STEPS
+    return _time(step, TIMED_STEPS)
 
 
 def _time_evaluation(
@@ -155,14 +149,15 @@ def _time_evaluation(
     length = request.network.length
     # Half of the held-out texts are greedy, half are sampled.
     temps = 0.0, request.data_options.temp
-    chains = [_timed(partial(simulate, student, [few], length, temp))[1] for temp in temps]
-    _, calibration = _timed(partial(student.calibrate, [fewer]))
+    chains = [_time(partial(simulate, student, [few], length, temp)) for temp in temps]
+    calibration = _time(partial(student.calibrate, [fewer]))
     return mean(chains) / few.tokens.shape[0], calibration / fewer.tokens.shape[0]
 
 
-def _timed(work: Callable[[], Result], is_warm: bool = False) -> tuple[Result, float]:
-    """Return a result and its seconds; MLX may compile in an untimed call before."""
-    if not is_warm:
-        work()
+def _time(work: Callable[[], object], count: int = 1) -> float:
+    """Return the mean seconds of calls, after an untimed one in which MLX may compile."""
+    work()
     start = time.perf_counter()
-    return work(), time.perf_counter() - start
+    for _ in range(count):
+        work()
+    return (time.perf_counter() - start) / count

@@ -179,7 +179,9 @@ def _save(
     if measured is not None:
         rate = round(measured.tokens_per_step or 1.0, 3)
         facts[SIMULATED] = {"length": request.network.length, "tokens_per_step": rate}
-    write_drafter(student.in_dtype(mx.float16).network, request.out, facts)
+    network = student.with_weights({}).network
+    network.set_dtype(mx.float16)
+    write_drafter(network, request.out, facts)
 
 
 def _write_card(

@@ -49,6 +49,8 @@ ENDED_SHARE = 0.125
 
 
 class GenerationJob(NamedTuple):
+    """A prompt to answer at a temperature, greedily at 0."""
+
     prompt: list[int]
     temp: float
 
@@ -107,7 +109,7 @@ class TextGenerator:
     ) -> list[TokenSequence]:
         """Generate the texts of a shard, or read those of an earlier run."""
         if teacher.has(first + number):
-            texts = teacher.load(first + number)
+            texts = teacher.cache.load(teacher.split, first + number).sequences()
             teacher.read_shard(first + number, texts, lambda _: on_tokens(0))
             return texts
         room = [len(job.prompt) + _most_tokens(job, options) for job in jobs]
@@ -133,8 +135,7 @@ class TextGenerator:
             part = jobs[first : first + size]
             answers += answer(
                 self.target,
-                [job.prompt for job in part],
-                [job.temp for job in part],
+                part,
                 [_most_tokens(job, options) for job in part],
                 self.stop_tokens,
                 partial(report_after, sum(map(len, answers)), on_tokens),
@@ -193,27 +194,27 @@ def plan_jobs(
 
 def answer(
     target: Target,
-    prompts: Sequence[list[int]],
-    temps: Sequence[float],
+    jobs: Sequence[GenerationJob],
     most: Sequence[int],
     stop_tokens: Sequence[int],
     on_tokens: OnTokens,
     kept: TeacherOutputs | None = None,
 ) -> list[list[int]]:
-    """Generate an answer to each prompt, greedily or at its temperature.
+    """Generate an answer to each prompt.
 
     An answer has at most ``most`` tokens, at least 1, its stop token included. ``on_tokens``
     receives the number of tokens generated so far. ``kept`` receives the outputs at all tokens but
     the last ones, which no pass reads. Uses MLX's global random state.
     """
-    answers: list[list[int]] = [[] for _ in prompts]
+    answers: list[list[int]] = [[] for _ in jobs]
+    prompts = [job.prompt for job in jobs]
     caches = _read_prompts(target, [prompt[:-1] for prompt in prompts], lambda: on_tokens(0), kept)
     tokens = mx.array([prompt[-1] for prompt in prompts])
-    rows = list(range(len(prompts)))
+    rows = list(range(len(jobs)))
     is_open = set(rows)
     while is_open:
         outputs = target.compute(tokens[:, None], caches, kept.layers if kept else ())
-        tokens = sample(outputs.logits[:, -1], [temps[i] for i in rows])
+        tokens = sample(outputs.logits[:, -1], [jobs[i].temp for i in rows])
         if kept is not None:
             begins = np.array([len(prompts[i]) + len(answers[i]) - 1 for i in rows])
             kept.write(rows, begins, np.array([int(i in is_open) for i in rows]), outputs)

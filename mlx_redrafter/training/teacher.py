@@ -182,9 +182,6 @@ class Teacher:
         """Return whether there is a shard, which may lack the inputs of layers."""
         return self.cache.has(self.split, number)
 
-    def load(self, number: int) -> list[TokenSequence]:
-        return self.cache.load(self.split, number).sequences()
-
     def save(self, number: int, shard: Shard) -> None:
         self.cache.save(self.split, number, shard, self.layers)
 

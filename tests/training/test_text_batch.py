@@ -42,7 +42,8 @@ def test_greedy_texts_are_those_of_mlx_lm(name: str) -> None:
     prompts = [rng.integers(8, 60, length).tolist() for length in (1, 9, 4, 23, 2)]
     most = [30, 4, 30, 12, 1]
     counts: list[int] = []
-    found = answer(Target(model), prompts, [0.0] * 5, most, [STOP], counts.append)
+    jobs = [GenerationJob(prompt, 0.0) for prompt in prompts]
+    found = answer(Target(model), jobs, most, [STOP], counts.append)
     assert counts == sorted(counts)
     assert counts[-1] == sum(map(len, found))
     for prompt, text, longest in zip(prompts, found, most, strict=True):
@@ -53,7 +54,7 @@ def test_greedy_texts_are_those_of_mlx_lm(name: str) -> None:
 
 def test_every_pass_can_be_interrupted() -> None:
     """A report between passes may end the work: prompts, answers, and reading."""
-    target, prompts = Target(tiny_llama()), [[1] * 40] * 32
+    target, jobs = Target(tiny_llama()), [GenerationJob([1] * 40, 0.0)] * 32
     counts: list[int] = []
 
     def stop(count: int) -> None:
@@ -61,7 +62,7 @@ def test_every_pass_can_be_interrupted() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        answer(target, prompts, [0.0] * 32, [8] * 32, [], stop)
+        answer(target, jobs, [8] * 32, [], stop)
     assert counts == [0], "after the first part of the prompts"
     texts = [TokenSequence(np.ones(90, np.int32), np.ones(90, np.bool_)) for _ in range(20)]
     read: list[int] = []

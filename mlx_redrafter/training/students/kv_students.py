@@ -45,7 +45,9 @@ class KvStudent(Student):
         super().__init__(network)
         self.target = target
         captured = tuple(network.captured_layers(target))
-        self.layers = () if captured == (FINAL,) else captured
+        if captured != (FINAL,):
+            self.layers = captured
+            target.modules.watch(captured)
 
     @property
     def learning_rate(self) -> float:

@@ -184,11 +184,6 @@ class Student(ABC):
         network.eval()
         return self.holding(network)
 
-    def in_dtype(self, dtype: mx.Dtype) -> Self:
-        other = self.with_weights({})
-        other.network.set_dtype(dtype)
-        return other
-
 
 def simulate(
     student: Student, shards: Iterable[Shard], length: int, temp: float = 0.0
