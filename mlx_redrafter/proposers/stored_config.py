@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar, Self
 
-from mlx_redrafter.checks import check_instance, check_int, is_number
+from mlx_redrafter.checks import check_instance, check_int, check_number, is_number
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Largest size that a config file may claim, far above any model.
@@ -50,8 +50,7 @@ class StoredConfig:
             raise ConfigError(
                 f"drafter score_scale must be above 0 and at most {MAX_SCORE_SCALE}, got {scale!r}"
             )
-        if not is_number(weight) or not 0 <= weight <= 1:
-            raise ConfigError(f"drafter noise_share must be from 0 to 1, got {weight!r}")
+        check_number("drafter noise_share", weight, 0, 1)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

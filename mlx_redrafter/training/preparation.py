@@ -80,7 +80,7 @@ class Preparation:
         else:
             options = replace(options, tokens=options.tokens or SELF_WRITTEN_TOKENS)
             self.request = request = replace(request, data_options=options)
-            self._writer = PromptWriter.of(target, self._tokenizer)
+            self._writer = PromptWriter(target, self._tokenizer)
             self._sources = Sources([], [], [])
         self._encoder = Encoder(self._tokenizer, options.sequence_length, target.vocab_size)
         self.start_fingerprint: str | None = None

@@ -244,7 +244,7 @@ def test_the_place_of_the_users_text() -> None:
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_prompts_are_whole_and_unlike(is_chat: bool, tmp_path: Path) -> None:
     model = tiny_llama(vocab_size=VOCAB, spread=1.0)
-    writer = PromptWriter.of(Target(model), _tokenizer(is_chat))
+    writer = PromptWriter(Target(model), _tokenizer(is_chat))
     found = writer.write(WRITING, tmp_path, Silent())
     items = [*found.prompts, *found.held_out]
     assert not found.given
@@ -258,7 +258,7 @@ def test_prompts_are_whole_and_unlike(is_chat: bool, tmp_path: Path) -> None:
         assert {len(text.split()) for text in texts} == {32}
     assert len(set(texts)) == len(items)
     assert all(text.strip() for text in texts)
-    again = PromptWriter.of(Target(tiny_llama(1, VOCAB)), _tokenizer(is_chat))
+    again = PromptWriter(Target(tiny_llama(1, VOCAB)), _tokenizer(is_chat))
     assert again.write(WRITING, tmp_path, Silent()) == found, "the stored ones are read"
 
 
@@ -266,15 +266,16 @@ def test_a_template_with_much_text_leaves_room_for_a_question(tmp_path: Path) ->
     """Without room, nothing but a stop token would end a question."""
     target = Target(tiny_llama(vocab_size=VOCAB, context=1024, spread=1.0))
     prefix = [3] * (WRITING.sequence_length + 10)
-    writer = replace(PromptWriter.of(target, _tokenizer()), prefix=prefix, stop_tokens=[1])
+    writer = PromptWriter(target, _tokenizer())
+    writer.prefix, writer.stop_tokens = prefix, [1]
     writer.write(WRITING, tmp_path, Silent())
     texts = unpack_sequences(load_arrays(tmp_path / "prompts-00000.safetensors")[0])
     assert max(len(text) for text in texts) <= len(prefix) + QUESTION_TOKENS
 
 
 def test_a_model_that_asks_nothing_is_told(tmp_path: Path) -> None:
-    writer = PromptWriter.of(Target(tiny_llama(vocab_size=VOCAB)), _tokenizer())
-    writer = replace(writer, stop_tokens=range(VOCAB))
+    writer = PromptWriter(Target(tiny_llama(vocab_size=VOCAB)), _tokenizer())
+    writer.stop_tokens = range(VOCAB)
     with pytest.raises(DataError, match=r"found 0 in 1.. tries; give texts with --data"):
         writer.write(WRITING, tmp_path, Silent())
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
-from mlx_redrafter.checks import check_int, is_number
+from mlx_redrafter.checks import check_choice, check_int, is_number
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.stored_config import (
     COUPLING_WEIGHT,
@@ -51,8 +51,7 @@ class MedusaConfig(StoredConfig):
         super().__post_init__()
         check_int("drafter num_heads", self.num_heads, 1, MAX_COUNT)
         check_int("drafter num_layers", self.num_layers, 0, MAX_COUNT)
-        if self.tree not in ("dynamic", "static"):
-            raise ConfigError(f"drafter tree must be 'dynamic' or 'static', got {self.tree!r}")
+        check_choice("drafter tree", self.tree, ("dynamic", "static"))
         if self.rank_accuracies is not None:
             self._check_accuracies(self.rank_accuracies)
         elif self.tree == "static":
