@@ -15,13 +15,7 @@ from numpy.typing import NDArray
 
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.training.loss import IMPOSSIBLE, TrainingBatch
-from mlx_redrafter.training.teacher_cache import (
-    Shard,
-    Split,
-    TeacherCache,
-    find_draftable_steps,
-    pack_sequences,
-)
+from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, find_draftable_steps
 
 # Maximum size of the shards that are in memory and shuffled together, in bytes.
 GROUP_BYTES = 2**29
@@ -222,7 +216,8 @@ def concatenate(shards: list[Shard]) -> Shard:
         for name, array in vars(shards[0]).items()
         if array is not None
     }
-    joined |= pack_sequences([one for shard in shards for one in shard.sequences()])
+    lengths = np.concatenate([np.diff(np.array(shard.starts)) for shard in shards])
+    joined["starts"] = mx.array(np.append(0, np.cumsum(lengths)).astype(np.int32))
     mx.eval(joined)
     return Shard(**joined)
 
