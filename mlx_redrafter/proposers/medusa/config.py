@@ -61,7 +61,9 @@ class MedusaConfig(StoredConfig):
         num_ranks = min(MAX_RANKS, self.head_rows)
         is_table = isinstance(table, tuple) and len(table) == self.num_heads
         if not is_table or not all(
-            isinstance(row, tuple) and len(row) == num_ranks and all(map(_is_chance, row))
+            isinstance(row, tuple)
+            and len(row) == num_ranks
+            and all(is_number(one) and 0 < one <= 1 for one in row)
             for row in table
         ):
             raise ConfigError(
@@ -91,7 +93,3 @@ class MedusaConfig(StoredConfig):
         table = self.rank_accuracies
         kept = None if table is None else tuple(row[:num_rows] for row in table)
         return replace(self, draft_vocab_size=num_rows, rank_accuracies=kept)
-
-
-def _is_chance(value: object) -> bool:
-    return is_number(value) and 0 < value <= 1  # type: ignore[operator]
