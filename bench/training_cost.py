@@ -30,8 +30,7 @@ from mlx_redrafter.training.resources import (
 from mlx_redrafter.training.self_generated import ROUND_SIZE
 from mlx_redrafter.training.students.student import ANCHOR_SHARE
 from mlx_redrafter.training.students.student_kinds import choose_drafter_config
-from mlx_redrafter.training.teacher import BATCH_SEQUENCES
-from mlx_redrafter.training.teacher_outputs import chunk_tokens
+from mlx_redrafter.training.teacher import BATCH_SEQUENCES, chunk_tokens
 
 # Floating-point operations of a forward pass, per weight and position.
 FORWARD = 2

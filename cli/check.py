@@ -30,7 +30,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.version import __version__
 
 if TYPE_CHECKING:
-    from mlx_redrafter.kernels.trial import KernelTrial
+    from mlx_redrafter.kernels.trials import KernelTrial
 
 PROMPTS = (
     "Once upon a time, there was a little girl who",
@@ -142,7 +142,7 @@ def _check_kernels(pair: AdaptedPair, as_json: bool) -> None:
     The exit code is 1 if a kernel differs from MLX's, or cannot be compiled or run.
     """
     from mlx_redrafter.kernels.layers import is_available
-    from mlx_redrafter.kernels.selection import try_kernels
+    from mlx_redrafter.kernels.trials import try_kernels
 
     if not is_available():
         raise ConfigError(

@@ -10,7 +10,6 @@ from mlx_redrafter.convert.selftest import AS_IT_SAYS, Reading, choose_reading, 
 from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.proposers.fit import Prediction, ReadSequence
 from mlx_redrafter.proposers.medusa.config import MedusaConfig
 from mlx_redrafter.proposers.medusa.layouts import read_heads
 from mlx_redrafter.proposers.medusa.network import Medusa, calibrate, predict, rank_accuracies
@@ -46,13 +45,11 @@ class ForeignMedusa(ForeignDrafter):
 
     def test(self, network: Medusa, target: Target, tokenizer: TokenizerWrapper) -> Reading[Medusa]:
         copied = dequantised(network)
-        found = choose_reading({AS_IT_SAYS: copied}, target, tokenizer, _predict)
+        found = choose_reading(
+            {AS_IT_SAYS: copied}, target, tokenizer, lambda heads, _, text: predict(heads, text)[0]
+        )
         accuracies = rank_accuracies(copied, found.texts)
         tree = self.options.tree or copied.config.tree
         config = replace(copied.config, rank_accuracies=accuracies, tree=tree)
         network.config = calibrate(copied, found.texts).applied(config)
         return found._replace(network=network)
-
-
-def _predict(heads: Medusa, target: Target, text: ReadSequence) -> Prediction:
-    return predict(heads, text)[0]

@@ -27,7 +27,6 @@ from mlx_redrafter.convert.source import Source
 from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import CheckpointError, join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
-from mlx_redrafter.proposers.fit import Prediction, ReadSequence
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.redrafter.config import UNUSED_TENSORS, Activation, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter, calibrate, predict
@@ -89,8 +88,11 @@ class ForeignRecurrent(ForeignDrafter):
         readings = {AS_IT_SAYS: copied}
         if copied.config.rnn and self.options.rnn_activation is None:
             readings["other recurrence"] = _with_other_recurrence(copied)
-        found = choose_reading(readings, target, tokenizer, _predict)
-        fitted = calibrate(found.network, target.modules.embed, found.texts)
+        embed = target.modules.embed
+        found = choose_reading(
+            readings, target, tokenizer, lambda one, _, text: predict(one, embed, text)[0]
+        )
+        fitted = calibrate(found.network, embed, found.texts)
         network.config = fitted.applied(found.network.config)
         return found._replace(network=network)
 
@@ -158,10 +160,6 @@ def _with_other_recurrence(drafter: Drafter) -> Drafter:
     activation: Activation = "identity" if config.rnn_activation == "silu" else "silu"
     other.config = replace(config, rnn_activation=activation)
     return other
-
-
-def _predict(drafter: Drafter, target: Target, text: ReadSequence) -> Prediction:
-    return predict(drafter, target.modules.embed, text)[0]
 
 
 def _map_names(

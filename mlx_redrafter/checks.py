@@ -1,6 +1,7 @@
 """Checks of values from callers."""
 
 import json
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +33,19 @@ def check_number(name: str, value: object, low: float, high: float, hint: str = 
     """Raise `ConfigError` unless ``value`` is a number in ``[low, high]``."""
     if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
         raise ConfigError(f"{name} must be a number from {low:g} to {high:g}{hint}, got {value!r}")
+
+
+def check_positive(name: str, value: object, high: float = math.inf) -> None:
+    """Raise `ConfigError` unless ``value`` is a finite number in ``(0, high]``."""
+    if not is_number(value) or not 0 < value < math.inf or value > high:  # type: ignore[operator]
+        limit = "" if high == math.inf else f" and at most {high}"
+        raise ConfigError(f"{name} must be a number above 0{limit}, got {value!r}")
+
+
+def check_multiple(name: str, value: int, of: str, divisor: int) -> None:
+    """Raise `ConfigError` unless ``value`` is a multiple of the value of that name."""
+    if value % divisor:
+        raise ConfigError(f"{name} must be a multiple of {of}, got {value} and {divisor}")
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -20,7 +20,7 @@ from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.machines import leader
 from mlx_redrafter.machines.following import Follower
-from mlx_redrafter.machines.frames import Do, Frame
+from mlx_redrafter.machines.line import Do, Frame
 from mlx_redrafter.machines.meeting import Rank
 
 # Passes of a rank before its fault.

@@ -16,10 +16,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_redrafter.checkpoint_files import has_weights, read_config, read_shapes, weight_files
 from mlx_redrafter.checkpoints.bundled import bundled_drafters
 from mlx_redrafter.checkpoints.cards import read_card
-from mlx_redrafter.checkpoints.identity import Identity, targets_in_config
-from mlx_redrafter.checkpoints.recognition import recognise
-from mlx_redrafter.checkpoints.token_table import has_same_tokens
-from mlx_redrafter.errors import ConfigError, RedrafterError
+from mlx_redrafter.checkpoints.identity import Identity, has_same_tokens, targets_in_config
+from mlx_redrafter.checkpoints.recognition import is_word, recognise
+from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.hub import Repository, describe_repository
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
@@ -231,12 +230,7 @@ def published_for(model: Identity) -> list[PublishedDrafter]:
 
 def is_auto(drafter: str | Path | None) -> bool:
     """Return whether a drafter's name is `AUTO`; raise `ConfigError` if it is a folder as well."""
-    if drafter == AUTO and Path(AUTO).is_dir():
-        raise ConfigError(
-            f"{AUTO!r} lets the program choose a drafter, and is a folder here as well; say "
-            f"./{AUTO} for the folder, or go to another one"
-        )
-    return drafter == AUTO
+    return is_word(drafter, AUTO, "lets the program choose a drafter")
 
 
 def can_draft(name: str, config: Mapping[str, Any]) -> bool:

@@ -1,18 +1,22 @@
-"""Identity of a model: the names and sizes by which a drafter knows it.
+"""Identity of a model: the names, sizes and tokens by which a drafter knows it.
 
 A model that is stored in another way, such as a quantised copy, is the same model. A model that was
-trained further is another one, even if its sizes and most of its name are equal.
+trained further is another one, even if its sizes and most of its name are equal. Tokens are read
+from files, without loading a tokenizer.
 """
 
+import filecmp
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from mlx_redrafter.checkpoint_files import read_config
+from mlx_redrafter.checkpoint_files import read_config, read_json
 from mlx_redrafter.checkpoints.cards import Card, read_card
-from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.checks import as_mapping
+from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.model_store import repository_of
 from mlx_redrafter.proposers.kind import TargetFacts
 
@@ -25,6 +29,8 @@ STORED = re.compile(
 )
 # Form of a repository's name.
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# Files of a tokenizer: the first is JSON, the second is SentencePiece's.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 class Identity(NamedTuple):
@@ -119,3 +125,42 @@ def _differ(one: object, other: object) -> bool:
 
 def _exceeds(one: object, other: object) -> bool:
     return type(one) is int and type(other) is int and one > other
+
+
+def has_same_tokens(one: Path, other: Path) -> bool:
+    """Return whether two folders give the same tokens the same ids, as far as their files show.
+
+    Tokenizers in files of different kinds count as different.
+    """
+    for name in TOKENIZER_FILES:
+        paths = one / name, other / name
+        if all(path.is_file() for path in paths):
+            if filecmp.cmp(*paths, shallow=False):
+                return True
+            ours, theirs = map(_read_table, paths)
+            return ours is not None and ours == theirs
+    return False
+
+
+def digest_tokens(folder: Path) -> str | None:
+    """Hash the tokens of a folder with their ids; None without a readable ``tokenizer.json``.
+
+    Programs store special tokens among the others, apart from them, or both.
+    """
+    path = folder / TOKENIZER_FILES[0]
+    table = _read_table(path) if path.is_file() else None
+    if table is None:
+        return None
+    vocabulary, added = table
+    ids = {**vocabulary, **{token: number for number, token in added}}
+    return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()[:16]
+
+
+def _read_table(path: Path) -> tuple[dict[str, int], list[tuple[int, str]]] | None:
+    """Read the tokens of a JSON file with their ids; None for other and for damaged files."""
+    try:
+        values = read_json(path)
+        model, added = values["model"], values.get("added_tokens") or []
+        return dict(model["vocab"]), sorted((token["id"], token["content"]) for token in added)
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return None

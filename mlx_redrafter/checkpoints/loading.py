@@ -17,7 +17,7 @@ from mlx_redrafter.checkpoints.recognition import find_kind
 from mlx_redrafter.checks import check_instance
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.errors import CheckpointError, ConfigError
-from mlx_redrafter.kernels.selection import use_kernels
+from mlx_redrafter.kernels.trials import use_kernels
 from mlx_redrafter.machines.agreement import load_together
 from mlx_redrafter.machines.following import follow
 from mlx_redrafter.machines.leading import target_of

@@ -29,16 +29,18 @@ KNOWN_SPECULATORS = (None, "eagle3", "peagle", "recurrent_drafting", "dflash", "
 REFUSED: Mapping[str, str] = {"mlpspeculator": "MLP speculator"}
 
 
-def is_word(drafter: str | Path | None, word: str) -> bool:
-    """Return whether a drafter's name is a word that stands for a kind, such as "lookup"."""
-    if drafter != word:
-        return False
-    if Path(word).is_dir():
+def is_word(drafter: str | Path | None, word: str, does: str = "") -> bool:
+    """Return whether a drafter's name is a word that stands for a kind, such as "lookup".
+
+    Raise `ConfigError` if it is a folder as well; ``does`` is what any other word does.
+    """
+    if drafter == word and Path(word).is_dir():
+        does = does or f"means a drafter ({proposers.WORDS[word].NAME})"
         raise ConfigError(
-            f"{word!r} means a drafter ({proposers.WORDS[word].NAME}), and is a folder here as "
-            f"well; say ./{word} for the folder, or go to another one"
+            f"{word!r} {does}, and is a folder here as well; say ./{word} for the folder, or go to "
+            "another one"
         )
-    return True
+    return drafter == word
 
 
 def find_kind(drafter: str | Path, target: str = "") -> Kind:

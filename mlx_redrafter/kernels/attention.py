@@ -35,8 +35,6 @@ from mlx_redrafter.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads of an attention and their dtype."""
-
     heads: int
     key_heads: int
     head_size: int

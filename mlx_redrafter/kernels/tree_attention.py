@@ -108,8 +108,6 @@ if (lane == 0) {{
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """Parameters of the kernel's source."""
-
     head_size: int
     dtype: str
 

@@ -8,8 +8,6 @@ import mlx.core as mx
 
 # Modes of MLX's quantization that have a kernel.
 MODES = ("affine", "mxfp4")
-# Bits of a weight that have a kernel.
-BITS = (2, 3, 4, 5, 6, 8)
 # Numbers of weights per scale that have a kernel.
 GROUP_SIZES = (32, 64, 128)
 # Dtypes of inputs and outputs that have a kernel.
@@ -24,7 +22,7 @@ ORDERS: tuple[Order, Order] = ("qmv_fast", "qmv")
 LANES = 32
 # Bits of a word of packed weights.
 WORD = 32
-# Weights that MLX unpacks together, by bits.
+# Weights that MLX unpacks together, by the bits of a weight that have a kernel.
 PACKS = {2: 16, 3: 8, 4: 8, 5: 8, 6: 4, 8: 4}
 # Numbers of inputs for which MLX has other one-row kernels, with four lanes.
 FOUR_LANES = (64, 128)
@@ -96,7 +94,7 @@ class MatrixShape:
     def is_offered(self) -> bool:
         return (
             self.mode in MODES
-            and self.bits in BITS
+            and self.bits in PACKS
             and self.group_size in GROUP_SIZES
             and self.dtype in DTYPES
             and not (self.inputs in FOUR_LANES and self.bits in FOUR_LANES_BITS)

@@ -7,9 +7,9 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.errors import CheckpointError, ConfigError, RedrafterError
-from mlx_redrafter.kernels.selection import use_kernels
-from mlx_redrafter.machines.frames import Do
+from mlx_redrafter.kernels.trials import use_kernels
 from mlx_redrafter.machines.leading import lead
+from mlx_redrafter.machines.line import Do
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import check_family, digests, load_part
 

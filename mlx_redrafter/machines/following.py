@@ -14,10 +14,9 @@ from mlx_lm.generate import generation_stream
 from mlx_redrafter.errors import CheckpointError, first_line
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.machines.agreement import load_when_asked
-from mlx_redrafter.machines.frames import Do, Frame
 from mlx_redrafter.machines.leader import num_values, rebuild, share
 from mlx_redrafter.machines.leading import dispatch_chunk
-from mlx_redrafter.machines.line import BEAT
+from mlx_redrafter.machines.line import BEAT, Do, Frame
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.prompt_cache import num_tokens

@@ -21,8 +21,7 @@ import mlx.core as mx
 
 from mlx_redrafter.device_read import longest_wait, waiting
 from mlx_redrafter.errors import first_line
-from mlx_redrafter.machines.frames import Do, pack
-from mlx_redrafter.machines.line import BEAT
+from mlx_redrafter.machines.line import BEAT, Do, pack
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.trees.tree import TokenTree, ancestor_mask
 

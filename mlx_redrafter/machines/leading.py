@@ -9,8 +9,8 @@ import mlx.nn as nn
 
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.generation_options import Quantisation
-from mlx_redrafter.machines.frames import Do
 from mlx_redrafter.machines.leader import Handle, Leader, describe
+from mlx_redrafter.machines.line import Do
 from mlx_redrafter.machines.meeting import Machines
 from mlx_redrafter.machines.splitting import has_split_head
 from mlx_redrafter.target.caches.batch_cache import BatchCache, Floor

@@ -1,9 +1,13 @@
-"""A connection between rank 0 and another rank, and the end of both if one is lost.
+"""A connection between rank 0 and another rank, its messages, and the end of both if one is lost.
 
 Nothing can interrupt a rank that waits in a collective operation, and some back ends never notice
 that another rank is gone. So signs of life go over a socket, and a rank that misses them ends.
+
+A message is a frame: a verb of a fixed set and its values, as a JSON line. Nothing in it is ever
+executed, unpickled or imported.
 """
 
+import json
 import os
 import queue
 import socket
@@ -12,11 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from enum import StrEnum, auto
+from typing import Any, BinaryIO, NamedTuple
 
 from mlx_redrafter.errors import printable
-from mlx_redrafter.machines.frames import Do, Frame, pack, read
 
+# Maximum number of bytes of a frame, far more than the paths of a large batch have.
+MOST_BYTES = 2**20
 # Seconds between two signs of life, a tenth of `PATIENCE` so that a busy machine may miss some.
 BEAT = 0.5
 # Seconds without any sign of life after which a rank counts as lost.
@@ -28,6 +34,66 @@ LAST_SECONDS = 5.0
 before_end: list[Callable[[str], None]] = []
 # Exit code of a rank that another one's loss ends, EX_TEMPFAIL of sysexits.h.
 LOST = 75
+
+
+class Do(StrEnum):
+    """Verbs, and beside each its values: integers unless it says text.
+
+    Those of passes and caches are names of the methods of `Follower`.
+    """
+
+    BEAT = auto()  # a sign of life
+    HELLO = auto()  # texts: who a rank is
+    CHECK = auto()  # texts: the model's digest and name, the adapter's, or empty ones
+    SPLIT = auto()  # load the model's part of this rank
+    YES = auto()  # done
+    NO = auto()  # text: why a rank cannot do it
+    FAIL = auto()  # text: why a rank ends
+    END = auto()  # no more passes
+    # Passes. Each takes the tokens of rank 0 from the group. Drafts are those of `leader.describe`.
+    ADVANCE = auto()  # cache
+    CHUNK = auto()  # cache, number of tokens, whether the last layer's output is computed
+    VERIFY = auto()  # cache, draft
+    BATCH = auto()  # batch, nodes of a tree; of every slot its draft, and its floor
+    CALL = auto()  # cache, number of tokens
+    # Operations on caches.
+    OPEN = auto()  # cache, length, fields of its quantization if it has one
+    COMMIT = auto()  # cache, path
+    TRIM_TO = auto()  # cache, length
+    RESERVE = auto()  # cache, rows
+    DROP = auto()  # cache, batch or copy
+    # Copies of parts of caches, for later texts.
+    COPY_ENTRIES = auto()  # copy, cache, start, end
+    COPY_STATES = auto()  # copy, cache
+    FILL = auto()  # cache, length, fields of its quantization, copies and lengths, copy of states
+    # Operations on the caches of batches.
+    KEEP = auto()  # batch, slot, path
+    INSERT = auto()  # batch, slot, cache
+    LEAVE = auto()  # batch, slot, cache or 0
+    RESIZE = auto()  # batch, slots of the new size, rows, old slots
+
+
+class Frame(NamedTuple):
+    do: Do
+    values: tuple[Any, ...] = ()
+
+
+def pack(do: Do, *values: Any) -> bytes:
+    return json.dumps([do, *values]).encode() + b"\n"
+
+
+def read(stream: BinaryIO) -> Frame | None:
+    """Read the next frame; None at the end of the stream. Other bytes raise `ValueError`."""
+    line = stream.readline(MOST_BYTES)
+    if not line.endswith(b"\n"):
+        if len(line) == MOST_BYTES:
+            raise ValueError(f"expected a frame of at most {MOST_BYTES} bytes, found a longer one")
+        return None
+    try:
+        do, *values = json.loads(line)
+        return Frame(Do(do), tuple(values))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"expected a verb and its values, found others: {error}") from error
 
 
 def end_process(message: str, code: int = LOST) -> None:

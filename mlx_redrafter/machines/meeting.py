@@ -20,8 +20,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_redrafter.device_read import to_rows
 from mlx_redrafter.errors import ConfigError, explain
-from mlx_redrafter.machines.frames import Do
-from mlx_redrafter.machines.line import Line, end_process, exit_soon
+from mlx_redrafter.machines.line import Do, Line, end_process, exit_soon
 from mlx_redrafter.version import __version__
 
 # Environment variable of ``mlx.launch`` with the file of addresses, for the ring.

@@ -107,8 +107,6 @@ def _other_caches(layers: Sequence[Any]) -> str:
 
 
 class ModelDrafting(CachedDrafting):
-    """Drafts of one sequence."""
-
     def __init__(
         self,
         network: DraftModel,

@@ -4,12 +4,13 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import NoneType
 from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.rope_utils import YarnRoPE
 
-from mlx_redrafter.checks import check_int, is_number
+from mlx_redrafter.checks import check_instance, check_int, check_multiple, check_positive
 from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, StoredConfig
 
@@ -57,22 +58,13 @@ class LayerSizes(StoredConfig):
         if self.head_dim is not None:
             check_int("head_dim", self.head_dim, 1, MAX_DIMENSION)
         for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be a number above 0, got {value!r}")
-        if not isinstance(self.rope_scaling, (Mapping, type(None))):
-            raise ConfigError(f"rope_scaling must be an object or null, got {self.rope_scaling!r}")
-        heads = self.num_attention_heads
-        if heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
-                f"{self.num_key_value_heads}"
-            )
-        if self.head_dim is None and self.hidden_size % heads:
-            raise ConfigError(
-                f"hidden_size must be a multiple of num_attention_heads without head_dim, got "
-                f"{self.hidden_size} and {heads}"
-            )
+            check_positive(name, getattr(self, name))
+        check_instance("rope_scaling", self.rope_scaling, (Mapping, NoneType), "an object or null")
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        check_multiple("num_attention_heads", heads, "num_key_value_heads", groups)
+        if self.head_dim is None:
+            of = "num_attention_heads without head_dim"
+            check_multiple("hidden_size", self.hidden_size, of, heads)
         if self.head_size % 2:
             raise ConfigError(f"head_dim must be even to be rotated, got {self.head_size}")
         width = heads * (self.head_dim or 1)
@@ -139,9 +131,7 @@ def complete_yarn(rope: Any, config: LayerSizes) -> None:
     scaling = config.rope_scaling or {}
     is_given = scaling.get("attention_factor") is not None
     for key in (*YARN_NUMBERS, "attention_factor") if is_given else YARN_NUMBERS:
-        value: Any = scaling.get(key)
-        if not is_number(value) or not value > 0:
-            raise ConfigError(f"rope_scaling {key} must be a number above 0, got {value!r}")
+        check_positive(f"rope_scaling {key}", scaling.get(key))
     rope._freqs = _wavelengths(rope.dims, config.rope_theta, scaling)
     rope.mscale = _attention_factor(scaling)
 

@@ -96,8 +96,6 @@ class _Speculation(NamedTuple):
 
 
 class SpeculateAheadDrafting:
-    """Drafts of one sequence."""
-
     reader = None
 
     def __init__(self, drafting: RecurrentDrafting | ModelDrafting, num_outcomes: int, hits: Hits):

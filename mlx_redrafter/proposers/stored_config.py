@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar, Self
 
-from mlx_redrafter.checks import check_instance, check_int, is_number
+from mlx_redrafter.checks import check_instance, check_int, check_number, check_positive
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Largest size that a config file may claim, far above any model.
@@ -42,16 +42,12 @@ class StoredConfig:
         if self.draft_vocab_size is not None:
             check_int("drafter draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in (bool, "bool") and not isinstance(value, bool):
-                raise ConfigError(f"drafter {field.name} must be true or false, got {value!r}")
+            if field.type in (bool, "bool"):
+                value = getattr(self, field.name)
+                check_instance(f"drafter {field.name}", value, bool, "true or false")
         scale, weight = getattr(self, "inverse_temperature", 1), getattr(self, "coupling_weight", 1)
-        if not is_number(scale) or not 0 < scale <= MAX_SCORE_SCALE:
-            raise ConfigError(
-                f"drafter score_scale must be above 0 and at most {MAX_SCORE_SCALE}, got {scale!r}"
-            )
-        if not is_number(weight) or not 0 <= weight <= 1:
-            raise ConfigError(f"drafter noise_share must be from 0 to 1, got {weight!r}")
+        check_positive("drafter score_scale", scale, MAX_SCORE_SCALE)
+        check_number("drafter noise_share", weight, 0, 1)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

@@ -13,8 +13,7 @@ from mlx_redrafter.training.initial import compute_head_matrix
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.run import TrainingResult, train_drafter
 from mlx_redrafter.training.self_generated import TextGenerator
-from mlx_redrafter.training.simulated_decoding import simulate
-from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.students.student import Student, simulate
 from mlx_redrafter.training.students.student_kinds import new_student
 from mlx_redrafter.training.teacher import Teacher
 from mlx_redrafter.training.teacher_cache import TeacherCache

@@ -211,16 +211,13 @@ def concatenate(shards: list[Shard]) -> Shard:
     """Join several shards into one; blocks until MLX has evaluated it."""
     if len(shards) == 1:
         return shards[0]
-    starts, count = [], 0
-    for shard in shards:
-        starts.append(shard.starts[:-1] + count)
-        count += shard.tokens.shape[0]
     joined = {
         name: mx.concatenate([getattr(shard, name) for shard in shards])
         for name, array in vars(shards[0]).items()
         if array is not None
     }
-    joined["starts"] = mx.concatenate([*starts, mx.array([count], dtype=mx.int32)])
+    lengths = np.concatenate([np.diff(np.array(shard.starts)) for shard in shards])
+    joined["starts"] = mx.array(np.append(0, np.cumsum(lengths)).astype(np.int32))
     mx.eval(joined)
     return Shard(**joined)
 

@@ -23,8 +23,7 @@ from mlx_redrafter.training.data import (
     split_text,
 )
 from mlx_redrafter.training.self_generated import PromptSource, TextGenerator, plan_jobs
-from mlx_redrafter.training.teacher import Teacher
-from mlx_redrafter.training.text_batch import OnTokens
+from mlx_redrafter.training.teacher import OnTokens, Teacher
 from mlx_redrafter.training.training_request import Reporter
 from mlx_redrafter.training_options import DataOptions
 
@@ -71,6 +70,10 @@ class Sources:
                 digest.update(json.dumps(content, sort_keys=True).encode())
             digest.update(b"|")
         return digest.hexdigest()[:16]
+
+    def generated_share(self, options: DataOptions) -> float:
+        """Return the share of the trained tokens that the target generates."""
+        return options.self_generated if self.given else 1.0
 
 
 def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) -> Sources:
@@ -142,10 +145,10 @@ def build_corpus(
     def report(stage: str, total: int | None) -> OnTokens:
         return lambda done: reporter.progress(stage, done, total)
 
-    share = options.self_generated if sources.given else 1.0
+    share = sources.generated_share(options)
     given = encode_given(sources.given, encoder, options, 1.0 - share, reporter)
     first = training.read(given, report("reading text", sum(map(len, given))))
-    wanted = _count_wanted(given, share, options)
+    wanted = count_generated(sum(one.num_trained for one in given), share, options)
     self_generated: list[TokenSequence] = []
     if wanted is None or wanted > 0:
         prompts = encode(sources.prompts)
@@ -172,7 +175,7 @@ def encode_given(
         for sequence in found:
             if total >= budget:
                 break
-            total += int(sequence.is_trained.sum())
+            total += sequence.num_trained
             given.append(sequence)
         if total >= budget:
             break
@@ -184,13 +187,11 @@ def encode_given(
     return given
 
 
-def _count_wanted(given: Sequence[TokenSequence], share: float, options: DataOptions) -> int | None:
+def count_generated(num_given: int, share: float, options: DataOptions) -> int | None:
+    """Count the tokens that the target generates next to given ones; None without a limit."""
     if options.tokens is not None:
         return round(share * options.tokens)
-    if given:
-        total = sum(int(sequence.is_trained.sum()) for sequence in given)
-        return round(total * share / (1.0 - share))
-    return None
+    return round(num_given * share / (1.0 - share)) if num_given and share < 1 else None
 
 
 def _choose_num_passes(prompts: Sequence[PromptSource], wanted: int | None) -> int:

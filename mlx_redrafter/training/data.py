@@ -78,6 +78,10 @@ class TokenSequence:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_trained(self) -> int:
+        return int(self.is_trained.sum())
+
 
 def read_items(paths: Iterable[str | Path], lines_are_prompts: bool = False) -> list[Item]:
     items: list[Item] = []

@@ -6,8 +6,8 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_redrafter.checkpoint_files import shared_name
+from mlx_redrafter.checkpoints.identity import digest_tokens
 from mlx_redrafter.checkpoints.loading import load
-from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.target.model_loading import find_model
@@ -80,7 +80,7 @@ class Preparation:
         else:
             options = replace(options, tokens=options.tokens or SELF_WRITTEN_TOKENS)
             self.request = request = replace(request, data_options=options)
-            self._writer = PromptWriter.of(target, self._tokenizer)
+            self._writer = PromptWriter(target, self._tokenizer)
             self._sources = Sources([], [], [])
         self._encoder = Encoder(self._tokenizer, options.sequence_length, target.vocab_size)
         self.start_fingerprint: str | None = None
@@ -159,7 +159,7 @@ class Preparation:
         teachers = self._teacher("train", TOP_K), self._teacher("held-out", TOP_TOKENS)
         texts = self._sources, self._encoder, generator, options
         corpus = build_corpus(*texts, *teachers, reporter)
-        if not any(int(s.is_trained.sum()) > 1 for s in corpus.held_out):
+        if not any(one.num_trained > 1 for one in corpus.held_out):
             raise DataError(
                 "expected the target to continue held-out prompts, found only empty continuations; "
                 "give other prompts"
@@ -174,7 +174,7 @@ class Preparation:
 
     def _initialise(self, corpus: Corpus) -> None:
         student, target, token_ids = self.student, self._target, None
-        if student.row_ids is not None:
+        if student.network.row_ids is not None:
             sizes = student.head_rows, target.vocab_size
             token_ids = select_frequent_tokens(corpus.train, self._special, *sizes)
         student.initialise(compute_head_matrix(target), self.request.training.seed, token_ids)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import mean
-from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -19,11 +18,15 @@ from mlx_redrafter.training.batches import ShardGroup, gather
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.duration import Pace
 from mlx_redrafter.training.self_generated import GenerationJob, TextGenerator
-from mlx_redrafter.training.simulated_decoding import simulate
-from mlx_redrafter.training.students.student import Student
-from mlx_redrafter.training.teacher import BATCH_SEQUENCES, TOP_K, read_sequences
+from mlx_redrafter.training.students.student import Student, simulate
+from mlx_redrafter.training.teacher import (
+    BATCH_SEQUENCES,
+    MAX_CHUNK_TOKENS,
+    TOP_K,
+    TeacherOutputs,
+    read_sequences,
+)
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training.teacher_outputs import MAX_CHUNK_TOKENS, TeacherOutputs
 from mlx_redrafter.training.trainer import Optimiser, choose_batches
 from mlx_redrafter.training.training_request import TrainingRequest
 
@@ -37,14 +40,13 @@ UNTIMED = 4
 MIN_TEXTS = 16
 # Number of tokens of each sequence of the untimed pass before reading is timed.
 WARM_UP_TOKENS = 8
-# Number of timed steps, after an untimed one in which MLX may compile.
+# Number of timed optimiser steps.
 TIMED_STEPS = 2
 # Number of tokens of a measurement.
 MEASURED_TOKENS = 256
 # Number of tokens of a calibration, which costs more, because it compares many scales.
 CALIBRATED_TOKENS = 64
 
-Result = TypeVar("Result")
 # Called with the number of stages done, and the number of all stages.
 OnStage = Callable[[int, int], None]
 # Number of stages of the rehearsal.
@@ -72,11 +74,12 @@ def rehearse(
     warm_up = slice(WARM_UP_TOKENS)
     beginnings = [TokenSequence(one.tokens[warm_up], one.is_trained[warm_up]) for one in sequences]
     read_sequences(target, beginnings, TOP_K, student.layers)
-    read = partial(read_sequences, target, sequences, TOP_K, student.layers)
-    shard, seconds = _timed(read, is_warm=True)
-    reading = seconds / shard.tokens.shape[0]
+    start = time.perf_counter()
+    shard = read_sequences(target, sequences, TOP_K, student.layers)
+    reading = (time.perf_counter() - start) / shard.tokens.shape[0]
     on_stage(2, NUM_STAGES)
-    ids = None if student.row_ids is None else np.arange(student.head_rows, dtype=np.int32)
+    is_reduced = student.network.row_ids is not None
+    ids = np.arange(student.head_rows, dtype=np.int32) if is_reduced else None
     student.initialise(None, 0, ids)
     step = _time_step(request, student, shard, partial(on_stage, 2, NUM_STAGES))
     on_stage(3, NUM_STAGES)
@@ -135,11 +138,7 @@ def _time_step(
         mx.eval(optimiser.step(batch), optimiser.arrays())
         on_step()
 
-    step()
-    start = time.perf_counter()
-    for _ in range(TIMED_STEPS):
-        step()
-    return (time.perf_counter() - start) / TIMED_STEPS
+    return _time(step, TIMED_STEPS)
 
 
 def _time_evaluation(
@@ -150,14 +149,15 @@ def _time_evaluation(
     length = request.network.length
     # Half of the held-out texts are greedy, half are sampled.
     temps = 0.0, request.data_options.temp
-    chains = [_timed(partial(simulate, student, [few], length, temp))[1] for temp in temps]
-    _, calibration = _timed(partial(student.calibrate, [fewer]))
+    chains = [_time(partial(simulate, student, [few], length, temp)) for temp in temps]
+    calibration = _time(partial(student.calibrate, [fewer]))
     return mean(chains) / few.tokens.shape[0], calibration / fewer.tokens.shape[0]
 
 
-def _timed(work: Callable[[], Result], is_warm: bool = False) -> tuple[Result, float]:
-    """Return a result and its seconds; MLX may compile in an untimed call before."""
-    if not is_warm:
-        work()
+def _time(work: Callable[[], object], count: int = 1) -> float:
+    """Return the mean seconds of calls, after an untimed one in which MLX may compile."""
+    work()
     start = time.perf_counter()
-    return work(), time.perf_counter() - start
+    for _ in range(count):
+        work()
+    return (time.perf_counter() - start) / count

@@ -14,13 +14,11 @@ from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
 from mlx_redrafter.proposers.fit import TOP_TOKENS
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import batches, trainer
-from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources
+from mlx_redrafter.training.corpus import DEFAULT_PASSES, Sources, count_generated
 from mlx_redrafter.training.data import CHARS_PER_TOKEN, Chat, Document, Encoder, Item
 from mlx_redrafter.training.duration import LEAST_SHARE, Timetable, Workload, format_stages
-from mlx_redrafter.training.self_generated import CACHE_STEP, count_texts, measure_cache
-from mlx_redrafter.training.teacher import SHARD_TOKENS, TOP_K
-from mlx_redrafter.training.teacher_outputs import LOGITS_BYTES
-from mlx_redrafter.training.text_batch import can_batch
+from mlx_redrafter.training.self_generated import CACHE_STEP, can_batch, count_texts, measure_cache
+from mlx_redrafter.training.teacher import LOGITS_BYTES, SHARD_TOKENS, TOP_K
 from mlx_redrafter.training.training_request import TrainingRequest
 
 # Usable share of the machine's memory.
@@ -97,17 +95,15 @@ def count_weights(network: nn.Module) -> int:
 def count_work(sources: Sources, encoder: Encoder, request: TrainingRequest) -> Workload:
     """Estimate the work of a run, from characters unless the options limit the tokens."""
     options = request.data_options
-    share = options.self_generated if sources.given else 1.0
+    share = sources.generated_share(options)
     rate = _measure_chars_per_token(sources, encoder)
     given = sum(_guess_tokens(item, rate) for item in sources.given)
     chats = [_guess_tokens(item, rate) for item in sources.prompts if isinstance(item, Chat)]
     prompt = sum(chats) // len(chats) if chats else PROMPT_TOKENS
+    generated = count_generated(given, share, options)
     if options.tokens is not None:
         given = min(given, round((1 - share) * options.tokens))
-        generated = round(share * options.tokens)
-    elif share < 1:
-        generated = round(given * share / (1 - share))
-    else:
+    if generated is None:
         given, generated = 0, DEFAULT_PASSES * len(sources.prompts) * options.answer_tokens
     return Workload.of(request, given, generated, prompt, len(sources.held_out))
 

@@ -1,26 +1,37 @@
 """Self-generated training data: texts by the target, which the drafter learns to predict.
 
 Half of them are greedy, half are sampled. The target generates them in rounds, the texts of a round
-at once. A round is a shard of the teacher cache, with the target's outputs, so that an interrupted
-run continues with the next one.
+at once, by plain decoding of a batch with mlx-lm's caches. The same passes give what a drafter
+learns from, so nothing reads the texts again. A round is a shard of the teacher cache, so that an
+interrupted run continues with the next one.
+
+mlx-lm's own generator sorts the vocabulary or normalises it for every token, and copies the cache
+whenever a text ends.
+
+Axes: B texts, V vocabulary.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.teacher import Teacher
-from mlx_redrafter.training.teacher_outputs import TeacherOutputs
-from mlx_redrafter.training.text_batch import OnTokens, answer, can_batch, report_after
+from mlx_redrafter.training.teacher import (
+    OnTokens,
+    Teacher,
+    TeacherOutputs,
+    chunk_tokens,
+    report_after,
+)
 from mlx_redrafter.training_options import DataOptions
 
 # Maximum number of texts of a round.
@@ -33,9 +44,13 @@ CACHE_STEP = 256
 SHORTEST_BEGINNING = 4
 # Number of different lengths of the beginnings of a text.
 NUM_BEGINNINGS = 28
+# Share of the texts in the caches that have ended before these are copied without them.
+ENDED_SHARE = 0.125
 
 
 class GenerationJob(NamedTuple):
+    """A prompt to answer at a temperature, greedily at 0."""
+
     prompt: list[int]
     temp: float
 
@@ -78,7 +93,7 @@ class TextGenerator:
             report = partial(report_after, num_generated, on_tokens)
             texts = self._fill_shard(teacher, first, number, round_jobs, options, report)
             found += texts
-            num_generated += sum(int(text.is_trained.sum()) for text in texts)
+            num_generated += sum(text.num_trained for text in texts)
             number += 1
             on_tokens(num_generated)
         return found
@@ -94,7 +109,7 @@ class TextGenerator:
     ) -> list[TokenSequence]:
         """Generate the texts of a shard, or read those of an earlier run."""
         if teacher.has(first + number):
-            texts = teacher.load(first + number)
+            texts = teacher.cache.load(teacher.split, first + number).sequences()
             teacher.read_shard(first + number, texts, lambda _: on_tokens(0))
             return texts
         room = [len(job.prompt) + _most_tokens(job, options) for job in jobs]
@@ -120,8 +135,7 @@ class TextGenerator:
             part = jobs[first : first + size]
             answers += answer(
                 self.target,
-                [job.prompt for job in part],
-                [job.temp for job in part],
+                part,
                 [_most_tokens(job, options) for job in part],
                 self.stop_tokens,
                 partial(report_after, sum(map(len, answers)), on_tokens),
@@ -176,3 +190,88 @@ def plan_jobs(
         for number, source in enumerate(sources):
             is_greedy = (number + turn) % 2 == 0 and (turn < 2 or not source.is_fixed)
             yield GenerationJob(source.draw_prompt(rng), 0.0 if is_greedy else temp)
+
+
+def answer(
+    target: Target,
+    jobs: Sequence[GenerationJob],
+    most: Sequence[int],
+    stop_tokens: Sequence[int],
+    on_tokens: OnTokens,
+    kept: TeacherOutputs | None = None,
+) -> list[list[int]]:
+    """Generate an answer to each prompt.
+
+    An answer has at most ``most`` tokens, at least 1, its stop token included. ``on_tokens``
+    receives the number of tokens generated so far. ``kept`` receives the outputs at all tokens but
+    the last ones, which no pass reads. Uses MLX's global random state.
+    """
+    answers: list[list[int]] = [[] for _ in jobs]
+    prompts = [job.prompt for job in jobs]
+    caches = _read_prompts(target, [prompt[:-1] for prompt in prompts], lambda: on_tokens(0), kept)
+    tokens = mx.array([prompt[-1] for prompt in prompts])
+    rows = list(range(len(jobs)))
+    is_open = set(rows)
+    while is_open:
+        outputs = target.compute(tokens[:, None], caches, kept.layers if kept else ())
+        tokens = sample(outputs.logits[:, -1], [jobs[i].temp for i in rows])
+        if kept is not None:
+            begins = np.array([len(prompts[i]) + len(answers[i]) - 1 for i in rows])
+            kept.write(rows, begins, np.array([int(i in is_open) for i in rows]), outputs)
+        for i, token in zip(rows, to_ints(tokens), strict=True):
+            if i in is_open:
+                answers[i].append(token)
+                if token in stop_tokens or len(answers[i]) == most[i]:
+                    is_open.remove(i)
+        if is_open and len(rows) - len(is_open) > ENDED_SHARE * len(rows):
+            left = [row for row, i in enumerate(rows) if i in is_open]
+            where, rows = mx.array(left), [rows[row] for row in left]
+            tokens = tokens[where]
+            for cache in caches:
+                cache.filter(where)
+        on_tokens(sum(map(len, answers)))
+    return answers
+
+
+def can_batch(model: nn.Module) -> bool:
+    """Return whether mlx-lm can decode several texts of a model at once."""
+    return all(hasattr(layer, "merge") for layer in make_prompt_cache(model))
+
+
+def sample(logits: mx.array, temps: Sequence[float]) -> mx.array:
+    """Choose a token by each row of logits (B, V), at its own temperature; 0 is greedy."""
+    chosen = mx.argmax(logits, axis=-1)
+    sampled = [row for row, temp in enumerate(temps) if temp > 0]
+    if sampled:
+        where = mx.array(sampled)
+        scale = mx.array([1 / temps[row] for row in sampled])[:, None]
+        drawn = mx.random.categorical(logits[where].astype(mx.float32) * scale)
+        chosen[where] = drawn.astype(chosen.dtype)
+    return chosen
+
+
+def _read_prompts(
+    target: Target,
+    prompts: Sequence[list[int]],
+    on_pass: Callable[[], None],
+    kept: TeacherOutputs | None,
+) -> list[Any]:
+    """Read prompts one by one, then join their caches.
+
+    mlx-lm loses the states of some models (mamba2) if padded prompts take several passes.
+    """
+    single = []
+    size = chunk_tokens(target.vocab_size, 1)
+    for number, prompt in enumerate(prompts):
+        single.append(make_prompt_cache(target.model))
+        for begin in range(0, len(prompt), size):
+            chunk = prompt[begin : begin + size]
+            outputs = target.compute(mx.array([chunk]), single[-1], kept.layers if kept else ())
+            if kept is not None:
+                kept.write([number], np.array([begin]), np.array([len(chunk)]), outputs)
+            mx.eval([cache.state for cache in single[-1]])
+            on_pass()
+    if not can_batch(target.model):
+        (alone,) = single
+        return alone
+    return [layer[0].merge(list(layer)) for layer in zip(*single, strict=True)]

@@ -5,12 +5,10 @@ begins (Magpie, arXiv 2406.08464). Any other model writes beginnings of texts, a
 begins a text or, without one, after random tokens.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -48,28 +46,24 @@ MAX_TRIES = 8
 ORIGIN = "the model's own text"
 
 
-@dataclass(frozen=True)
 class PromptWriter:
     """Writer of prompts by a target.
 
     ``prefix`` has the tokens before a user's message or a text, () if random tokens take their
-    place, and ``stop_tokens`` those that end a message; none end a beginning.
+    place, and ``stop_tokens`` those that end a message; none end a beginning. Creating one raises
+    `ConfigError` if the chat template lacks the user's message.
     """
 
-    target: Target
-    tokenizer: TokenizerWrapper
-    prefix: Sequence[int]
-    stop_tokens: Sequence[int]
-
-    @classmethod
-    def of(cls, target: Target, tokenizer: TokenizerWrapper) -> PromptWriter:
-        """Prepare; raise `ConfigError` if the chat template lacks the user's message."""
-        if not tokenizer.has_chat_template:
-            bos = getattr(tokenizer, "bos_token_id", None)
-            return cls(target, tokenizer, () if bos is None else (bos,), ())
-        prefix, after = encode_user_turn(tokenizer)
-        stop_tokens = {*find_special_tokens(tokenizer, target.vocab_size), *after[:1]}
-        return cls(target, tokenizer, prefix, sorted(stop_tokens))
+    def __init__(self, target: Target, tokenizer: TokenizerWrapper):
+        self.target, self.tokenizer = target, tokenizer
+        self.prefix: Sequence[int] = ()
+        self.stop_tokens: Sequence[int] = ()
+        if tokenizer.has_chat_template:
+            self.prefix, after = encode_user_turn(tokenizer)
+            special = find_special_tokens(tokenizer, target.vocab_size)
+            self.stop_tokens = sorted({*special, *after[:1]})
+        elif (bos := getattr(tokenizer, "bos_token_id", None)) is not None:
+            self.prefix = (bos,)
 
     def write(self, options: DataOptions, folder: Path, reporter: Reporter) -> Sources:
         """Write the prompts of a run, none of them empty or twice; those in ``folder`` are read.

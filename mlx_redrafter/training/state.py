@@ -66,7 +66,6 @@ def has_state(folder: Path) -> bool:
 
 
 def load_state(folder: Path, identity: str) -> tuple[Arrays, TrainingProgress]:
-    """Load the state in ``folder``."""
     path = folder / STATE_FILE
     arrays, metadata = load_arrays(path)
     version = metadata.get("format", "1")

@@ -1,18 +1,31 @@
-"""Texts that the target reads, and its outputs on them in the cache."""
+"""Texts that the target reads, and its outputs at their tokens, as its passes give them.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+Axes: B texts of a pass, c tokens of each, V vocabulary, H hidden size, C layers, k kept tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
-from mlx_redrafter.target.target import Target
+from mlx_redrafter.decoding.sampling import top_k
+from mlx_redrafter.errors import NonFiniteError
+from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache
-from mlx_redrafter.training.teacher_outputs import TeacherOutputs, chunk_tokens
-from mlx_redrafter.training.text_batch import OnTokens, report_after
+from mlx_redrafter.training.loss import IMPOSSIBLE
+from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, pack_sequences
 
+# Maximum number of tokens of a pass over texts, so that an interruption waits for a short one.
+MAX_CHUNK_TOKENS = 512
+# Maximum size of the float32 logits of such a pass, in bytes.
+LOGITS_BYTES = 2**28
 # Number of next tokens whose probabilities are cached; of held-out texts, which calibrate the
 # drafter, `TOP_TOKENS`.
 TOP_K = 32
@@ -20,6 +33,116 @@ TOP_K = 32
 SHARD_TOKENS = 16384
 # Number of sequences per forward pass.
 BATCH_SEQUENCES = 8
+
+OnTokens = Callable[[int], None]
+
+
+def report_after(before: int, on_tokens: OnTokens, count: int) -> None:
+    on_tokens(before + count)
+
+
+def chunk_tokens(vocab_size: int, num_texts: int) -> int:
+    """Count the tokens of each text in a pass over several."""
+    return max(1, min(MAX_CHUNK_TOKENS, LOGITS_BYTES // 4 // vocab_size) // num_texts)
+
+
+class TeacherOutputs:
+    """Outputs at every token of some texts, each of which has room for a number of tokens.
+
+    They are zeros at tokens that no pass has read, such as the last one of a generated text.
+    """
+
+    def __init__(self, target: Target, room: Sequence[int], k: int, layers: Sequence[int] = ()):
+        self.layers = layers
+        self._k = k = min(k, target.vocab_size)
+        self._starts = np.cumsum([0, *room])
+        total, size = int(self._starts[-1]), target.hidden_size
+        self._arrays: dict[str, NDArray[Any]] = {
+            "hidden": np.zeros((total, size), np.float16),
+            "top_ids": np.zeros((total, k), np.int32),
+            "top_log_probs": np.zeros((total, k), np.float16),
+            "tail": np.zeros((total,), np.float32),
+            "states": np.zeros((total, len(layers) * size), np.float16),
+        }
+
+    def after(self, first: int) -> TeacherOutputs:
+        """Return the same outputs, with the texts numbered from one of them."""
+        rest = copy(self)
+        rest._starts = self._starts[first:]
+        return rest
+
+    def write(
+        self,
+        texts: Sequence[int],
+        begins: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        outputs: TargetOutputs,
+    ) -> None:
+        """Keep the outputs of a pass; blocks until MLX has evaluated them.
+
+        Args:
+            texts: Numbers of the texts of the pass, B of them.
+            begins: Index of the pass's first token in each text, shape (B,).
+            counts: Number of its tokens that belong to the text, without padding, shape (B,).
+            outputs: Outputs of shape (B, c).
+        """
+        found = _summarise(outputs, self._k)
+        offsets = np.arange(outputs.logits.shape[1])
+        is_real = offsets < counts[:, None]
+        where = ((self._starts[list(texts)] + begins)[:, None] + offsets)[is_real]
+        for name, values in found.items():
+            self._arrays[name][where] = np.array(values)[is_real]
+
+    def make_shard(self, sequences: Sequence[TokenSequence]) -> Shard:
+        """Join all texts, which have at most as many tokens as there is room for.
+
+        Raise `NonFiniteError` if hidden states or logits are not finite, or beyond float16.
+        """
+        kept = self._arrays
+        if not np.isfinite(kept["hidden"]).all() or not np.isfinite(kept["tail"]).all():
+            raise NonFiniteError(
+                "expected finite hidden states and logits within float16 from the target, found "
+                "NaN, infinity or larger values; this model cannot be used as a teacher"
+            )
+        if not np.isfinite(kept["states"]).all():
+            raise NonFiniteError(
+                f"expected finite inputs of layers {list(self.layers)} within float16 from the "
+                "target, found NaN, infinity or larger values; train a head that reads its last "
+                "hidden state"
+            )
+        pairs = zip(self._starts, sequences, strict=False)
+        where = np.concatenate([start + np.arange(len(sequence)) for start, sequence in pairs])
+        found = {name: mx.array(values[where]) for name, values in kept.items()}
+        shard = Shard(**pack_sequences(sequences), **found)
+        return shard if self.layers else replace(shard, states=None)
+
+
+def _summarise(outputs: TargetOutputs, k: int) -> dict[str, mx.array]:
+    """Keep the k most probable next tokens and the probability of all others, by `Shard`'s names.
+
+    Blocks until MLX has evaluated them.
+    """
+    logits, hidden = outputs.logits, outputs.hidden_states
+    states = hidden[..., :0] if outputs.states is None else outputs.states
+    batch, size, vocab = logits.shape
+    flat = logits.reshape(-1, vocab).astype(mx.float32)
+    values, indices = top_k(flat, k)
+    log_probs = values - mx.logsumexp(flat, axis=-1, keepdims=True)
+    # The tail is computed before the kept log-probabilities are rounded to float16.
+    tail = mx.maximum(1.0 - mx.sum(mx.exp(log_probs), axis=-1), 0.0)
+    if k == vocab:
+        tail = mx.zeros_like(tail)
+    tail = tail + 0.0 * log_probs[:, 0]  # NaN stays NaN
+    log_probs = mx.maximum(log_probs, IMPOSSIBLE)
+    arrays = {
+        "hidden": hidden.astype(mx.float16),
+        "top_ids": indices.astype(mx.int32).reshape(batch, size, k),
+        "top_log_probs": log_probs.astype(mx.float16).reshape(batch, size, k),
+        "tail": tail.reshape(batch, size),
+        "states": states.astype(mx.float16),
+    }
+    mx.eval(arrays)
+    return arrays
 
 
 @dataclass(frozen=True)
@@ -58,9 +181,6 @@ class Teacher:
     def has(self, number: int) -> bool:
         """Return whether there is a shard, which may lack the inputs of layers."""
         return self.cache.has(self.split, number)
-
-    def load(self, number: int) -> list[TokenSequence]:
-        return self.cache.load(self.split, number).sequences()
 
     def save(self, number: int, shard: Shard) -> None:
         self.cache.save(self.split, number, shard, self.layers)

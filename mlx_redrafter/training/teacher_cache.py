@@ -87,13 +87,9 @@ class TeacherCache:
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, object]):
-        self.folder = folder
+        self.folder, self._manifest = folder, folder / MANIFEST
         self.identity = {"format": FORMAT, **identity}
         self._check()
-
-    @property
-    def _manifest(self) -> Path:
-        return self.folder / MANIFEST
 
     def begin(self) -> None:
         """Write the manifest, before the first file, unless it exists.

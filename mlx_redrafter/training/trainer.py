@@ -15,7 +15,6 @@ from mlx_redrafter.errors import NonFiniteError
 from mlx_redrafter.training.batches import BatchOptions, BatchOrder
 from mlx_redrafter.training.files import Arrays
 from mlx_redrafter.training.loss import TrainingBatch
-from mlx_redrafter.training.simulated_decoding import simulate
 from mlx_redrafter.training.state import (
     CurvePoint,
     TrainingProgress,
@@ -23,7 +22,7 @@ from mlx_redrafter.training.state import (
     load_state,
     save_state,
 )
-from mlx_redrafter.training.students.student import Student
+from mlx_redrafter.training.students.student import Student, simulate
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.training_request import TrainingRequest
 from mlx_redrafter.training_options import TrainingOptions

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_redrafter.kernels import attention, layers, selection, small_t, tree_attention, trial
+from mlx_redrafter.kernels import attention, layers, small_t, tree_attention, trials
 from mlx_redrafter.kernels.tree_attention import (
     HEAD_SIZES,
     THREADS,
@@ -105,9 +105,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
     monkeypatch.setattr(mx, "quantized_matmul", quantized_matmul)
     monkeypatch.setattr(mx.array, "__matmul__", matmul)
     monkeypatch.setattr(mx, "addmm", addmm)
-    for module in (layers, selection):
+    for module in (layers, trials):
         monkeypatch.setattr(module, "is_available", lambda: True)
-    monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
+    monkeypatch.setattr(trials, "load_or_time", lambda *args: args[-1]())
     run_emulated(monkeypatch, kernels)
 
 
@@ -176,5 +176,5 @@ def stand_in_attention(monkeypatch: pytest.MonkeyPatch, kernels: AttentionKernel
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", scaled_dot_product_attention)
     monkeypatch.setattr(attention, "is_available", lambda: True)
-    monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
+    monkeypatch.setattr(trials, "load_or_time", lambda *args: args[-1]())
     run_emulated_attention(monkeypatch, kernels)

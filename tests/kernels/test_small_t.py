@@ -12,12 +12,11 @@ import pytest
 
 from mlx_redrafter.kernels import trial
 from mlx_redrafter.kernels.attention import AttentionShape
-from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import layers_by_shape
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
-from mlx_redrafter.kernels.product_trials import ProductTrial
 from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
 from mlx_redrafter.kernels.tree_attention import HEAD_SIZES, tree_attention
+from mlx_redrafter.kernels.trials import AttentionTrial, ProductTrial
 from mlx_redrafter.kernels.variant import (
     BITS,
     DENSE_ORDERS,

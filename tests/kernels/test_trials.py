@@ -16,23 +16,13 @@ from mlx_redrafter.bench.lab.contexts import prefill
 from mlx_redrafter.checkpoints import loading
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.kernels import (
-    attention_trials,
-    product_trials,
-    selection,
-    small_t,
-    tree_attention,
-    trial,
-)
+from mlx_redrafter.kernels import small_t, tree_attention, trials
 from mlx_redrafter.kernels.attention import AttentionShape, attention_shapes
-from mlx_redrafter.kernels.attention_trials import AttentionTrial
 from mlx_redrafter.kernels.layers import choices, layers_by_shape
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
-from mlx_redrafter.kernels.product_trials import ProductTrial
-from mlx_redrafter.kernels.selection import use_kernels
 from mlx_redrafter.kernels.small_t import as_integers, source_of
 from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
-from mlx_redrafter.kernels.trial import Times
+from mlx_redrafter.kernels.trials import AttentionTrial, ProductTrial, Times, use_kernels
 from mlx_redrafter.kernels.variant import (
     DENSE_ORDERS,
     FEW,
@@ -200,7 +190,7 @@ def test_trees_and_drafted_texts_have_the_bits_of_single_tokens(build):
 def test_equal_kernels_are_used_where_they_are_faster(monkeypatch):
     model = quantised_model()
     with monkeypatch.context() as patch:
-        patch.setenv(selection.SWITCH, "0")
+        patch.setenv(trials.SWITCH, "0")
         use_kernels(model)
         assert choices(model) == ()
     use_kernels(model)
@@ -243,7 +233,7 @@ def test_wrong_constants_are_refused(monkeypatch, variant, wrong):
     stand_in(monkeypatch, Kernels(changed))
     monkeypatch.setattr(type(shape), "variants", lambda self: iter([variant]))
     for rows, change in enumerate(wrong, start=2):
-        monkeypatch.setattr(product_trials, "ROWS", range(rows, rows + 1))
+        monkeypatch.setattr(trials, "ROWS", range(rows, rows + 1))
         tried = ProductTrial(shape, [layer])  # type: ignore[arg-type]
         assert (tried.equal, tried.failure) == (None, DIFFERENT), change
 
@@ -264,8 +254,7 @@ def test_times_are_those_of_both(monkeypatch):
     shape, layer = _layer(8)
     variant = Variant(8, 32, "float32")
     stand_in(monkeypatch, emulated([(variant, 3)]))
-    for module in (product_trials, trial):
-        monkeypatch.setattr(module, "ROWS", range(3, 4))
+    monkeypatch.setattr(trials, "ROWS", range(3, 4))
     tried = ProductTrial(shape, [layer])
     assert tried.equal == variant
     assert tried.times[3].kernel > tried.times[3].stock > 0  # threads are slow in the emulator
@@ -362,18 +351,18 @@ def _as_long(trial: AttentionTrial, equal: object, rows: int) -> Times:
 def attending_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an Apple GPU, as far as these tests can tell."""
     stand_in_attention(monkeypatch, emulated_attention())
-    monkeypatch.setattr(selection, "is_available", lambda: True)
+    monkeypatch.setattr(trials, "is_available", lambda: True)
     monkeypatch.setattr(AttentionTrial, "measure", _as_long)
     # Threads are slow in the emulator.
-    monkeypatch.setattr(attention_trials, "FEW_KEYS", (5,))
-    monkeypatch.setattr(attention_trials, "MAX_KEYS", (40,))
-    monkeypatch.setattr(attention_trials, "PARENTS", (0, 0, 0, 1, 3))
+    monkeypatch.setattr(trials, "FEW_KEYS", (5,))
+    monkeypatch.setattr(trials, "MAX_KEYS", (40,))
+    monkeypatch.setattr(trials, "PARENTS", (0, 0, 0, 1, 3))
 
 
 @pytest.fixture
 def no_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models without matrices that there are kernels for."""
-    monkeypatch.setattr(selection, "layers_by_shape", lambda model: {})
+    monkeypatch.setattr(trials, "layers_by_shape", lambda model: {})
 
 
 def _attending_model() -> nn.Module:
@@ -413,12 +402,12 @@ def test_longer_texts_are_left_to_mlx(monkeypatch):
         return -y if rows[1].shape[2] > 8 else y
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", two_passes)
-    monkeypatch.setattr(attention_trials, "FEW_KEYS", (1,))
-    monkeypatch.setattr(attention_trials, "MAX_KEYS", (40, 5))
+    monkeypatch.setattr(trials, "FEW_KEYS", (1,))
+    monkeypatch.setattr(trials, "MAX_KEYS", (40, 5))
     trial = AttentionTrial(SHAPE, 1)
     assert (trial.equal, trial.failure) == (5, None)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", stock_call)
-    monkeypatch.setattr(attention_trials, "MAX_KEYS", (5,))
+    monkeypatch.setattr(trials, "MAX_KEYS", (5,))
     use_kernels(model)
     assert "max_keys=5" in choices(model)[0]
     assert are_equal(logits_of_tree(model, follow=False), stock)  # 3 tokens and a path of 5
@@ -429,7 +418,7 @@ def test_longer_texts_are_left_to_mlx(monkeypatch):
 @pytest.mark.parametrize(("max_keys", "is_used"), [(7, False), (8, True)])
 def test_the_limit_counts_the_keys_of_the_deepest_node(monkeypatch, max_keys, is_used):
     """The tree follows 3 tokens, and its deepest node is the fifth on its path."""
-    monkeypatch.setattr(attention_trials, "MAX_KEYS", (max_keys,))
+    monkeypatch.setattr(trials, "MAX_KEYS", (max_keys,))
     model = _attending_model()
     stock = logits_of_tree(model, follow=False)
     use_kernels(model)

@@ -14,8 +14,8 @@ from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.machines.following import Follower
-from mlx_redrafter.machines.frames import Do
 from mlx_redrafter.machines.leading import lead, target_of
+from mlx_redrafter.machines.line import Do
 from mlx_redrafter.machines.meeting import Machines, meet
 from mlx_redrafter.machines.splitting import split
 from mlx_redrafter.target.caches.stored_cache import has_states

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_redrafter.machines.frames import MOST_BYTES, Do, pack, read
+from mlx_redrafter.machines.line import MOST_BYTES, Do, pack, read
 
 VALUES = st.lists(st.integers() | st.text(max_size=40) | st.lists(st.integers()), max_size=40)
 FRAMES = st.tuples(st.sampled_from(Do), VALUES)

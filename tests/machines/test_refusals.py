@@ -17,9 +17,9 @@ from mlx_redrafter.cli.main import main
 from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
 from mlx_redrafter.machines import meeting
 from mlx_redrafter.machines.agreement import load_together, load_when_asked
-from mlx_redrafter.machines.frames import Do, Frame, read
 from mlx_redrafter.machines.leader import Leader
 from mlx_redrafter.machines.leading import LeadingTarget
+from mlx_redrafter.machines.line import Do, Frame, read
 from mlx_redrafter.machines.meeting import Machines, Rank
 from mlx_redrafter.machines.splitting import check_family, digests, split
 from tests.machines.test_launch import store_tiny

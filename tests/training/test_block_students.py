@@ -16,6 +16,7 @@ from mlx_redrafter.proposers.block.along_text import read_blocks
 from mlx_redrafter.proposers.block.config import BlockConfig
 from mlx_redrafter.proposers.block.network import BlockNetwork
 from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Surrounding
+from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.proposers.fit import Prediction, fit_depths
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.target.target import Target
@@ -130,7 +131,7 @@ def test_an_earlier_drafter_is_trained_further(earlier: TrainingRequest, tmp_pat
     assert curve_of(more.out)[0] > 1.2
     quantised = BlockNetwork(result.student.network.config)
     quantize_drafter(quantised, 8, 32)
-    result.student.holding(quantised).save(tmp_path / "quantised", {})
+    write_drafter(quantised, tmp_path / "quantised")
     network = replace(network, start_from=str(tmp_path / "quantised"))
     with pytest.raises(ConfigError, match="which is quantised"):
         train_drafter(replace(more, out=tmp_path / "third", network=network), Silent())

@@ -11,7 +11,7 @@ import pytest
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training import teacher, teacher_outputs
+from mlx_redrafter.training import teacher
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import fingerprint_weights
 from mlx_redrafter.training.teacher import Teacher, read_sequences
@@ -25,7 +25,7 @@ _sequences = partial(random_texts, given=2, seed=3)
 
 @pytest.mark.parametrize("name", MODELS)
 def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(teacher_outputs, "MAX_CHUNK_TOKENS", 24)  # several chunks, several batches
+    monkeypatch.setattr(teacher, "MAX_CHUNK_TOKENS", 24)  # several chunks, several batches
     monkeypatch.setattr(teacher, "BATCH_SEQUENCES", 3)
     target = Target(MODELS[name]())
     sequences = _sequences([17, 3, 40, 9, 21])

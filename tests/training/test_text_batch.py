@@ -19,17 +19,15 @@ from mlx_redrafter.training import (
     TeacherCache,
     TextGenerator,
     TokenSequence,
-    teacher_outputs,
     train_drafter,
 )
 from mlx_redrafter.training.data import Chat, Document
 from mlx_redrafter.training.files import load_arrays
 from mlx_redrafter.training.generated_texts import sample_posterior_noise
-from mlx_redrafter.training.self_generated import GenerationJob
+from mlx_redrafter.training.self_generated import GenerationJob, answer, sample
 from mlx_redrafter.training.self_written import QUESTION_TOKENS, PromptWriter, count_prompts
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, unpack_sequences
-from mlx_redrafter.training.text_batch import answer, sample
 from tests.helpers.models import tiny_llama
 from tests.training.conftest import small_request
 from tests.training.pieces import MODELS, Silent, WordTokenizer
@@ -44,7 +42,8 @@ def test_greedy_texts_are_those_of_mlx_lm(name: str) -> None:
     prompts = [rng.integers(8, 60, length).tolist() for length in (1, 9, 4, 23, 2)]
     most = [30, 4, 30, 12, 1]
     counts: list[int] = []
-    found = answer(Target(model), prompts, [0.0] * 5, most, [STOP], counts.append)
+    jobs = [GenerationJob(prompt, 0.0) for prompt in prompts]
+    found = answer(Target(model), jobs, most, [STOP], counts.append)
     assert counts == sorted(counts)
     assert counts[-1] == sum(map(len, found))
     for prompt, text, longest in zip(prompts, found, most, strict=True):
@@ -55,7 +54,7 @@ def test_greedy_texts_are_those_of_mlx_lm(name: str) -> None:
 
 def test_every_pass_can_be_interrupted() -> None:
     """A report between passes may end the work: prompts, answers, and reading."""
-    target, prompts = Target(tiny_llama()), [[1] * 40] * 32
+    target, jobs = Target(tiny_llama()), [GenerationJob([1] * 40, 0.0)] * 32
     counts: list[int] = []
 
     def stop(count: int) -> None:
@@ -63,7 +62,7 @@ def test_every_pass_can_be_interrupted() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        answer(target, prompts, [0.0] * 32, [8] * 32, [], stop)
+        answer(target, jobs, [8] * 32, [], stop)
     assert counts == [0], "after the first part of the prompts"
     texts = [TokenSequence(np.ones(90, np.int32), np.ones(90, np.bool_)) for _ in range(20)]
     read: list[int] = []
@@ -86,7 +85,9 @@ def test_what_generating_keeps_is_what_reading_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The last token of a generated text is in no pass, and no drafter reads its outputs."""
-    monkeypatch.setattr(teacher_outputs, "MAX_CHUNK_TOKENS", 20)  # prompts in several passes
+    monkeypatch.setattr(
+        "mlx_redrafter.training.teacher.MAX_CHUNK_TOKENS", 20
+    )  # prompts in several passes
     target = Target(MODELS[name]())
     target.modules.watch((1, 2))
     teacher = Teacher(target, TeacherCache(tmp_path, {}), "train", 8, (1, 2))
@@ -243,7 +244,7 @@ def test_the_place_of_the_users_text() -> None:
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_prompts_are_whole_and_unlike(is_chat: bool, tmp_path: Path) -> None:
     model = tiny_llama(vocab_size=VOCAB, spread=1.0)
-    writer = PromptWriter.of(Target(model), _tokenizer(is_chat))
+    writer = PromptWriter(Target(model), _tokenizer(is_chat))
     found = writer.write(WRITING, tmp_path, Silent())
     items = [*found.prompts, *found.held_out]
     assert not found.given
@@ -257,7 +258,7 @@ def test_prompts_are_whole_and_unlike(is_chat: bool, tmp_path: Path) -> None:
         assert {len(text.split()) for text in texts} == {32}
     assert len(set(texts)) == len(items)
     assert all(text.strip() for text in texts)
-    again = PromptWriter.of(Target(tiny_llama(1, VOCAB)), _tokenizer(is_chat))
+    again = PromptWriter(Target(tiny_llama(1, VOCAB)), _tokenizer(is_chat))
     assert again.write(WRITING, tmp_path, Silent()) == found, "the stored ones are read"
 
 
@@ -265,15 +266,16 @@ def test_a_template_with_much_text_leaves_room_for_a_question(tmp_path: Path) ->
     """Without room, nothing but a stop token would end a question."""
     target = Target(tiny_llama(vocab_size=VOCAB, context=1024, spread=1.0))
     prefix = [3] * (WRITING.sequence_length + 10)
-    writer = replace(PromptWriter.of(target, _tokenizer()), prefix=prefix, stop_tokens=[1])
+    writer = PromptWriter(target, _tokenizer())
+    writer.prefix, writer.stop_tokens = prefix, [1]
     writer.write(WRITING, tmp_path, Silent())
     texts = unpack_sequences(load_arrays(tmp_path / "prompts-00000.safetensors")[0])
     assert max(len(text) for text in texts) <= len(prefix) + QUESTION_TOKENS
 
 
 def test_a_model_that_asks_nothing_is_told(tmp_path: Path) -> None:
-    writer = PromptWriter.of(Target(tiny_llama(vocab_size=VOCAB)), _tokenizer())
-    writer = replace(writer, stop_tokens=range(VOCAB))
+    writer = PromptWriter(Target(tiny_llama(vocab_size=VOCAB)), _tokenizer())
+    writer.stop_tokens = range(VOCAB)
     with pytest.raises(DataError, match=r"found 0 in 1.. tries; give texts with --data"):
         writer.write(WRITING, tmp_path, Silent())
 

@@ -31,7 +31,7 @@ from mlx_redrafter.training import (
     train_drafter,
 )
 from mlx_redrafter.training.files import load_arrays, locking
-from mlx_redrafter.training.simulated_decoding import simulate
+from mlx_redrafter.training.students.student import simulate
 from mlx_redrafter.training.teacher import TOP_K
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.training_request import CACHE_FOLDER, TrainingRequest

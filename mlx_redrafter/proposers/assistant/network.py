@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
-from mlx_redrafter.checks import check_int
+from mlx_redrafter.checks import check_int, check_multiple
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.errors import CheckpointError, ConfigError, UnsupportedTargetError
 from mlx_redrafter.proposers.kv_drafting import AutoregressiveNetwork, KvDrafting
@@ -81,11 +81,7 @@ class AssistantConfig:
             return
         check_int("num_centroids", self.num_centroids, 1, self.vocab_size)
         check_int("centroid_intermediate_top_k", self.top_centroids, 1, self.num_centroids)
-        if self.vocab_size % self.num_centroids:
-            raise ConfigError(
-                f"vocab_size must be a multiple of num_centroids, got {self.vocab_size} and "
-                f"{self.num_centroids}"
-            )
+        check_multiple("vocab_size", self.vocab_size, "num_centroids", self.num_centroids)
         if not self.ties_head:
             raise ConfigError("use_ordered_embeddings needs tie_word_embeddings, got a head apart")
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlx_redrafter.checks import check_choice, check_int, is_number
+from mlx_redrafter.checks import check_choice, check_int, check_multiple, check_positive, is_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.layer_sizes import LayerSizes, check_captured_layers
@@ -133,11 +133,7 @@ class BlockConfig(LayerSizes):
         if self.conv_taps or self.conv_groups:
             check_int("conv_taps", self.conv_taps, 1, MAX_COUNT)
             check_int("conv_groups", self.conv_groups, 1, self.hidden_size)
-            if self.hidden_size % self.conv_groups:
-                raise ConfigError(
-                    f"hidden_size must be a multiple of conv_groups, got {self.hidden_size} and "
-                    f"{self.conv_groups}"
-                )
+            check_multiple("hidden_size", self.hidden_size, "conv_groups", self.conv_groups)
 
     def _check_link(self) -> None:
         check_choice("link", self.link, LINKS)
@@ -156,10 +152,8 @@ class BlockConfig(LayerSizes):
 
     def _check_numbers(self) -> None:
         for name in ("value_scale", "embed_scale", "output_multiplier", "softcap"):
-            value = getattr(self, name)
-            is_absent = name == "softcap" and value is None
-            if not is_absent and not (is_number(value) and 0 < value < MAX_DIMENSION):
-                raise ConfigError(f"{name} must be above 0, got {value!r}")
+            if name != "softcap" or self.softcap is not None:
+                check_positive(name, getattr(self, name), MAX_DIMENSION)
         scales = self.depth_scales
         if scales is not None:
             is_list = isinstance(scales, tuple) and len(scales) == self.num_drafts

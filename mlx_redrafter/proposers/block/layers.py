@@ -54,8 +54,6 @@ def new_rope(config: BlockConfig) -> nn.Module:
 
 
 class BlockAttention(nn.Module):
-    """Attention of a block to verified tokens and to itself."""
-
     def __init__(self, config: BlockConfig, index: int):
         super().__init__()
         self.config, self.index = config, index
@@ -136,8 +134,6 @@ class DynamicConvolution(nn.Module):
 
 
 class BlockLayer(nn.Module):
-    """A decoder layer over blocks."""
-
     def __init__(self, config: BlockConfig, index: int):
         super().__init__()
 

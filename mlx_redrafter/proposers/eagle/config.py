@@ -67,8 +67,7 @@ class EagleConfig(LayerSizes):
     norm_output: bool = False
 
     def __post_init__(self) -> None:
-        if self.version not in (1, 3):
-            raise ConfigError(f"EAGLE version must be 1 or 3, got {self.version!r}")
+        check_choice("EAGLE version", self.version, (1, 3))
         check_choice("layer_type", self.layer_type, LAYER_TYPES)
         super().__post_init__()
         check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_COUNT)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
-from mlx_redrafter.checks import check_int, is_number
+from mlx_redrafter.checks import check_choice, check_int, is_number
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.stored_config import (
     COUPLING_WEIGHT,
@@ -51,8 +51,7 @@ class MedusaConfig(StoredConfig):
         super().__post_init__()
         check_int("drafter num_heads", self.num_heads, 1, MAX_COUNT)
         check_int("drafter num_layers", self.num_layers, 0, MAX_COUNT)
-        if self.tree not in ("dynamic", "static"):
-            raise ConfigError(f"drafter tree must be 'dynamic' or 'static', got {self.tree!r}")
+        check_choice("drafter tree", self.tree, ("dynamic", "static"))
         if self.rank_accuracies is not None:
             self._check_accuracies(self.rank_accuracies)
         elif self.tree == "static":
@@ -62,7 +61,9 @@ class MedusaConfig(StoredConfig):
         num_ranks = min(MAX_RANKS, self.head_rows)
         is_table = isinstance(table, tuple) and len(table) == self.num_heads
         if not is_table or not all(
-            isinstance(row, tuple) and len(row) == num_ranks and all(map(_is_chance, row))
+            isinstance(row, tuple)
+            and len(row) == num_ranks
+            and all(is_number(one) and 0 < one <= 1 for one in row)
             for row in table
         ):
             raise ConfigError(
@@ -92,7 +93,3 @@ class MedusaConfig(StoredConfig):
         table = self.rank_accuracies
         kept = None if table is None else tuple(row[:num_rows] for row in table)
         return replace(self, draft_vocab_size=num_rows, rank_accuracies=kept)
-
-
-def _is_chance(value: object) -> bool:
-    return is_number(value) and 0 < value <= 1  # type: ignore[operator]

@@ -192,10 +192,6 @@ def model_of_layers(values: Mapping[str, Any]) -> nn.Module:
     return module.Model(module.ModelArgs.from_dict({**copy.deepcopy(dict(text)), **changed}))
 
 
-def names_of(family: Family, num_layers: int) -> dict[str, str]:
-    return {old.format(last=num_layers - 1): name for old, name in family.names.items()}
-
-
 def published_name(own: str, names: Mapping[str, str], prefix: str) -> str:
     """Return the name that a tensor of `Mtp` has in a checkpoint."""
     for published, name in names.items():

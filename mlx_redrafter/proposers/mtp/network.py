@@ -18,7 +18,6 @@ from mlx_redrafter.proposers.mtp.families import (
     SIDECAR,
     model_of_layers,
     model_type_of,
-    names_of,
     published_name,
 )
 from mlx_redrafter.target.hooks import FINAL
@@ -88,7 +87,8 @@ class Mtp(AutoregressiveNetwork):
         self.block = Blocks(layers) if has_blocks else layers[0]
         self.num_layers = sum(one.block_type == "*" for one in layers) if has_blocks else 1
         self.family = FAMILIES[model_type]
-        self.names = names_of(self.family, len(layers))
+        last = len(layers) - 1
+        self.names = {old.format(last=last): own for old, own in self.family.names.items()}
         self.embedding_norm = nn.RMSNorm(hidden, eps=norm.eps)
         self.hidden_norm = nn.RMSNorm(hidden, eps=norm.eps)
         self.join = nn.Linear(2 * hidden, hidden, bias=False)

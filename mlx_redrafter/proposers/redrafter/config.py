@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
-from mlx_redrafter.checks import check_int
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.checks import check_choice, check_int
 from mlx_redrafter.proposers.stored_config import (
     COUPLING_WEIGHT,
     INVERSE_TEMPERATURE,
@@ -55,10 +54,7 @@ class DrafterConfig(StoredConfig):
         super().__post_init__()
         check_int("drafter exit_dim", self.exit_dim, 1, MAX_DIMENSION)
         check_int("drafter num_draft_layers", self.num_draft_layers, 0, MAX_COUNT)
-        if self.rnn_activation not in ("silu", "identity"):
-            raise ConfigError(
-                f"drafter rnn_activation must be 'silu' or 'identity', got {self.rnn_activation!r}"
-            )
+        check_choice("drafter rnn_activation", self.rnn_activation, ("silu", "identity"))
         if self.draft_top_k is not None:
             check_int("drafter draft_top_k", self.draft_top_k, 1, self.vocab_size)
 

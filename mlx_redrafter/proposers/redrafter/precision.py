@@ -80,7 +80,9 @@ def choose_precision(drafter: Drafter, target: Target) -> Drafter:
     """
     if quantization_of(drafter) is not None:
         if mx.default_device() == mx.Device(mx.cpu):
-            unpack(drafter)
+            dequantize_model(drafter)
+            drafter.set_dtype(mx.float32)
+            mx.eval(drafter.parameters())
         return drafter
     num_bytes = sum(array.nbytes for array in named_parameters(drafter).values())
     if num_bytes < MIN_BYTES or drafter.num_rows < SHAPE.width:
@@ -115,10 +117,3 @@ def quantised_copy(drafter: Drafter) -> Drafter:
     copy.eval()
     quantize_drafter(copy, BITS, GROUP_SIZE)
     return copy
-
-
-def unpack(drafter: Drafter) -> None:
-    """Make quantised weights float32, in place; blocks until MLX has evaluated them."""
-    dequantize_model(drafter)
-    drafter.set_dtype(mx.float32)
-    mx.eval(drafter.parameters())

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import ConcatenateKVCache
 
 from mlx_redrafter.proposers.block.along_text import calibrate, read_blocks, score_levels
 from mlx_redrafter.proposers.block.network import BlockNetwork
@@ -44,7 +45,9 @@ class KvStudent(Student):
         super().__init__(network)
         self.target = target
         captured = tuple(network.captured_layers(target))
-        self.layers = () if captured == (FINAL,) else captured
+        if captured != (FINAL,):
+            self.layers = captured
+            target.modules.watch(captured)
 
     @property
     def learning_rate(self) -> float:
@@ -62,7 +65,7 @@ class AutoregressiveStudent(KvStudent):
         caches = [LevelEntries() for _ in range(network.num_layers)]
         for level, mask in enumerate(level_masks(batch.sequences, batch.tokens.shape[1] - 1)):
             for cache in caches:
-                cache.mask = mask
+                cache.begin(mask)
             outputs = network(features, embeddings, caches)
             drafting = outputs[mx.minimum(batch.anchors + level, len(outputs) - 1)]
             logits = network.logits(drafting, self.target)[:, : self.head_rows]
@@ -108,7 +111,7 @@ class SpecFormerStudent(KvStudent):
     def levels(self, network: SpecFormer, batch: TrainingBatch) -> Iterator[mx.array]:
         """Compute the logits of each slot; the positions are those of one stretch."""
         cache = LevelEntries()
-        cache.mask = next(level_masks(batch.sequences, 1))
+        cache.begin(next(level_masks(batch.sequences, 1)))
         outputs = network(network.fuse(batch.states), mx.array([]), [cache])
         slots = network.slots(outputs[batch.anchors], batch.tokens.shape[1] - 1)
         for slot in range(slots.shape[1]):
@@ -179,24 +182,14 @@ def _norm_weight(target: Target) -> mx.array:
     return signs * (rows[0] - rows[1]) / 2
 
 
-class LevelEntries:
+class LevelEntries(ConcatenateKVCache):
     """K/V entries of one layer during training, of all levels, with the newest level's mask."""
 
-    offset = 0  # the entries of every level have the positions of the first level
+    def begin(self, mask: mx.array) -> None:
+        """Begin a level; its entries have the positions of the first one."""
+        self.mask, self.offset = mask, 0
 
-    def __init__(self) -> None:
-        self.mask: mx.array | None = None
-        self._entries: tuple[mx.array, mx.array] | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._entries is not None:
-            before = self._entries
-            keys = mx.concatenate([before[0], keys], axis=2)
-            values = mx.concatenate([before[1], values], axis=2)
-        self._entries = keys, values
-        return keys, values
-
-    def make_mask(self, *arguments: Any, **options: Any) -> mx.array | None:
+    def make_mask(self, *arguments: Any, **options: Any) -> mx.array:
         return self.mask
 
 

@@ -49,7 +49,7 @@ class RecurrentStudent(Student):
 
     def leave_target(self) -> None:
         """Replace the target's embedding by a table; blocks until MLX has evaluated it."""
-        embedding = self.embed(mx.arange(self.vocab_size))
+        embedding = self.embed(mx.arange(self.network.config.vocab_size))
         mx.eval(embedding)
         self.embed = lambda tokens: embedding[tokens]
 

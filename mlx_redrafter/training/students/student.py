@@ -1,7 +1,11 @@
-"""The interface that training needs from every kind of drafter.
+"""The interface that training needs from every kind of drafter, and simulated decoding with it.
 
 Every kind is measured by chains. A draft of a chain is accepted if it and all before it are the
 tokens of the text. So the logits that training unrolls along the text are those of decoding.
+
+Decoding reproduces a text of the target. So drafting from the cached hidden states, and comparing
+the drafts with the text, gives the steps of decoding without running the target. Sampled texts are
+drafted with posterior Gumbel noise, as decoding with a seed ranks drafts with the target's.
 
 Axes: B positions, S unroll steps, p roots, H hidden size, V rows of the head, L beam length.
 """
@@ -9,7 +13,6 @@ Axes: B positions, S unroll steps, p roots, H hidden size, V rows of the head, L
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import mlx.core as mx
@@ -17,15 +20,21 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_redrafter.proposers.checkpoint import write_drafter
+from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.training.batches import HeadRows, ShardGroup, gather
-from mlx_redrafter.training.generated_texts import read_following, sample_posterior_noise
+from mlx_redrafter.training.generated_texts import (
+    find_generated,
+    read_following,
+    sample_posterior_noise,
+)
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import Recipe
 
 # Default share of the positions that draft, drawn in every step.
 ANCHOR_SHARE = 1 / 3
+# Share of most probable tokens in a text above which the text counts as greedy.
+GREEDY_SHARE = 0.97
 
 
 class Student(ABC):
@@ -69,18 +78,9 @@ class Student(ABC):
         return int(self.network.config.head_rows)
 
     @property
-    def vocab_size(self) -> int:
-        return int(self.network.config.vocab_size)
-
-    @property
-    def row_ids(self) -> mx.array | None:
-        """Token ids of the rows of a reduced head, integer, shape (V,); None for a full one."""
-        return self.network.get("token_ids")
-
-    @property
     def rows(self) -> HeadRows:
-        ids = self.row_ids
-        return HeadRows(None if ids is None else np.array(ids), self.vocab_size)
+        ids, vocab_size = self.network.row_ids, self.network.config.vocab_size
+        return HeadRows(None if ids is None else np.array(ids), vocab_size)
 
     def new_network(self) -> nn.Module:
         """Create a network of the same sizes, whose random weights are not computed."""
@@ -112,11 +112,6 @@ class Student(ABC):
         self.start_from_head(head)
         mx.eval(self.network.parameters())
 
-    @property
-    def coupling_weight(self) -> float:
-        """Weight of the target's Gumbel noise in the ranking of drafts, 0 to 1."""
-        return float(self.network.coupling_weight)
-
     @abstractmethod
     def levels(self, network: Any, batch: TrainingBatch) -> Iterator[mx.array]:
         """Compute a network's logits after the root, then after each draft but the last.
@@ -135,10 +130,6 @@ class Student(ABC):
 
     def leave_target(self) -> None:  # noqa: B027
         """Drop the references to the target that training does not need."""
-
-    def save(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """Write the network, with further keys for its ``config.json``."""
-        write_drafter(self.network, folder, extra)
 
     def calibrate(self, texts: Iterable[Shard]) -> None:  # noqa: B027
         """Fit the scalars that rank drafts to self-generated texts, if the drafter has any."""
@@ -162,19 +153,20 @@ class Student(ABC):
         group = ShardGroup(shard, roots, np.ones((shard.tokens.shape[0], length - 1), np.bool_))
         batch = gather(group, positions, len(positions), length, HeadRows())
         following = read_following(shard, roots, length)
-        noise: mx.array | None = None
+        network, noise = self.network, None
         if temp:
             states = mx.arange(int(roots[0]), int(roots[-1]) + length - 1)
-            noise = sample_posterior_noise(shard, states, self.vocab_size, temp)
-            noise = noise[:, : self.head_rows] if self.row_ids is None else noise[:, self.row_ids]
+            noise = sample_posterior_noise(shard, states, network.config.vocab_size, temp)
+            rows = network.row_ids
+            noise = noise[:, : self.head_rows] if rows is None else noise[:, rows]
         is_right = np.ones(len(roots), np.bool_)
         count = np.zeros(len(roots), np.int64)
-        for depth, logits in enumerate(self.levels(self.network, batch)):
+        for depth, logits in enumerate(self.levels(network, batch)):
             logits = logits[-len(roots) :]
             if noise is not None:
                 here = noise[depth : depth + len(roots)]
-                logits = logits / temp + self.coupling_weight * here
-            chosen = self.network.to_token_ids(mx.argmax(logits, axis=-1))
+                logits = logits / temp + network.coupling_weight * here
+            chosen = network.to_token_ids(mx.argmax(logits, axis=-1))
             is_right &= np.array(chosen) == following[:, depth]
             count += is_right
         return count
@@ -192,7 +184,44 @@ class Student(ABC):
         network.eval()
         return self.holding(network)
 
-    def in_dtype(self, dtype: mx.Dtype) -> Self:
-        other = self.with_weights({})
-        other.network.set_dtype(dtype)
-        return other
+
+def simulate(
+    student: Student, shards: Iterable[Shard], length: int, temp: float = 0.0
+) -> DecodingStats:
+    """Count the steps of decoding all texts with chains; blocks until MLX has evaluated them.
+
+    Args:
+        student: The drafter.
+        shards: Texts, each a prompt and the target's continuation (``is_trained``).
+        length: Number of tokens of a chain, its root included.
+        temp: Sampling temperature of the texts that are not greedy; 0 drafts these texts without
+            Gumbel noise, like decoding with one of mlx-lm's samplers.
+
+    Returns:
+        Counts as if all texts were one; the first token of a text belongs to no step, and only one
+        such token is counted.
+    """
+    total = DecodingStats(num_tokens=1)
+    for shard in shards:
+        for start, generated in find_generated(shard):
+            roots = np.arange(start + generated[0], start + generated[-1])
+            noise_temp = 0.0 if _is_greedy(shard, start + generated) else temp
+            accepted = student.count_accepted(shard, roots, length, noise_temp)
+            _walk(accepted.tolist(), length, total)
+    return total
+
+
+def _is_greedy(shard: Shard, generated: NDArray[np.int64]) -> bool:
+    # In low precision a few tokens may differ.
+    best = np.array(shard.top_ids[:, 0])[generated - 1]
+    return bool(np.mean(best == np.array(shard.tokens)[generated]) > GREEDY_SHARE)
+
+
+def _walk(accepted: Sequence[int], length: int, total: DecodingStats) -> None:
+    root = 0
+    while root < len(accepted):
+        # The token after the accepted drafts is the bonus token, unless the text ends before it.
+        step = min(accepted[root] + 1, len(accepted) - root)
+        total.count_step(accepted[root], length, length)
+        total.num_tokens += step
+        root += step

@@ -65,7 +65,7 @@ CONV_TAPS = 4
 
 def new_student(target: Target, options: NetworkOptions) -> Student:
     """Create a student whose random weights are not computed."""
-    return _watching(KINDS[options.head](target, options), target)
+    return KINDS[options.head](target, options)
 
 
 def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) -> Student:
@@ -90,14 +90,7 @@ def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) 
     for part in (network.get("embed_tokens"), network.get("lm_head")):
         if part is not None:
             part.freeze()
-    return _watching(BlockStudent(network, target), target)
-
-
-def _watching(student: Student, target: Target) -> Student:
-    """Let the target capture the layers that a student reads."""
-    if student.layers:
-        target.modules.watch(student.layers)
-    return student
+    return BlockStudent(network, target)
 
 
 def choose_drafter_config(

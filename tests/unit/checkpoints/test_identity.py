@@ -25,7 +25,7 @@ from mlx_redrafter.checkpoints.drafter_search import (
     published_for,
     read_table,
 )
-from mlx_redrafter.checkpoints.identity import REPOSITORY, Identity, plain_name
+from mlx_redrafter.checkpoints.identity import REPOSITORY, Identity, digest_tokens, plain_name
 from mlx_redrafter.checkpoints.memory_check import (
     TREE_TOKENS,
     Context,
@@ -34,7 +34,6 @@ from mlx_redrafter.checkpoints.memory_check import (
     estimate_memory,
     fused_growth,
 )
-from mlx_redrafter.checkpoints.token_table import digest_tokens
 from mlx_redrafter.errors import CheckpointError, ResourceError
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
 from tests.models.tiny_models import build, tiny_config

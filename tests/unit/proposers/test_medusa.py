@@ -153,15 +153,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_heads": 0}, "num_heads must be an integer from 1 to 64"),
     ({"num_layers": -1}, "num_layers must be an integer from 0"),
     ({"bias": 1}, "bias must be true or false"),
-    ({"tree": "wide"}, "tree must be 'dynamic' or 'static', got 'wide'"),
+    ({"tree": "wide"}, "tree must be one of .*'dynamic', 'static'.*, got 'wide'"),
     ({"tree": "static"}, "'static' needs rank_accuracies"),
     *(
         ({"rank_accuracies": bad}, THREE)
         for bad in (ROWS[:2], [*ROWS[:2], [0.1] * 31], [*ROWS[:2], [0.0] * 32], [1, 2, 3], "abc")
     ),
     ({"draft_vocab_size": 65}, "draft_vocab_size must be an integer from 1 to 64"),
-    ({"score_scale": 0}, "score_scale must be above 0"),
-    ({"noise_share": 2}, "noise_share must be from 0 to 1"),
+    ({"score_scale": 0}, "score_scale must be a number above 0 and at most 100"),
+    ({"noise_share": 2}, "noise_share must be a number from 0 to 1"),
     ({"model_type": "llama"}, "expected a drafter with model_type 'redrafter_medusa'"),
 ]
 
