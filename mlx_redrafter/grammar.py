@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ PATTERNS = frozenset({"pattern", "format"})
 JOINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 # Words of a JSON schema that do not change what fits it, and take most of its length.
 NOTES = frozenset({"$schema", "$id", "$comment", "title", "description", "examples", "default"})
+# Keywords whose members have names of the author's choice.
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 # Keywords that say nothing about the value.
 SILENT = NOTES | {"$defs", "definitions", "deprecated", "readOnly", "writeOnly", "x-guidance"}
 # Maximum number of states that llguidance follows at once. A property that may be missing adds
@@ -127,7 +129,7 @@ def lark_json(schema: Mapping[str, Any], lenient: bool = False) -> str:
     many. Raise `ConfigError` if the schema is malformed or too large.
     """
     if lenient and _count_joined(schema) > MAX_PATTERNS:
-        schema = _without_patterns(schema)
+        schema = leave_out(schema, lambda key, one: key in PATTERNS and isinstance(one, str))
     _schema_text(schema)
     options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
@@ -170,16 +172,21 @@ def _count_joined(schema: Any) -> int:
     return len(patterns) if is_joined else 0
 
 
-def _without_patterns(schema: Any) -> Any:
+def leave_out(schema: Any, is_dropped: Callable[[str, Any], bool]) -> Any:
+    """Leave keywords out of a schema and of those in it, chosen by their names and values."""
     if isinstance(schema, list):
-        return list(map(_without_patterns, schema))
+        return [leave_out(one, is_dropped) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    return {
-        key: one if key in ("const", "enum") else _without_patterns(one)
-        for key, one in schema.items()
-        if key not in PATTERNS or not isinstance(one, str)
-    }
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("const", "enum"):  # these hold values, not schemas
+            found[key] = value
+        elif key in NAMED and isinstance(value, Mapping):
+            found[key] = {name: leave_out(one, is_dropped) for name, one in value.items()}
+        elif not is_dropped(key, value):
+            found[key] = leave_out(value, is_dropped)
+    return found
 
 
 def read_vocabulary(tokenizer: TokenizerWrapper, vocab_size: int) -> LLTokenizer:

@@ -1,4 +1,7 @@
-"""The fields of a JSON object from a client: each is read once and checked."""
+"""JSON of the server: the fields of an object from a client, each read once and checked, and texts.
+
+Texts go out as a response, or as a server-sent event.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
+
+from starlette.responses import Response
 
 from mlx_redrafter.checks import is_number
 from mlx_redrafter.server.refusals import Refusal
@@ -20,6 +25,9 @@ MAX_DIGITS = 1000
 
 # Types of blocks that are texts.
 TEXT_BLOCKS = ("text", "input_text", "output_text", "refusal")
+
+# Writes JSON in ASCII characters, which any text can be encoded in.
+to_text = json.JSONEncoder(allow_nan=False).encode
 
 _NAMES = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 
@@ -154,3 +162,14 @@ def _parse_finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is no finite number")
     return value
+
+
+def event(value: dict[str, Any], name: str = "") -> str:
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {to_text(value)}\n\n"
+
+
+def respond(
+    value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(to_text(value), status, headers, "application/json")
