@@ -33,11 +33,10 @@ from mlx_redrafter.decoding.sampling import KeyedSampler, Sampler, StockSampler,
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.engine.memory_guard import MemoryGuard
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
-from mlx_redrafter.engine.responses import BatchStream, ResponseStream
+from mlx_redrafter.engine.responses import BatchStream, CacheLocks, ResponseStream
 from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.errors import ConfigError, shown
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
