@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlx_redrafter.cli.agents import AGENTS, Address
+from mlx_redrafter.cli.launch import AGENTS, Address
 from tests.helpers.cli import PROGRAM, Cli, run
 from tests.server.serving import KEY, Served
 
