@@ -90,7 +90,6 @@ class Subject:
 
     @property
     def has_bundled_drafter(self) -> bool:
-        """Whether the drafter is the one that the package has for the bundled model."""
         return self.is_bundled and self.drafter == str(find_bundled("drafter"))
 
 

@@ -163,7 +163,6 @@ def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> list[
 
 
 def assumptions(question: Question) -> list[str]:
-    """List the assumptions of the prediction, one sentence each."""
     chip, curve = question.chip, question.curve
     sentences = [
         f"A plain step costs {question.plain_step:.1f} ms: predicted from {chip.bandwidth:.0f} "

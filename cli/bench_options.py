@@ -133,11 +133,10 @@ class Output:
         assert settings.drafter is not None
         names = pair_names(pair.model, pair.drafter_name, settings.drafter)
         described = {**names, **describe_prompts(prompts, encoded), **others}
-        return Recording(self.out, kind, described, self.resume, self.overwrite)
+        return Recording(self.out, kind, described, self.resume)
 
 
 def load_settings(pair: Pair, max_tokens: int) -> CommonSettings:
-    """Load a pair, and make the settings of texts of at most ``max_tokens`` tokens by it."""
     from mlx_redrafter.bench.runs import CommonSettings
 
     return CommonSettings(*pair.load(), max_tokens)

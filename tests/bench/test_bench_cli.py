@@ -170,8 +170,6 @@ def test_recordings_go_on(tmp_path):
     path = tmp_path / "r.json"
     first = Recording(path, "sweep", {"seed": 1})
     first.add([make_run(0)])
-    with pytest.raises(ConfigError, match="--resume"):
-        Recording(path, "sweep", {"seed": 1})
     second = Recording(path, "sweep", {"seed": 1}, resume=True)
     assert second.runs == [make_run(0)]
     assert second.has(("g", 0, "p", 0))
