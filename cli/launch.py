@@ -47,10 +47,8 @@ OPENCODE_ANSWER = 8192
 class Address:
     """A server and its model.
 
-    Attributes:
-        url: Address of the server, without ``/v1``.
-        key: Key of the server; None if it needs none.
-        context: Maximum number of tokens of a prompt and its answer.
+    The ``url`` is without ``/v1``, and the ``key`` None if the server needs none. ``context`` is
+    the maximum number of tokens of a prompt and its answer.
     """
 
     url: str
