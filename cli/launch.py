@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from mlx_redrafter.checkpoint_files import shared_name
-from mlx_redrafter.checks import check_int
+from mlx_redrafter.checks import check_choice, check_int
 from mlx_redrafter.cli.model_options import Yes
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.server.limits import Limits
@@ -175,8 +175,7 @@ def launch(
     Uses the server at --port if one runs there, or starts one for as long as the agent runs. The
     settings hold for this process only: the agent's own configuration stays as it is.
     """
-    if agent not in AGENTS:
-        raise ConfigError(f"agent must be {' or '.join(AGENTS)}, got {agent!r}")
+    check_choice("agent", agent, AGENTS)
     if only_print:
         found = _find(server)
         model = _describe_stored(server) if found is None else _choose(found, server)

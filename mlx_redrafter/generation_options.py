@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, TypedDict
 
-from mlx_redrafter.checks import check_int, check_max_tokens, check_number, is_number
+from mlx_redrafter.checks import check_choice, check_int, check_max_tokens, check_number, is_number
 from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
 
@@ -69,8 +68,8 @@ class Quantisation:
     start: int = QUANTIZED_KV_START
 
     def __post_init__(self) -> None:
-        _check_choice("kv_bits", self.bits, KV_BITS)
-        _check_choice("kv_group_size", self.group_size, KV_GROUP_SIZES)
+        check_choice("kv_bits", self.bits, KV_BITS)
+        check_choice("kv_group_size", self.group_size, KV_GROUP_SIZES)
         check_int("quantized_kv_start", self.start, 0)
 
     def of_text(self, length: int) -> Quantisation | None:
@@ -179,9 +178,3 @@ class OptionKeywords(TypedDict, total=False):
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
-
-
-def _check_choice(name: str, value: object, choices: Sequence[int]) -> None:
-    if type(value) is not int or value not in choices:
-        listed = ", ".join(map(str, choices[:-1]))
-        raise ConfigError(f"{name} must be {listed} or {choices[-1]}, got {value!r}")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.responses import Response
 
-from mlx_redrafter.checks import is_number
+from mlx_redrafter.checks import is_number, is_one_of
 from mlx_redrafter.server.refusals import Refusal
 
 Value = TypeVar("Value")
@@ -98,9 +98,7 @@ class Fields:
     def one_of(self, name: str, choices: Sequence[Any], is_required: bool = False) -> Any:
         """Return a field that has one of some values."""
         value = self.take(name)
-        # The types are compared, too, since 1 == True and 0 == 0.0 in Python.
-        is_known = any(type(value) is type(one) and value == one for one in choices)
-        if not is_known and (is_required or value is not None):
+        if not is_one_of(value, choices) and (is_required or value is not None):
             raise self.refusal(name, " or ".join(map(json.dumps, choices)), value)
         return value
 

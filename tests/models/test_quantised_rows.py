@@ -182,9 +182,9 @@ def test_models_that_mlx_lm_cannot_quantise(config, reason):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_bits": 7}, "kv_bits must be 1, 2, 3, 4, 5, 6 or 8, got 7"),
+        ({"kv_bits": 7}, "kv_bits must be one of 1, 2, 3, 4, 5, 6, 8, got 7"),
         ({"kv_bits": True}, "kv_bits must be .*, got True"),
-        ({"kv_group_size": 16}, "kv_group_size must be 32, 64 or 128, got 16"),
+        ({"kv_group_size": 16}, "kv_group_size must be one of 32, 64, 128, got 16"),
         ({"kv_bits": 8, "quantized_kv_start": -1}, "quantized_kv_start must be .* at least 0"),
     ],
     ids=str,

@@ -361,7 +361,7 @@ BAD: list[tuple[Any, str, tuple[Any, ...], str]] = [
     (DraftPlan.of, "width", (0, 65, True, 4.0), "beam_width must be an integer from 1 to 64"),
     (DraftPlan.of, "length", (1, 17), "from 2 to 16 (the root counts as one)"),
     (DraftPlan.of, "num_nodes", (1, 66), "from 2 to 65 for beam_width 4 and beam_length 5"),
-    (DraftPlan.of, "select", ("topn",), "select must be 'top_n' or 'beam'"),
+    (DraftPlan.of, "select", ("topn",), "select must be one of top_n, beam"),
     (
         SamplingParams,
         "temp",
