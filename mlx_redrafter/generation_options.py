@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, TypedDict
 
-from mlx_redrafter.checks import check_choice, check_int, check_max_tokens, check_number, is_number
+from mlx_redrafter.checks import check_choice, check_int, check_max_tokens, check_number
 from mlx_redrafter.draft_plan import DraftPlan, Selection
 from mlx_redrafter.errors import ConfigError
 
@@ -42,10 +41,7 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not is_number(self.temp) or not 0 <= self.temp < math.inf:
-            raise ConfigError(f"temp must be a finite number, 0 or more, got {self.temp!r}")
-        if self.temp > MAX_TEMP:
-            raise ConfigError(f"temp must be at most {MAX_TEMP:g}, got {self.temp!r}")
+        check_number("temp", self.temp, 0, MAX_TEMP)
         check_number("top_p", self.top_p, 0, 1, " (0: off)")
         check_number("min_p", self.min_p, 0, 1, " (0: off)")
         check_int("top_k", self.top_k, 0, hint=" (0: off)")

@@ -33,7 +33,7 @@ USAGE = {
     "generate -p Hi --beam-length 1": "beam_length must be an integer from 2 to 16",
     "generate -p Hi --tree-nodes 66": "for beam_width 4 and beam_length 5, got 66",
     "generate -p Hi --select best": "select must be one of top_n, beam, got 'best'",
-    "generate -p Hi --temp -1": "temp must be a finite number, 0 or more, got -1.0",
+    "generate -p Hi --temp -1": "temp must be a number from 0 to 1e+06, got -1.0",
     "generate -p Hi --top-p 2": "top_p must be a number from 0 to 1 (0: off), got 2.0",
     "generate -p Hi --top-k -3": "top_k must be an integer at least 0 (0: off), got -3",
     "generate -p Hi --min-p 1.5": "min_p must be a number from 0 to 1 (0: off), got 1.5",

@@ -365,10 +365,9 @@ BAD: list[tuple[Any, str, tuple[Any, ...], str]] = [
     (
         SamplingParams,
         "temp",
-        (-1e-9, float("inf"), float("nan"), "1", True),
-        "temp must be a finite number, 0 or more",
+        (-1e-9, float("inf"), float("nan"), "1", True, 10**20),
+        "temp must be a number from 0 to 1e+06",
     ),
-    (SamplingParams, "temp", (10**20,), "temp must be at most 1e+06"),
     (SamplingParams, "top_p", (-0.1, 1.1, float("nan")), "top_p must be a number from 0 to 1 (0: "),
     (SamplingParams, "min_p", (1.5,), "min_p must be a number from 0 to 1 (0: off)"),
     (SamplingParams, "top_k", (1.5, -1), "top_k must be an integer at least 0 (0: off)"),
