@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, TypedDict
 
-from mlx_redrafter.checks import check_choice, check_int, check_max_tokens, check_number
+from mlx_redrafter.checks import (
+    check_choice,
+    check_instance,
+    check_int,
+    check_max_tokens,
+    check_number,
+)
 from mlx_redrafter.draft_plan import DraftPlan, Selection
-from mlx_redrafter.errors import ConfigError
 
 Auto = Literal["auto"]
 
@@ -128,8 +133,7 @@ class GenerationOptions:
         _ = self.plan, self.sampling(0), self.quantisation  # each of them checks its options
         check_max_tokens(self.max_tokens)
         check_int("prefill_step_size", self.prefill_step_size, 1)
-        if not isinstance(self.couple, bool):
-            raise ConfigError(f"couple must be True or False, got {self.couple!r}")
+        check_instance("couple", self.couple, bool, "True or False")
 
     @property
     def plan(self) -> DraftPlan | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mlx_redrafter.checks import check_int
+from mlx_redrafter.checks import check_instance, check_int
 from mlx_redrafter.errors import ConfigError, describe_error, how_to_install
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Grammar:
     source: str = field(repr=False)
 
     def __post_init__(self) -> None:
-        _check_text(self.source)
+        check_instance("grammar", self.source, str, "a string")
         validate = _guidance().LLMatcher.validate_grammar_with_warnings
         is_error, messages = validate(self.source, limits=_limits())
         if is_error:
@@ -78,7 +78,7 @@ class Grammar:
 
         llguidance knows neither look-around nor back-references.
         """
-        _check_text(pattern)
+        check_instance("grammar", pattern, str, "a string")
         _check_size(pattern, 0, "rules")
         return cls(_convert("grammar_from_regex", pattern))
 
@@ -89,7 +89,7 @@ class Grammar:
         ``scale`` multiplies the maximum numbers of lines and characters; more than 1 needs rules of
         little depth.
         """
-        _check_text(rules)
+        check_instance("grammar", rules, str, "a string")
         check_int("scale", scale, 1)
         _check_size(rules, len(rules.splitlines()), "lines", scale)
         return cls(_convert("grammar_from_lark", rules))
@@ -248,11 +248,6 @@ def _refusal(message: str) -> ConfigError:
     if cause := re.search(r"^error: (.+)", message, re.MULTILINE):
         reason += f" {cause[1]}"
     return ConfigError(f"grammar cannot be used: {reason}; correct or simplify it")
-
-
-def _check_text(text: object) -> None:
-    if not isinstance(text, str):
-        raise ConfigError(f"grammar must be a string, got {type(text).__name__}")
 
 
 def _check_size(text: str, num_rules: int, kind: str, scale: int = 1) -> None:

@@ -298,10 +298,10 @@ def test_drafters_of_other_sizes(model, stock):
 
 def test_more_drafts_than_the_drafter_has_tokens_for_are_refused(model, stock):
     drafter = random_drafter(VOCAB_SIZE, 32, draft_vocab_size=8)
-    with pytest.raises(ConfigError, match=r"beam_width must be at most the 8 tokens .*got 9"):
+    with pytest.raises(ConfigError, match=r"beam_width must be .* to 8 with the 8 tokens .*got 9"):
         _stream(model, drafter, beam_width=9)
     shape = {"beam_width": 4, "beam_length": 3}
-    with pytest.raises(ConfigError, match=r"tree_nodes must be at most 17 .*8 tokens.*got 18"):
+    with pytest.raises(ConfigError, match=r"tree_nodes must be .* to 17 .*8 tokens.*got 18"):
         _stream(model, drafter, tree_nodes=18, **shape)
     assert_same_tokens(stock[:20], _tokens(model, drafter, tree_nodes=17, max_tokens=20, **shape))
 
