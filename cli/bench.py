@@ -25,7 +25,6 @@ from mlx_redrafter.cli.bench_output import (
     draw,
     parse_count,
     parse_ints,
-    parse_names,
     parse_shapes,
     parse_temps,
     progress,
@@ -197,11 +196,12 @@ class GridOptions:
     def read(self) -> Grid:
         from mlx_redrafter.bench.sweep import Grid
 
+        selections: Any = dict.fromkeys(part.strip() for part in self.selections.split(","))
         return Grid(
             parse_ints(self.widths),
             parse_ints(self.lengths),
             (None,) if self.nodes is None else parse_ints(self.nodes),
-            parse_names(self.selections, ("top_n", "beam")),  # type: ignore[arg-type]
+            tuple(selections),  # each checked by its plans
             parse_temps(self.temps),
         )
 

@@ -53,14 +53,6 @@ def parse_ints(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(numbers))
 
 
-def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in names:
-        if name not in allowed:
-            raise ConfigError(f"expected some of {', '.join(allowed)}, got {name!r}")
-    return names
-
-
 def parse_temps(text: str) -> tuple[float, ...]:
     """Parse temperatures such as 0,0.7,1, each 0 or more and finite, without repetitions."""
     try:
