@@ -90,7 +90,6 @@ class Subject:
 
     @property
     def has_bundled_drafter(self) -> bool:
-        """Whether the drafter is the one that the package has for the bundled model."""
         return self.is_bundled and self.drafter == str(find_bundled("drafter"))
 
 
@@ -138,9 +137,7 @@ def _find_drafter(subject: Subject, search: DrafterSearch, chip: Chip | None) ->
     found, repository, failures = search.stored(), None, []
     if found is None:
         try:
-            offer = search.published()
-            if offer is not None:
-                found, repository = offer
+            found, repository = search.published() or (None, None)
         except CheckpointError as error:
             failures.append(str(error))
     found = found or search.draft_model()
@@ -245,14 +242,13 @@ def _choose(
         if predicted is not None:
             return named, *_predicted_gain(subject, predicted), reasons
         return named, *_published_gain(subject), reasons
-    lookup = "Prompt lookup proposes what followed the newest words earlier in the text."
-    if subject.usable_drafter is not None and trial is not None:
+    reasons = ["Prompt lookup proposes what followed the newest words earlier in the text."]
+    if subject.usable_drafter is not None:
         name = "The bundled drafter" if subject.has_bundled_drafter else subject.usable_drafter
-        slow = f"{name} is {trial:.2f} times as fast here: leave it out."
-        return " --drafter lookup", None, "it depends on how much a text repeats", [slow, lookup]
-    if trial is not None:
-        return " --drafter lookup", trial, measured, [lookup]
-    return " --drafter lookup", None, "it depends on how much a text repeats", [lookup]
+        reasons.insert(0, f"{name} is {trial:.2f} times as fast here: leave it out.")
+        trial = None  # that of the drafter, not of the lookup
+    source = "it depends on how much a text repeats" if trial is None else measured
+    return " --drafter lookup", trial, source, reasons
 
 
 def _predicted_gain(subject: Subject, predicted: float) -> tuple[float, str]:

@@ -21,6 +21,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from mlx_redrafter.bench.chips import BYTES, CURVES, WIDE_KERNELS, Chip, VerifyCurve, find_curve
+from mlx_redrafter.checks import check_choice
 from mlx_redrafter.errors import ConfigError
 
 # Share of the bandwidth that plain decoding reaches; 0.72, 0.85 and 0.67 in Apple's sweeps.
@@ -69,8 +70,7 @@ class Question:
     plain: float | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in BYTES:
-            raise ConfigError(f"bits must be 16, 8 or 4, got {self.bits}")
+        check_choice("bits", self.bits, BYTES)
 
     @property
     def plain_step(self) -> float:
@@ -163,7 +163,6 @@ def predict(question: Question, acceptances: Sequence[ShapeAcceptance]) -> list[
 
 
 def assumptions(question: Question) -> list[str]:
-    """List the assumptions of the prediction, one sentence each."""
     chip, curve = question.chip, question.curve
     sentences = [
         f"A plain step costs {question.plain_step:.1f} ms: predicted from {chip.bandwidth:.0f} "

@@ -35,14 +35,13 @@ def describe() -> dict[str, Any]:
         "versions": {
             "mlx_redrafter": __version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in PACKAGES},
+            **{name: metadata.version(name) for name in PACKAGES},
         },
         "commit": commit(),
     }
 
 
 def processor_name() -> str:
-    """Return the system's name of the chip."""
     if sys.platform == "darwin":
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
     try:
@@ -90,13 +89,6 @@ def has_openblas() -> bool | None:
     try:
         return "openblas" in Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
         return None
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +117,8 @@ def select_prompts(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
-    longest = max(len(group) for group in by_category.values())
-    groups = by_category.values()
-    alternating = [group[i] for i in range(longest) for group in groups if i < len(group)]
-    return alternating[:count]
+    rounds = zip_longest(*by_category.values())
+    return [prompt for one in rounds for prompt in one if prompt is not None][:count]
 
 
 def encode_prompts(tokenizer: TokenizerWrapper, prompts: Sequence[Prompt]) -> list[EncodedPrompt]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mlx_redrafter.bench.chips import BYTES, UNQUANTISED, Chip, find_curve
 from mlx_redrafter.bench.model_shape import ModelShape
-from mlx_redrafter.checks import check_int
+from mlx_redrafter.checks import check_choice, check_int
 from mlx_redrafter.errors import ConfigError
 
 # Share of the bandwidth that a pass reaches, as with large models on one machine.
@@ -69,8 +69,7 @@ class SplitModel:
 
     def __post_init__(self) -> None:
         check_int("machines", self.machines, 1, MOST_MACHINES)
-        if self.link not in LINKS:
-            raise ConfigError(f"link must be one of {', '.join(LINKS)}, got {self.link!r}")
+        check_choice("link", self.link, LINKS)
         name = self.chip.name
         has_thunderbolt_5 = name == "M3 Ultra" or (self.chip.generation > 3 and " " in name)
         if LINKS[self.link].is_direct and not has_thunderbolt_5:

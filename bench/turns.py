@@ -9,8 +9,7 @@ from mlx_redrafter.bench.recording import Recording
 from mlx_redrafter.bench.runs import PLAIN, STOCK, Arm, CommonSettings, TimedRun, Turn, run_together
 from mlx_redrafter.bench.timing import OnProgress, rotated, timed
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.engine.profiling import Setting, time_steps
-from mlx_redrafter.engine.stored_costs import contexts, step_costs
+from mlx_redrafter.engine.stored_costs import Setting, contexts, step_costs, time_steps
 from mlx_redrafter.machines.leading import target_of
 from mlx_redrafter.proposers.lookup import Lookup
 

@@ -25,7 +25,6 @@ from mlx_redrafter.cli.bench_output import (
     draw,
     parse_count,
     parse_ints,
-    parse_names,
     parse_shapes,
     parse_temps,
     progress,
@@ -121,8 +120,8 @@ def share(
 
     The page has no path, no address and no text of a prompt or an answer.
     """
+    from mlx_redrafter.bench.report import is_page, page
     from mlx_redrafter.bench.result_file import read_result
-    from mlx_redrafter.bench.speed_page import is_page, page
 
     check_destination(out, [result], is_page(out), overwrite, is_folder=False)
     text = page(read_result(result, "speed"))
@@ -197,11 +196,12 @@ class GridOptions:
     def read(self) -> Grid:
         from mlx_redrafter.bench.sweep import Grid
 
+        selections: Any = dict.fromkeys(part.strip() for part in self.selections.split(","))
         return Grid(
             parse_ints(self.widths),
             parse_ints(self.lengths),
             (None,) if self.nodes is None else parse_ints(self.nodes),
-            parse_names(self.selections, ("top_n", "beam")),  # type: ignore[arg-type]
+            tuple(selections),  # each checked by its plans
             parse_temps(self.temps),
         )
 
@@ -297,9 +297,8 @@ def _what_is_kept(recording: Recording) -> str:
 def _measure(work: Work, compared: Comparison, recording: Recording, *pages: Path) -> None:
     """Measure, print the tables, also to pages, draw the plot, and refuse different texts."""
     from mlx_redrafter.bench.plots import plot_speed, title
-    from mlx_redrafter.bench.report import num_different
+    from mlx_redrafter.bench.report import num_different, speed_tables
     from mlx_redrafter.bench.speed import measure_speed
-    from mlx_redrafter.bench.speed_page import speed_tables
 
     with keeping(partial(_what_is_kept, recording)), progress("Batches") as on_progress:
         rows = measure_speed(work, compared, recording, on_progress)

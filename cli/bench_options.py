@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from mlx_redrafter.checks import check_int
+from mlx_redrafter.checks import check_int, check_number
 from mlx_redrafter.cli.model_options import Pair
 from mlx_redrafter.cli.text_options import Overwrite
 from mlx_redrafter.destinations import check_destination
@@ -72,8 +71,7 @@ class Rounds:
     def __post_init__(self) -> None:
         check_int("max_tokens", self.max_tokens, 1)
         check_int("repeats", self.repeats, 1)
-        if not 0 <= self.cool_down < math.inf:
-            raise ConfigError(f"cool_down must be 0 seconds or more, got {self.cool_down}")
+        check_number("cool_down", self.cool_down, 0, 1e6)
 
 
 @dataclass(frozen=True)
@@ -133,11 +131,10 @@ class Output:
         assert settings.drafter is not None
         names = pair_names(pair.model, pair.drafter_name, settings.drafter)
         described = {**names, **describe_prompts(prompts, encoded), **others}
-        return Recording(self.out, kind, described, self.resume, self.overwrite)
+        return Recording(self.out, kind, described, self.resume)
 
 
 def load_settings(pair: Pair, max_tokens: int) -> CommonSettings:
-    """Load a pair, and make the settings of texts of at most ``max_tokens`` tokens by it."""
     from mlx_redrafter.bench.runs import CommonSettings
 
     return CommonSettings(*pair.load(), max_tokens)

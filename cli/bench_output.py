@@ -29,14 +29,11 @@ MAX_NUMBERS = 1000
 
 def parse_count(text: str) -> int:
     """Parse a number such as 200000, 150M or 0.2B."""
-    match = re.fullmatch(r"([0-9.]+)\s*([KMB]?)", text.strip(), re.IGNORECASE)
-    try:
-        number = float(match[1]) if match else 0.0
-    except ValueError:
-        number = 0.0
-    if match is None or number <= 0:
+    pattern = r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([KMB]?)"
+    match = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
         raise ConfigError(f"expected a number such as 200000, 150M or 0.2B, got {text!r}")
-    return int(number * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2].upper()])
+    return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2].upper()])
 
 
 def parse_ints(text: str) -> tuple[int, ...]:
@@ -51,14 +48,6 @@ def parse_ints(text: str) -> tuple[int, ...]:
             raise ConfigError(f"expected a list of at most {MAX_NUMBERS} numbers, got {text!r}")
         numbers.extend(span)
     return tuple(dict.fromkeys(numbers))
-
-
-def parse_names(text: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in names:
-        if name not in allowed:
-            raise ConfigError(f"expected some of {', '.join(allowed)}, got {name!r}")
-    return names
 
 
 def parse_temps(text: str) -> tuple[float, ...]:

@@ -1,4 +1,7 @@
-"""``redrafter-mlx launch``: a coding agent that uses a model of this machine."""
+"""``redrafter-mlx launch``: a coding agent that uses a model of this machine.
+
+Its settings are environment variables and arguments of one process. No file is written.
+"""
 
 import json
 import os
@@ -11,16 +14,15 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
 
 from mlx_redrafter.checkpoint_files import shared_name
-from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.agents import AGENTS, Address, Settings
+from mlx_redrafter.checks import check_choice, check_int
 from mlx_redrafter.cli.model_options import Yes
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.server.limits import Limits
@@ -33,6 +35,103 @@ POLL_SECONDS = 0.2
 ANSWER_SECONDS = 2.0
 # Seconds that a server has to end after its agent has ended.
 END_SECONDS = 40
+# Key that agents send to a server without one, since some do not start without a key.
+NO_KEY = "none"
+# Milliseconds that an agent waits for the next token: a prompt of 60,000 tokens takes minutes.
+PATIENCE = 15 * 60 * 1000
+# Tokens of an answer that opencode leaves room for within the context.
+OPENCODE_ANSWER = 8192
+
+
+@dataclass(frozen=True)
+class Address:
+    """A server and its model.
+
+    The ``url`` is without ``/v1``, and the ``key`` None if the server needs none. ``context`` is
+    the maximum number of tokens of a prompt and its answer.
+    """
+
+    url: str
+    model: str
+    key: str | None
+    context: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one process: environment variables, and arguments before those of the user."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A coding agent: its package at npm, and the function that makes its settings."""
+
+    package: str
+    configure: Callable[[Address], Settings]
+
+
+def _claude(address: Address) -> Settings:
+    variables = {
+        "ANTHROPIC_BASE_URL": address.url,
+        "ANTHROPIC_AUTH_TOKEN": address.key or NO_KEY,
+        "ANTHROPIC_MODEL": address.model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": address.model,
+        # A line about billing at the head of each prompt differs from session to session.
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "API_FORCE_IDLE_TIMEOUT": "0",
+        "API_TIMEOUT_MS": str(PATIENCE),
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE),
+        "CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE),
+    }
+    return Settings(variables)
+
+
+def _codex(address: Address) -> Settings:
+    provider: dict[str, str | int] = {
+        "name": "redrafter-mlx",
+        "base_url": f"{address.url}/v1",
+        "stream_idle_timeout_ms": PATIENCE,
+    }
+    variables = {}
+    if address.key is not None:
+        provider["env_key"] = "REDRAFTER_API_KEY"
+        variables["REDRAFTER_API_KEY"] = address.key
+    values: dict[str, str | int] = {"model": address.model, "model_provider": "redrafter"}
+    values |= {f"model_providers.redrafter.{name}": value for name, value in provider.items()}
+    values |= {"model_context_window": address.context}
+    # JSON spells texts and numbers as TOML does.
+    pairs = [f"{name}={json.dumps(value)}" for name, value in values.items()]
+    return Settings(variables, [word for pair in pairs for word in ("-c", pair)])
+
+
+def _opencode(address: Address) -> Settings:
+    answer = min(OPENCODE_ANSWER, address.context // 2)
+    model = {"limit": {"context": address.context, "output": answer}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{address.url}/v1", "apiKey": address.key or NO_KEY},
+        "models": {address.model: model},
+    }
+    content = {"provider": {"redrafter": provider}, "model": f"redrafter/{address.model}"}
+    return Settings({"OPENCODE_CONFIG_CONTENT": json.dumps(content)})
+
+
+def _qwen(address: Address) -> Settings:
+    key = {"OPENAI_API_KEY": address.key or NO_KEY, "OPENAI_MODEL": address.model}
+    return Settings({"OPENAI_BASE_URL": f"{address.url}/v1", **key})
+
+
+# Agents by the name of their program.
+AGENTS = {
+    "claude": Agent("@anthropic-ai/claude-code", _claude),
+    "codex": Agent("@openai/codex", _codex),
+    "opencode": Agent("opencode-ai", _opencode),
+    "qwen": Agent("@qwen-code/qwen-code", _qwen),
+}
 
 
 @dataclass(frozen=True)
@@ -76,8 +175,7 @@ def launch(
     Uses the server at --port if one runs there, or starts one for as long as the agent runs. The
     settings hold for this process only: the agent's own configuration stays as it is.
     """
-    if agent not in AGENTS:
-        raise ConfigError(f"agent must be {' or '.join(AGENTS)}, got {agent!r}")
+    check_choice("agent", agent, AGENTS)
     if only_print:
         found = _find(server)
         model = _describe_stored(server) if found is None else _choose(found, server)

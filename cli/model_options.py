@@ -1,7 +1,8 @@
-"""Options that name the target and the drafter, and the loading of both."""
+"""Options of the target and the drafter, the choice of a drafter, and the loading of both."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -9,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from mlx_redrafter.checkpoint_files import find_checkpoint, named_parameters
-from mlx_redrafter.cli.choose_drafter import AUTO, LOOKUP, choose_drafter
 from mlx_redrafter.cli.machines import launched_group
-from mlx_redrafter.cli.names import ask_for_drafter, find_model
+from mlx_redrafter.cli.names import ask_for_drafter, confirm, find_model
 from mlx_redrafter.cli.progress import note
 from mlx_redrafter.cli.text_options import MODEL
 from mlx_redrafter.errors import (
     CheckpointError,
     ConfigError,
     NonFiniteError,
+    RedrafterError,
     ResourceError,
     UnsupportedTargetError,
 )
@@ -26,14 +27,20 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, FoundDrafter
     from mlx_redrafter.checkpoints.memory_check import Context
     from mlx_redrafter.decoding.protocols import Proposer
+    from mlx_redrafter.hub import Repository
 
     Loaded = tuple[nn.Module, TokenizerWrapper, Proposer]
 
 # Tokens of a text for which there must be memory, unless a command knows better.
 CONTEXT = 4096
-# The drafter's name that stands for plain decoding.
+# Word for the drafter that `choose_drafter` chooses.
+AUTO = "auto"
+# Word for prompt lookup, which needs no files.
+LOOKUP = "lookup"
+# Word for plain decoding.
 NO_DRAFTER = "none"
 
 Model = Annotated[
@@ -215,3 +222,65 @@ def _say_bundled(model: nn.Module) -> None:
         f"no --model given: using the bundled demonstration model ({size / 1e6:.1f}M parameters, "
         "trained on public-domain books); for your own, give --model FOLDER or --model ORG/NAME"
     )
+
+
+def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
+    """Choose a drafter for a model, print the choice to stderr, and return its name or folder.
+
+    Without ``--drafter`` it must be on this machine and made for the model. ``auto`` also offers a
+    published one, which ``yes`` downloads without a question, and a smaller model with the same
+    tokens. Last comes a copy of the model in fewer bits, if that is predicted to pay.
+    """
+    from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, is_auto
+
+    is_auto(drafter)
+    search = DrafterSearch.of(model)
+    found = search.stored()
+    if found is None and drafter == AUTO:
+        found = _offer(search, yes) or search.draft_model() or _copy(search)
+    if found is not None:
+        note(f"drafter: {found.name} ({found.method}; {found.reason})")
+        return found.option
+    hint = "" if drafter == AUTO else "; --drafter auto also looks for published ones"
+    note(f"drafter: prompt lookup; none on this machine is made for {model}{hint}")
+    return LOOKUP
+
+
+def _offer(search: DrafterSearch, yes: bool) -> FoundDrafter | None:
+    """Offer a published drafter, and download it if the user agrees."""
+    from mlx_redrafter.hub import download
+    from mlx_redrafter.proposers.checkpoint import PATTERNS
+
+    try:
+        offer = search.published()
+        for reason in search.reasons:
+            note(f"not used: {reason}")
+        if offer is None or not _agrees(*offer, yes):
+            return None
+        found, repository = offer
+        download(repository, PATTERNS)
+        return found
+    except RedrafterError as error:
+        note(f"not used: {error}")
+        return None
+
+
+def _copy(search: DrafterSearch) -> FoundDrafter | None:
+    from mlx_redrafter.bench.machine import this_chip
+    from mlx_redrafter.bench.smaller_copy import find_copy
+
+    chip = this_chip()
+    return None if chip is None else find_copy(search, chip)
+
+
+def _agrees(found: FoundDrafter, repository: Repository, yes: bool) -> bool:
+    from mlx_redrafter.checkpoints.drafter_search import describe_offer
+
+    text = describe_offer(found, repository)
+    if yes:
+        note(f"downloading {text}")
+        return True
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        return confirm(f"Download {text}?")
+    note(f"--yes would download {text}")
+    return False

@@ -22,7 +22,7 @@ from mlx_redrafter.errors import (
     one_line,
 )
 from mlx_redrafter.memory_sizes import format_bytes, read_total_memory
-from mlx_redrafter.model_store import find_stored, repository_of, stored_names
+from mlx_redrafter.model_store import find_stored, is_path, repository_of, stored_names
 
 if TYPE_CHECKING:
     from mlx_redrafter.hub import Repository
@@ -43,7 +43,7 @@ def complete_name(name: str) -> str:
             f"expected a repository like org/name, got {name!r}; names have no tags here; sizes "
             f"and bits are parts of the name, as in {joined}-4bit"
         )
-    if not name or _is_path(name):
+    if not name or is_path(name):
         raise ConfigError(f"expected a repository like org/name, got {name!r}")
     if "/" in name:
         return name
@@ -65,7 +65,7 @@ def find_model(name: str, yes: bool) -> str:
 
     if name and expand_home(name).exists():
         folder = expand_home(name)
-    elif _is_path(name) and HUB.fullmatch(name) is None:
+    elif is_path(name) and HUB.fullmatch(name) is None:
         raise CheckpointError(
             f"no such folder: {name}; give a folder or a repository like org/name"
         )
@@ -78,10 +78,6 @@ def find_model(name: str, yes: bool) -> str:
         name, folder = full, stored
     refuse_drafter(name, folder)
     return name
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def refuse_drafter(name: str, folder: Path) -> None:
@@ -124,7 +120,7 @@ def ask_for_drafter(name: str, yes: bool) -> None:
     """Ask before a drafter is downloaded, if a name is that of one that is not on this machine."""
     from mlx_redrafter.proposers.checkpoint import PATTERNS
 
-    is_repository = "/" in name and not _is_path(name) and not expand_home(name).exists()
+    is_repository = "/" in name and not is_path(name) and not expand_home(name).exists()
     if yes or not is_repository or find_stored(name, PATTERNS) is not None:
         return
     from mlx_redrafter.hub import find_repository

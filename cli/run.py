@@ -5,9 +5,8 @@ from typing import Annotated, Any
 import typer
 
 from mlx_redrafter.cli.chat import ChatPair, chat
-from mlx_redrafter.cli.choose_drafter import AUTO
 from mlx_redrafter.cli.generate import GeneratingPair, GrammarOptions, generate
-from mlx_redrafter.cli.model_options import AutoDrafter, Yes
+from mlx_redrafter.cli.model_options import AUTO, AutoDrafter, Yes
 from mlx_redrafter.cli.prompt_options import PromptFile, PromptOptions, SystemPrompt
 from mlx_redrafter.cli.text_options import AnswerOptions, DraftOptions, WholeTextOptions
 from mlx_redrafter.errors import ConfigError

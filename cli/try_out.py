@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_redrafter.checks import check_int
-from mlx_redrafter.cli.choose_drafter import AUTO
 from mlx_redrafter.cli.live_text import print_text
-from mlx_redrafter.cli.model_options import CONTEXT, Pair, Yes
+from mlx_redrafter.cli.model_options import AUTO, CONTEXT, Pair, Yes
 from mlx_redrafter.cli.progress import note
 from mlx_redrafter.cli.text_options import MaxTokens
 

@@ -28,7 +28,7 @@ from mlx_redrafter.errors import (
     first_line,
     quote,
 )
-from mlx_redrafter.model_store import find_stored
+from mlx_redrafter.model_store import find_stored, is_path
 
 # Name of the config in a checkpoint.
 CONFIG_FILE = "config.json"
@@ -83,18 +83,19 @@ def find_checkpoint(
         reason = explain(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"cannot read the folder {path}: {reason}") from error
     name = str(path_or_repo)
-    is_name = bool(name) and not name.startswith((".", "/", "~"))
-    stored = find_stored(name, patterns) if is_name and name.count("/") <= 1 else None
+    is_name = bool(name) and not is_path(name)
+    stored = find_stored(name, patterns) if is_name else None
     if stored is not None:
         return stored
-    if not is_name or name.count("/") != 1:
+    if not is_name or "/" not in name:
         raise CheckpointError(
             f"no such folder: {path}; give a checkpoint folder or a hub repository like org/name, "
             "or a name that redrafter-mlx list shows"
         )
-    from mlx_redrafter.hub import fetch  # takes 0.2 s, which most commands can save
+    # Takes 0.2 s, which most commands can save.
+    from mlx_redrafter.hub import download, find_repository
 
-    return fetch(name, patterns, target)
+    return download(find_repository(name, patterns, target), patterns)
 
 
 def expand_home(path: str | Path) -> Path:

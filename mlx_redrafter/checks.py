@@ -3,7 +3,7 @@
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_redrafter.errors import ConfigError, shown
@@ -48,10 +48,10 @@ def check_multiple(name: str, value: int, of: str, divisor: int) -> None:
         raise ConfigError(f"{name} must be a multiple of {of}, got {value} and {divisor}")
 
 
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
     """Raise `ConfigError` unless ``value`` is one of the choices."""
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
+    if not is_one_of(value, choices):
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 def check_max_tokens(value: object) -> None:
@@ -96,3 +96,8 @@ def as_mapping(value: object) -> Mapping[str, Any]:
 def is_number(value: object) -> bool:
     """Whether a value is an int or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_one_of(value: object, choices: Iterable[object]) -> bool:
+    """Whether a value is one of the choices and of its type: 1 == True and 0 == 0.0 in Python."""
+    return any(type(value) is type(one) and value == one for one in choices)

@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 
 from mlx_redrafter.checkpoint_files import INCOMPLETE, check_encoding, expand_home, naming
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.model_store import find_stored
+from mlx_redrafter.model_store import find_stored, is_path
 
 # Name of the files of the Finder, which do not count.
 FINDER = ".DS_Store"
@@ -82,8 +82,7 @@ def _locate(given: str | Path | None) -> Path | None:
             return path
     except (OSError, ValueError):  # an impossible name, which its reader explains
         return None
-    is_name = not str(given).startswith((".", "/", "~")) and str(given).count("/") <= 1
-    return find_stored(str(given), None) if is_name else None
+    return None if is_path(str(given)) else find_stored(str(given), None)
 
 
 def _holds(outer: Path, inner: Path) -> bool:

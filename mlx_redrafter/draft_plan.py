@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mlx_redrafter.checks import check_int
+from mlx_redrafter.checks import check_choice, check_int
 from mlx_redrafter.errors import ConfigError
 
 # Maximum number of beams of a search.
@@ -37,8 +37,7 @@ class DraftShape:
     def __post_init__(self) -> None:
         check_int("beam_width", self.width, 1, MAX_BEAM_WIDTH)
         check_int("beam_length", self.length, 2, MAX_BEAM_LENGTH, " (the root counts as one)")
-        if self.select not in ("top_n", "beam"):
-            raise ConfigError(f"select must be 'top_n' or 'beam', got {self.select!r}")
+        check_choice("select", self.select, ("top_n", "beam"))
 
     @property
     def levels(self) -> int:

@@ -34,7 +34,6 @@ def explain(error: OSError) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """Give the commands that install an extra of this package."""
     return (
         f"pip install '.[{extra}]' in the repository, or 'mlx-redrafter[{extra}]' from a package "
         "index"

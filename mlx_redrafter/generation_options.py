@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, TypedDict
 
-from mlx_redrafter.checks import check_int, check_max_tokens, check_number, is_number
+from mlx_redrafter.checks import (
+    check_choice,
+    check_instance,
+    check_int,
+    check_max_tokens,
+    check_number,
+)
 from mlx_redrafter.draft_plan import DraftPlan, Selection
-from mlx_redrafter.errors import ConfigError
 
 Auto = Literal["auto"]
 
@@ -43,10 +46,7 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not is_number(self.temp) or not 0 <= self.temp < math.inf:
-            raise ConfigError(f"temp must be a finite number, 0 or more, got {self.temp!r}")
-        if self.temp > MAX_TEMP:
-            raise ConfigError(f"temp must be at most {MAX_TEMP:g}, got {self.temp!r}")
+        check_number("temp", self.temp, 0, MAX_TEMP)
         check_number("top_p", self.top_p, 0, 1, " (0: off)")
         check_number("min_p", self.min_p, 0, 1, " (0: off)")
         check_int("top_k", self.top_k, 0, hint=" (0: off)")
@@ -69,8 +69,8 @@ class Quantisation:
     start: int = QUANTIZED_KV_START
 
     def __post_init__(self) -> None:
-        _check_choice("kv_bits", self.bits, KV_BITS)
-        _check_choice("kv_group_size", self.group_size, KV_GROUP_SIZES)
+        check_choice("kv_bits", self.bits, KV_BITS)
+        check_choice("kv_group_size", self.group_size, KV_GROUP_SIZES)
         check_int("quantized_kv_start", self.start, 0)
 
     def of_text(self, length: int) -> Quantisation | None:
@@ -133,8 +133,7 @@ class GenerationOptions:
         _ = self.plan, self.sampling(0), self.quantisation  # each of them checks its options
         check_max_tokens(self.max_tokens)
         check_int("prefill_step_size", self.prefill_step_size, 1)
-        if not isinstance(self.couple, bool):
-            raise ConfigError(f"couple must be True or False, got {self.couple!r}")
+        check_instance("couple", self.couple, bool, "True or False")
 
     @property
     def plan(self) -> DraftPlan | None:
@@ -179,9 +178,3 @@ class OptionKeywords(TypedDict, total=False):
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
-
-
-def _check_choice(name: str, value: object, choices: Sequence[int]) -> None:
-    if type(value) is not int or value not in choices:
-        listed = ", ".join(map(str, choices[:-1]))
-        raise ConfigError(f"{name} must be {listed} or {choices[-1]}, got {value!r}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mlx_redrafter.checks import check_int
+from mlx_redrafter.checks import check_instance, check_int
 from mlx_redrafter.errors import ConfigError, describe_error, how_to_install
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ PATTERNS = frozenset({"pattern", "format"})
 JOINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 # Words of a JSON schema that do not change what fits it, and take most of its length.
 NOTES = frozenset({"$schema", "$id", "$comment", "title", "description", "examples", "default"})
+# Keywords whose members have names of the author's choice.
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 # Keywords that say nothing about the value.
 SILENT = NOTES | {"$defs", "definitions", "deprecated", "readOnly", "writeOnly", "x-guidance"}
 # Maximum number of states that llguidance follows at once. A property that may be missing adds
@@ -53,7 +55,7 @@ class Grammar:
     source: str = field(repr=False)
 
     def __post_init__(self) -> None:
-        _check_text(self.source)
+        check_instance("grammar", self.source, str, "a string")
         validate = _guidance().LLMatcher.validate_grammar_with_warnings
         is_error, messages = validate(self.source, limits=_limits())
         if is_error:
@@ -76,7 +78,7 @@ class Grammar:
 
         llguidance knows neither look-around nor back-references.
         """
-        _check_text(pattern)
+        check_instance("grammar", pattern, str, "a string")
         _check_size(pattern, 0, "rules")
         return cls(_convert("grammar_from_regex", pattern))
 
@@ -87,7 +89,7 @@ class Grammar:
         ``scale`` multiplies the maximum numbers of lines and characters; more than 1 needs rules of
         little depth.
         """
-        _check_text(rules)
+        check_instance("grammar", rules, str, "a string")
         check_int("scale", scale, 1)
         _check_size(rules, len(rules.splitlines()), "lines", scale)
         return cls(_convert("grammar_from_lark", rules))
@@ -127,7 +129,7 @@ def lark_json(schema: Mapping[str, Any], lenient: bool = False) -> str:
     many. Raise `ConfigError` if the schema is malformed or too large.
     """
     if lenient and _count_joined(schema) > MAX_PATTERNS:
-        schema = _without_patterns(schema)
+        schema = leave_out(schema, lambda key, one: key in PATTERNS and isinstance(one, str))
     _schema_text(schema)
     options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
@@ -170,16 +172,21 @@ def _count_joined(schema: Any) -> int:
     return len(patterns) if is_joined else 0
 
 
-def _without_patterns(schema: Any) -> Any:
+def leave_out(schema: Any, is_dropped: Callable[[str, Any], bool]) -> Any:
+    """Leave keywords out of a schema and of those in it, chosen by their names and values."""
     if isinstance(schema, list):
-        return list(map(_without_patterns, schema))
+        return [leave_out(one, is_dropped) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    return {
-        key: one if key in ("const", "enum") else _without_patterns(one)
-        for key, one in schema.items()
-        if key not in PATTERNS or not isinstance(one, str)
-    }
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("const", "enum"):  # these hold values, not schemas
+            found[key] = value
+        elif key in NAMED and isinstance(value, Mapping):
+            found[key] = {name: leave_out(one, is_dropped) for name, one in value.items()}
+        elif not is_dropped(key, value):
+            found[key] = leave_out(value, is_dropped)
+    return found
 
 
 def read_vocabulary(tokenizer: TokenizerWrapper, vocab_size: int) -> LLTokenizer:
@@ -241,11 +248,6 @@ def _refusal(message: str) -> ConfigError:
     if cause := re.search(r"^error: (.+)", message, re.MULTILINE):
         reason += f" {cause[1]}"
     return ConfigError(f"grammar cannot be used: {reason}; correct or simplify it")
-
-
-def _check_text(text: object) -> None:
-    if not isinstance(text, str):
-        raise ConfigError(f"grammar must be a string, got {type(text).__name__}")
 
 
 def _check_size(text: str, num_rules: int, kind: str, scale: int = 1) -> None:

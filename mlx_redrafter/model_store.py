@@ -84,6 +84,11 @@ def find_stored(name: str, patterns: Sequence[str] | None) -> Path | None:
     return None
 
 
+def is_path(name: str) -> bool:
+    """Whether a name is that of a folder, not of a repository or the last part of one."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def cached_repository(name: str) -> Path:
     """Return the folder that a repository has in the Hugging Face cache, or would have."""
     return Path(constants.HF_HUB_CACHE) / f"{CACHED}{name.replace('/', '--')}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mlx_redrafter.checks import check_int, check_number
+from mlx_redrafter.checks import check_choice, check_int, check_number
 from mlx_redrafter.draft_plan import MAX_BEAM_LENGTH
 from mlx_redrafter.errors import ConfigError
 
@@ -108,8 +108,7 @@ class NetworkOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        if self.head not in HEADS:
-            raise ConfigError(f"head must be one of {', '.join(HEADS)}, got {self.head!r}")
+        check_choice("head", self.head, HEADS)
         given = [name for name in SHAPE if getattr(self, name) is not None]
         for name in given:
             if name not in HEADS[self.head]:
@@ -168,8 +167,7 @@ class TrainingOptions:
     seed: Annotated[int, "Random seed of texts, initial weights and order."] = 0
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES:
-            raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}, got {self.recipe!r}")
+        check_choice("recipe", self.recipe, RECIPES)
         check_int("epochs", self.epochs, 1)
         check_int("batch_tokens", self.batch_tokens, 1)
         check_int("num_evaluations", self.num_evaluations, 1)

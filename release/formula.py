@@ -61,15 +61,9 @@ end
 
 
 def write_formula(lock: Mapping[str, Any], archive: str, content: bytes) -> str:
-    """Write the formula.
+    """Write the formula, given uv.lock, and the name on PyPI and the bytes of the source archive.
 
-    Args:
-        lock: Contents of uv.lock.
-        archive: File name of the source archive, as on PyPI.
-        content: Its bytes.
-
-    Raises:
-        ValueError: A package of the lock has no source archive.
+    Raise ValueError if a package of the lock has no source archive.
     """
     needed = sorted(_closure(lock))
     builds = [f'  depends_on "{name}" => :build' for name in BUILDERS]

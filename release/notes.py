@@ -22,11 +22,7 @@ def read_version(root: Path = ROOT) -> str:
 
 
 def find_notes(changelog: str, version: str) -> str:
-    """Return the section of a version, without its heading.
-
-    Raises:
-        ValueError: There is no such section with a date, or it is empty.
-    """
+    """Return a version's section without its heading; ValueError unless it has a date and notes."""
     heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
     parts = re.split(r"^(?=## )", changelog, flags=re.MULTILINE)
     for part in parts:

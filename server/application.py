@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -17,15 +18,22 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from mlx_redrafter.server.callers import Gate
-from mlx_redrafter.server.fields import shortened
+from mlx_redrafter.server.fields import respond, shortened
 from mlx_redrafter.server.models import Model
-from mlx_redrafter.server.protocols import PROTOCOLS, error_format
+from mlx_redrafter.server.protocols import (
+    anthropic,
+    ollama,
+    openai_chat,
+    openai_completions,
+    responses,
+)
 from mlx_redrafter.server.protocols.openai_fields import format_options
 from mlx_redrafter.server.protocols.service import Endpoint, Service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST, RequestLog
-from mlx_redrafter.server.wire import respond
 
+# Modules with ``ROUTES``, endpoints by method and path.
+PROTOCOLS = (openai_chat, openai_completions, responses, anthropic, ollama)
 # Files of the chat page by their paths; they need no key.
 FILES = {
     "/": "page.html",
@@ -137,8 +145,15 @@ def _describe(service: Service, model: Model) -> dict[str, Any]:
 
 def _refuse(refusal: Refusal, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
     """Format an error as the protocol of a request does."""
+    path = scope["path"].removeprefix("/v1")
+    if path.startswith("/api/"):
+        error = ollama.to_error(refusal)
+    elif path.startswith("/messages") or "anthropic-version" in Headers(scope=scope):
+        error = anthropic.to_error(refusal)
+    else:
+        error = refusal.to_json()
     again = {"Retry-After": "1"} if refusal.status == 429 else {}
-    return respond(error_format(scope)(refusal), refusal.status, {**again, **(headers or {})})
+    return respond(error, refusal.status, {**again, **(headers or {})})
 
 
 async def _answer_wrong_path(paths: str, request: Request, error: Exception) -> Response:

@@ -7,15 +7,11 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.errors import ConfigError
-from mlx_redrafter.grammar import NOTES, Grammar, lark_json, read_vocabulary
+from mlx_redrafter.grammar import NOTES, Grammar, lark_json, leave_out, read_vocabulary
 from mlx_redrafter.server.call_formats import CallFormat
 from mlx_redrafter.server.call_rules import CallRules, QuotedValues
 from mlx_redrafter.server.tools import Tools
 
-# Words of a JSON schema whose members have names of the author's choice.
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-# Words of a JSON schema that hold values, not schemas.
-_VALUES = frozenset({"const", "enum", "required"})
 # Factor of the maximum size of a grammar: the arguments of many tools, whose rules are not deep.
 SCALE = 16
 # Names of tools that all formats can spell, as at OpenAI.
@@ -94,8 +90,8 @@ class CallGrammar:
         name, form, lenient = function["name"], self._form, not function.get("strict")
         if not _TOOL_NAME.fullmatch(name):
             raise ConfigError("the name of a tool must consist of letters, digits, _ and -")
-        schema = _without_notes(function.get("parameters") or {"additionalProperties": False})
-        schema = {"type": "object", **schema}
+        given = function.get("parameters") or {"additionalProperties": False}
+        schema = {"type": "object", **leave_out(given, lambda key, _: key in NOTES)}
         term = lark_json(schema, lenient)
         if form.quote or form.before:
             Grammar.lark(f"start: {term}")  # checks the schema as a whole
@@ -143,20 +139,3 @@ def _type_of(form: CallFormat, schema: Any) -> str:
         return "string"
     kind = schema.get("type") if isinstance(schema, dict) else None
     return kind if isinstance(kind, str) and kind != "string" else "object"
-
-
-def _without_notes(schema: Any) -> Any:
-    """Leave out the words of a schema that say nothing about what fits it."""
-    if isinstance(schema, list):
-        return list(map(_without_notes, schema))
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: {key: _without_notes(one) for key, one in value.items()}
-        if name in _NAMED and isinstance(value, dict)
-        else value
-        if name in _VALUES
-        else _without_notes(value)
-        for name, value in schema.items()
-        if name not in NOTES
-    }

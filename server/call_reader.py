@@ -12,8 +12,8 @@ from string import Template
 from typing import Any, NamedTuple
 
 from mlx_redrafter.server.call_formats import CallFormat
+from mlx_redrafter.server.fields import to_text
 from mlx_redrafter.server.tools import Tools
-from mlx_redrafter.server.wire import to_text
 
 # Beginning of a string in XML's own quotes.
 _CDATA = "<![CDATA["

@@ -1,4 +1,7 @@
-"""The fields of a JSON object from a client: each is read once and checked."""
+"""JSON of the server: the fields of an object from a client, each read once and checked, and texts.
+
+Texts go out as a response, or as a server-sent event.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from mlx_redrafter.checks import is_number
+from starlette.responses import Response
+
+from mlx_redrafter.checks import is_number, is_one_of
 from mlx_redrafter.server.refusals import Refusal
 
 Value = TypeVar("Value")
@@ -20,6 +25,9 @@ MAX_DIGITS = 1000
 
 # Types of blocks that are texts.
 TEXT_BLOCKS = ("text", "input_text", "output_text", "refusal")
+
+# Writes JSON in ASCII characters, which any text can be encoded in.
+to_text = json.JSONEncoder(allow_nan=False).encode
 
 _NAMES = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 
@@ -90,9 +98,7 @@ class Fields:
     def one_of(self, name: str, choices: Sequence[Any], is_required: bool = False) -> Any:
         """Return a field that has one of some values."""
         value = self.take(name)
-        # The types are compared, too, since 1 == True and 0 == 0.0 in Python.
-        is_known = any(type(value) is type(one) and value == one for one in choices)
-        if not is_known and (is_required or value is not None):
+        if not is_one_of(value, choices) and (is_required or value is not None):
             raise self.refusal(name, " or ".join(map(json.dumps, choices)), value)
         return value
 
@@ -154,3 +160,14 @@ def _parse_finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is no finite number")
     return value
+
+
+def event(value: dict[str, Any], name: str = "") -> str:
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {to_text(value)}\n\n"
+
+
+def respond(
+    value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(to_text(value), status, headers, "application/json")

@@ -1,11 +1,12 @@
 """Limits of a server's clients, which are options of the command line, too."""
 
-import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from mlx_redrafter.checks import check_int, is_number
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.checks import check_int, check_number
+
+# Maximum number of seconds of an option, some 30 years.
+MAX_SECONDS = 1e9
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,5 @@ class Limits:
         check_int("max_context", self.max_context, 2)
         for name in ("max_waiting", "prompt_cache_bytes", "prompt_disk_bytes", "max_model_bytes"):
             check_int(name, getattr(self, name), 0)
-        stay, timeout = self.keep_alive, self.client_timeout
-        if not is_number(stay) or not 0 <= stay < math.inf:
-            raise ConfigError(f"keep_alive must be a number of seconds from 0, got {stay!r}")
-        if not is_number(timeout) or not 0 < timeout < math.inf:
-            raise ConfigError(f"client_timeout must be a number above 0, got {timeout!r}")
+        check_number("keep_alive", self.keep_alive, 0, MAX_SECONDS)
+        check_number("client_timeout", self.client_timeout, 1e-3, MAX_SECONDS)

@@ -98,8 +98,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End, with `_end_now` once the time is over."""
-        assert self._loop is not None
-        ending = self._loop.call_later(self._grace, self._end_now)
+        ending = asyncio.get_running_loop().call_later(self._grace, self._end_now)
         try:
             await super().shutdown(sockets)
         finally:
@@ -113,20 +112,19 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _end_now(self) -> None:
-        assert self._loop is not None
         self._worker.end()
-        self._loop.call_later(CHUNK_SECONDS, self._worker.answer_all)
-        self._loop.call_later(LAST_SECONDS, self._cut)
+        loop = asyncio.get_running_loop()
+        loop.call_later(CHUNK_SECONDS, self._worker.answer_all)
+        loop.call_later(LAST_SECONDS, self._cut)
 
     def _cut(self) -> None:
         """Cut the connections of clients that do not read the ends of their replies."""
-        assert self._loop is not None
         for connection in list(self.server_state.connections):
             connection.transport.abort()
         if self._ends_process:
             is_interrupted = signal.SIGINT in self._captured_signals
             code = 128 + signal.SIGINT if is_interrupted else 0
-            self._loop.call_later(CHUNK_SECONDS / 2, os._exit, code)
+            asyncio.get_running_loop().call_later(CHUNK_SECONDS / 2, os._exit, code)
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log an error of the event loop, at most one per `REPORT_SECONDS`."""

@@ -225,11 +225,7 @@ class Models:
         return first
 
     async def open(self, name: str | None) -> tuple[Model, LoadedModel]:
-        """Find a model, and load it unless it is in memory.
-
-        Raises:
-            Refusal: No model has this name, or the model cannot be loaded.
-        """
+        """Find a model, and load it unless it is in memory; raise `Refusal` if either fails."""
         model = self.find(name)
         model.last_used = time.monotonic()
         loaded = model.loaded
@@ -272,11 +268,7 @@ class Models:
                     self.unload(model)
 
     def load(self, model: Model) -> LoadedModel:
-        """Load a model, in any thread.
-
-        Raises:
-            RedrafterError: It cannot be loaded.
-        """
+        """Load a model, in any thread; raise `RedrafterError` if it cannot be loaded."""
         start = time.monotonic()
         loaded = LoadedModel(model.load(), self.options, self.store, model.max_context)
         model.loaded = loaded

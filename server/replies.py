@@ -10,13 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_redrafter.server.fields import shortened
+from mlx_redrafter.server.fields import respond, shortened
 from mlx_redrafter.server.job import Item, Job
 from mlx_redrafter.server.models import LoadedModel
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.writer import Usage, Writer
 from mlx_redrafter.server.requests import TextRequest
-from mlx_redrafter.server.wire import respond
 
 logger = logging.getLogger(__name__)
 

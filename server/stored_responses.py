@@ -4,8 +4,8 @@ import json
 from collections import OrderedDict
 from typing import Any
 
+from mlx_redrafter.server.fields import to_text
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.server.wire import to_text
 
 # Maximum total size of the kept responses, in characters of JSON.
 MAX_CHARACTERS = 1 << 26

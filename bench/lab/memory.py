@@ -24,7 +24,7 @@ from mlx_redrafter.decoding.sampling import KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.engine.profiling import blank_cache
+from mlx_redrafter.engine.stored_costs import blank_cache
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.memory_sizes import format_bytes
 from mlx_redrafter.policy.plans import FixedPolicy

@@ -32,7 +32,7 @@ class Conversation:
     """Messages of a user and a model, one after the other, for one thread.
 
     Args:
-        engine: Engine of a model with a chat template.
+        engine: Engine of a model with a chat template; `ConfigError` without one.
         system_prompt: First message, from the system; None for none.
         template_options: Options of the chat template.
 
@@ -40,9 +40,6 @@ class Conversation:
         messages: All messages so far, with "role" and "content"; an answer joins them at its end.
         num_left_out: Number of the oldest messages that the model does not read any more, because
             the context is full. The system's message is not one of them.
-
-    Raises:
-        ConfigError: The model has no chat template.
     """
 
     def __init__(

@@ -31,11 +31,10 @@ from mlx_redrafter.decoding.sampling import KeyedSampler, Sampler, StockSampler,
 from mlx_redrafter.decoding.scheduler import Scheduler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.engine.cache_locks import CacheLocks
 from mlx_redrafter.engine.learned_state import LearnedState
 from mlx_redrafter.engine.memory_guard import MemoryGuard
 from mlx_redrafter.engine.prompt_encoding import check_prompt, encode_prompt
-from mlx_redrafter.engine.responses import BatchStream, ResponseStream
+from mlx_redrafter.engine.responses import BatchStream, CacheLocks, ResponseStream
 from mlx_redrafter.engine.stored_costs import CONTEXT, doubt_times, step_costs
 from mlx_redrafter.errors import ConfigError, shown
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
@@ -445,21 +444,11 @@ def _check_callable(**given: object) -> None:
 
 def _check_plan(plan: DraftPlan, proposer: Proposer) -> None:
     rows, shape = proposer.num_rows, plan.shape
-    if proposer.max_length is not None and shape.length > proposer.max_length:
-        raise ConfigError(
-            f"beam_length must be at most {proposer.max_length} (the root counts as one), as far "
-            f"as the drafter's heads reach, got {shape.length}"
-        )
-    if rows is None:
-        return
-    if shape.width > rows:
-        raise ConfigError(
-            f"beam_width must be at most the {rows} tokens that the drafter proposes, got "
-            f"{shape.width}"
-        )
-    most = 1 + shape.levels * min(shape.level_nodes, rows)
-    if shape.select == "top_n" and plan.num_nodes > most:
-        raise ConfigError(
-            f"tree_nodes must be at most {most} with the {rows} tokens that the drafter proposes, "
-            f"got {plan.num_nodes}"
-        )
+    hint = " (the root counts as one), as far as the drafter's heads reach"
+    check_int("beam_length", shape.length, 2, proposer.max_length, hint)
+    if rows is not None:
+        hint = f" with the {rows} tokens that the drafter proposes"
+        check_int("beam_width", shape.width, 1, rows, hint)
+        if shape.select == "top_n":
+            most = 1 + shape.levels * min(shape.level_nodes, rows)
+            check_int("tree_nodes", plan.num_nodes, 1, most, hint)

@@ -59,12 +59,7 @@ def generate(
     drafter: AnyDrafter = "lookup",
     **options: Unpack[GenerationKeywords],
 ) -> str:
-    """Generate a complete text; the arguments are those of `stream_generate`.
-
-    Example:
-        >>> model, tokenizer, drafter = load("org/model", drafter="org/drafter")  # doctest: +SKIP
-        >>> generate(model, tokenizer, "Once", drafter=drafter)  # doctest: +SKIP
-    """
+    """Generate a complete text; the arguments are those of `stream_generate`."""
     return _engine(model, tokenizer, drafter).generate(prompt, **options)
 
 
@@ -81,21 +76,9 @@ def generate_batch(
     """Generate several texts at once, which costs less time than one after the other.
 
     Every text is the one that `generate` makes of its prompt with these options. The texts share
-    their forward passes: the model's weights are read once for all of them.
-
-    Args:
-        model: A model loaded by `load` or by mlx-lm.
-        tokenizer: The model's tokenizer.
-        prompts: Texts, or token ids.
-        drafter: As in `stream_generate`.
-        batch_size: Maximum number of texts at once.
-        grammar: Grammar of every text.
-        **options: Fields of `GenerationOptions`; all texts have the same seed.
-
-    Raises:
-        ConfigError: As `stream_generate`, before any text begins.
-        CheckpointError: The drafter was made for another model.
-        NonFiniteError: The logits after one of the prompts or texts are NaN.
+    their forward passes: the model's weights are read once for all of them. The arguments and the
+    errors are those of `stream_generate` and `Engine.stream_batch`; a `ConfigError` is raised
+    before any text begins.
     """
     engine = _engine(model, tokenizer, drafter)
     stream = engine.stream_batch(prompts, batch_size=batch_size, grammar=grammar, **options)

@@ -1,13 +1,14 @@
-"""mlx-lm's responses, made of the tokens of one sequence or of a batch."""
+"""mlx-lm's responses, made of the tokens of one sequence or of a batch, and locks of caches."""
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -128,7 +129,7 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
         self._reader: int | None = None
 
     def __next__(self) -> GenerationResponse:
-        thread = get_ident()
+        thread = threading.get_ident()
         if self._reader not in (None, thread):
             raise ConfigError(
                 "a stream belongs to the thread that read it first, found another one; read it in "
@@ -269,3 +270,34 @@ class BatchStream(Iterator[BatchResponse]):
         del self._live[sequence]
         self._scheduler.leave(sequence)
         sequence.close()
+
+
+class CacheLocks:
+    """Streams by the prompt caches that they write to, for any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: weakref.WeakKeyDictionary[Any, weakref.ref[ResponseStream]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def check(self, layers: Sequence[Any]) -> None:
+        """Raise `ConfigError` if a stream has one of the caches, or if two layers are one."""
+        if len(set(map(id, layers))) < len(layers):
+            raise ConfigError(
+                "prompt_cache has one cache object in several layers; make it with "
+                "mlx_lm.models.cache.make_prompt_cache(model)"
+            )
+        streams = [known() for known in map(self._streams.get, layers) if known is not None]
+        if any(stream is not None and not stream.is_closed for stream in streams):
+            raise ConfigError(
+                "prompt_cache is in use by a text that has not ended; read that one to its end or "
+                "close it, or give a copy of the cache"
+            )
+
+    def claim(self, layers: Sequence[Any], stream: ResponseStream) -> None:
+        """Lock caches for a stream, after a `check`, until it is closed or nobody refers to it."""
+        with self._lock:
+            self.check(layers)
+            for layer in layers:
+                self._streams[layer] = weakref.ref(stream)

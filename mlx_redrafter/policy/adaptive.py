@@ -310,7 +310,6 @@ class Planner:
 
 
 def _largest(values: Floats) -> tuple[int, ...]:
-    """Return the indices of the largest value."""
     return tuple(int(index) for index in np.unravel_index(int(values.argmax()), values.shape))
 
 
@@ -364,5 +363,4 @@ class AdaptivePolicy:
         return self.state
 
     def shapes(self) -> list[ShapeStats]:
-        """Return the statistics of `Learner.shapes`."""
         return self._planner.learner.shapes()

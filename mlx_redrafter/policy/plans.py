@@ -166,8 +166,7 @@ class FixedPolicy:
         """Keep all nodes, with padding if a larger size costs less."""
         return tree if self.costs is None else tree.padded(self.costs.cheapest_size(tree.size))
 
-    def select_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
-        return self.select(plan, tree)
+    select_early = select
 
     def observe(self, step: Step) -> None:
         """Do nothing."""

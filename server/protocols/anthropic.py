@@ -11,7 +11,7 @@ from starlette.responses import Response
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
-from mlx_redrafter.server.fields import Fields, read_text
+from mlx_redrafter.server.fields import Fields, event, read_text, respond
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.conversation import BREAK, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
@@ -21,7 +21,6 @@ from mlx_redrafter.server.protocols.writer import BlockWriter, Usage
 from mlx_redrafter.server.refusals import KINDS, ContextExceeded, Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools, read_tools
-from mlx_redrafter.server.wire import event, respond
 
 # Fields that do not change the text: Anthropic caches, bills, attributes or trims requests by them.
 _IGNORED = (

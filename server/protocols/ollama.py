@@ -17,7 +17,7 @@ from starlette.responses import Response
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall, add_call
-from mlx_redrafter.server.fields import Fields
+from mlx_redrafter.server.fields import Fields, respond, to_text
 from mlx_redrafter.server.models import LoadedModel, Model
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.conversation import Conversation
@@ -33,7 +33,6 @@ from mlx_redrafter.server.protocols.writer import Writer
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest, CompletionRequest
 from mlx_redrafter.server.tools import Tools, read_tool
-from mlx_redrafter.server.wire import respond, to_text
 
 # Version of Ollama whose API this follows, since clients look for one that is new enough.
 OLLAMA_VERSION = "0.13.5"

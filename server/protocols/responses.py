@@ -13,7 +13,7 @@ from starlette.responses import Response
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.answer_grammar import AnswerFormat
 from mlx_redrafter.server.call_reader import ToolCall
-from mlx_redrafter.server.fields import Fields
+from mlx_redrafter.server.fields import Fields, event, respond
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.protocols.conversation import ROLES, Conversation
 from mlx_redrafter.server.protocols.openai_chat import read_effort
@@ -29,7 +29,6 @@ from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.stored_responses import StoredResponses
 from mlx_redrafter.server.tools import Tools, read_tools
-from mlx_redrafter.server.wire import event, respond
 
 # Fields that do not change the text, next to those of `IGNORED`.
 _OTHERS = ("client_metadata", "include", "max_tool_calls", "stream_options", "truncation")

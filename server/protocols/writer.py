@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from mlx_redrafter.server.call_reader import ToolCall
+from mlx_redrafter.server.fields import event
 from mlx_redrafter.server.parts import Part
 from mlx_redrafter.server.refusals import Refusal
-from mlx_redrafter.server.wire import event
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import read_config
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
-from mlx_redrafter.cli.choose_drafter import choose_drafter
+from mlx_redrafter.cli.model_options import choose_drafter
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training.duration import Pace
 from tests.helpers.cli import Cli

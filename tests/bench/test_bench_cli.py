@@ -15,13 +15,8 @@ from mlx_redrafter.bench.runs import CommonSettings, EncodedPrompt, TimedRun, Tu
 from mlx_redrafter.bench.sweep import Grid, Point
 from mlx_redrafter.bench.timing import estimate
 from mlx_redrafter.bench.turns import Interleaving, decode_in_turns
-from mlx_redrafter.cli.bench_output import (
-    parse_count,
-    parse_ints,
-    parse_names,
-    parse_shapes,
-    parse_temps,
-)
+from mlx_redrafter.cli.bench import GridOptions
+from mlx_redrafter.cli.bench_output import parse_count, parse_ints, parse_shapes, parse_temps
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from tests.bench.commands import run, run_lab
@@ -84,13 +79,13 @@ def test_lists_and_counts():
     beam = DraftPlan.of(4, 5, select="beam")
     expected = [DraftPlan.of(1, 5), DraftPlan.of(4, 5, 9), beam]
     assert parse_shapes("1x5, 4x5x9,beam:4x5,4x5") == expected
-    assert parse_names("a, b,a", ("a", "b")) == ("a", "b")
+    assert GridOptions(selections="beam, top_n,beam").read().selections == ("beam", "top_n")
     for parse, texts, message in (
         (parse_count, ("", "-1", "2G", "1.2.3M", "0"), "expected a number"),
         (parse_ints, ("", "0", "3-2", "a", "1,,2"), "expected numbers"),
         (parse_ints, ("1-99999999", "1-600,601-1200"), "at most 1000 numbers"),
         (parse_shapes, ("", "4", "4x5x9x2", "tree:4x5"), "expected draft shapes"),
-        (lambda text: parse_names(text, ("a", "b")), ("c",), "some of a, b, got 'c'"),
+        (lambda text: GridOptions(selections=text).read(), ("beam,c",), "of top_n, beam, got 'c'"),
     ):
         for text in texts:
             with pytest.raises(ConfigError, match=message):
@@ -170,8 +165,6 @@ def test_recordings_go_on(tmp_path):
     path = tmp_path / "r.json"
     first = Recording(path, "sweep", {"seed": 1})
     first.add([make_run(0)])
-    with pytest.raises(ConfigError, match="--resume"):
-        Recording(path, "sweep", {"seed": 1})
     second = Recording(path, "sweep", {"seed": 1}, resume=True)
     assert second.runs == [make_run(0)]
     assert second.has(("g", 0, "p", 0))

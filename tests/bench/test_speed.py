@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mlx_redrafter import load
 from mlx_redrafter.bench.openai_server import OpenAiServer, find_server
-from mlx_redrafter.bench.speed_page import page
+from mlx_redrafter.bench.report import page
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ConfigError, DataError, RedrafterError, ResourceError
 from tests.bench.commands import run

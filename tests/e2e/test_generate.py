@@ -163,7 +163,7 @@ def test_quantised_keys_and_values(cli: Cli) -> None:
     assert json.loads(result.out)["tokens"] == ids(stock)
     result = cli(*options, "--kv-bits", 9)
     assert (result.code, result.out) == (2, "")
-    assert "kv_bits must be 1, 2, 3, 4, 5, 6 or 8, got 9" in result.err
+    assert "kv_bits must be one of 1, 2, 3, 4, 5, 6, 8, got 9" in result.err
 
 
 def test_prompts_from_stdin_and_with_escapes(

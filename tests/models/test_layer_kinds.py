@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_redrafter.engine.profiling import blank_cache
+from mlx_redrafter.engine.stored_costs import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree

@@ -14,8 +14,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from mlx_redrafter import DraftModel
-from mlx_redrafter.engine import engine, profiling, stored_costs
-from mlx_redrafter.engine.profiling import blank_cache
+from mlx_redrafter.engine import engine, stored_costs
+from mlx_redrafter.engine.stored_costs import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.target.target import Target
@@ -157,7 +157,7 @@ def test_steps_are_timed_with_the_rows_that_a_text_begins_with(monkeypatch, mode
         made.append(blank_cache(target, *args))
         return made[-1]
 
-    monkeypatch.setattr(profiling, "blank_cache", watch)
+    monkeypatch.setattr(stored_costs, "blank_cache", watch)
     monkeypatch.setattr(engine, "step_costs", stored_costs.step_costs)
     monkeypatch.setattr(stored_costs, "load_or_time", lambda *args: args[-1]())
     tokens(model, PROMPT, "lookup", max_tokens=2, **options_of(8, start))
@@ -182,9 +182,9 @@ def test_models_that_mlx_lm_cannot_quantise(config, reason):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_bits": 7}, "kv_bits must be 1, 2, 3, 4, 5, 6 or 8, got 7"),
+        ({"kv_bits": 7}, "kv_bits must be one of 1, 2, 3, 4, 5, 6, 8, got 7"),
         ({"kv_bits": True}, "kv_bits must be .*, got True"),
-        ({"kv_group_size": 16}, "kv_group_size must be 32, 64 or 128, got 16"),
+        ({"kv_group_size": 16}, "kv_group_size must be one of 32, 64, 128, got 16"),
         ({"kv_bits": 8, "quantized_kv_start": -1}, "quantized_kv_start must be .* at least 0"),
     ],
     ids=str,

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_redrafter.engine.profiling import blank_cache
+from mlx_redrafter.engine.stored_costs import blank_cache
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.caches.prompt_cache import num_tokens

@@ -256,5 +256,5 @@ def test_the_policy_never_asks_for_more_than_the_heads_reach(monkeypatch):
     tokens(model, PROMPT, heads, max_tokens=60)
     assert len(asked) > 20
     assert max(asked) == 3
-    with pytest.raises(ConfigError, match=r"beam_length must be at most 3 \(the root counts"):
+    with pytest.raises(ConfigError, match=r"beam_length must be an integer from 2 to 3 \(the root"):
         tokens(model, PROMPT, heads, beam_length=4)

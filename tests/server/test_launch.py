@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlx_redrafter.cli.agents import AGENTS, Address
+from mlx_redrafter.cli.launch import AGENTS, Address
 from tests.helpers.cli import PROGRAM, Cli, run
 from tests.server.serving import KEY, Served
 
@@ -89,7 +89,7 @@ def test_settings_are_printed_as_a_command(cli: Cli) -> None:
     assert "start it first: REDRAFTER_API_KEY='a b' redrafter-mlx serve" in result.err
     assert result.out.startswith("REDRAFTER_API_KEY='a b' codex ")
     result = cli("launch", "emacs", "--print")
-    assert "agent must be claude or codex or opencode or qwen" in result.err
+    assert "agent must be one of claude, codex, opencode, qwen" in result.err
 
 
 def test_every_agent_gets_the_address_and_the_model() -> None:

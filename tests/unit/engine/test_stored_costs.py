@@ -16,9 +16,8 @@ from mlx_redrafter import Drafter, Engine, load
 from mlx_redrafter.bench.lab.scenarios import step_seconds
 from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftShape
-from mlx_redrafter.engine import profiling, stored_costs
-from mlx_redrafter.engine.profiling import PLAIN, READ, VERIFY, Kind, Seconds
-from mlx_redrafter.engine.stored_costs import CONTEXT
+from mlx_redrafter.engine import stored_costs
+from mlx_redrafter.engine.stored_costs import CONTEXT, PLAIN, READ, VERIFY, Kind, Seconds
 from mlx_redrafter.measured import MOST_RUNS, doubt, fastest, load_or_time
 from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.proposers.quantization import quantize_drafter
@@ -28,7 +27,7 @@ from tests.helpers.few_shapes import compile_passes
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
 VOCAB_SIZE = 64
-KINDS = profiling.kinds_of(random_drafter(64, 32))
+KINDS = stored_costs.kinds_of(random_drafter(64, 32))
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +60,7 @@ def _timed(
 
 def test_steps_are_timed_once_per_pair(pair, folder, monkeypatch):
     monkeypatch.setattr(stored_costs, "is_doubtful", lambda _: False)
-    monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(stored_costs, "MAX_ROUNDS", 1)
     costs, lookups = stored_costs.step_costs(*pair), stored_costs.step_costs(pair[0], None)
     assert costs.plain > 0
     assert set(costs.verify) == set(lookups.verify) == set(SIZES)
@@ -94,7 +93,7 @@ def test_a_long_context_is_timed_when_a_text_begins_with_one(pair, folder, monke
     target.context_length = None
     short = _timed()
     long = {kind: seconds + 0.5 for kind, seconds in short.items()}
-    long[profiling.VERIFY[2]] = 0.1  # noise
+    long[stored_costs.VERIFY[2]] = 0.1  # noise
     timed = {stored_costs.CONTEXT: short, stored_costs.LONG_CONTEXT: long}
     monkeypatch.setattr(stored_costs, "time_steps", lambda setting: [timed[setting.context]])
     costs = stored_costs.step_costs(*pair)
@@ -118,11 +117,11 @@ def test_times_that_noise_has_turned_round_stay_in_bounds(pair, monkeypatch):
         timed = _timed(per_level=per_level, read=read)
         monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_, timed=timed: timed)
         costs = stored_costs.step_costs(*pair)
-        assert min(costs.verify.values()) >= profiling.MIN_VERIFY * costs.plain > 0
+        assert min(costs.verify.values()) >= stored_costs.MIN_VERIFY * costs.plain > 0
         assert min(costs.level.values()) >= 0
         assert costs.wait >= 0
         assert costs.drafting(DraftShape(1, 2)) >= 0
-    disturbed = _timed() | {profiling.VERIFY[profiling.FEW]: 9.0}
+    disturbed = _timed() | {stored_costs.VERIFY[stored_costs.FEW]: 9.0}
     monkeypatch.setattr(stored_costs, "_load_or_time", lambda *_: disturbed)
     costs = stored_costs.step_costs(*pair)
     for width, seconds in costs.level.items():
@@ -159,7 +158,7 @@ def test_times_that_use_shows_to_be_too_long_are_measured_again_by_later_runs(fo
 
 def test_no_text_meets_a_shape_that_the_warm_up_has_not_used(monkeypatch):
     """A GPU builds kernels for the first one of each."""
-    monkeypatch.setattr(profiling, "MAX_WARM_UP", 600.0)  # a busy machine would stop it
+    monkeypatch.setattr(stored_costs, "MAX_WARM_UP", 600.0)  # a busy machine would stop it
     compile_passes(monkeypatch, uses=100)
     monkeypatch.setattr(stored_costs, "builds_kernels", lambda: True)
     monkeypatch.setattr(mlx_redrafter.engine.engine, "step_costs", stored_costs.step_costs)
@@ -226,13 +225,13 @@ def _rounds(seconds: Callable[[Kind, int, int], float | None], pause: float = 0.
     """
     now, count = 0.0, 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: now))
-        schedule = profiling._Schedule(FEW_KINDS)
+        patch.setattr(stored_costs, "time", SimpleNamespace(perf_counter=lambda: now))
+        schedule = stored_costs._Schedule(FEW_KINDS)
         plan = schedule.choose(None)
         while not schedule.is_done:
             following = schedule.choose(None)
-            round_, place = divmod(count, profiling.STEPS * len(FEW_KINDS))
-            kind, step = divmod(place, profiling.STEPS)
+            round_, place = divmod(count, stored_costs.STEPS * len(FEW_KINDS))
+            kind, step = divmod(place, stored_costs.STEPS)
             assert plan == FEW_KINDS[kind].plan
             now += pause
             schedule.observe(Step(plan, 2, [1], seconds(FEW_KINDS[kind], round_, step)))
@@ -244,10 +243,10 @@ def test_the_steps_inside_a_turn_count():
     """The first steps of a turn are warm-ups, and its ends partly measure the neighbours."""
     first = {kind: 1.0 + place for place, kind in enumerate(FEW_KINDS)}
     rounds = _rounds(lambda kind, _, step: first[kind] if step in (2, 3) else 99.0)
-    assert rounds == [first] * profiling.ROUNDS
+    assert rounds == [first] * stored_costs.ROUNDS
     # A step without a time leaves the others: stored times must be finite.
     rounds = _rounds(lambda kind, _, step: first[kind] if step == 3 else None)
-    assert rounds == [first] * profiling.ROUNDS
+    assert rounds == [first] * stored_costs.ROUNDS
 
 
 def test_disturbed_rounds_are_followed_by_others_up_to_a_bound():
@@ -257,39 +256,39 @@ def test_disturbed_rounds_are_followed_by_others_up_to_a_bound():
         return (5.0 if kind == VERIFY[2] and number == 0 else 1.0) * rng.uniform(0.99, 1.01)
 
     rounds = _rounds(once)
-    assert len(rounds) == profiling.ROUNDS + 1
-    assert not profiling.is_doubtful(rounds)
-    assert max(profiling.fastest(rounds).values()) < 1.1
+    assert len(rounds) == stored_costs.ROUNDS + 1
+    assert not stored_costs.is_doubtful(rounds)
+    assert max(stored_costs.fastest(rounds).values()) < 1.1
     rounds = _rounds(lambda kind, number, _: 2.0**-number)
-    assert len(rounds) == profiling.MAX_ROUNDS
-    assert profiling.is_doubtful(rounds)
+    assert len(rounds) == stored_costs.MAX_ROUNDS
+    assert stored_costs.is_doubtful(rounds)
     for share, expected in ((0.3, 3), (0.6, 1), (3.0, 1)):  # none begins that would end too late
-        pause = share * profiling.PATIENCE / (profiling.STEPS * len(FEW_KINDS))
+        pause = share * stored_costs.PATIENCE / (stored_costs.STEPS * len(FEW_KINDS))
         assert len(_rounds(lambda kind, number, _: 2.0**-number, pause)) == expected
 
 
 def test_a_step_that_costs_more_than_one_that_does_more_leaves_doubt():
     """So a single round of a large model, whose turns cannot differ, leaves doubt, too."""
     usual = {PLAIN: 1.0, VERIFY[2]: 2.0, VERIFY[8]: 2.1, READ: 2.3}
-    assert not profiling.is_doubtful([usual])
-    assert profiling.is_doubtful([usual | {VERIFY[2]: 3.0}])
-    assert profiling.is_doubtful([usual | {PLAIN: 3.0}])
+    assert not stored_costs.is_doubtful([usual])
+    assert stored_costs.is_doubtful([usual | {VERIFY[2]: 3.0}])
+    assert stored_costs.is_doubtful([usual | {PLAIN: 3.0}])
 
 
 def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(monkeypatch):
     model, _, drafter = load()
-    target, caches, blank_cache = Target(model), list[TreeCache](), profiling.blank_cache
+    target, caches, blank_cache = Target(model), list[TreeCache](), stored_costs.blank_cache
     remembered = lambda *given: caches.append(blank_cache(*given)) or caches[-1]  # noqa: E731
-    monkeypatch.setattr(profiling, "blank_cache", remembered)
-    monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
-    profiling.time_steps(profiling.Setting(target, drafter, CONTEXT))
-    steps = profiling.STEPS * len(profiling.kinds_of(drafter))
+    monkeypatch.setattr(stored_costs, "blank_cache", remembered)
+    monkeypatch.setattr(stored_costs, "MAX_ROUNDS", 1)
+    stored_costs.time_steps(stored_costs.Setting(target, drafter, CONTEXT))
+    steps = stored_costs.STEPS * len(stored_costs.kinds_of(drafter))
     assert caches[0].length <= 1.1 * (CONTEXT + steps)
 
 
 def test_steps_after_a_long_context_are_timed_without_processing_it(monkeypatch):
     """And leave the model alone."""
-    monkeypatch.setattr(profiling, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(stored_costs, "MAX_ROUNDS", 1)
     model, lengths, tokens = tiny_llama(), [], mx.array([[3, 1, 4, 1, 5]])
     before = model(tokens)
 
@@ -300,7 +299,7 @@ def test_steps_after_a_long_context_are_timed_without_processing_it(monkeypatch)
 
     target, stock = Target(model), type(model)
     model.__class__ = Watched
-    profiling.time_steps(profiling.Setting(target, random_drafter(64, 32), 4000))
+    stored_costs.time_steps(stored_costs.Setting(target, random_drafter(64, 32), 4000))
     model.__class__ = stock
     assert max(tokens for tokens, _ in lengths) == SIZES[-1]
     assert {offset >= 4000 for tokens, offset in lengths if tokens > 1} == {True}

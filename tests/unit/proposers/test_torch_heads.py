@@ -289,7 +289,7 @@ def test_other_targets_are_refused():
     with pytest.raises(UnsupportedTargetError, match="expected inputs of layers 0 to 2 "):
         deep.check_fit(Target(MODEL), tokenizer)
     options = {"drafter": new_network(), "beam_width": 1, "beam_length": 6}
-    with pytest.raises(ConfigError, match="beam_length must be at most 5"):
+    with pytest.raises(ConfigError, match="beam_length must be an integer from 2 to 5"):
         generate(MODEL, tokenizer, [1, 2], **options)
     without = Target(build(tiny_config("nanochat")))  # its last norm has no weight
     with pytest.raises(UnsupportedTargetError, match="LM head gets the output of a norm"):
