@@ -19,23 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.golden.block_layouts import (
-    CHAIN,
-    DSPARK,
-    HIDDEN,
-    LAYOUTS,
-    LENGTHS,
-    ROOT,
-    SPECULATORS,
-    VLM,
-    VOCAB,
-    ZLAB,
-    Floats,
-    Layout,
-    states,
-    target_tables,
-    tensors,
-)
+from tests.golden import block_layouts
+from tests.golden.block_layouts import CHAIN, LENGTHS, ROOT, Floats, Layout, states, tensors
 
 FILE = Path(__file__).with_name("block.npz")
 TOLERANCE = 1e-4
@@ -71,10 +56,10 @@ class FakeTarget:
         import mlx.core as mx
         import mlx.nn as nn
 
-        embedding, head = map(mx.array, target_tables())
-        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
+        embedding, head = map(mx.array, block_layouts.target_tables())
+        self.embed_tokens = nn.Embedding(block_layouts.VOCAB, block_layouts.HIDDEN)
         self.embed_tokens.weight = embedding
-        self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.lm_head = nn.Linear(block_layouts.HIDDEN, block_layouts.VOCAB, bias=False)
         self.lm_head.weight = head
         self.model = self
 
@@ -179,7 +164,7 @@ def of_speculators(layout: Layout) -> list[Recorded]:
     config = config_class(**json.loads(json.dumps(layout.config)))
     config.transformer_layer_config._attn_implementation = "eager"
     model = getattr(core, f"{name}DraftModel")(config).eval()
-    embedding, head = target_tables()
+    embedding, head = block_layouts.target_tables()
     weights: dict[str, Any] = {"embed_tokens.weight": embedding, "lm_head.weight": head}
     weights |= tensors(layout)
     model.load_state_dict({k: torch.tensor(v) for k, v in weights.items()}, strict=False)
@@ -194,7 +179,7 @@ def of_speculators(layout: Layout) -> list[Recorded]:
                 torch.tensor(states(total))[None],
                 tokens,
                 torch.ones((1, total)),
-                torch.zeros((1, total, HIDDEN)),
+                torch.zeros((1, total, block_layouts.HIDDEN)),
                 torch.zeros((1, total), dtype=torch.long),
                 max_anchors=1,
             )
@@ -227,17 +212,17 @@ def as_recorded(unary: Any, linked: Any, confidence: Any = ()) -> Recorded:
 
 
 REFERENCES: dict[str, Callable[[Layout], list[Recorded]]] = {
-    ZLAB: of_dflash,
-    DSPARK: of_mlx_dspark,
-    VLM: of_mlx_vlm,
-    SPECULATORS: of_speculators,
+    block_layouts.ZLAB: of_dflash,
+    block_layouts.DSPARK: of_mlx_dspark,
+    block_layouts.VLM: of_mlx_vlm,
+    block_layouts.SPECULATORS: of_speculators,
 }
 
 
 def record() -> dict[str, Floats]:
     """Run every reference; raise `AssertionError` where two of one layout disagree."""
     stored: dict[str, Floats] = {}
-    for name, layout in LAYOUTS.items():
+    for name, layout in block_layouts.LAYOUTS.items():
         first, *others = (REFERENCES[reference](layout) for reference in layout.references)
         for other in others:
             for one, two in zip(first, other, strict=True):

@@ -15,19 +15,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.helpers import published_heads
 from tests.helpers.mtp import family_config, module_tensors, write
-from tests.helpers.published_heads import (
-    ASSISTANTS,
-    DRAFT_VOCAB,
-    NUM_DRAFTS,
-    SIDECARS,
-    SPECULATORS,
-    assistant_inputs,
-    assistant_tensors,
-    pairs,
-    speculators_head,
-    text_and_states,
-)
+from tests.helpers.published_heads import ASSISTANTS, SPECULATORS
 
 # Numbers of entries of a target, within and beyond the window of 8 tokens.
 SHORT, LONG = 6, 13
@@ -55,15 +45,17 @@ def record_speculators(name: str) -> np.ndarray:
     model: Any = (peagle.PEagleDraftModel if is_parallel else Eagle3DraftModel)(
         config_type(transformer_layer_config=layer_config, **values)
     )
-    state = {k: torch.from_numpy(np.array(v)) for k, v in speculators_head(name).items()}
+    state = {
+        k: torch.from_numpy(np.array(v)) for k, v in published_heads.speculators_head(name).items()
+    }
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert all("verifier" in one for one in missing)
     model.eval()
     logits: list[Any] = []
     model.lm_head.register_forward_hook(lambda _, __, output: logits.append(output[0].detach()))
-    text, states = text_and_states()
-    count, depths = len(states), 1 + NUM_DRAFTS
+    text, states = published_heads.text_and_states()
+    count, depths = len(states), 1 + published_heads.NUM_DRAFTS
     inputs: dict[str, Any] = {
         "hidden_states": torch.from_numpy(states)[None],
         "input_ids": torch.tensor(text[1:])[None],
@@ -81,7 +73,7 @@ def record_speculators(name: str) -> np.ndarray:
         peagle.generate_cod_sample_indices = lambda **_: (anchors[kept], depth[kept])
         peagle.compute_metrics = lambda **_: (None, None)
         model(**inputs, verifier_last_hidden_states=torch.zeros(1, count, 32))
-    found = torch.zeros(depths, count, DRAFT_VOCAB)
+    found = torch.zeros(depths, count, published_heads.DRAFT_VOCAB)
     found[depth[kept], anchors[kept]] = logits[0]
     return found.numpy()
 
@@ -92,7 +84,7 @@ def record_sidecar(name: str) -> np.ndarray:
     from mlx_vlm.speculative.drafters import load_drafter
     from mlx_vlm.speculative.drafters.mtp_split import get_mtp_splitter
 
-    model_type, mode = SIDECARS[name]
+    model_type, mode = published_heads.SIDECARS[name]
     config = family_config(model_type)
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder, "model"), Path(folder, "mtp")
@@ -101,7 +93,9 @@ def record_sidecar(name: str) -> np.ndarray:
         assert splitter is not None
         splitter.split(str(source), str(out), q_mode=mode)
         drafter: Any = load_drafter(str(out), kind="mtp")[0]
-    hidden, embeddings = (mx.array(rows)[None] for rows in pairs(config["hidden_size"]))
+    hidden, embeddings = (
+        mx.array(rows)[None] for rows in published_heads.pairs(config["hidden_size"])
+    )
     tokens = mx.zeros(hidden.shape[:2], dtype=mx.int32)
     caches = drafter.make_cache()
     if model_type == "nemotron_h":
@@ -114,7 +108,7 @@ def record_sidecar(name: str) -> np.ndarray:
 
 def record_assistant(name: str, length: int, is_torch: bool) -> np.ndarray:
     """Logits of one draft after another by mlx-vlm or transformers, shape (drafts, V)."""
-    entries, inputs = assistant_inputs(length)
+    entries, inputs = published_heads.assistant_inputs(length)
     step = (_torch_assistant if is_torch else _mlx_assistant)(name, entries, length)
     logits, state = [], inputs[0, 64:]
     for row in inputs:
@@ -129,7 +123,7 @@ def _mlx_assistant(name: str, entries: dict[str, np.ndarray], length: int) -> An
 
     config = ModelConfig.from_dict(copy.deepcopy(ASSISTANTS[name]))
     model = Model(config)
-    weights = {k: mx.array(v) for k, v in assistant_tensors(name).items()}
+    weights = {k: mx.array(v) for k, v in published_heads.assistant_tensors(name).items()}
     model.load_weights(list(model.sanitize(weights).items()))
     table = model.model.embed_tokens
     clusters = model.masked_embedding
@@ -155,7 +149,7 @@ def _torch_assistant(name: str, entries: dict[str, np.ndarray], length: int) -> 
 
     values = {**copy.deepcopy(ASSISTANTS[name]), "model_type": "gemma4_assistant"}
     model = Gemma4AssistantForCausalLM(AutoConfig.for_model(**values))
-    state = {k: torch.from_numpy(v) for k, v in assistant_tensors(name).items()}
+    state = {k: torch.from_numpy(v) for k, v in published_heads.assistant_tensors(name).items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
@@ -186,7 +180,7 @@ def _transfers() -> ModuleType:
 
 def main() -> None:
     found = {name: record_speculators(name) for name in SPECULATORS}
-    found |= {name: record_sidecar(name) for name in SIDECARS}
+    found |= {name: record_sidecar(name) for name in published_heads.SIDECARS}
     for name in ASSISTANTS:
         found[name] = record_assistant(name, LONG, is_torch=False)
         found[f"{name}, transformers"] = record_assistant(name, SHORT, is_torch=True)

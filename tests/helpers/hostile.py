@@ -106,7 +106,7 @@ def make_call(number: int) -> Call:
     chance = random.Random(number)
     name = chance.choice(sorted(COMMANDS))
     words = [*COMMANDS[name], *SHORT.get(name, [])]
-    harm, damage = "", _nothing
+    harm, damage = "", lambda: None
     if chance.random() < 0.5:
         for _ in range(chance.randint(1, 3)):
             _spoil(chance, name, words)
@@ -154,10 +154,6 @@ def _nothing_starts() -> Iterator[None]:
         mock.patch("mlx_redrafter.cli.launch.subprocess.Popen", side_effect=absent),
     ):
         yield
-
-
-def _nothing() -> None:
-    """Damage nothing."""
 
 
 def _spoil(chance: random.Random, name: str, words: list[str]) -> None:

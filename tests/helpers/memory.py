@@ -5,20 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
-
-
-def filled_cache(
-    layers: int, heads: int, head_size: int, capacity: int, length: int
-) -> list[KVCache]:
-    """A cache with room for ``capacity`` tokens that holds ``length`` rows of zeros."""
-    cache = [KVCache() for _ in range(layers)]
-    for layer in cache:
-        layer.keys = mx.zeros((1, heads, capacity, head_size))
-        layer.values = mx.zeros((1, heads, capacity, head_size))
-        layer.offset = length
-        mx.eval(layer.keys, layer.values)
-    return cache
 
 
 def peak_of(work: Callable[[], object], repeats: int = 3) -> int:

@@ -123,18 +123,14 @@ def random_drafter(
     keys = mx.random.split(mx.random.key(seed), 64)
     drafter = Drafter(values)
     leaves: list[tuple[str, Any]] = tree_flatten(drafter.parameters())  # type: ignore[assignment]
-    weights = [
-        (name, _draw_weight(leaf, key).astype(dtype) if name != "token_ids" else leaf)
-        for (name, leaf), key in zip(leaves, keys, strict=False)
-    ]
-    drafter.load_weights(weights)
+    for i, ((name, leaf), key) in enumerate(zip(leaves, keys, strict=False)):
+        if name != "token_ids":
+            drawn = mx.random.normal(leaf.shape, scale=2 * leaf.shape[-1] ** -0.5, key=key)
+            leaves[i] = name, drawn.astype(dtype)
+    drafter.load_weights(leaves)
     mx.eval(drafter.parameters())
     drafter.eval()
     return drafter
-
-
-def _draw_weight(leaf: mx.array, key: mx.array) -> mx.array:
-    return mx.random.normal(leaf.shape, scale=2 * leaf.shape[-1] ** -0.5, key=key)
 
 
 class ByteTokenizer:

@@ -76,15 +76,13 @@ def _latent_attention(config: Mapping[str, Any]) -> Shapes:
     hidden, heads, value = (config[k] for k in ("hidden_size", "num_attention_heads", "v_head_dim"))
     rope, nope = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
     queries, keys = config["q_lora_rank"], config["kv_lora_rank"]
-    return {
-        "q_a_proj.weight": (queries, hidden),
-        "q_a_layernorm.weight": (queries,),
-        "q_b_proj.weight": (heads * (nope + rope), queries),
-        "kv_a_proj_with_mqa.weight": (keys + rope, hidden),
-        "kv_a_layernorm.weight": (keys,),
-        "kv_b_proj.weight": (heads * (nope + value), keys),
-        "o_proj.weight": (hidden, heads * value),
-    }
+    shapes: Shapes = {
+        "q_a_proj": (queries, hidden), "q_a_layernorm": (queries,),
+        "q_b_proj": (heads * (nope + rope), queries),
+        "kv_a_proj_with_mqa": (keys + rope, hidden), "kv_a_layernorm": (keys,),
+        "kv_b_proj": (heads * (nope + value), keys), "o_proj": (hidden, heads * value),
+    }  # fmt: skip
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
 def _mimo_shapes(config: Mapping[str, Any]) -> Shapes:
@@ -99,27 +97,20 @@ def _mimo_shapes(config: Mapping[str, Any]) -> Shapes:
 
 
 def _deepseek_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden, width, num = (
-        config[k] for k in ("hidden_size", "moe_intermediate_size", "n_routed_experts")
-    )
-    is_latent = config["model_type"] != "glm4_moe"
-    attention = (
-        _latent_attention(config)
-        if is_latent
-        else _attention(config, False, config["attention_bias"])
-    )
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    vocab, num = config["vocab_size"], config["n_routed_experts"]
+    if config["model_type"] == "glm4_moe":
+        attention = _attention(config, False, config["attention_bias"])
+    else:
+        attention = _latent_attention(config)
     shapes: Shapes = {
-        "embed_tokens.weight": (config["vocab_size"], hidden),
-        "enorm.weight": (hidden,),
-        "hnorm.weight": (hidden,),
-        "eh_proj.weight": (hidden, 2 * hidden),
-        "shared_head.norm.weight": (hidden,),
-        "shared_head.head.weight": (config["vocab_size"], hidden),
-        "mlp.gate.weight": (num, hidden),
-        "mlp.gate.e_score_correction_bias": (num,),
+        "embed_tokens.weight": (vocab, hidden), "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden),
+        "shared_head.norm.weight": (hidden,), "shared_head.head.weight": (vocab, hidden),
+        "mlp.gate.weight": (num, hidden), "mlp.gate.e_score_correction_bias": (num,),
         **mlp_shapes("mlp.shared_experts", hidden, width * config["n_shared_experts"]),
         **{f"self_attn.{name}": shape for name, shape in attention.items()},
-    }
+    }  # fmt: skip
     for e in range(num):
         shapes |= mlp_shapes(f"mlp.experts.{e}", hidden, width)
     return shapes
@@ -140,11 +131,10 @@ def _qwen_shapes(config: Mapping[str, Any]) -> Shapes:
                 block |= mlp_shapes(f"mlp.experts.{e}", hidden, width)
     else:
         block |= mlp_shapes("mlp", hidden, config["intermediate_size"])
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     return {
         "fc.weight": (hidden, 2 * hidden),
-        "pre_fc_norm_embedding.weight": (hidden,),
-        "pre_fc_norm_hidden.weight": (hidden,),
-        "norm.weight": (hidden,),
+        **{f"{name}.weight": (hidden,) for name in norms},
         **{f"layers.0.{name}": shape for name, shape in block.items()},
     }
 
@@ -154,25 +144,21 @@ def _nemotron_shapes(config: Mapping[str, Any]) -> Shapes:
     heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
     size = config["head_dim"]
     shapes: Shapes = {
-        "layers.0.enorm.weight": (hidden,),
-        "layers.0.hnorm.weight": (hidden,),
-        "layers.0.eh_proj.weight": (hidden, 2 * hidden),
-        "layers.0.norm.weight": (hidden,),
-        "layers.0.mixer.q_proj.weight": (heads * size, hidden),
-        "layers.0.mixer.k_proj.weight": (keys * size, hidden),
-        "layers.0.mixer.v_proj.weight": (keys * size, hidden),
-        "layers.0.mixer.o_proj.weight": (hidden, heads * size),
-        "layers.1.norm.weight": (hidden,),
-        "layers.1.final_layernorm.weight": (hidden,),
-        "layers.1.mixer.gate.weight": (num, hidden),
-        "layers.1.mixer.gate.e_score_correction_bias": (num,),
-    }
+        "0.enorm.weight": (hidden,), "0.hnorm.weight": (hidden,),
+        "0.eh_proj.weight": (hidden, 2 * hidden), "0.norm.weight": (hidden,),
+        "0.mixer.q_proj.weight": (heads * size, hidden),
+        "0.mixer.k_proj.weight": (keys * size, hidden),
+        "0.mixer.v_proj.weight": (keys * size, hidden),
+        "0.mixer.o_proj.weight": (hidden, heads * size), "1.norm.weight": (hidden,),
+        "1.final_layernorm.weight": (hidden,), "1.mixer.gate.weight": (num, hidden),
+        "1.mixer.gate.e_score_correction_bias": (num,),
+    }  # fmt: skip
     widths = {f"experts.{e}": config["moe_intermediate_size"] for e in range(num)}
     widths["shared_experts"] = config["moe_shared_expert_intermediate_size"]
     for name, width in widths.items():
-        shapes[f"layers.1.mixer.{name}.up_proj.weight"] = (width, hidden)
-        shapes[f"layers.1.mixer.{name}.down_proj.weight"] = (hidden, width)
-    return shapes
+        shapes[f"1.mixer.{name}.up_proj.weight"] = (width, hidden)
+        shapes[f"1.mixer.{name}.down_proj.weight"] = (hidden, width)
+    return {f"layers.{name}": shape for name, shape in shapes.items()}
 
 
 def prefix_of(config: Mapping[str, Any]) -> str:

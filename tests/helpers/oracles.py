@@ -133,10 +133,7 @@ def assert_scores(model: nn.Module, text: Sequence[int], tree: TokenTree, tolera
 
 def paths_of(tokens: list[int], parents: list[int]) -> list[Path]:
     """For every node that is no padding, the tokens from the root to it."""
-    paths: list[Path] = []
-    for node, token in enumerate(tokens):
-        above = paths[parents[node]] if node else ()
-        paths.append((*above, token))
+    paths = [tuple(tokens[node] for node in path) for path in node_paths(parents)]
     return [path for path in paths if NO_TOKEN not in path]
 
 
@@ -157,15 +154,10 @@ def tree_paths(tree: TokenTree) -> list[Path]:
 
 
 def ancestors(parents: list[int]) -> Array:
-    """The ancestor mask by walking up from every node."""
+    """The ancestor mask, from the path to every node."""
     mask = np.zeros((len(parents), len(parents)), dtype=bool)
-    for node in range(len(parents)):
-        above = node
-        while True:
-            mask[node, above] = True
-            if above == 0:
-                break
-            above = parents[above]
+    for node, path in enumerate(node_paths(parents)):
+        mask[node, path] = True
     return mask
 
 

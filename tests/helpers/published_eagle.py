@@ -7,19 +7,9 @@ from typing import Any
 
 import torch
 
-from tests.helpers import torch_heads
+from tests.helpers import published_heads, torch_heads
 from tests.helpers.mtp import write
-from tests.helpers.published_heads import (
-    DRAFT_VOCAB,
-    HIDDEN,
-    LAYER,
-    VOCAB,
-    Tensors,
-    draft_vocabulary,
-    eagle_3_shapes,
-    layer_shapes,
-    seeded,
-)
+from tests.helpers.published_heads import DRAFT_VOCAB, HIDDEN, LAYER, VOCAB
 
 
 @dataclass(frozen=True)
@@ -77,25 +67,25 @@ def write_head(folder: Path, layout: Layout, seed: int = 0) -> dict[str, torch.T
     return {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
 
 
-def random_tensors(layout: Layout, layer: Mapping[str, Any], seed: int) -> Tensors:
+def random_tensors(layout: Layout, layer: Mapping[str, Any], seed: int) -> published_heads.Tensors:
     """Draw the tensors of a head by their published names."""
     if layout.version == 1:
-        shapes = layer_shapes(layer, HIDDEN) | {"fc.weight": (HIDDEN, 2 * HIDDEN)}
+        shapes = published_heads.layer_shapes(layer, HIDDEN) | {"fc.weight": (HIDDEN, 2 * HIDDEN)}
         del shapes["layers.0.input_layernorm.weight"]
         if layout.config.get("bias", True):
             shapes["fc.bias"] = (HIDDEN,)
     else:
         flags = {key: layout.says(key) for key in ("norm_before_fc", "fc_norm")}
-        shapes = eagle_3_shapes(layer, flags)
+        shapes = published_heads.eagle_3_shapes(layer, flags)
         if layout.num_states == 1:
             del shapes["fc.weight"]
     if layout.prefix == "layers.0":
         shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
     shapes = {name.replace("layers.0", layout.prefix): shape for name, shape in shapes.items()}
-    tensors = seeded(shapes, seed)
+    tensors = published_heads.seeded(shapes, seed)
     if layout.version == 3:
         tensors["lm_head.weight"] *= 3
-        tensors |= draft_vocabulary(seed)
+        tensors |= published_heads.draft_vocabulary(seed)
     return tensors
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_redrafter.kernels.tree_attention import AttentionVariant
 from mlx_redrafter.kernels.variant import METAL_TYPES
-from tests.kernels.emulator import HEADERS, ROUNDED, bits_of, compiled, template
+from tests.kernels.emulator import HEADERS, ROUNDED, bits_of, compiled, require_emulator, template
 
 STATE = """
 static constexpr bool has_mask = false, query_transposed = false, do_causal = false;
@@ -67,6 +67,7 @@ class AttentionKernels:
     def __init__(
         self, sources: Mapping[AttentionVariant, str], flags: Sequence[str] = ROUNDED
     ) -> None:
+        require_emulator()
         header = (HEADERS / "sdpa_vector.h").read_text(encoding="utf-8")
         text = '#include "shim.h"\n' + STATE + template(header, "sdpa_vector")
         for variant, source in sources.items():

@@ -2,6 +2,9 @@
 
 `mx.fast.cuda_kernel` takes what `mx.fast.metal_kernel` takes, and the grid in threads, too. A few
 names differ; these are given here, and no line of arithmetic is written twice.
+
+`python -m tests.kernels.cuda` prints the registers that nvcc gives a thread, for all variants and
+all numbers of rows of one launch, in some minutes: a hint only of what Apple's compiler does.
 """
 
 import re
@@ -9,10 +12,12 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
+import typer
 
 from mlx_redrafter.kernels.small_t import source_of
 from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
@@ -83,6 +88,8 @@ struct Eight {
 typedef Eight<int32_t> Shape;
 typedef Eight<int64_t> Strides;
 """
+# Registers of a thread on Apple's GPUs, as philipturner/metal-benchmarks has found.
+MOST_REGISTERS = 128
 # A variant and rows, or a variant of attention.
 Compiled = tuple[AnyVariant, int] | AttentionVariant
 
@@ -175,3 +182,28 @@ def _reported(output: str, name: str) -> Usage:
     if not found:
         raise RuntimeError(f"nvcc says nothing of {name}: {output}")
     return Usage(registers=int(found[2]), spilled=int(found[1]))
+
+
+def main() -> None:
+    """Compile and print a line per variant."""
+    from tests.kernels.stand_in import ATTENTION_VARIANTS
+    from tests.kernels.test_small_t import DENSE_VARIANTS, LAUNCHED, VARIANTS
+
+    found: list[Usage] = []
+    with TemporaryDirectory() as folder:
+        for variant in (*VARIANTS, *DENSE_VARIANTS):
+            found += (of_rows := usage([(variant, rows) for rows in LAUNCHED], Path(folder)))
+            typer.echo(f"{variant}, from {LAUNCHED[0]} rows on: {', '.join(map(_text, of_rows))}")
+        found += (heads := usage(ATTENTION_VARIANTS, Path(folder)))
+    for one, head in zip(ATTENTION_VARIANTS, heads, strict=True):
+        typer.echo(f"attention {one}: {_text(head)}")
+    most, spilled = max(one.registers for one in found), sum(one.spilled > 0 for one in found)
+    typer.echo(f"{len(found)} kernels: at most {most} registers, {spilled} with spills")
+
+
+def _text(used: Usage) -> str:
+    return f"{used.registers}" + (f" and {used.spilled} bytes spilled" if used.spilled else "")
+
+
+if __name__ == "__main__":
+    typer.run(main)

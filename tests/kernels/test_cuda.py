@@ -19,9 +19,15 @@ from mlx_redrafter.kernels.variant import (
     Variant,
 )
 from tests.helpers.oracles import node_paths
-from tests.kernels.cuda import cuda_kernel, fused_by_choice, needs_nvcc, needs_nvidia, usage
+from tests.kernels.cuda import (
+    MOST_REGISTERS,
+    cuda_kernel,
+    fused_by_choice,
+    needs_nvcc,
+    needs_nvidia,
+    usage,
+)
 from tests.kernels.emulator import random_matrix
-from tests.kernels.registers import MOST_REGISTERS
 
 # Most rows with either size of tiles.
 FULL = (5, MAX_ROWS)

@@ -35,7 +35,6 @@ from tests.kernels.emulator import (
     ROUNDED,
     SIMD_ORDERS,
     Kernels,
-    needs_emulator,
     random_matrix,
 )
 from tests.kernels.stand_in import emulated, run_emulated
@@ -96,7 +95,6 @@ def different_rows(
     return [t for t, y in found.items() if not mx.array_equal(y, expected[:t])]
 
 
-@needs_emulator
 @pytest.mark.parametrize("variant", SAMPLE, ids=str)
 def test_rows_have_the_bits_of_one_row(kernels, monkeypatch, variant):
     has_all = _launched(variant) is LAUNCHED
@@ -106,7 +104,6 @@ def test_rows_have_the_bits_of_one_row(kernels, monkeypatch, variant):
         assert different_rows(kernels, variant, rows, order) == []
 
 
-@needs_emulator
 @pytest.mark.parametrize(
     "variants",
     [
@@ -126,7 +123,6 @@ def test_rows_have_the_bits_of_one_row_where_the_compiler_fuses(monkeypatch, var
         assert different_rows(fused, variant, FEW) == []
 
 
-@needs_emulator
 def test_the_compiler_fuses():
     variant = DenseVariant("float32")
     (weight,) = random_matrix(variant, OUTPUTS, 4 * variant.block)
@@ -138,7 +134,6 @@ def test_the_compiler_fuses():
     assert not mx.array_equal(rounded, fused)
 
 
-@needs_emulator
 @pytest.mark.parametrize(
     "variant",
     [

@@ -11,10 +11,9 @@ from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_sou
 from mlx_redrafter.kernels.variant import DTYPES
 from tests.helpers.oracles import node_paths
 from tests.kernels.attention_emulator import AttentionKernels
-from tests.kernels.emulator import FUSED, SIMD_ORDERS, needs_emulator
+from tests.kernels.emulator import FUSED, SIMD_ORDERS
 from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated_attention
 
-pytestmark = needs_emulator
 # A branch from the root, one from its middle, and nodes that stand apart from their parents.
 PARENTS = [0, 0, 1, 2, 1]
 # More than a key per SIMD group, a group without any, and the tree alone.

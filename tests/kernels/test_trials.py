@@ -38,11 +38,11 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.target.target import Target
 from tests.helpers.cli import run
 from tests.helpers.drafts import Scripted, grow, make_tree
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
+from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, tokens
 from tests.helpers.models import tiny_llama, wrapped_tokenizer
 from tests.helpers.oracles import node_paths
 from tests.kernels.attention_emulator import AttentionKernels
-from tests.kernels.emulator import Kernels, needs_emulator
+from tests.kernels.emulator import Kernels
 from tests.kernels.stand_in import (
     check_kernels,
     emulated,
@@ -171,7 +171,13 @@ def are_equal(first: list[mx.array], second: list[mx.array]) -> bool:
     return all(mx.array_equal(*pair) for pair in zip(first, second, strict=True))
 
 
-@needs_emulator
+def assert_exact(model: nn.Module, plain: list[mx.array], text: list[Scored]) -> None:
+    """Check the logits of a tree and a drafted text against those of single tokens."""
+    assert are_equal(logits_of_tree(model, follow=False), plain)
+    script = Scripted(ids(text), VOCAB_SIZE)
+    assert_same_tokens(text, tokens(model, [1, 5, 9], script, max_tokens=len(text)))
+
+
 @pytest.mark.parametrize("build", [quantised_model, dense_model])
 @pytest.mark.usefixtures("machine")
 def test_trees_and_drafted_texts_have_the_bits_of_single_tokens(build):
@@ -179,13 +185,10 @@ def test_trees_and_drafted_texts_have_the_bits_of_single_tokens(build):
     plain, text = logits_of_tree(model, follow=True), stock_tokens(model, [1, 5, 9], 16)
     assert not are_equal(logits_of_tree(model, follow=False), plain)  # another order of additions
     use_kernels(model)
-    assert are_equal(logits_of_tree(model, follow=False), plain)
     assert are_equal(logits_of_tree(model, follow=True), plain)
-    drafted = tokens(model, [1, 5, 9], Scripted(ids(text), VOCAB_SIZE), max_tokens=16)
-    assert_same_tokens(text, drafted, "with kernels")
+    assert_exact(model, plain, text)
 
 
-@needs_emulator
 @pytest.mark.usefixtures("machine")
 def test_equal_kernels_are_used_where_they_are_faster(monkeypatch):
     model = quantised_model()
@@ -220,7 +223,6 @@ def _layer_of(variant: AnyVariant) -> tuple[MatrixShape | DenseShape, nn.Module]
     return MatrixShape(4, 32, "float32", 512, 32, "mxfp4"), layer
 
 
-@needs_emulator
 @pytest.mark.parametrize(("variant", "wrong"), CONSTANTS, ids=str)
 def test_wrong_constants_are_refused(monkeypatch, variant, wrong):
     """Each in the source of another number of rows, as all are compiled together."""
@@ -238,7 +240,6 @@ def test_wrong_constants_are_refused(monkeypatch, variant, wrong):
         assert (tried.equal, tried.failure) == (None, DIFFERENT), change
 
 
-@needs_emulator
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(("inputs", "order"), [(57, FEW), (150, USUAL), (1100, MANY)])
 def test_dense_layers_with_biases_are_equal(inputs, order):
@@ -249,7 +250,6 @@ def test_dense_layers_with_biases_are_equal(inputs, order):
     assert (tried.equal, tried.failure) == (DenseVariant("float16", *order), None)
 
 
-@needs_emulator
 def test_times_are_those_of_both(monkeypatch):
     shape, layer = _layer(8)
     variant = Variant(8, 32, "float32")
@@ -265,7 +265,6 @@ def test_times_are_those_of_both(monkeypatch):
     assert times.kernel > times.stock > 0
 
 
-@needs_emulator
 @pytest.mark.usefixtures("machine")
 def test_what_does_not_compile_is_not_used(monkeypatch, capsys, caplog):
     refuse_to_compile(monkeypatch, small_t)
@@ -315,7 +314,6 @@ def test_the_order_of_variants():
         assert [str(one) for one in MatrixShape(*shape, 8).variants()] == names
 
 
-@needs_emulator
 @pytest.mark.usefixtures("machine")
 def test_the_table(monkeypatch, capsys):
     shown = check_kernels(monkeypatch, capsys, quantised_model())
@@ -372,7 +370,6 @@ def _attending_model() -> nn.Module:
     return model
 
 
-@needs_emulator
 @pytest.mark.usefixtures("attending_machine")
 def test_drafted_text_and_logits_are_plain_with_both_kernels(monkeypatch):
     stand_in(monkeypatch, kernels_of_model())
@@ -380,21 +377,14 @@ def test_drafted_text_and_logits_are_plain_with_both_kernels(monkeypatch):
     model = quantised_model(head_size=64)
     plain = logits_of_tree(model, follow=True)
     use_kernels(model)
-    assert are_equal(logits_of_tree(model, follow=False), plain)
     with monkeypatch.context() as patch:
         patch.setattr("mlx_redrafter.kernels.attention.is_available", lambda: False)
         assert not are_equal(logits_of_tree(model, follow=False), plain)
-    text = stock_tokens(model, [1, 5, 9], 8)
-    drafted = tokens(model, [1, 5, 9], Scripted(ids(text), VOCAB_SIZE), max_tokens=8)
-    assert_same_tokens(text, drafted, "with kernels")
+    assert_exact(model, plain, stock_tokens(model, [1, 5, 9], 8))
 
 
-@needs_emulator
-@pytest.mark.usefixtures("attending_machine", "no_matrices")
-def test_longer_texts_are_left_to_mlx(monkeypatch):
-    """Kernels are equal up to the shorter of the limits only; trees beyond it go without."""
-    model = _attending_model()
-    stock = logits_of_tree(model, follow=False)
+@pytest.mark.usefixtures("attending_machine")
+def test_kernels_may_be_equal_up_to_the_shorter_of_the_limits(monkeypatch):
     stock_call = mx.fast.scaled_dot_product_attention
 
     def two_passes(*rows: mx.array, **options: object) -> mx.array:
@@ -406,18 +396,12 @@ def test_longer_texts_are_left_to_mlx(monkeypatch):
     monkeypatch.setattr(trials, "MAX_KEYS", (40, 5))
     trial = AttentionTrial(SHAPE, 1)
     assert (trial.equal, trial.failure) == (5, None)
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", stock_call)
-    monkeypatch.setattr(trials, "MAX_KEYS", (5,))
-    use_kernels(model)
-    assert "max_keys=5" in choices(model)[0]
-    assert are_equal(logits_of_tree(model, follow=False), stock)  # 3 tokens and a path of 5
 
 
-@needs_emulator
 @pytest.mark.usefixtures("attending_machine", "no_matrices")
 @pytest.mark.parametrize(("max_keys", "is_used"), [(7, False), (8, True)])
 def test_the_limit_counts_the_keys_of_the_deepest_node(monkeypatch, max_keys, is_used):
-    """The tree follows 3 tokens, and its deepest node is the fifth on its path."""
+    """The tree follows 3 tokens, and its deepest node is the fifth on its path: beyond it, MLX."""
     monkeypatch.setattr(trials, "MAX_KEYS", (max_keys,))
     model = _attending_model()
     stock = logits_of_tree(model, follow=False)
@@ -426,7 +410,6 @@ def test_the_limit_counts_the_keys_of_the_deepest_node(monkeypatch, max_keys, is
     assert are_equal(logits_of_tree(model, follow=False), stock) != is_used
 
 
-@needs_emulator
 @pytest.mark.usefixtures("attending_machine", "no_matrices")
 def test_a_wrong_order_is_refused(monkeypatch, capsys):
     variant = AttentionVariant(64, "float32")  # 16 bits hide most of it
@@ -441,11 +424,11 @@ def test_a_wrong_order_is_refused(monkeypatch, capsys):
     ]
 
 
-@needs_emulator
 @pytest.mark.usefixtures("attending_machine", "no_matrices")
 def test_equal_attention_is_used_where_it_is_no_slower(monkeypatch, capsys):
     model = _attending_model()
     assert attention_shapes(model) == {SHAPE: 1}
+    assert attention_shapes(tiny_llama(layers=1)) == {}  # heads of 8
     use_kernels(model)
     (choice,) = choices(model)
     assert "max_keys=40, rows=(2, 3, 4, 6, 7," in choice
@@ -456,7 +439,6 @@ def test_equal_attention_is_used_where_it_is_no_slower(monkeypatch, capsys):
     assert "   5 rows: 2000.000 ms, MLX's 1000.000 ms\n" in shown.out
 
 
-@needs_emulator
 @pytest.mark.usefixtures("attending_machine", "no_matrices")
 def test_attention_that_does_not_compile_is_not_used(monkeypatch, caplog):
     refuse_to_compile(monkeypatch, tree_attention)
@@ -466,10 +448,6 @@ def test_attention_that_does_not_compile_is_not_used(monkeypatch, caplog):
         "float16, [metal::Device] Unable to build metal library from source; "
         "`redrafter-mlx check --kernels` shows all"
     )
-
-
-def test_attention_of_other_kinds_is_left_alone():
-    assert attention_shapes(tiny_llama(layers=1)) == {}  # heads of 8
 
 
 @pytest.mark.parametrize("first", ["kernel", "levels"])

@@ -20,29 +20,9 @@ from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import layer_inputs
-from tests.models.tiny_models import (
-    COMMON,
-    THRESHOLD,
-    VOCAB_SIZE,
-    WITHOUT_POSITIONS,
-    build,
-    main_rope,
-    tiny_config,
-    wrapper_config,
-)
-from tests.models.trees import (
-    PROMPT,
-    DraftsOnDevice,
-    Followed,
-    ScriptedDrafts,
-    branching_tree,
-    decode_paths,
-    rows_of,
-    sequence_of,
-    stock_tokens,
-    verify_after_prompt,
-    wide_tree,
-)
+from tests.models import tiny_models, trees
+from tests.models.tiny_models import COMMON, VOCAB_SIZE, build, main_rope, tiny_config
+from tests.models.trees import PROMPT, branching_tree, decode_paths, rows_of, verify_after_prompt
 
 # One token and a tree differ by about 1e-6 of the largest logit in float32.
 TOLERANCE = 2e-5
@@ -102,7 +82,7 @@ def test_tree_logits(model_type, rope):
 
 @pytest.mark.parametrize(("model_type", "text_type"), INNER_CASES)
 def test_tree_logits_of_other_inner_models(model_type, text_type):
-    assert_tree_agrees(build(wrapper_config(model_type, text_type, "yarn")))
+    assert_tree_agrees(build(tiny_models.wrapper_config(model_type, text_type, "yarn")))
 
 
 @pytest.mark.parametrize(("model_type", "rope"), MAIN_CASES)
@@ -114,7 +94,7 @@ def test_logits_and_hidden_states(model_type, rope):
     target = Target(model)
     forward = verify_after_prompt(target, tree)
     assert_agree(forward.logits, unhooked)
-    if model_type not in WITHOUT_POSITIONS:
+    if model_type not in tiny_models.WITHOUT_POSITIONS:
         off_by_one = replace(tree, depths=tree.depths + 1)
         assert disagreement(verify_after_prompt(target, off_by_one).logits, unhooked) > VISIBLE
     expected = decode_paths(model, tree)
@@ -123,6 +103,7 @@ def test_logits_and_hidden_states(model_type, rope):
     assert target.modules.embed(tree.tokens).shape == (tree.num_nodes, target.hidden_size)
     assert target.vocab_size == VOCAB_SIZE
     # Models scale and cap their logits, which keeps the order.
+    assert_agree(target.modules.logits(forward.hidden_states), forward.logits)
     logits = apply_head(model, model_type, forward)
     assert mx.argmax(logits, axis=-1).tolist() == mx.argmax(forward.logits, axis=-1).tolist()
 
@@ -147,17 +128,17 @@ def test_generated_tokens_and_cache(model_type, has_few_shapes, monkeypatch):
         compile_passes(monkeypatch, uses=2)
     model = build(tiny_config(model_type, main_rope(model_type)))
     stock_cache = make_prompt_cache(model)
-    stock = stock_tokens(model, NUM_TOKENS, stock_cache)
+    stock = trees.stock_tokens(model, NUM_TOKENS, stock_cache)
 
     target = Target(model)
     cache = target.caches.new()
-    drafts: Any = ScriptedDrafts(stock)
+    drafts: Any = trees.ScriptedDrafts(stock)
     if target.compiled.are_used:
         compile_passes(monkeypatch, uses=1)
-        drafts = DraftsOnDevice([*PROMPT, *stock], is_chain=False)
-    followed = Followed(monkeypatch)
+        drafts = trees.DraftsOnDevice([*PROMPT, *stock], is_chain=False)
+    followed = trees.Followed(monkeypatch)
     options = {"cache": cache, "max_tokens": NUM_TOKENS, "keeps_cache": True}
-    text = sequence_of(target, PROMPT, drafts, **options)
+    text = trees.sequence_of(target, PROMPT, drafts, **options)
     assert [token.id for token in decode(text)] == stock
     if target.compiled.are_used:
         assert bool(target.compiled.passes) == (model_type not in NOT_COMPILED)
@@ -175,11 +156,12 @@ def test_generated_tokens_and_cache(model_type, has_few_shapes, monkeypatch):
 
 
 def test_dynamic_rope_before_its_base_grows_and_of_the_longest_chain():
-    config = {**tiny_config("llama", "dynamic"), "max_position_embeddings": 4 * THRESHOLD}
+    config = {
+        **tiny_config("llama", "dynamic"),
+        "max_position_embeddings": 4 * tiny_models.THRESHOLD,
+    }
     assert_tree_agrees(build(config))
-    parents = [max(node - 1, 0) for node in range(MAX_BEAM_LENGTH)]
-    chain = TokenTree.of(list(range(MAX_BEAM_LENGTH)), parents)
-    assert_tree_agrees(build(tiny_config("internlm2", "dynamic")), chain)
+    assert_tree_agrees(build(tiny_config("internlm2", "dynamic")), trees.chain(MAX_BEAM_LENGTH))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +171,9 @@ def test_more_expert_choices_than_mlx_lm_leaves_unsorted(model_type):
     # mlx-lm sorts tokens by expert from 64 choices on.
     num_nodes = 40
     assert num_nodes * COMMON["num_experts_per_tok"] > 64
-    assert_tree_agrees(build(tiny_config(model_type, main_rope(model_type))), wide_tree(num_nodes))
+    assert_tree_agrees(
+        build(tiny_config(model_type, main_rope(model_type))), trees.wide_tree(num_nodes)
+    )
 
 
 @pytest.mark.parametrize(

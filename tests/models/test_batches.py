@@ -26,24 +26,10 @@ from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import parts_of
 from mlx_redrafter.target.target import Target
 from tests.helpers.few_shapes import use_few_shapes
+from tests.models import tiny_models, trees
 from tests.models.test_architectures import TEXT_MODELS, disagreement
-from tests.models.tiny_models import (
-    GROUP_SIZE,
-    VOCAB_SIZE,
-    build,
-    main_rope,
-    tiny_config,
-    wide_config,
-)
-from tests.models.trees import (
-    DRAFT_LENGTH,
-    GREEDY,
-    ScriptedDrafts,
-    read_by_stock,
-    rows_of,
-    sequence_of,
-    step_together,
-)
+from tests.models.tiny_models import VOCAB_SIZE, build, main_rope, tiny_config
+from tests.models.trees import ScriptedDrafts, read_by_stock, rows_of, sequence_of
 
 NUM_TEXTS = 3
 # Maximum difference of entries, of the largest one: states differ by up to 3e-5 on some machines.
@@ -61,7 +47,7 @@ KINDS = [
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let buffers grow often, and rings come round in short texts."""
     monkeypatch.setattr(batch_layers, "GROWTH", 4)
-    monkeypatch.setattr(batch_layers, "SPARE", 4 * (DRAFT_LENGTH + 1))
+    monkeypatch.setattr(batch_layers, "SPARE", 4 * (trees.DRAFT_LENGTH + 1))
 
 
 class Case(NamedTuple):
@@ -195,7 +181,7 @@ def test_a_text_that_leaves_and_comes_again_between_two_passes_of_a_batch(model_
     scheduler, cases, texts = Scheduler(target), [], []
     for number, (size, length) in enumerate([(9, 4), (1, 11), (9, 7)]):
         prompt = [(7 * number + 3 * k + 5) % VOCAB_SIZE for k in range(size)]
-        cases.append(make_case(target.model, prompt, length, length, GREEDY))
+        cases.append(make_case(target.model, prompt, length, length, trees.GREEDY))
         drafts = ScriptedDrafts(cases[-1].text) if number else None
         options = {"max_tokens": length, "keeps_cache": True}
         texts.append(sequence_of(target, prompt, drafts, **options))
@@ -222,7 +208,7 @@ def test_prompts_share_their_passes(monkeypatch, model_type):
     scheduler = Scheduler(target)
     scheduler.begin(list(texts))
     while not all(text.is_closed for text in texts):
-        for text, tokens in step_together(scheduler):
+        for text, tokens in trees.step_together(scheduler):
             texts[text] += tokens
     for prompt, (text, tokens) in zip(prompts, texts.items(), strict=True):
         cache = make_prompt_cache(target.model)
@@ -253,8 +239,8 @@ def test_quantised_entries(monkeypatch, model_type, start):
     monkeypatch.setattr(
         BatchCache, "expect", lambda cache, trees: passes.append(trees) or expect(cache, trees)
     )
-    target = Target(build(wide_config(model_type)))
-    decode_together(model_type, target, Quantisation(8, GROUP_SIZE, start))
+    target = Target(build(tiny_models.wide_config(model_type)))
+    decode_together(model_type, target, Quantisation(8, tiny_models.GROUP_SIZE, start))
     assert passes
 
 

@@ -11,25 +11,12 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_redrafter.engine.stored_costs import blank_cache
 from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.memory import peak_of
 from tests.helpers.models import quantize_wide
-from tests.models import trees
+from tests.models import tiny_models, trees
 from tests.models.test_architectures import assert_agree, assert_tree_agrees, disagreement
-from tests.models.tiny_models import (
-    COMMON,
-    VOCAB_SIZE,
-    WINDOW,
-    WITH_STATES,
-    WITH_WINDOWS,
-    Config,
-    build,
-    flat_parameters,
-    tiny_config,
-    windowed_config,
-    wrapper_config,
-)
-from tests.models.trees import PROMPT, branching_tree, decode_paths, verify_after_prompt, wide_tree
+from tests.models.tiny_models import WINDOW, Config, build, tiny_config, windowed_config
+from tests.models.trees import PROMPT, branching_tree, decode_paths, verify_after_prompt
 
 # One of each kind: three convolutions, one, groups of heads, no layer with rows, convolutions
 # alone, layers with a state and rows, of all tokens and of a window; level by level, with one
@@ -48,7 +35,7 @@ def long_config(model_type: str) -> Config:
 
 def test_a_text_without_positions_has_no_limit():
     limits = [Target(build(tiny_config(name))).context_length for name in ("qwen3_5", "mamba2")]
-    assert limits == [COMMON["max_position_embeddings"], None]
+    assert limits == [tiny_models.COMMON["max_position_embeddings"], None]
 
 
 # Prompts that are shorter than the kernel of the convolution, and as long.
@@ -56,7 +43,7 @@ def test_a_text_without_positions_has_no_limit():
     ("model_type", "length"),
     [
         (name, length)
-        for number, name in enumerate(WITH_STATES)
+        for number, name in enumerate(tiny_models.WITH_STATES)
         for length in (2, 3, 4, 5)
         if name in KINDS or (number - length) % 2 == 0
     ],
@@ -69,10 +56,7 @@ def test_tree_logits_after_short_prompts(monkeypatch, model_type, length):
 @pytest.mark.parametrize("model_type", KINDS)
 def test_chains_and_wide_trees(model_type):
     model = build(tiny_config(model_type))
-    chain = TokenTree.of(
-        [5 * n % VOCAB_SIZE for n in range(16)], [max(n - 1, 0) for n in range(16)]
-    )
-    for tree in (chain, wide_tree(40), branching_tree().padded(16)):
+    for tree in (trees.chain(16), trees.wide_tree(40), branching_tree().padded(16)):
         expected = decode_paths(model, tree)
         found = verify_after_prompt(Target(model), tree)
         nodes = mx.arange(tree.num_nodes)
@@ -91,12 +75,12 @@ def test_half_precision(model_type):
     """A tree is as far from token by token as one chunk of mlx-lm's own is."""
     model = build(tiny_config(model_type))
     model.set_dtype(mx.bfloat16)
-    chain = TokenTree.of([5 * n % VOCAB_SIZE for n in range(8)], [max(n - 1, 0) for n in range(8)])
-    expected = decode_paths(model, chain).logits.astype(mx.float32)
+    tree = trees.chain(8)
+    expected = decode_paths(model, tree).logits.astype(mx.float32)
     cache = make_prompt_cache(model)
     model(mx.array([PROMPT]), cache=cache)
-    chunk = model(chain.tokens[None], cache=cache)[0].astype(mx.float32)
-    found = verify_after_prompt(Target(model), chain).logits.astype(mx.float32)
+    chunk = model(tree.tokens[None], cache=cache)[0].astype(mx.float32)
+    found = verify_after_prompt(Target(model), tree).logits.astype(mx.float32)
     assert disagreement(found, expected) <= 1.5 * disagreement(chunk, expected)
 
 
@@ -104,7 +88,7 @@ def test_a_draft_that_is_not_a_number_spoils_its_branch_alone():
     model = build(tiny_config("mamba2"))  # attention to rows of NaN spoils all nodes
     tree = branching_tree()
     expected = decode_paths(model, tree).logits
-    table = dict(flat_parameters(model))["backbone.embeddings.weight"]
+    table = dict(tiny_models.flat_parameters(model))["backbone.embeddings.weight"]
     table[41] = mx.nan  # node 2
     found = verify_after_prompt(Target(model), tree).logits
     below = mx.array([2, 5, 10])
@@ -121,7 +105,7 @@ def test_memory_does_not_hold_a_state_per_node():
 
     def memory(num_nodes: int) -> tuple[int, int]:
         """Bytes at the peak of a tree, and after it."""
-        cache, tree = blank_cache(target, 100), wide_tree(num_nodes)
+        cache, tree = blank_cache(target, 100), trees.wide_tree(num_nodes)
         mx.eval(tree.arrays)
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -181,7 +165,7 @@ def test_prompt_caches_of_others_are_refused():
 @pytest.mark.parametrize("num_experts", [0, 8])
 def test_the_whole_config_of_a_text_model(num_experts):
     """Files without ``text_config`` have its values at the top."""
-    inner: Config = wrapper_config("qwen3_5", "qwen3_5")["text_config"]
+    inner: Config = tiny_models.wrapper_config("qwen3_5", "qwen3_5")["text_config"]
     assert_tree_agrees(build({**inner, "model_type": "qwen3_5", "num_experts": num_experts}))
 
 
@@ -195,7 +179,7 @@ MASKS = "gemma3_text", "gpt_oss", "llama4", "smollm3"
     ("model_type", "window"),
     [
         (name, window)
-        for number, name in enumerate(WITH_WINDOWS)
+        for number, name in enumerate(tiny_models.WITH_WINDOWS)
         for place, window in enumerate([1, 3, 6, 11, 12, 13, 15, 30])
         if name in MASKS or (number - place) % 4 == 0
     ],

@@ -14,6 +14,7 @@ from mlx_redrafter.target.model_parts import check_config, find_parts
 from tests.helpers.models import supported_names
 from tests.models.tiny_models import Config, build, tiny_config
 
+ODD: Config = {"type": "quadratic"}
 SLIDING: Config = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
 
 
@@ -43,16 +44,10 @@ def test_refused_model_types(model_type):
         ({"model_type": "llama", "quantization_config": {"quant_method": "bitnet"}}, "Metal"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "quadratic"}}, "'quadratic'"),
         ({"model_type": "qwen3", "rope_parameters": {"rope_type": "quadratic"}}, "'quadratic'"),
-        (
-            {"model_type": "laguna", "rope_parameters": {"full_attention": {"type": "quadratic"}}},
-            "'quadratic'",
-        ),
+        ({"model_type": "laguna", "rope_parameters": {"full_attention": ODD}}, "'quadratic'"),
         ({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}, "'yarn'"),
         ({"model_type": "deepseek_v2"}, "'default'"),
-        (
-            {"model_type": "qwen3_vl", "text_config": {"rope_scaling": {"type": "quadratic"}}},
-            "'quadratic'",
-        ),
+        ({"model_type": "qwen3_vl", "text_config": {"rope_scaling": ODD}}, "'quadratic'"),
     ],
 )
 def test_refused_configs(config, words):

@@ -17,15 +17,8 @@ from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target
 from tests.helpers.flights import flight_of
 from tests.helpers.oracles import assert_scores
-from tests.models.tiny_models import (
-    WITH_STATES,
-    WITH_WINDOWS,
-    build,
-    flat_parameters,
-    main_rope,
-    tiny_config,
-    windowed_config,
-)
+from tests.models import tiny_models
+from tests.models.tiny_models import WITH_WINDOWS, build, main_rope, tiny_config
 from tests.models.trees import PROMPT, branching_tree, verify_after_prompt
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -46,7 +39,7 @@ def stock_logits(model: nn.Module) -> list[mx.array]:
 @pytest.mark.parametrize("model_type", SUPPORTED)
 def test_stock_logits_stay_bitwise_equal(model_type):
     model = build(tiny_config(model_type, main_rope(model_type)))
-    names = [name for name, _ in flat_parameters(model)]
+    names = [name for name, _ in tiny_models.flat_parameters(model)]
     before, hooked = stock_logits(model), list[object]()
     points = find_parts(model).hooks
     for _ in range(2):  # hooks are installed once
@@ -57,7 +50,7 @@ def test_stock_logits_stay_bitwise_equal(model_type):
         assert found == (hooked or found)
         hooked = found
     assert find_parts(model).hooks == points
-    assert [name for name, _ in flat_parameters(model)] == names
+    assert [name for name, _ in tiny_models.flat_parameters(model)] == names
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt2", "llama"])
@@ -91,7 +84,7 @@ def hooked_class(owner: object, name: str) -> object:
 TOLERANCE = 2e-3
 
 
-REFUSED = ("longcat_flash", *WITH_STATES)
+REFUSED = ("longcat_flash", *tiny_models.WITH_STATES)
 # Several tokens at once have one base of the "dynamic" rope, in mlx-lm's own forward passes too.
 EXACT = [
     name
@@ -112,13 +105,10 @@ def test_scores_are_sums_of_the_models_log_probabilities(model_type):
     assert_scores(model, [*PROMPT, 7, 8, bonus], tree, TOLERANCE)
 
 
-@pytest.mark.parametrize("model_type", sorted(WITH_WINDOWS.keys() - {"smollm3"}))
-def test_windows_are_refused_by_name(model_type):
-    with pytest.raises(UnsupportedTargetError, match=r"with caches \w+KVCache\(\w+=8"):
-        DraftModel(build(windowed_config(model_type)), None)
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_states_and_layers_with_several_caches_are_refused_by_name(model_type):
-    with pytest.raises(UnsupportedTargetError, match=r"with caches (ArraysCache|CacheList)"):
-        DraftModel(build(tiny_config(model_type)), None)
+@pytest.mark.parametrize("model_type", [*REFUSED, *sorted(WITH_WINDOWS.keys() - {"smollm3"})])
+def test_windows_and_states_are_refused_by_name(model_type):
+    has_window = model_type in WITH_WINDOWS
+    caches = r"\w+KVCache\(\w+=8" if has_window else "(ArraysCache|CacheList)"
+    model = build((tiny_models.windowed_config if has_window else tiny_config)(model_type))
+    with pytest.raises(UnsupportedTargetError, match=f"with caches {caches}"):
+        DraftModel(model, None)

@@ -22,6 +22,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_redrafter.engine.stored_costs import blank_cache
 from mlx_redrafter.generation_options import Quantisation
 from mlx_redrafter.target.architectures import SUPPORTED
+from mlx_redrafter.target.caches.full import FullCache
 from mlx_redrafter.target.caches.prompt_cache import num_tokens
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
@@ -31,20 +32,10 @@ from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, stream, tokens
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import random_drafter
+from tests.models import tiny_models
 from tests.models.test_architectures import TOLERANCE, VISIBLE, disagreement
 from tests.models.test_layer_kinds import KINDS, long_config
-from tests.models.tiny_models import (
-    GROUP_SIZE,
-    VOCAB_SIZE,
-    WINDOW,
-    WITH_STATES,
-    WITH_WINDOWS,
-    Config,
-    build,
-    tiny_config,
-    wide_config,
-    windowed_config,
-)
+from tests.models.tiny_models import VOCAB_SIZE, WINDOW, WITH_WINDOWS, build, tiny_config
 from tests.models.trees import PROMPT, branching_tree, read_by_stock, rows_of
 
 NUM_TOKENS = 22
@@ -54,7 +45,7 @@ WITH_ROWS = [name for name in KINDS if name not in ("mamba", "mamba2")]
 SAMPLERS: list[dict[str, Any]] = [{"temp": 0.7}, {"temp": 1.0, "top_p": 0.9}]
 # Llamas whose rows are quantised from the first token on, inside the prompt, at its end, and later.
 QUANTISED = {
-    f"{bits} bits from {start}": Quantisation(bits, GROUP_SIZE, start)
+    f"{bits} bits from {start}": Quantisation(bits, tiny_models.GROUP_SIZE, start)
     for bits in (8, 4)
     for start in (0, 5, len(PROMPT), len(PROMPT) + 8)
 }
@@ -69,16 +60,19 @@ class AnyShapes(RandomShapes):
         """Nothing: what was verified instead is none of the policy's choice."""
 
 
-def config_of(name: str) -> Config:
+def config_of(name: str) -> tiny_models.Config:
     """The config of a family that has a layer with a window or a state, or of other layers."""
     if name == "windows alone":
-        return {**windowed_config("muse_glimmer"), "layer_types": ["sliding_attention"] * 2}
+        return {
+            **tiny_models.windowed_config("muse_glimmer"),
+            "layer_types": ["sliding_attention"] * 2,
+        }
     if name == "states around rows":
         types = ["mamba", "mamba", "attention", "mamba"]
         return {**tiny_config("granitemoehybrid"), "num_hidden_layers": 4, "layer_types": types}
     if name in QUANTISED:
-        return wide_config("llama")
-    return windowed_config(name) if name in WITH_WINDOWS else long_config(name)
+        return tiny_models.wide_config("llama")
+    return tiny_models.windowed_config(name) if name in WITH_WINDOWS else long_config(name)
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -157,7 +151,7 @@ def test_the_families_are_known():
             states.add(name)
         elif any(isinstance(layer, RotatingKVCache | ChunkedKVCache) for layer in layers):
             windows.add(name)
-    assert states == set(WITH_STATES)
+    assert states == set(tiny_models.WITH_STATES)
     assert windows == {name for name, extra in WITH_WINDOWS.items() if not extra}
 
 
@@ -173,7 +167,7 @@ LENGTHS = WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW
             for case in zip(WITH_WINDOWS, itertools.cycle(LENGTHS))
             for few in (False, True)
         ),
-        *zip(WITH_STATES, itertools.cycle([1, 2, 17]), itertools.repeat(False)),
+        *zip(tiny_models.WITH_STATES, itertools.cycle([1, 2, 17]), itertools.repeat(False)),
         *((name, len(PROMPT), False) for name in QUANTISED),
     ],
 )
@@ -314,15 +308,18 @@ def assert_interrupted(
 @pytest.mark.parametrize("has_drafts", [False, True])
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [(RotatingKVCache, 1), (RotatingKVCache, 2), *((SlidingCache, n) for n in (1, 2, 3, 4))],
+    [
+        *itertools.product([KVCache, RotatingKVCache], [1, 2]),
+        *itertools.product([FullCache, SlidingCache], [1, 2, 3, 4]),
+    ],
 )
-def test_an_interruption_between_two_layers_with_windows(
-    monkeypatch, kind, number, has_drafts, layer
-):
+def test_an_interruption_between_two_layers_with_rows(monkeypatch, kind, number, has_drafts, layer):
     when = kind, "update_and_fetch", 2 * number + layer
-    held = 4 * number if kind is RotatingKVCache else None  # a chunk of the prompt
-    # What was the oldest row when the pass began is gone, and no token sees it any more.
-    assert_interrupted(monkeypatch, "windows alone", has_drafts, when, held, oldest=1)
+    held = 4 * number if kind in (KVCache, RotatingKVCache) else None  # a chunk of the prompt
+    # What was a window's oldest row when the pass began is gone, and no token sees it any more.
+    has_windows = kind in (RotatingKVCache, SlidingCache)
+    name = "windows alone" if has_windows else "qwen3"
+    assert_interrupted(monkeypatch, name, has_drafts, when, held, oldest=int(has_windows))
 
 
 @pytest.mark.parametrize(

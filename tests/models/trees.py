@@ -51,6 +51,12 @@ def branching_tree() -> TokenTree:
     return TokenTree.of([11, 40, 41, 8, 95, 8, 60, 61, 2, 70, 30], PARENTS)
 
 
+def chain(length: int) -> TokenTree:
+    """Make a tree with one branch."""
+    tokens = [5 * node % VOCAB_SIZE for node in range(length)]
+    return TokenTree.of(tokens, [max(node - 1, 0) for node in range(length)])
+
+
 def wide_tree(num_nodes: int) -> TokenTree:
     """A tree whose nodes have up to three children."""
     parents = [0] + [(node - 1) // 3 for node in range(1, num_nodes)]

@@ -70,32 +70,22 @@ class Yard:
         return {
             "generate": (api.generate, {**pair, **drafted, **streamed}),
             "stream_generate": (api.stream_generate, {**pair, **drafted, **streamed}),
-            "generate_batch": (
-                api.generate_batch,
-                {**pair, "prompts": ["Hi", [1, 2]], "drafter": self.drafter, "batch_size": 2}
-                | {"max_tokens": FEW, "grammar": None},
-            ),
+            "generate_batch": (api.generate_batch, {**pair, "prompts": ["Hi", [1, 2]],
+                "drafter": self.drafter, "batch_size": 2, "max_tokens": FEW, "grammar": None}),
             "Engine": (api.Engine, {**pair, "drafter": "lookup", "memory": None}),
             "Engine.stream": (self.engine.stream, {**streamed, "shared": None}),
-            "Engine.stream_batch": (
-                self.engine.stream_batch,
-                {"prompts": ["Hi"], "batch_size": 2, "max_tokens": FEW},
-            ),
+            "Engine.stream_batch": (self.engine.stream_batch,
+                {"prompts": ["Hi"], "batch_size": 2, "max_tokens": FEW}),
             "Engine.masks": (self.engine.masks, {"grammar": api.Grammar.json_object()}),
-            "Conversation": (
-                api.Conversation,
-                {"engine": self.engine, "system_prompt": "Hi", "template_options": {}},
-            ),
+            "Conversation": (api.Conversation,
+                {"engine": self.engine, "system_prompt": "Hi", "template_options": {}}),
             "ask": (self._ask, {"text": "Hi", "max_tokens": FEW}),
             "Lookup": (api.Lookup, {"history": [[1, 2]]}),
             "DraftModel": (api.DraftModel, {**pair}),
             "Drafter": (api.Drafter, {"config": self.drafter.config}),
             "SpeculateAhead": (api.SpeculateAhead, {"drafter": self.drafter, "num_outcomes": 2}),
-            "DrafterConfig": (
-                api.DrafterConfig,
-                {"vocab_size": 9, "hidden_size": 8, "exit_dim": 8, "num_draft_layers": 1}
-                | {"draft_vocab_size": None, "rnn": True, "draft_top_k": None},
-            ),
+            "DrafterConfig": (api.DrafterConfig, {"vocab_size": 9, "hidden_size": 8, "exit_dim": 8,
+                "num_draft_layers": 1, "draft_vocab_size": None, "rnn": True, "draft_top_k": None}),
             "from_dict": (lambda **values: api.DrafterConfig.from_dict(values), config),
             "from_any": (api.DrafterConfig.from_dict, {"values": config}),
             "Grammar": (api.Grammar, {"source": api.Grammar.json_object().source}),
@@ -103,16 +93,11 @@ class Yard:
             "regex": (api.Grammar.regex, {"pattern": "[a-z]+"}),
             "lark": (api.Grammar.lark, {"rules": 'start: "a"', "scale": 9}),
             "load_drafter": (api.load_drafter, {"path_or_repo": self.folder}),
-            "load": (
-                api.load,
-                {"path_or_repo": None, "drafter": None, "tokenizer_config": {}}
-                | {"adapter_path": None, "group": None},
-            ),
-            "save_drafter": (
-                api.save_drafter,
-                {"drafter": self.drafter, "folder": self.new, "extra_config": {"a": 1}},
-            ),
-        }
+            "load": (api.load, {"path_or_repo": None, "drafter": None, "tokenizer_config": {},
+                "adapter_path": None, "group": None}),
+            "save_drafter": (api.save_drafter,
+                {"drafter": self.drafter, "folder": self.new, "extra_config": {"a": 1}}),
+        }  # fmt: skip
 
     def _ask(self, **options: Any) -> Iterator[Any]:
         return api.Conversation(self.engine).ask(**options)

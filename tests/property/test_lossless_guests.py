@@ -24,16 +24,9 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.speculate_ahead import likeliest_outcomes
+from tests.helpers import equality
 from tests.helpers.drafts import RandomShapes, make_tree, use_policy
-from tests.helpers.equality import (
-    assert_same_tokens,
-    assert_turns,
-    batch_tokens,
-    ids,
-    stock_tokens,
-    stream,
-    tokens,
-)
+from tests.helpers.equality import ids, stock_tokens, stream, tokens
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import random_drafter, tiny_llama, tiny_qwen3, wrapped_tokenizer
 
@@ -125,10 +118,10 @@ def test_stop_tokens_end_inside_a_draft(guest, number, shape):
 def test_turns_on_one_prompt_cache(guest, shape):
     """With the target's layers alone, and with those of a draft model after them."""
     turns = [PROMPT, [7, 8, 9], [60], PROMPT]
-    assert_turns(MODEL, guest, turns, max_tokens=5, **shape)
+    equality.assert_turns(MODEL, guest, turns, max_tokens=5, **shape)
     if isinstance(guest, DraftModel):
         own = make_prompt_cache(guest.target.model)
-        assert_turns(MODEL, guest, turns, own, max_tokens=5, **shape)
+        equality.assert_turns(MODEL, guest, turns, own, max_tokens=5, **shape)
 
 
 @given(seed=st.integers(0, 10**6))
@@ -140,7 +133,7 @@ def test_any_repetitive_prompt(seed):
     prompt = [*passage, *(t for a, b in pairwise(cuts) for t in passage[a:b]), *passage[:3]]
     stock = stock_tokens(MODEL, prompt, 24)
     for shape in SHAPES:
-        assert_same_tokens(stock, tokens(MODEL, prompt, "lookup", max_tokens=24, **shape))
+        equality.assert_same_tokens(stock, tokens(MODEL, prompt, "lookup", max_tokens=24, **shape))
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
@@ -185,9 +178,9 @@ def test_drafts_made_ahead_of_any_shape(drafter, monkeypatch):
 
 def test_turns_with_drafts_made_ahead(drafter):
     ahead, turns = SpeculateAhead(drafter), (PROMPT, [7, 8, 9], [60])
-    assert_turns(MODEL, ahead, turns, **SHAPES[1])
+    equality.assert_turns(MODEL, ahead, turns, **SHAPES[1])
     own = make_prompt_cache(drafter.target.model) if isinstance(drafter, DraftModel) else []
-    assert_turns(MODEL, ahead, turns, own, **SHAPES[2])
+    equality.assert_turns(MODEL, ahead, turns, own, **SHAPES[2])
 
 
 def test_batches_and_threads_with_drafts_made_ahead(drafter):
@@ -197,7 +190,7 @@ def test_batches_and_threads_with_drafts_made_ahead(drafter):
     options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 10, "beam_width": 2}
     alone = [tokens(MODEL, one, temp=0.8, seed=4, max_tokens=10) for one in prompts]
     batch = engine.stream_batch(prompts, batch_size=2, **options)
-    assert batch_tokens(batch, len(prompts)) == alone
+    assert equality.batch_tokens(batch, len(prompts)) == alone
 
     def work(prompt: list[int]) -> list[int]:
         return [response.token for response in engine.stream(prompt, **options)]

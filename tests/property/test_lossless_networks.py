@@ -25,15 +25,9 @@ from mlx_redrafter.proposers.kv_drafting import _Levels
 from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.target.target import Target
+from tests.helpers import equality
 from tests.helpers.block import LINKS, block_config, random_block
-from tests.helpers.equality import (
-    assert_same_tokens,
-    assert_turns,
-    ids,
-    stock_tokens,
-    stream,
-    tokens,
-)
+from tests.helpers.equality import ids, stock_tokens, tokens
 from tests.helpers.medusa import fitted_medusa, random_medusa, with_static_tree
 from tests.helpers.models import tiny_llama, tiny_qwen3
 from tests.helpers.mtp import MIMO, TORCH_NAMES, family_config, module_tensors, tiny_mimo, write
@@ -191,8 +185,8 @@ def test_texts_are_those_of_plain_decoding(case, monkeypatch):
     tip(monkeypatch, texts, Target(model).vocab_size)
     for shape in case.shapes:
         options = {"max_tokens": NUM_TOKENS, "prefill_step_size": 4, **shape}
-        found = list(stream(model, PROMPT, network, **options))
-        assert_same_tokens(expected, [one.token for one in found], shape)
+        found = list(equality.stream(model, PROMPT, network, **options))
+        equality.assert_same_tokens(expected, [one.token for one in found], shape)
         accepted += sum(one.from_draft for one in found)
         assert tokens(model, PROMPT, network, **sampling, **shape) == sampled
     assert tokens(model, PROMPT, network, couple=False, **sampling, **TREE) == sampled
@@ -203,10 +197,10 @@ def test_turns_on_one_prompt_cache(case):
     """With the target's layers alone, and with those of the network after them."""
     model = target_of(case.target)
     network = case.make(model, case.kind)
-    assert_turns(model, network, TURNS, max_tokens=5, **CHAIN)
+    equality.assert_turns(model, network, TURNS, max_tokens=5, **CHAIN)
     own = [] if case.make is medusa else make_prompt_cache(network)
     # Every turn leaves out one pair.
-    assert_turns(model, network, TURNS, own, behind=1, max_tokens=5, **TREE)
+    equality.assert_turns(model, network, TURNS, own, behind=1, max_tokens=5, **TREE)
 
 
 def test_files_of_one_prompt_cache(tmp_path):

@@ -14,17 +14,11 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_redrafter.engine import engine, generation
 from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.policy.plans import SIZES, WIDTHS, StepCosts
+from tests.helpers import equality
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
-from tests.helpers.equality import (
-    Scored,
-    assert_same_tokens,
-    ids,
-    plain_tokens,
-    stock_tokens,
-    stream,
-    tokens,
-)
+from tests.helpers.equality import assert_same_tokens, ids, plain_tokens, stock_tokens, tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.unit.decoding.test_parts import random_state
 
 VOCAB_SIZE = 100  # no multiple of a vector's length
 PROMPT = [5, 17, 3, 60]
@@ -49,18 +43,8 @@ SHAPES: list[dict[str, Any]] = [
 EXTREME_SEEDS = (0, 1, 2**31, 2**32 - 1)
 
 
-def _combinations() -> list[tuple[int, float, dict[str, Any], dict[str, Any]]]:
-    """Every temperature with every filter and every shape, each with a seed of its own."""
-    rng = random.Random(1)
-    cases = itertools.product(TEMPERATURES, FILTERS, SHAPES)
-    seeds = itertools.chain(EXTREME_SEEDS, iter(lambda: rng.randrange(2**32), None))
-    return [
-        (seed, temp, filters, shape)
-        for seed, (temp, filters, shape) in zip(seeds, cases, strict=False)
-    ]
-
-
-COMBINATIONS = _combinations()
+# Every temperature with every filter and every shape.
+COMBINATIONS = list(itertools.product(TEMPERATURES, FILTERS, SHAPES))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +53,7 @@ def model() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def greedy(model: nn.Module) -> list[Scored]:
+def greedy(model: nn.Module) -> list[equality.Scored]:
     """What stock mlx-lm writes at temperature 0."""
     return stock_tokens(model, PROMPT, NUM_TOKENS)
 
@@ -81,7 +65,7 @@ def filters(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def plain_of_filter(model: nn.Module, filters: dict[str, Any]) -> list[Scored]:
+def plain_of_filter(model: nn.Module, filters: dict[str, Any]) -> list[equality.Scored]:
     """What is sampled without drafts, with one seed."""
     return plain_tokens(model, PROMPT, temp=1.0, seed=5, max_tokens=20, **filters)
 
@@ -89,7 +73,9 @@ def plain_of_filter(model: nn.Module, filters: dict[str, Any]) -> list[Scored]:
 @pytest.mark.parametrize("group", range(6))
 def test_drafted_sample_equals_plain_sample(model, group):
     drafter, texts = random_drafter(VOCAB_SIZE, 32, seed=group), set()
-    for case, (seed, temp, filters, shape) in enumerate(COMBINATIONS[group::6]):
+    rng = random.Random(group)
+    for case, (temp, filters, shape) in enumerate(COMBINATIONS[group::6]):
+        seed = EXTREME_SEEDS[case] if case < len(EXTREME_SEEDS) else rng.randrange(2**32)
         sampling = {"seed": seed, "temp": temp, "max_tokens": NUM_TOKENS, **filters}
         plain = plain_tokens(model, PROMPT, **sampling)
         # A quarter with the random drafter's drafts.
@@ -154,11 +140,6 @@ STOCK_SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def _random_state() -> list[int]:
-    key: Any = mx.random.state
-    return list(key[0].tolist())
-
-
 CASES = [(seed, shape, one, {}) for one in SAMPLERS for seed, shape in enumerate(STOCK_SHAPES)]
 CASES += [(1, shape, {}, one) for shape, one in zip(itertools.cycle(STOCK_SHAPES), PROCESSORS)]
 CASES += [(3, STOCK_SHAPES[1], {"temp": 0.9, "top_p": 0.95}, one) for one in PROCESSORS]
@@ -173,7 +154,7 @@ def test_stock_samplers_and_processors(model, monkeypatch, seed, shape, sampling
     drafter = random_drafter(VOCAB_SIZE, 32, seed=seed)
     mx.random.seed(seed)
     expected = stock_tokens(model, PROMPT, 18, **options)
-    state = _random_state()
+    state = random_state()
     right: Any = Scripted(ids(expected), VOCAB_SIZE)
     cases = [(None, None), (drafter, None), (right, None), (right, RandomShapes(seed))]
     for proposer, policy in cases:
@@ -184,7 +165,7 @@ def test_stock_samplers_and_processors(model, monkeypatch, seed, shape, sampling
             found = tokens(model, PROMPT, proposer, max_tokens=18, **options, **shape)
             assert_same_tokens(expected, found, proposer is None)
             if sampling:  # the next request starts from the same state, too
-                assert _random_state() == state
+                assert random_state() == state
     if not sampling:
         assert ids(stock_tokens(model, PROMPT, 18)) != ids(expected), "the processors matter"
 
@@ -252,7 +233,7 @@ def test_texts_stay_the_same_where_drafts_are_dear_and_teach_the_next_text(model
 
 def test_a_text_that_is_broken_off_teaches_too(model):
     drafter = random_drafter(VOCAB_SIZE, 32)
-    responses = stream(model, PROMPT, drafter, max_tokens=120)
+    responses = equality.stream(model, PROMPT, drafter, max_tokens=120)
     memory = generation._memories.of(model, drafter)
     with closing(responses):
         *_, last = islice(responses, 60)

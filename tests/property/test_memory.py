@@ -7,13 +7,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from mlx_redrafter.proposers import draft_model
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from tests.helpers.equality import stream, tokens
-from tests.helpers.memory import filled_cache, peak_of, peak_of_steps
+from tests.helpers.memory import peak_of, peak_of_steps
 from tests.helpers.models import random_drafter, tiny_llama
 
 VOCAB_SIZE = 64
@@ -30,7 +31,13 @@ def model() -> nn.Module:
 
 
 def _cache(capacity: int, length: int = 3) -> list[Any]:
-    return filled_cache(LAYERS, HEADS, HEAD_SIZE, capacity, length)
+    """Make a cache with room for ``capacity`` tokens that holds ``length`` rows of zeros."""
+    cache = [KVCache() for _ in range(LAYERS)]
+    for layer in cache:
+        layer.keys, layer.values = (mx.zeros((1, HEADS, capacity, HEAD_SIZE)) for _ in range(2))
+        layer.offset = length
+        mx.eval(layer.keys, layer.values)
+    return cache
 
 
 def _peak_of_decoding(model: nn.Module, capacity: int, drafter: Any = None, **shape: Any) -> int:

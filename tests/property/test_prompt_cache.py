@@ -20,7 +20,7 @@ from mlx_redrafter import DraftModel, stream_generate
 from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
-from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, tokens
+from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
 
@@ -58,8 +58,7 @@ def start(
         drafter = Scripted(text, VOCAB_SIZE, accuracy=0.9)
 
     def generate(**options: Any) -> ResponseStream:
-        tokenizer = wrapped_tokenizer(VOCAB_SIZE, options.pop("stop_tokens", None))
-        return stream_generate(model, tokenizer, PROMPT, drafter=drafter, **{**shape, **options})
+        return stream(model, PROMPT, drafter, **{**shape, **options})
 
     return generate
 
@@ -104,38 +103,6 @@ def test_after_an_error_in_the_progress_callback(model, start, call):
         assert [layer.offset for layer in cache] == [0] * len(cache)
 
 
-@pytest.mark.parametrize("forward", range(7))
-def test_after_an_interruption_between_two_layers(model, text, start, forward, monkeypatch):
-    """Ctrl-C while a forward pass is built: what was yielded is what the cache holds."""
-    attention = type(model.layers[1].self_attn)
-    original = attention.__call__
-    calls = []
-
-    def interrupt(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is model.layers[1].self_attn:
-            calls.append(1)
-            if len(calls) == forward + 3:  # two for the prompt
-                raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    cache = make_prompt_cache(model)
-    found: list[int] = []
-
-    def consume() -> None:
-        for response in start(max_tokens=30, prompt_cache=cache):
-            found.append(response.token)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(attention, "__call__", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            consume()
-    assert found == text[: len(found)]
-    length = cache[0].offset
-    # The forward pass after the newest token may have been the one interrupted.
-    assert length in (len(PROMPT) + len(found) - 1, len(PROMPT) + len(found))
-    _assert_holds(model, cache, (PROMPT + found)[:length])
-
-
 def test_stock_mlx_lm_continues_exactly(model, text, start, tmp_path):
     cache = make_prompt_cache(model)
     found = [r.token for r in start(max_tokens=13, prompt_cache=cache)]
@@ -173,14 +140,8 @@ def _fill_other_heads(model: nn.Module, cache: list[Any]) -> None:
         layer.update_and_fetch(mx.zeros((1, 2, 3, 16)), mx.zeros((1, 2, 3, 8)))
 
 
-def _say_long(model: nn.Module, cache: list[Any]) -> None:
-    for layer in cache:
-        layer.offset = 10**9
-
-
-def _name_arrays(model: nn.Module, cache: list[Any]) -> None:
-    for layer in cache:
-        layer.state = ("keys", "values", 1)
+def _set_all(name: str, value: Any) -> Callable[[nn.Module, list[Any]], object]:
+    return lambda _, cache: [setattr(layer, name, value) for layer in cache]
 
 
 BAD = [
@@ -193,8 +154,8 @@ BAD = [
         lambda _, cache: setattr(cache[2], "state", (None, None, 3)),
         "layer 2 holds 3 tokens, but has 0 entries of keys",
     ),
-    (_say_long, "layer 0 holds 1000000000 tokens, but has 256 entries of keys"),
-    (_name_arrays, "keys of 0 heads of size 0 in layer 0"),
+    (_set_all("offset", 10**9), "layer 0 holds 1000000000 tokens, but has 256 entries of keys"),
+    (_set_all("state", ("keys", "values", 1)), "keys of 0 heads of size 0 in layer 0"),
 ]
 
 

@@ -58,8 +58,21 @@ def random_tools(rng: random.Random) -> list[dict[str, Any]]:
     return tools
 
 
+def collect(
+    engine: Engine, request: ChatRequest, prompt: list[int], grammar: Any, **options: Any
+) -> Any:
+    """The tokens of an answer and its parts, added up."""
+    held = Answer(replace(request, grammar=grammar), engine.tokenizer, prompt, 0)
+    tokens, whole = [], None
+    for response in engine.stream(prompt, grammar=grammar, **options):
+        tokens.append(response.token)
+        part: Part = held.add(response)
+        whole = deepcopy(part) if whole is None else whole + part
+    return tokens, whole
+
+
 def answer(kind: str, request: ChatRequest, seed: int, drafter: Any, **shape: Any) -> Any:
-    """The tokens of an answer and its parts, added up. The model likes to call a tool."""
+    """`collect` with a model that likes to call a tool."""
     tokenizer = TOKENIZERS[kind, seed % 2 == 1]
     engine = Engine(MODEL, tokenizer, drafter)
     prompt = encode_chat(tokenizer, request.messages, {"tools": request.tools.definitions})
@@ -74,14 +87,8 @@ def answer(kind: str, request: ChatRequest, seed: int, drafter: Any, **shape: An
         )
         return logits.at[..., marker[begun]].add(4.0)
 
-    held = Answer(replace(request, grammar=grammar), tokenizer, prompt, 0)
-    tokens, whole = [], None
     options = {"logits_processors": [call], "max_tokens": 90, "temp": 1.0, "seed": seed, **shape}
-    for response in engine.stream(prompt, grammar=grammar, **options):
-        tokens.append(response.token)
-        part: Part = held.add(response)
-        whole = deepcopy(part) if whole is None else whole + part
-    return tokens, whole
+    return collect(engine, request, prompt, grammar, **options)
 
 
 def check(kind: str, seed: int, choice: Any) -> int:
@@ -234,7 +241,6 @@ def _write(engine: Engine, tokens: list[int]) -> Any:
     """The parts of an answer whose tokens are chosen by a script, added up."""
     request, _ = read(BODY, DEFAULTS)
     grammar = make_grammar(engine, PROMPT, request.tools, None)
-    held, whole = Answer(replace(request, grammar=grammar), engine.tokenizer, PROMPT, 0), None
     script = chain(tokens, repeat(0))  # the step after the end has begun already
 
     def choose(log_probs: mx.array) -> mx.array:
@@ -242,9 +248,7 @@ def _write(engine: Engine, tokens: list[int]) -> Any:
         assert np.isfinite(log_probs[0, token].item()) or token == 0, token
         return mx.array([token])
 
-    for response in engine.stream(PROMPT, grammar=grammar, sampler=choose, max_tokens=200):
-        part = held.add(response)
-        whole = part if whole is None else whole + part
+    _, whole = collect(engine, request, PROMPT, grammar, sampler=choose, max_tokens=200)
     return whole
 
 

@@ -12,17 +12,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_redrafter import Drafter, generate, load_drafter, save_drafter
-from mlx_redrafter.checkpoint_files import (
-    MAX_JSON_BYTES,
-    find_checkpoint,
-    read_config,
-    read_shapes,
-    read_tensors,
-    write_atomically,
-    write_checkpoint,
-    write_text,
-)
+from mlx_redrafter import Drafter, checkpoint_files, generate, load_drafter, save_drafter
+from mlx_redrafter.checkpoint_files import find_checkpoint, read_config, read_shapes, read_tensors
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.generation_options import SamplingParams
@@ -35,7 +26,7 @@ from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tensors = {"a": mx.arange(6, dtype=mx.float32).reshape(2, 3), "b": mx.ones(4, mx.bfloat16)}
-    write_checkpoint(tmp_path / "checkpoint", {"model_type": "x"}, tensors)
+    checkpoint_files.write_checkpoint(tmp_path / "checkpoint", {"model_type": "x"}, tensors)
     return tmp_path / "checkpoint"
 
 
@@ -69,7 +60,7 @@ def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch)
 
     monkeypatch.setattr("os.fsync", noting_sync)
     monkeypatch.setattr("os.replace", noting_replace)
-    write_checkpoint(tmp_path, {"model_type": "x"}, {"a": mx.ones(2)})
+    checkpoint_files.write_checkpoint(tmp_path, {"model_type": "x"}, {"a": mx.ones(2)})
     inodes = [(tmp_path / name).stat().st_ino for name in ("model.safetensors", "config.json")]
     own = tmp_path.stat().st_ino  # a move is on the disk once the folder is
     moves = [[("sync", one), ("replace", one), ("sync", own)] for one in inodes]
@@ -88,7 +79,7 @@ def test_on_macos_the_drive_has_written_the_file(tmp_path, monkeypatch, is_refus
     monkeypatch.setattr("fcntl.F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr("fcntl.fcntl", full_sync)
     monkeypatch.setattr("os.fsync", lambda descriptor: calls.append("fsync"))
-    write_text(tmp_path / "a.json", "{}")
+    checkpoint_files.write_text(tmp_path / "a.json", "{}")
     assert calls == 2 * [51, "fsync"][: 1 + is_refused], "the file and its folder"
 
 
@@ -135,7 +126,10 @@ def test_missing_files(folder):
         (b"{", "cannot read .*config.json: "),
         (b"", "cannot read .*config.json: "),
         (b"[" * 100_000, "cannot read .*config.json: "),
-        (b" " * (MAX_JSON_BYTES + 1), "expected at most 16777216 bytes, found 16777217"),
+        (
+            b" " * (checkpoint_files.MAX_JSON_BYTES + 1),
+            "expected at most 16777216 bytes, found 16777217",
+        ),
         (b"\xff\xfe\x00\x80", "cannot read .*config.json: "),
     ],
     ids=["list", "torn", "empty", "deep", "long", "binary"],
@@ -178,7 +172,7 @@ def test_failed_writing_leaves_the_old_file(folder):
 
     before = (folder / "config.json").read_text()
     with pytest.raises(OSError, match="disk full"):
-        write_atomically(folder / "config.json", fail)
+        checkpoint_files.write_atomically(folder / "config.json", fail)
     assert (folder / "config.json").read_text() == before
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
@@ -195,41 +189,31 @@ def _assert_same_drafter(found: Drafter, expected: Drafter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rnn", "layers", "exit_dim"),
+    ("dtype", "rnn", "layers", "exit_dim", "bits"),
     [
-        (mx.float32, True, 0, 64),
-        (mx.float16, False, 0, 96),
-        (mx.bfloat16, True, 2, 64),
-        (mx.float32, False, 3, 96),
-        (mx.float16, True, 3, 64),
-        (mx.bfloat16, False, 2, 96),
+        (mx.float32, True, 0, 64, None),
+        (mx.float16, False, 0, 96, None),
+        (mx.bfloat16, True, 2, 64, None),
+        (mx.float32, False, 3, 96, None),
+        (mx.float32, True, 1, 64, 4),
+        (mx.float32, True, 1, 40, 8),
     ],
 )
-def test_round_trip_and_text(dtype, rnn, layers, exit_dim, tmp_path):
+def test_what_is_written_is_read_back_and_leaves_a_text(
+    dtype, rnn, layers, exit_dim, bits, tmp_path
+):
     sizes = {"num_draft_layers": layers, "exit_dim": exit_dim}
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, rnn=rnn, dtype=dtype, **sizes)
-    _assert_round_trip(drafter, tmp_path / "drafter", {"made_by": "a test"})
-    assert json.loads((tmp_path / "drafter/config.json").read_text())["made_by"] == "a test"
-    files = sorted(path.name for path in (tmp_path / "drafter").iterdir())
-    assert files == ["config.json", "model.safetensors"]
-
-
-def _assert_round_trip(drafter: Drafter, folder: Path, provenance: Any = None) -> None:
-    """What is written is read back, and leaves a text as it is."""
-    save_drafter(drafter, folder, provenance)
-    loaded = load_drafter(folder)
+    if bits is not None:
+        quantize_drafter(drafter, bits, 32)
+    save_drafter(drafter, tmp_path, {"made_by": "a test"})
+    loaded = load_drafter(tmp_path)
     _assert_same_drafter(loaded, drafter)
     assert write(drafter=loaded) == PLAIN
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("exit_dim", [64, 40])
-def test_quantised_round_trip_and_text(bits, exit_dim, tmp_path):
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, exit_dim=exit_dim)
-    quantize_drafter(drafter, bits, 32)
-    _assert_round_trip(drafter, tmp_path)
-    quantization = json.loads((tmp_path / "config.json").read_text())["quantization"]
-    assert quantization == {"group_size": 32, "bits": bits}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["made_by"] == "a test"
+    assert config.get("quantization") == (bits and {"group_size": 32, "bits": bits})
     # A used drafter can be pickled.
     hidden, state = mx.random.normal((2, HIDDEN_SIZE), key=mx.random.key(1))
     found = drafter.log_probs(hidden, state[None], drafter.hidden_term(hidden))

@@ -142,7 +142,7 @@ def _check(scores: np.ndarray, k: int) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [3, 256, 300, 1023, 1024, 1025, 4097, 50257])
+@pytest.mark.parametrize("size", [3, 256, 1023, 1024, 1025, 4097, 50257])
 @pytest.mark.parametrize("k", [1, 2, 16, 64])
 @pytest.mark.parametrize("levels", [None, 1, 2, 40])
 def test_the_best_scores_and_of_equal_ones_the_first(size, k, levels):

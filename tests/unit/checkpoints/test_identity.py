@@ -16,24 +16,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_redrafter import Lookup, load, stream_generate
-from mlx_redrafter.checkpoints import bundled, memory_check
+from mlx_redrafter.checkpoints import bundled, drafter_search, memory_check
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.checkpoints.cards import Card, read_card
-from mlx_redrafter.checkpoints.drafter_search import (
-    METHODS,
-    DrafterSearch,
-    published_for,
-    read_table,
-)
+from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, read_table
 from mlx_redrafter.checkpoints.identity import REPOSITORY, Identity, digest_tokens, plain_name
-from mlx_redrafter.checkpoints.memory_check import (
-    TREE_TOKENS,
-    Context,
-    cache_bytes,
-    check_memory,
-    estimate_memory,
-    fused_growth,
-)
+from mlx_redrafter.checkpoints.memory_check import TREE_TOKENS, Context, estimate_memory
 from mlx_redrafter.errors import CheckpointError, ResourceError
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
 from tests.models.tiny_models import build, tiny_config
@@ -118,9 +106,9 @@ def test_the_table_is_in_order():
     assert len({plain_name(target) for target in targets}) == len(targets)
     for line in table:
         assert REPOSITORY.fullmatch(line.drafter), line
-        assert line.method in METHODS, line
+        assert line.method in drafter_search.METHODS, line
         assert line.source, line
-        assert published_for(Identity.of(f"x/{line.target}-4bit", {}, Card()))
+        assert drafter_search.published_for(Identity.of(f"x/{line.target}-4bit", {}, Card()))
         assert not line.gain or line.gain.endswith(")"), "whose figure it is"
 
 
@@ -321,7 +309,7 @@ def test_caches_have_the_size_of_those_of_mlx_lm(tmp_path, model_type):
     parts = [part for one in caches for part in getattr(one, "caches", [one])]
     states = [(one.keys, one.values) if hasattr(one, "keys") else one.state for one in parts]
     expected = sum(one.nbytes for _, one in tree_flatten(states) if isinstance(one, mx.array))
-    assert cache_bytes(tmp_path, Context(512, CHUNK)) == expected
+    assert memory_check.cache_bytes(tmp_path, Context(512, CHUNK)) == expected
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
@@ -334,7 +322,7 @@ def test_layers_of_an_adapter_grow_as_they_are_fused(tmp_path, model_type):
     fused = [(name, one.fuse(True)) for name, one in model.named_modules() if hasattr(one, "fuse")]
     model.update_modules(tree_unflatten(fused))
     after = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    assert 0.9 <= fused_growth(tmp_path, tmp_path) / (after - before) <= 1.1
+    assert 0.9 <= memory_check.fused_growth(tmp_path, tmp_path) / (after - before) <= 1.1
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would(tmp_path, monkeypatch):
@@ -343,11 +331,11 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would(tmp_path, monkeypa
     # The work would be measured again, on a machine that may be busy.
     monkeypatch.setattr(memory_check, "estimate_memory", lambda *_: needed)
     monkeypatch.setattr(memory_check, "read_total_memory", lambda: needed.total)
-    assert check_memory(tmp_path, tmp_path, Context(8192, CHUNK)) is None
+    assert memory_check.check_memory(tmp_path, tmp_path, Context(8192, CHUNK)) is None
     limit = needed.weights + needed.cache // 2 + needed.work
     monkeypatch.setattr(memory_check, "read_total_memory", lambda: limit)
     parts = ["K/V entries of 8,192 tokens", "--drafter lookup with --kv-bits 8"]
     parts += ["--drafter lookup with a context of 4,096 tokens", "a copy of the model in 8 bits"]
     with pytest.raises(ResourceError) as refused:
-        check_memory(tmp_path, tmp_path, Context(8192, CHUNK))
+        memory_check.check_memory(tmp_path, tmp_path, Context(8192, CHUNK))
     assert [part for part in [*parts, "\n"] if part in str(refused.value)] == parts

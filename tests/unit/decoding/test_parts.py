@@ -205,19 +205,19 @@ def test_stock_sampler_walks_the_states_of_plain_sampling():
     for num_choices, path in ((1, [0]), (2, [0, 2]), (3, [0, 1, 4])):
         mx.random.seed(8)
         expected: list[Any] = [sampler(rows[node : node + 1]).tolist() for node in path]
-        state_after = _random_state()
+        state_after = random_state()
 
         mx.random.seed(8)
         chooser = StockSampler(sampler)
         chosen: Any = chooser.sample(rows, depths, None, 4).tolist()
-        state_before_commit = _random_state()
+        state_before_commit = random_state()
         chooser.commit(num_choices)
         if num_choices == 1:
             assert state_before_commit == state_after  # as if only the first choice were made
         assert [[chosen[node]] for node in path] == expected
-        assert _random_state() == state_after
+        assert random_state() == state_after
 
 
-def _random_state() -> list[int]:
+def random_state() -> list[int]:
     key: Any = mx.random.state
     return list(key[0].tolist())

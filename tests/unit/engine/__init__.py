@@ -1,1 +1,0 @@
-"""Tests of mlx_redrafter/engine."""

@@ -135,19 +135,13 @@ def test_other_weights_drafters_and_machines_have_estimates_of_their_own(
         engine = _engine(other)
         engine.stream(PROMPT, **OPTIONS)
         assert engine.memory.policy is None
-    _tokens(Engine(model, wrapped_tokenizer(VOCAB_SIZE), "lookup"))
-    assert len(list(folder.glob("*.state"))) == 2
 
-
-def test_drafters_without_networks_have_estimates_of_their_own(
-    model: nn.Module, folder: Path
-) -> None:
     class Other(Lookup):
         """Another kind without networks."""
 
     for drafter in ("lookup", Other()):
         _tokens(Engine(model, wrapped_tokenizer(VOCAB_SIZE), drafter))
-    assert len(list(folder.glob("*.state"))) == 2
+    assert len(list(folder.glob("*.state"))) == 3
 
 
 def _changed(*path: Any, value: Any) -> Callable[[bytes], bytes]:

@@ -67,10 +67,6 @@ def _decode(scenario: Scenario, before: Watched | None = None, start: int = 0) -
     return watched
 
 
-def _nodes(watched: Watched, last: int = 40) -> float:
-    return float(np.mean([step.num_nodes for step in watched.steps[-last:]]))
-
-
 def test_the_regret_of_simulated_texts_is_small():
     """One scenario of every kind of machine; `bench simulate` has hundreds."""
     found: Any = simulate_regret(6)
@@ -173,7 +169,7 @@ def test_a_slow_learner_still_learns():
     policy = AdaptivePolicy(hard.timed, _decode(easy).policy.state, clock)
     watched = Watched(policy)
     run_policy(SimulatedText(hard), watched, 0, 2 * TOKENS)
-    assert _nodes(watched, 60) < 1.5
+    assert np.mean([step.num_nodes for step in watched.steps[-60:]]) < 1.5
 
 
 @pytest.mark.parametrize(
@@ -391,13 +387,20 @@ def _decode_batch(
     return watched.steps
 
 
-def _slower(factor: float) -> StepCosts:
-    timed = batch_costs(COSTS, SLOTS)
-    return replace(timed, verify={k: factor * seconds for k, seconds in timed.verify.items()})
-
-
 def _drafted(steps: list[Step]) -> int:
     return sum(step.num_nodes > 1 for step in steps)
+
+
+def _batch_of(num_slots: int, costs: StepCosts = COSTS) -> BatchPolicy:
+    return BatchPolicy(lambda: costs, lambda: num_slots, {num_slots: PolicyState()})
+
+
+def _choose_all(
+    batch: BatchPolicy, members: Sequence[MemberPolicy], matches: Sequence[list[float]]
+) -> list[DraftPlan | None]:
+    """Let all members choose their plans, given the chances of what a lookup would propose."""
+    batch.choose_all(list(zip(members, matches, strict=True)), len(members), 0.0)
+    return [one.choose(known) for one, known in zip(members, matches, strict=True)]
 
 
 def test_more_sequences_draft_fewer_tokens_each():
@@ -418,8 +421,9 @@ def test_a_new_batch_times_plain_steps_before_it_trusts_drafts():
 
 def test_another_number_of_sequences_has_times_of_its_own():
     """The next batch of as many knows what steps of this one cost."""
-    batches: dict[int, PolicyState] = {}
-    drafted = [_drafted(_decode_batch(batches, costs=_slower(2.5))) for _ in range(5)]
+    batches, timed = dict[int, PolicyState](), batch_costs(COSTS, SLOTS)
+    slower = replace(timed, verify={k: 2.5 * seconds for k, seconds in timed.verify.items()})
+    drafted = [_drafted(_decode_batch(batches, costs=slower)) for _ in range(5)]
     assert min(drafted) > 0
     assert sum(drafted) <= 5 * BATCH_TOKENS // 10
     assert batches[SLOTS].ratios.of(1) < 1.5, "what slows trees down is not the machine"
@@ -471,10 +475,9 @@ def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them():
     slow = StepCosts(plain=1.0, verify={size: 1 + 0.1 * size for size in SIZES})
     sizes = []
     for chances in ([good, bad, bad, bad], [good] * 4):
-        batch = BatchPolicy(lambda: slow, lambda: 4, {4: PolicyState()})
+        batch = _batch_of(4, slow)
         members: list[Any] = [batch.join(AdaptivePolicy(slow)) for _ in chances]
-        batch.choose_all(list(zip(members, chances, strict=True)), 4, 0.0)
-        plan, *_ = [one.choose(known) for one, known in zip(members, chances, strict=True)]
+        plan, *_ = _choose_all(batch, members, chances)
         if plan is None:
             sizes.append([1] * 4)
             continue
@@ -502,14 +505,12 @@ def test_no_pass_of_a_batch_has_far_more_rows_than_were_timed():
 def test_drafts_of_some_texts_do_not_slow_another_one():
     """Steps of eight nodes cost five plain ones; three texts get eight tokens, and one gets one."""
     costs = StepCosts(1.0, {size: 0.75 + 0.25 * size for size in SIZES})
-    batch = BatchPolicy(lambda: costs, lambda: SLOTS, {SLOTS: PolicyState()})
-    timed = batch_costs(costs, SLOTS)
+    batch, timed = _batch_of(SLOTS, costs), batch_costs(costs, SLOTS)
     members = [MemberPolicy(batch) for _ in range(SLOTS)]
     chances = [*[[0.95] * 15] * 3, []]
     seconds, num_tokens, num_drafted = 0.0, np.zeros(SLOTS), 0
     for _ in range(100):
-        batch.choose_all(list(zip(members, chances, strict=True)), SLOTS, 0.0)
-        plans = [one.choose(known) for one, known in zip(members, chances, strict=True)]
+        plans = _choose_all(batch, members, chances)
         drafting = [one for one, plan in zip(members, plans, strict=True) if plan is not None]
         batch.select_all([(one, _chain([0.95] * 15)) for one in drafting])
         sizes = [batch.selected[one].size if one in drafting else 1 for one in members]
@@ -523,7 +524,7 @@ def test_drafts_of_some_texts_do_not_slow_another_one():
 
 
 def test_lookups_of_a_batch_that_do_not_pay_get_one_percent_of_the_hosts_time():
-    batch = BatchPolicy(lambda: COSTS, lambda: 2, {2: PolicyState()})
+    batch = _batch_of(2)
     member, plain = MemberPolicy(batch), batch_costs(COSTS, 2).plain
     num_looked = 0
     for _ in range(1000):
@@ -536,24 +537,16 @@ def test_lookups_of_a_batch_that_do_not_pay_get_one_percent_of_the_hosts_time():
 
 
 def test_members_without_a_lookup_decode_plainly_next_to_those_with_one():
-    costs = StepCosts(COSTS.plain, COSTS.verify)
-    batch = BatchPolicy(lambda: costs, lambda: 2, {2: PolicyState()})
-    members = [MemberPolicy(batch) for _ in range(2)]
-    all_matches: list[list[float]] = [[0.9, 0.9, 0.8], []]
-    batch.choose_all(list(zip(members, all_matches, strict=True)), 2, 0.0)
-    plans = [member.choose(one) for member, one in zip(members, all_matches, strict=True)]
+    batch = _batch_of(2, StepCosts(COSTS.plain, COSTS.verify))
+    plans = _choose_all(batch, [MemberPolicy(batch) for _ in range(2)], [[0.9, 0.9, 0.8], []])
     assert [plan and plan.from_text for plan in plans] == [True, None]
 
 
 def test_the_largest_tree_of_a_step_may_have_a_size_that_was_not_timed():
-    num_nodes = 13
-    batch = BatchPolicy(lambda: COSTS, lambda: 2, {2: PolicyState()})
-    member = MemberPolicy(batch)
-    batch.choose_all([(member, [0.9] * 15)], 2, 0.0)
-    member.choose([0.9] * 15)
-    member.observe(Step(LOOKUP, num_nodes, [1] * 4, 0.01))
-    batch.choose_all([(member, [0.9] * 15)], 2, 0.0)
-    counted = [
-        one.plan.num_nodes for one in batch.current().learner.shapes() if one.plan and one.steps
-    ]
-    assert counted == [16]
+    batch = _batch_of(2)
+    members, matches = [MemberPolicy(batch) for _ in range(2)], [[0.9] * 15] * 2
+    _choose_all(batch, members, matches)
+    members[0].observe(Step(LOOKUP, 13, [1] * 4, 0.01))
+    _choose_all(batch, members, matches)
+    shapes = batch.current().learner.shapes()
+    assert [one.plan.num_nodes for one in shapes if one.plan and one.steps] == [16]

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from mlx_redrafter.policy import plans
 from mlx_redrafter.policy.calibration import (
     WINDOW,
     Calibration,
@@ -14,22 +15,7 @@ from mlx_redrafter.policy.calibration import (
     ScoredDrafts,
     features_of,
 )
-from mlx_redrafter.policy.plans import (
-    COUNTS,
-    ESTIMATED,
-    LENGTHS,
-    LOSS,
-    PLACES,
-    PLANS,
-    SHADOW,
-    SIZES,
-    SPARE,
-    TRUST,
-    CurrentCosts,
-    Guard,
-    StepCosts,
-    TimeRatios,
-)
+from mlx_redrafter.policy.plans import LENGTHS, PLANS, SIZES, TRUST, Guard, StepCosts, TimeRatios
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.trees.tree import Drafts, TokenTree
 
@@ -159,7 +145,7 @@ def _chain(length: int, probability: float = 0.5) -> ScoredDrafts:
 
 def _learn_drafts(expected: ExpectedDrafts, scored: ScoredDrafts, times: int = 1) -> None:
     for _ in range(times):
-        expected.learn(scored, CurrentCosts(CHEAP), 0.9)
+        expected.learn(scored, plans.CurrentCosts(CHEAP), 0.9)
 
 
 def test_drafts_of_two_sources_are_merged():
@@ -186,7 +172,7 @@ def test_a_chain_shows_every_shorter_one():
     expected = ExpectedDrafts()
     _learn_drafts(expected, _chain(4))
     for n, length in enumerate(LENGTHS[:5]):
-        for s, count in enumerate(COUNTS):
+        for s, count in enumerate(plans.COUNTS):
             drafts = min(length - 1, count)
             assert expected.mean[0, n, s] == pytest.approx(1 - 0.5**drafts, abs=1e-6)
 
@@ -210,7 +196,7 @@ def test_no_plan_is_expected_to_bring_more_than_its_drafts(probability):
     for place in (0, 6, 1, 5, 0):
         _learn_drafts(expected, _chain(place, probability), 3)
         _learn_drafts(expected, _chain(place, 1e-4))
-        assert (expected.mean <= np.array(COUNTS) + 1e-9).all()
+        assert (expected.mean <= np.array(plans.COUNTS) + 1e-9).all()
         assert (expected.mean >= 0).all()
 
 
@@ -245,7 +231,7 @@ def test_a_size_that_costs_more_than_timed_is_found_out():
 
 
 def test_the_first_steps_correct_all_costs_that_are_estimates():
-    timed, estimated = TimeRatios(), TimeRatios(ESTIMATED)
+    timed, estimated = TimeRatios(), TimeRatios(plans.ESTIMATED)
     for ratios in (timed, estimated):
         _learn(ratios, 1, 2.0, times=4)
     assert timed.of(8) < 1.5
@@ -276,13 +262,13 @@ def test_ratios_are_copied_while_another_thread_learns():
 
 
 def test_current_costs_are_timed_ones_times_ratios():
-    costs, ratios = CurrentCosts(COSTS), TimeRatios()
-    w, n = PLACES[PLANS[0, 2].shape]
+    costs, ratios = plans.CurrentCosts(COSTS), TimeRatios()
+    w, n = plans.PLACES[PLANS[0, 2].shape]
     assert costs.step[w, n, 3] == pytest.approx(COSTS.drafting(PLANS[0, 2].shape) + COSTS.verify[4])
     assert costs.waiting[w, n, 3] == pytest.approx(costs.step[w, n, 3] + 0.1)
     assert costs.timed(PLANS[0, 2], 4, waits=True) == pytest.approx(costs.waiting[w, n, 3])
     assert costs.step[0, 0, 2] > 1e6, "a chain of two tokens has one draft"
-    for kind in (1, SHADOW, *SIZES):
+    for kind in (1, plans.SHADOW, *SIZES):
         _learn(ratios, kind, 2.0, 60)
     before = costs.step[w, n, 3]
     costs.update(ratios)
@@ -291,9 +277,9 @@ def test_current_costs_are_timed_ones_times_ratios():
     costs.update(ratios)
     assert min(costs.verify) >= costs.plain
     # Plans longer than the proposer drafts are not offered.
-    costs = CurrentCosts(COSTS, max_length=4)
+    costs = plans.CurrentCosts(COSTS, max_length=4)
     assert costs.offered.any(axis=0).tolist() == [length <= 4 for length in LENGTHS]
-    assert not CurrentCosts(StepCosts(1.0, COSTS.verify)).offered.any(), "no network"
+    assert not plans.CurrentCosts(StepCosts(1.0, COSTS.verify)).offered.any(), "no network"
 
 
 def _measured(seconds: float = 1.0) -> Guard:
@@ -312,7 +298,7 @@ def test_the_guard_stops_drafts_that_cost_more_than_they_yield():
         else:
             guard.learn_plain(1.0)
         guard.count(1)
-    assert 9 <= lost <= TRUST + 9 + LOSS * 250
+    assert 9 <= lost <= TRUST + 9 + plans.LOSS * 250
 
 
 def test_gains_pay_for_losses_up_to_a_bound_and_half_stays_for_the_next_sequence():
@@ -327,7 +313,7 @@ def test_gains_pay_for_losses_up_to_a_bound_and_half_stays_for_the_next_sequence
     while guard.allows_drafts:
         guard.learn_drafted(2.0, 1)
         lost += 1
-    assert SPARE + TRUST < lost <= SPARE + TRUST + 1
+    assert plans.SPARE + TRUST < lost <= plans.SPARE + TRUST + 1
     for _ in range(1000):  # plain steps make up for losses, and save nothing
         guard.count(1)
     guard.learn_drafted(TRUST + 2, 1)

@@ -1,5 +1,6 @@
 """MTP modules: their levels against torch, and their files."""
 
+import random
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,35 +20,17 @@ from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, RedrafterError
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import QWEN
-from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
 from tests.conftest import Trained
-from tests.helpers.flights import flight_of
+from tests.helpers import mtp
+from tests.helpers.flights import drafts_after_any_steps
 from tests.helpers.models import quantize_wide, tiny_llama, wrapped_tokenizer
-from tests.helpers.mtp import (
-    MIMO,
-    MIMO_PREFIX,
-    TORCH_NAMES,
-    TorchModule,
-    family_config,
-    module_tensors,
-    tiny_mimo,
-    write,
-)
+from tests.helpers.mtp import MIMO, family_config, module_tensors, tiny_mimo, write
 from tests.models.tiny_models import build
-
-PROMPT = [5, 17, 3, 60, 9]
-
-
-def states_of(model: nn.Module, text: list[int]) -> np.ndarray:
-    Target(model)
-    with captured() as outputs:
-        model(mx.array([text]))
-    return np.array(outputs[-1][0])
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ["tied mimo", *TORCH_NAMES])
+@pytest.mark.parametrize("name", ["tied mimo", *mtp.TORCH_NAMES])
 def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(name, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     is_tied = name == "tied mimo"
@@ -55,30 +38,14 @@ def test_every_level_is_torchs_after_accepted_rejected_and_skipped_drafts(name, 
     model = tiny_mimo(config) if name.endswith("mimo") else build(config)
     tensors, target = module_tensors(config), Target(model)
     module: Any = load_mtp(write(tmp_path, tensors, config))
-    published = TorchModule(torch, config, tensors)
-    drafting = module.open(target, PROMPT, True, [])
+    published = mtp.TorchModule(torch, config, tensors)
     embed = lambda tokens: np.array(target.modules.embed(mx.array(tokens)))  # noqa: E731
-    drafting.reader.read(mx.array(states_of(model, PROMPT)[:-1]))
-    text = [*PROMPT]
-    for drafts, num_accepted, bonus, skips in (
-        ([], 0, 11, False),
-        ([7, 8, 9], 2, 30, False),
-        ([4, 2], 0, 21, True),
-        ([33, 1, 6], 3, 50, False),
-    ):
-        length, path = len(text) - 1, [text[-1], *drafts]
-        states = states_of(model, [*text, *drafts])[length:]
-        flight = flight_of(path, num_accepted, bonus, length, mx.array(states))
-        text += [*drafts[:num_accepted], bonus]
-        if skips:
-            drafting.skip(flight)
-            continue
-        tree = drafting.propose(flight, DraftPlan.of(1, 4, 4), None)
-        chain = to_ints(tree.tokens)[1:]
+    steps = module, target, target.hidden_size, [DraftPlan.of(1, 4, 4)], random.Random(name)
+    for text, states, tree in drafts_after_any_steps(*steps):
         scores = np.diff([0.0, *tree.read().scores])
         # A pair for every token but the first: the state before it, and its embedding.
-        pairs = np.concatenate([states_of(model, text)[:-1], embed(text[1:])], axis=1)
-        for token, score in zip(chain, scores, strict=True):
+        pairs = np.concatenate([np.array(states), embed(text[1:])], axis=1)
+        for token, score in zip(to_ints(tree.tokens)[1:], scores, strict=True):
             normed, fed = (rows[-1:].numpy() for rows in published(pairs))
             logits = target.modules.logits(mx.array(normed))[0]
             log_probs = np.array(logits - mx.logsumexp(logits))
@@ -184,7 +151,7 @@ def test_fp8_weights_of_deepseek_are_unpacked_and_others_refused(tmp_path):
 
 
 def changed(name: str, tensor: mx.array | None) -> dict[str, mx.array]:
-    tensors = {**module_tensors(), MIMO_PREFIX + name: tensor}
+    tensors = {**module_tensors(), mtp.MIMO_PREFIX + name: tensor}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 

@@ -15,34 +15,14 @@ from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.fit import SCALES, Calibration, ReadSequence
 from mlx_redrafter.proposers.quantization import quantization_of, quantize_drafter
 from mlx_redrafter.proposers.redrafter import network, precision
-from mlx_redrafter.proposers.redrafter.network import (
-    MASKED_LOGIT,
-    Drafter,
-    calibrate,
-    input_lookup,
-    predict,
-)
-from mlx_redrafter.proposers.redrafter.precision import (
-    GAIN,
-    MIN_PAIRS,
-    PAIRS,
-    Pair,
-    choose_precision,
-    quantised_copy,
-    time_pairs,
-)
+from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.precision import PAIRS, Pair, quantised_copy
 from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
+from tests.helpers import oracles
 from tests.helpers.models import random_drafter, tiny_llama
-from tests.helpers.oracles import (
-    NumpyDrafter,
-    Search,
-    beam_search,
-    dedup_and_pack,
-    paths_of,
-    tree_paths,
-)
+from tests.helpers.oracles import NumpyDrafter, paths_of, tree_paths
 from tests.helpers.recurrent_search import expand
 
 VOCAB_SIZE, HIDDEN_SIZE = 67, 32
@@ -71,7 +51,7 @@ def test_draft_top_k_masks_as_apples_warp_logits():
     found = np.array(drafter.log_probs(hidden, state))
     for row, log_probs in zip(logits, found, strict=True):
         kept = np.argsort(-row)[:3]
-        warped = np.full(VOCAB_SIZE, MASKED_LOGIT)
+        warped = np.full(VOCAB_SIZE, network.MASKED_LOGIT)
         warped[kept] = row[kept] - row.max()
         expected = warped - np.log(np.exp(warped).sum())
         np.testing.assert_allclose(log_probs, expected, rtol=1e-5, atol=1e-4)
@@ -102,7 +82,7 @@ IDS = mx.array([3, 66, 0, 3])
 
 def _check(drafter: Drafter, target: Target) -> None:
     expected = np.array(drafter.project_input(target.modules.embed(IDS)).astype(mx.float32))
-    found = input_lookup(drafter, target)(IDS)
+    found = network.input_lookup(drafter, target)(IDS)
     assert found.dtype == drafter.dtype
     np.testing.assert_allclose(np.array(found.astype(mx.float32)), expected, rtol=1e-2, atol=1e-5)
 
@@ -136,7 +116,7 @@ def test_a_table_says_what_the_drafter_computes_though_weights_change_in_place(
         if not (number in (1, 5) and dtype == mx.float32):  # the dtype that it has
             assert drafter.input_table is not before
         before = drafter.input_table
-        input_lookup(drafter, target)
+        network.input_lookup(drafter, target)
         assert drafter.input_table is before
 
 
@@ -167,7 +147,7 @@ def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> Rea
     hidden_states = mx.random.normal((length, NARROW), key=keys[1])
     nothing = mx.zeros((length, 1), dtype=mx.int32)
     text = ReadSequence(mx.pad(tokens, (1, 0)), 1, hidden_states, nothing, nothing)
-    logits = sharpness * predict(drafter, _embed, text)[0].logits
+    logits = sharpness * network.predict(drafter, _embed, text)[0].logits
     first = mx.random.categorical(logits, key=keys[2])[:, None]
     rows = mx.broadcast_to(mx.arange(logits.shape[1]), logits.shape)
     rows = mx.where(rows == first, rows[:, :1], mx.where(rows == 0, first, rows))
@@ -180,7 +160,7 @@ def _text(drafter: Drafter, length: int, sharpness: float, seed: int = 0) -> Rea
 
 def _nats(drafter: Drafter, text: ReadSequence, scale: float) -> float:
     total = 0.0
-    for prediction in predict(drafter, _embed, text):
+    for prediction in network.predict(drafter, _embed, text):
         rows = np.array(prediction.logits, dtype=np.float64) * scale
         ids = np.array(drafter.to_token_ids(mx.arange(rows.shape[1]))).tolist()
         for row, token in zip(rows, np.array(prediction.chosen).tolist(), strict=True):
@@ -195,7 +175,7 @@ def test_fitted_scale_is_the_most_likely_one(sharpness, draft_vocab):
     drafter = random_drafter(FEW, NARROW, draft_vocab_size=draft_vocab)
     # Longer than a batch, whose seams leave out a few predictions.
     text = _text(drafter, 100, sharpness)
-    found = calibrate(drafter, _embed, [text])
+    found = network.calibrate(drafter, _embed, [text])
     assert found.inverse_temperature == min(SCALES, key=lambda scale: _nats(drafter, text, scale))
 
 
@@ -205,11 +185,11 @@ def test_a_drafter_that_knows_the_distribution_gets_all_of_the_noise():
         drafter.lm_head[-1].weight = flatness * drafter.lm_head[-1].weight
         texts = [_text(drafter, 200, 1.0, seed) for seed in range(3)]
         drafter.lm_head[-1].weight = drafter.lm_head[-1].weight / flatness
-        weight = calibrate(drafter, _embed, texts).coupling_weight
+        weight = network.calibrate(drafter, _embed, texts).coupling_weight
         assert weight >= 0.9 if flatness == 1 else weight < 0.7
     nothing, states = mx.zeros((2, 1), dtype=mx.int32), mx.zeros((2, NARROW))
     short = ReadSequence(mx.zeros((3,), dtype=mx.int32), 1, states, nothing, nothing)
-    assert calibrate(drafter, _embed, [short]) == Calibration(1.0, 0.5), "nothing is fitted"
+    assert network.calibrate(drafter, _embed, [short]) == Calibration(1.0, 0.5), "nothing is fitted"
 
 
 def test_scale_ranks_drafts_of_greedy_targets_only():
@@ -258,7 +238,7 @@ def _timer(*moments: list[float]) -> Callable[..., list[Pair]]:
 def _choose(drafter: Drafter, target: Target, timer: Callable[..., list[Pair]]) -> Drafter:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precision, "time_pairs", timer)
-        return choose_precision(drafter, target)
+        return precision.choose_precision(drafter, target)
 
 
 def test_a_copy_in_8_bits_says_nearly_the_same_and_leaves_the_drafter_alone(drafter):
@@ -277,7 +257,7 @@ def test_a_copy_in_8_bits_says_nearly_the_same_and_leaves_the_drafter_alone(draf
 RUNS: list[tuple[list[list[float]], int | None, int | None]] = [
     ([FASTER, FASTER], 8, 8),
     ([SLOWER], None, None),
-    ([[1.0 + 0.9 * (GAIN - 1)] * PAIRS], None, None),
+    ([[1.0 + 0.9 * (precision.GAIN - 1)] * PAIRS], None, None),
     ([MIXED, FASTER], None, 8),
     ([MIXED, SLOWER], None, None),
     ([MIXED, MIXED], None, None),
@@ -298,8 +278,8 @@ def test_8_bits_are_used_if_they_are_faster_in_both_of_two_runs(
 
 
 def test_both_are_timed(drafter, target):
-    pairs = time_pairs(drafter, quantised_copy(drafter), target)
-    assert MIN_PAIRS <= len(pairs) <= PAIRS
+    pairs = precision.time_pairs(drafter, quantised_copy(drafter), target)
+    assert precision.MIN_PAIRS <= len(pairs) <= PAIRS
     assert all(min(pair["given"], pair["quantised"]) > 0 for pair in pairs)
 
 
@@ -338,12 +318,12 @@ def _context(seed: int, vocab_size: int = VOCAB_SIZE) -> tuple[mx.array, mx.arra
     return embedding, mx.random.normal((HIDDEN_SIZE,), key=keys[1])
 
 
-def _expand(drafter: Drafter, shape: DraftShape, seed: int) -> tuple[Expansion, Search]:
+def _expand(drafter: Drafter, shape: DraftShape, seed: int) -> tuple[Expansion, oracles.Search]:
     embedding, hidden = _context(seed, drafter.config.vocab_size)
     expansion = expand(drafter, lambda ids: embedding[ids], hidden, mx.array([ROOT_TOKEN]), shape)
     exact = (np.array(one, dtype=np.float64) for one in (embedding, hidden))
     sizes = ROOT_TOKEN, shape.width, shape.length
-    return expansion, beam_search(NumpyDrafter(drafter), *exact, *sizes)
+    return expansion, oracles.beam_search(NumpyDrafter(drafter), *exact, *sizes)
 
 
 def _scored_paths(expansion: Expansion) -> dict[tuple[int, ...], float]:
@@ -382,7 +362,7 @@ def test_beam_selection_is_the_dedup_of_the_beams(width, length, seed):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, seed=seed, num_draft_layers=2)
     shape = DraftShape(width, length, "beam")
     expansion, literal = _expand(drafter, shape, seed)
-    tokens, parents = dedup_and_pack(np.array(literal.beams))
+    tokens, parents = oracles.dedup_and_pack(np.array(literal.beams))
     tree = merge_beams(expansion, mx.array([ROOT_TOKEN]), shape)
     assert set(tree_paths(tree)) == set(paths_of(tokens, parents))
     assert tree.num_nodes == len(tokens)

@@ -40,6 +40,7 @@ from mlx_redrafter.target.hooks import TreePositions, tree_positions
 from mlx_redrafter.target.target import Target
 from tests.golden.block_layouts import LAYOUTS, tensors
 from tests.golden.record_heads import FILE, LONG, SHORT
+from tests.helpers import published_heads
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.equality import assert_same_weights, ids, stock_tokens, tokens
 from tests.helpers.flights import flight_of
@@ -49,13 +50,9 @@ from tests.helpers.mtp import family_config, module_tensors, write
 from tests.helpers.published_heads import (
     ASSISTANTS,
     NUM_DRAFTS,
-    SIDECARS,
     SPECULATORS,
-    assistant_inputs,
     assistant_tensors,
-    pairs,
     speculators_head,
-    text_and_states,
 )
 from tests.models.tiny_models import VOCAB_SIZE, build, tiny_config
 from tests.models.trees import rows_of
@@ -153,7 +150,7 @@ def test_heads_of_speculators_have_its_logits(name, tmp_path):
     head = load_eagle(tmp_path)
     table = mx.array(tensors["embed_tokens.weight"])
     target: Any = SimpleNamespace(modules=SimpleNamespace(embed=lambda tokens: table[tokens]))
-    text, states = text_and_states()
+    text, states = published_heads.text_and_states()
     expected = np.array(nn.log_softmax(mx.array(RECORDED[name]), axis=-1))
     for end in (2, 4, 7, len(states) - NUM_DRAFTS):
         drafting: Any = head.open(target, text[:end], True, [])
@@ -172,10 +169,10 @@ def test_heads_of_speculators_have_its_logits(name, tmp_path):
         assert np.allclose(np.array(found), expected[:, end - 1], atol=TOLERANCE), end
 
 
-@pytest.mark.parametrize("name", SIDECARS)
+@pytest.mark.parametrize("name", published_heads.SIDECARS)
 def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name, tmp_path):
     """From codes as well, which MLX computes alike in the splitter and here."""
-    model_type, mode = SIDECARS[name]
+    model_type, mode = published_heads.SIDECARS[name]
     config = family_config(model_type)
     module, stored = load_mtp(write(tmp_path / "published", module_tensors(config), config)), None
     if mode is not None:
@@ -192,7 +189,7 @@ def test_modules_that_mlx_vlm_splits_off_have_its_outputs(name, tmp_path):
     assert recognise(tmp_path / "sidecar")[0].NAME == "MTP module"
     module = load_mtp(tmp_path / "sidecar")
     assert quantization_of(module) == stored
-    hidden, embeddings = (mx.array(rows) for rows in pairs(config["hidden_size"]))
+    hidden, embeddings = (mx.array(rows) for rows in published_heads.pairs(config["hidden_size"]))
     outputs = module.norm(module(hidden, embeddings, module.make_cache()))
     assert np.allclose(np.array(outputs), np.array(RECORDED[name]), atol=TOLERANCE)
 
@@ -207,7 +204,7 @@ def test_assistants_have_the_logits_of_mlx_vlm_and_transformers(name, reference,
     assistant.hook()
     length = LONG if reference == "mlx-vlm" else SHORT
     expected = np.array(RECORDED[name if length == LONG else f"{name}, transformers"])
-    entries, inputs = assistant_inputs(length)
+    entries, inputs = published_heads.assistant_inputs(length)
     rows = mx.arange(length)
     contexts = [
         (*(mx.array(entries[f"{kind}_attention {part}"]) for part in ("keys", "values")), seen)

@@ -31,16 +31,15 @@ from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import tiny_llama
+from tests.models import trees
 from tests.models.tiny_models import build, main_rope, tiny_config
 from tests.models.trees import (
     PROMPT,
     DraftsOnDevice,
     Followed,
     ScriptedDrafts,
-    branching_tree,
     rows_of,
     sequence_of,
-    stock_tokens,
 )
 
 # Paths that are kept in turn: in place, with nodes aside, and the root alone.
@@ -57,7 +56,7 @@ def verify_growing(target: Target, steps: int) -> list[mx.array]:
     prefill(target, mx.array(PROMPT), cache, 2048)
     found = []
     for step in range(steps):
-        logits = target.verify(branching_tree(), cache).logits
+        logits = target.verify(trees.branching_tree(), cache).logits
         mx.eval(logits)
         cache.commit(PATHS[step % len(PATHS)])
         found.append(logits)
@@ -165,7 +164,7 @@ def test_other_bits_are_a_fault(monkeypatch):
 def test_first_uses_are_not_timed(monkeypatch):
     compile_passes(monkeypatch, uses=3)
     target = new_target("llama")
-    stock = stock_tokens(target.model, 20, make_prompt_cache(target.model))
+    stock = trees.stock_tokens(target.model, 20, make_prompt_cache(target.model))
     seconds: list[float | None] = []
     monkeypatch.setattr(FixedPolicy, "observe", lambda _, step: seconds.append(step.seconds))
     text = sequence_of(target, PROMPT, ScriptedDrafts(stock), max_tokens=20)
@@ -340,15 +339,6 @@ def test_states_are_those_of_the_layers_and_logits_stay():
     outputs, reference = target.verify(tree, cache, LAYERS), plain.verify(tree, other)
     assert mx.array_equal(outputs.logits, reference.logits).item()
     assert mx.allclose(outputs.states[:2], expected[len(TEXT) :], atol=1e-5).item()
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "granite", "gpt_neox"])
-def test_logits_of_states_are_the_models(model_type):
-    """With the scales and caps that models have after their heads."""
-    target = Target(build(tiny_config(model_type)))
-    outputs = target.advance(mx.array([7]), target.caches.new())
-    found = target.modules.logits(outputs.hidden_states)
-    assert mx.allclose(found, outputs.logits, atol=1e-5).item()
 
 
 PROMPTS = ["Once upon a time there was a small dragon", "The capital of France is"]
