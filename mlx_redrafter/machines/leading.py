@@ -211,6 +211,8 @@ class LeadingTarget(Target):
             facts, arrays = describe(one)
             slots.append((*facts, slot.floor()))
             tokens += arrays
+        if trees.size == 1 and not any(isinstance(one, TokenTree) for one in trees.drafts):
+            tokens = [trees.tokens[:, 0]]  # roots of one pass stand in this array alone
         with self.leader.passing(Do.BATCH, [cache.handle.number, trees.size, *slots], tokens):
             return _dispatched(super().verify_batch(trees, cache, layers))
 
