@@ -248,18 +248,12 @@ def test_heads_for_another_model_are_refused(stories, tmp_path, hidden, rows, me
         load(stories.folder, drafter=source)
 
 
-def test_the_command_line(source, stories, tmp_path, cli, monkeypatch):
-    """Published files are used as they are by every command."""
-    monkeypatch.setattr("mlx_redrafter.bench.speed.time_shapes", lambda *_: None)
+def test_published_heads_by_command(source, stories, tmp_path, cli):
+    """As they are, and converted; `check` compares every kind in test_every_kind."""
     pair = ["--model", stories.folder, "--drafter", source]
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text(PROMPTS[-1])
     assert cli("check", *pair, "-p", PROMPTS[-1], "-m", 9).out.startswith("equal: 9 tokens")
-    options = ["--prompts", prompts, "-m", 6, "--shapes", "4x3x9", "--repeats", 1]
-    found = cli("bench", "compare", *pair, *options)
-    assert (found.code, "top_n w4 l3 n9" in found.out) == (0, True)
-    out = tmp_path / "out"
-    found = cli("convert", source, out, "--target", stories.folder, "--tree", "static")
+    options = ["--target", stories.folder, "--tree", "static"]
+    found = cli("convert", source, tmp_path / "out", *options)
     assert "2 heads of 512 tokens with 1 blocks, static tree, float16" in found.out
 
 
