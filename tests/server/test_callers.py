@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 from unittest.mock import MagicMock
@@ -175,12 +176,9 @@ def test_no_prompt_waits_for_a_long_one(quick, monkeypatch):
         return fit(request, *rest)
 
     monkeypatch.setattr(service, "fit", slowly)
-    found: list[Any] = []
-    long = {"prompt": "A" * 300_000}
-    large = threading.Thread(target=lambda: found.append(quick.send(PATH, long)))
-    large.start()
-    assert began.wait(60)
-    assert quick.send(PATH, TEXT)[0] == 200
-    is_answered.set()
-    large.join()
-    assert found[0][0] == 400
+    with ThreadPoolExecutor(1) as clients:
+        large = clients.submit(quick.send, PATH, {"prompt": "A" * 300_000})
+        assert began.wait(60)
+        assert quick.send(PATH, TEXT)[0] == 200
+        is_answered.set()
+        assert large.result()[0] == 400

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -57,19 +58,13 @@ def test_models_take_turns():
         sizes = [model.loaded.nbytes for model in served.models]
     limits = Limits(max_model_bytes=max(sizes))
     with serving(make_engine(), limits, others=_models("second", "third")) as served:
-        answers: list[Any] = []
 
-        def ask(name: str) -> None:
-            for _ in range(2):
-                _, reply = served.send(PATH, {**BODY, "model": name})
-                answers.append((name, reply["choices"][0]["text"]))
+        def ask(name: str) -> list[str]:
+            replies = [served.send(PATH, {**BODY, "model": name})[1] for _ in range(2)]
+            return [reply["choices"][0]["text"] for reply in replies]
 
-        threads = [threading.Thread(target=ask, args=(name,)) for name in expected]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(answers) == sorted([*expected.items()] * 2)
+        with ThreadPoolExecutor(3) as clients:
+            assert list(clients.map(ask, expected)) == [[one] * 2 for one in expected.values()]
         assert list(_states(served).values()).count("loaded") == 1
 
 
@@ -117,27 +112,22 @@ def test_a_model_whose_request_is_prepared_keeps_its_memory(monkeypatch):
     monkeypatch.setattr(service, "fit", slowly)
     others = _models("second")
     with serving(make_engine(), Limits(max_model_bytes=1), others=others) as served:
-        found: list[int] = []
 
-        def ask(name: str) -> None:
-            found.append(served.send(PATH, {**BODY, "model": name})[0])
+        def ask(name: str) -> int:
+            return served.send(PATH, {**BODY, "model": name})[0]
 
-        threads = [threading.Thread(target=ask, args=(name,)) for name in ("tiny", "second")]
-        threads[0].start()
-        assert begun.wait(60)
-        threads[1].start()
-        time.sleep(0.5)
-        assert others[0].loaded is None
-        goes_on.set()
-        for thread in threads:
-            thread.join()
-        assert found == [200, 200]
+        with ThreadPoolExecutor(2) as clients:
+            first = clients.submit(ask, "tiny")
+            assert begun.wait(60)
+            second = clients.submit(ask, "second")
+            time.sleep(0.5)
+            assert others[0].loaded is None
+            goes_on.set()
+            assert [first.result(), second.result()] == [200, 200]
 
 
 def test_a_model_that_is_unloaded_at_once_serves_its_request():
     (model,) = _models("second")
-    from mlx_redrafter.server.models import Models
-
     models = Models([model], DEFAULTS, Limits())
     load = model.load
 
