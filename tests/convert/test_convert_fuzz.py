@@ -64,7 +64,6 @@ def zipped(content: bytes, values: Mapping[str, np.ndarray]) -> bytes:
 
 
 def headed(header: bytes, values: Mapping[str, np.ndarray]) -> bytes:
-    """Intact values behind a safetensors header."""
     content = b"".join(value.tobytes() for value in values.values())
     return struct.pack("<Q", len(header)) + header + content
 

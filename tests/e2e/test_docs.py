@@ -85,7 +85,6 @@ def _lines(page: Path) -> Iterator[_Line]:
 
 
 def _commands(page: Path) -> list[list[str]]:
-    """Words after the program's name."""
     return [line.words for line in _lines(page) if line.program == PROGRAM and line.words]
 
 

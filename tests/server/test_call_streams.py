@@ -103,7 +103,6 @@ def test_a_cut_call_is_no_error(calling, name):
 
 
 def _asking(body: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """A request with another schema."""
     asked: dict[str, Any] = json.loads(
         json.dumps(body).replace(json.dumps(SCHEMA), json.dumps(schema))
     )

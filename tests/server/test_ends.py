@@ -36,7 +36,6 @@ def process(*options: str, code: str = "") -> Iterator[subprocess.Popen[str]]:
 
 
 def port_of(server: Any) -> int:
-    """The port of a server that begins."""
     ports = (re.search(r"http://127.0.0.1:(\d+)", line) for line in server.stderr)
     return next(int(found[1]) for found in ports if found)
 
@@ -69,7 +68,6 @@ def test_texts_that_outlast_the_grace(monkeypatch):
 
 
 def _num_running(port: int) -> int:
-    """Number of the requests that run or wait."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
         gauges = re.findall(
             r"^redrafter_(?:running|waiting)_requests (\d+)", reply.read().decode(), re.M

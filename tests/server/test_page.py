@@ -111,7 +111,6 @@ def _begin(page: Any, text: str) -> None:
 
 
 def _ask(page: Any, text: str, alert: str) -> None:
-    """Ask a question that ends with an alert."""
     _enter(page, text)
     page.locator("#alert", has_text=alert).wait_for()
 
@@ -128,7 +127,6 @@ def _send(page: Any, text: str) -> str:
 
 
 def _begin_held(page: Any, script: Scripted, question: str, text: str, held: int) -> None:
-    """Ask a question whose answer stops after some words."""
     script.say(text, held=held)
     _begin(page, question)
     _until(page, f"running.turn.tokens === {held}")
@@ -524,7 +522,6 @@ def test_copy_says_so(open_page, script, is_secure):
 
 
 def _drafts(page: Any) -> list[str]:
-    """The texts that are marked as drafts."""
     if page.locator("[aria-pressed=true]").count() == 0:
         _press(page, "Show drafts")
     return list(

@@ -54,7 +54,6 @@ class Case:
         self.counts = mx.sum(self.batch.weights, axis=0)
 
     def loss(self, logits: mx.array, batch: TrainingBatch | None = None) -> mx.array:
-        """Compute the trainer's loss."""
         return draft_loss(logits, batch or self.batch, self.counts, self.recipe)
 
 

@@ -51,7 +51,6 @@ class TrainingSetup:
                 Teacher(self.target, self.cache, split, 8, layers).read(part, lambda n: None)
 
     def new_student(self, head: Head) -> Student:
-        """Create an untrained student of 4 levels."""
         exit_dim = 16 if head == "redrafter" else None
         return new_student(self.target, NetworkOptions(head, exit_dim=exit_dim, length=4))
 
