@@ -19,10 +19,9 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import load
-from mlx_redrafter.engine import engine
-from mlx_redrafter.policy.plans import SIZES, WIDTHS, StepCosts
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from tests.helpers.costs import fix_costs
 from tests.helpers.models import ABSENT, SHARED, random_drafter, shared_model
 
 # Step times of tiny models are of no use to the user who runs the tests.
@@ -89,15 +88,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test starts from the same random state, and no choice depends on a clock.
-
-    Plain decoding seems so slow that drafts are never given up, and 12 nodes so slow that fixed
-    trees with as many or a few less are padded.
-    """
+    """Each test starts from the same random state, and no choice depends on a clock."""
     mx.random.seed(0)
-    verify = {size: 1 + 0.01 * size for size in SIZES}
-    costs = StepCosts(99.0, verify, dict.fromkeys(WIDTHS, 0.0), dict.fromkeys(WIDTHS, 0.01))
-    lookups = StepCosts(99.0, verify | {12: 1.5})
-    monkeypatch.setattr(
-        engine, "step_costs", lambda target, proposer, *_: costs if proposer else lookups
-    )
+    fix_costs(monkeypatch)

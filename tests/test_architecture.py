@@ -20,8 +20,6 @@ NOT_SHIPPED = ("lab", "pair", "results")
 
 
 class Source(NamedTuple):
-    """One shipped file."""
-
     path: Path
     text: str
     tree: ast.Module

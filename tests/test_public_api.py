@@ -63,10 +63,15 @@ def test_load_takes_what_mlx_lms_load_takes():
     assert {"tokenizer_config", "adapter_path", "trust_remote_code"} <= set(stock)
 
 
-def test_importing_the_package_does_not_import_mlx_lm():
-    """``redrafter-mlx --help`` should not take seconds."""
+@pytest.mark.parametrize("words", ["--help", "convert --help"])
+def test_help_does_not_import_mlx_lm(words):
+    """It should not take seconds."""
     code = (
-        "import sys, mlx_redrafter.cli.main; "
+        "import sys; from mlx_redrafter.cli.main import main; main(sys.argv[1:]); "
         "sys.exit(sum(name in sys.modules for name in ('mlx_lm', 'transformers', 'torch')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    command = [sys.executable, "-c", code, *words.split()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert ("convert SRC` describes a checkpoint" in " ".join(shown.split())) == (
+        "convert" in words
+    )

@@ -18,9 +18,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_redrafter.decoding.delivery import Request
 from mlx_redrafter.decoding.passes import Pass
 from mlx_redrafter.decoding.protocols import Drafting, Proposer, Step
-from mlx_redrafter.decoding.records import Request
 from mlx_redrafter.decoding.sampling import GumbelNoise, KeyedSampler
 from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.decoding.step import decode

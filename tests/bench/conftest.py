@@ -1,5 +1,6 @@
 """A tiny pair with a checkpoint folder each, as the benchmarks load them."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,6 +36,19 @@ def prompts(tmp_path: Path) -> Path:
     """Two prompts in a file."""
     path = tmp_path / "p.txt"
     path.write_text("abc abc\n\nhello there\n")
+    return path
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """Two prompts of two categories each, as Spec-Bench and SPEED-Bench publish them."""
+    path = tmp_path / "tasks.jsonl"
+    rows = [(f"{name}-{i}", name) for i in range(2) for name in ("coding", "qa")]
+    lines = [
+        {"question_id": question, "category": name, "turns": [f"{question} " * 3, "x"]}
+        for question, name in rows
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 

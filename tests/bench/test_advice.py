@@ -17,7 +17,7 @@ from mlx_redrafter.bench import forecast
 from mlx_redrafter.bench.advice import Subject, advise, find_subject, recommend
 from mlx_redrafter.bench.chips import CHIPS
 from mlx_redrafter.bench.forecast import predict_forecast
-from mlx_redrafter.bench.model_shape import ModelShape, shape_of_config
+from mlx_redrafter.bench.model_shape import shape_of_config
 from mlx_redrafter.bench.smaller_copy import advise_copy, find_copy, predict_gain
 from mlx_redrafter.bench.training_cost import TrainingCost
 from mlx_redrafter.checkpoint_files import read_config
@@ -26,7 +26,6 @@ from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
 from mlx_redrafter.cli.model_options import choose_drafter
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training.duration import Pace
-from tests.helpers.cli import Cli
 
 # From the config.json of Llama-3.1-8B.
 LLAMA_8B = {
@@ -51,7 +50,7 @@ def llama(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_shape_of_a_config_is_that_of_the_published_model() -> None:
+def test_the_shape_of_a_config_is_that_of_the_published_model():
     found = shape_of_config("x", {**LLAMA_8B, "quantization": {"bits": 6, "group_size": 64}})
     assert found.parameters == found.active == pytest.approx(8.03e9, rel=1e-3)
     assert (found.hidden_size, found.vocab_size) == (4096, 128256)
@@ -59,13 +58,13 @@ def test_the_shape_of_a_config_is_that_of_the_published_model() -> None:
     assert shape_of_config("x", LLAMA_8B).bits == 16
 
 
-def test_a_token_reads_the_chosen_experts_only() -> None:
+def test_a_token_reads_the_chosen_experts_only():
     shape = shape_of_config("x", MIXTRAL)
     assert shape.parameters == pytest.approx(46.7e9, rel=0.01)
     assert shape.active == pytest.approx(12.9e9, rel=0.01)
 
 
-def test_damaged_configs_are_named() -> None:
+def test_damaged_configs_are_named():
     for change, message in (
         ({"hidden_size": "wide"}, "hidden_size 'wide', expected an integer"),
         ({"num_hidden_layers": None}, "mlx-lm cannot make x from its config"),
@@ -74,7 +73,7 @@ def test_damaged_configs_are_named() -> None:
             shape_of_config("x", {**LLAMA_8B, **change})
 
 
-def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
+def test_models_are_found_by_what_they_are(tmp_path):
     assert find_subject(None).is_bundled
     target = find_bundled("target")
     assert find_subject(str(target)).folder == target
@@ -85,7 +84,7 @@ def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
             find_subject(name)
 
 
-def test_a_drafter_at_hand_fits_or_not(llama: Path) -> None:
+def test_a_drafter_at_hand_fits_or_not(llama):
     drafter = str(find_bundled("drafter"))
     fits, foreign = find_subject(None, drafter), find_subject(str(llama), drafter)
     assert fits.usable_drafter == drafter
@@ -112,7 +111,7 @@ def _advice(chip: str, trial: float | None = None, drafter: str | None = None) -
         ([5, 2.5], "Gain: unknown"),
     ],
 )
-def test_a_trained_drafters_gain_is_predicted(tmp_path: Path, stated: object, gain: str) -> None:
+def test_a_trained_drafters_gain_is_predicted(tmp_path, stated, gain):
     config = {**read_config(find_bundled("drafter")), "simulated": stated}
     (tmp_path / "config.json").write_text(json.dumps(config))
     subject, chip = Subject("MODEL", SHAPE, None, drafter=str(tmp_path)), CHIPS["M4"]
@@ -121,7 +120,7 @@ def test_a_trained_drafters_gain_is_predicted(tmp_path: Path, stated: object, ga
     assert re.search(gain, recommend(subject, predicted, None).gain)
 
 
-def test_training_is_recommended_where_drafting_pays() -> None:
+def test_training_is_recommended_where_drafting_pays():
     slow, fast = _advice("M1"), _advice("M4")
     for sections, advice in ((slow, "Do not train one"), (fast, "Train one if")):
         assert "PREDICTION" in "".join(sections.values())
@@ -133,7 +132,7 @@ def test_training_is_recommended_where_drafting_pays() -> None:
         assert gain == "Gain: unknown; it depends on how much a text repeats."
 
 
-def test_limits_are_those_of_the_chip_and_the_model() -> None:
+def test_limits_are_those_of_the_chip_and_the_model():
     limits = {chip: _advice(chip)["When drafting will not pay"] for chip in ("M2", "M3")}
     assert "M1 and M2 read weights in 4 bits once per draft" in limits["M2"]
     assert "M1 and M2" not in limits["M3"]
@@ -146,7 +145,7 @@ def test_limits_are_those_of_the_chip_and_the_model() -> None:
         assert ("experts" in found) == is_sparse
 
 
-def test_what_was_tried_decides() -> None:
+def test_what_was_tried_decides():
     drafter = str(find_bundled("drafter"))
     gained = _advice("M1", 1.4, drafter)["Recommended"]
     assert 'redrafter-mlx generate --prompt "..."' in gained  # uses the bundled drafter
@@ -158,7 +157,7 @@ def test_what_was_tried_decides() -> None:
     assert "`redrafter-mlx try` measures it" in _advice("M1", None, drafter)["Recommended"]
 
 
-def test_the_pair_is_tried(cli: Cli, no_timing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pair_is_tried(cli, no_timing, monkeypatch):
     monkeypatch.setattr(forecast, "TRIAL_TOKENS", 8)
     result = cli("advise", "--tokens", "50K")
     assert result.code == 0
@@ -171,9 +170,7 @@ def test_the_pair_is_tried(cli: Cli, no_timing: None, monkeypatch: pytest.Monkey
     assert result.err.startswith("loading the model")
 
 
-def test_training_is_rehearsed_only_if_its_time_is_told(
-    cli: Cli, no_timing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_rehearsed_only_if_its_time_is_told(cli, no_timing, monkeypatch):
     rehearsed: list[object] = []
 
     def rehearse(*given: object) -> Pace:
@@ -195,7 +192,7 @@ def test_training_is_rehearsed_only_if_its_time_is_told(
     assert len(rehearsed) == 1
 
 
-def test_another_chip_is_told_nothing_of_this_machine(cli: Cli) -> None:
+def test_another_chip_is_told_nothing_of_this_machine(cli):
     result = cli("advise", "--chip", "M1 Max")
     assert result.code == 0
     assert "this machine has" not in result.out
@@ -205,7 +202,7 @@ def test_another_chip_is_told_nothing_of_this_machine(cli: Cli) -> None:
     assert "is a drafter; give it with --drafter" in result.err
 
 
-def test_answers_without_a_machine(cli: Cli, tmp_path: Path, llama: Path) -> None:
+def test_answers_without_a_machine(cli, tmp_path, llama):
     result = cli("advise", llama, "--chip", "m2 pro")
     assert result.code == 0
     assert "Forecast for M2 Pro" in result.out
@@ -223,7 +220,7 @@ def test_answers_without_a_machine(cli: Cli, tmp_path: Path, llama: Path) -> Non
     assert "expected a drafter, found --drafter none" in none.err
 
 
-def test_an_unknown_machine(cli: Cli, monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
+def test_an_unknown_machine(cli, monkeypatch, llama):
     monkeypatch.setattr("mlx_redrafter.bench.machine.processor_name", lambda: "Other CPU")
     result = cli("advise", llama)
     assert result.code == 2
@@ -235,7 +232,7 @@ def test_an_unknown_machine(cli: Cli, monkeypatch: pytest.MonkeyPatch, llama: Pa
     assert "Forecast for M4 Pro" in cli("advise", llama).out
 
 
-def test_the_forecast_is_of_the_question() -> None:
+def test_the_forecast_is_of_the_question():
     cost = TrainingCost.of(SHAPE, 10**6)
     small, large = (predict_forecast(SHAPE, CHIPS[name], cost) for name in ("M4 Pro", "M4 Max"))
     assert small.plain == pytest.approx(2 * large.plain, rel=0.01)
@@ -251,7 +248,7 @@ WINDOWED = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_at
 LLAMA = shape_of_config("llama", LLAMA_8B)
 
 
-def test_a_copy_pays_where_reading_the_weights_takes_the_time() -> None:
+def test_a_copy_pays_where_reading_the_weights_takes_the_time():
     gain = predict_gain(LLAMA, 4, CHIPS["M4"])
     # A chain of three drafts: four tokens verified at once, three readings of 0.28 of the bytes.
     most = (1 + 0.8 + 0.8**2 + 0.8**3) / (1 + 3 * 0.5625 / 2)
@@ -271,7 +268,7 @@ def test_a_copy_pays_where_reading_the_weights_takes_the_time() -> None:
         (replace(LLAMA, bits=8), "mlx-lm makes a smaller copy of an unquantised model only"),
     ],
 )
-def test_the_advice_names_a_command_or_says_why_not(shape: ModelShape, said: str) -> None:
+def test_the_advice_names_a_command_or_says_why_not(shape, said):
     first, *rest = advise_copy("org/Llama", shape, CHIPS["M4 Max"])
     assert first.startswith(said)
     assert bool(rest) == first.endswith("--mlx-path Llama-4bit -q --q-bits 4")
@@ -293,9 +290,7 @@ def _models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     return model, copy
 
 
-def test_auto_offers_the_copy_where_it_pays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_offers_the_copy_where_it_pays(tmp_path, monkeypatch, capsys):
     model, copy = _models(tmp_path, monkeypatch)
     search, chip = DrafterSearch.of(str(model)), CHIPS["M4 Pro"]
     half_written = shutil.copytree(copy, tmp_path / "Tiny-8bit")
@@ -314,9 +309,7 @@ def test_auto_offers_the_copy_where_it_pays(
         assert choose_drafter(str(model), None, yes=False) == "lookup", "only if asked for"
 
 
-def test_advice_names_a_copy(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_advice_names_a_copy(tmp_path, llama, monkeypatch, cli):
     _models(tmp_path, monkeypatch)
     told = cli("advise", llama, "--chip", "M4 Pro").out
     assert f"convert --hf-path {llama} --mlx-path {llama}-4bit -q --q-bits 4" in told

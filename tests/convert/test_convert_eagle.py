@@ -41,7 +41,7 @@ def _pickled(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["EAGLE-1", "EAGLE-3", "speculators 3.1"])
-def test_a_converted_head_is_the_published_one(name: str, tmp_path: Path) -> None:
+def test_a_converted_head_is_the_published_one(name, tmp_path):
     source = tmp_path / "source"
     write_head(source, LAYOUTS[name])
     published = load_eagle(source)
@@ -53,7 +53,7 @@ def test_a_converted_head_is_the_published_one(name: str, tmp_path: Path) -> Non
     assert_same_weights(load_eagle(tmp_path / "out"), published)
 
 
-def test_quantised_heads_load(tmp_path: Path) -> None:
+def test_quantised_heads_load(tmp_path):
     write_head(tmp_path / "source", LAYOUTS["EAGLE-3"])
     convert(tmp_path / "source", tmp_path / "out", quantize=True, q_group_size=32)
     assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 4}
@@ -62,7 +62,7 @@ def test_quantised_heads_load(tmp_path: Path) -> None:
         convert(tmp_path / "out", tmp_path / "again")
 
 
-def test_inspection_names_the_kind_and_the_target(tmp_path: Path) -> None:
+def test_inspection_names_the_kind_and_the_target(tmp_path):
     write_head(tmp_path, LAYOUTS["speculators"])
     config = read_config(tmp_path)
     config["speculators_config"] = {"verifier": {"name_or_path": "org/model"}}
@@ -76,7 +76,7 @@ def test_inspection_names_the_kind_and_the_target(tmp_path: Path) -> None:
     assert "exclude each other" in refused.notes[0]
 
 
-def test_options_of_recurrent_drafters_are_refused(tmp_path: Path) -> None:
+def test_options_of_recurrent_drafters_are_refused(tmp_path):
     write_head(tmp_path / "source", LAYOUTS["EAGLE-1"])
     with pytest.raises(ConfigError, match="is not for an EAGLE head"):
         convert(tmp_path / "source", tmp_path / "out", rnn_activation="silu")
@@ -93,7 +93,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "source"
 
 
-def test_the_target_tells_how_much_it_accepts(source: Path, tmp_path: Path) -> None:
+def test_the_target_tells_how_much_it_accepts(source, tmp_path):
     """Of a random head, and one that was made for another model."""
     conversion = convert(source, tmp_path / "out", **FOR_TARGET)
     measured = conversion.provenance["self_test"]
@@ -106,9 +106,7 @@ def test_the_target_tells_how_much_it_accepts(source: Path, tmp_path: Path) -> N
         convert(tmp_path / "other", tmp_path / "none", **FOR_TARGET)
 
 
-def test_the_layers_are_those_that_the_target_accepts_most(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_layers_are_those_that_the_target_accepts_most(source, tmp_path, monkeypatch):
     """Acceptance is made up here: all drafts from the outputs of the layers that the file names."""
 
     def predict(eagle: Eagle, target: Target, text: ReadSequence) -> Prediction:
@@ -127,7 +125,7 @@ def test_the_layers_are_those_that_the_target_accepts_most(
     assert conversion.warnings == ()
 
 
-def test_the_rope_of_the_target_is_tried_with_the_same_weights(tmp_path: Path) -> None:
+def test_the_rope_of_the_target_is_tried_with_the_same_weights(tmp_path):
     heads = []
     for theta in (3.0, 500.0):
         write_head(tmp_path, replace(LAYOUTS["EAGLE-3"], layer={"rope_theta": theta}))

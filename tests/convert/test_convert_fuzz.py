@@ -64,7 +64,6 @@ def zipped(content: bytes, values: Mapping[str, np.ndarray]) -> bytes:
 
 
 def headed(header: bytes, values: Mapping[str, np.ndarray]) -> bytes:
-    """Intact values behind a safetensors header."""
     content = b"".join(value.tobytes() for value in values.values())
     return struct.pack("<Q", len(header)) + header + content
 
@@ -163,20 +162,20 @@ FUZZ = settings(
 
 @FUZZ
 @given(mutation=mutations())
-def test_damaged_files_are_converted_or_refused(mutation: tuple[str, bytes], watch: Watch) -> None:
+def test_damaged_files_are_converted_or_refused(mutation, watch):
     seed, content = mutation
     convert_damaged(content, seed, watch)
     assert watch.events == []
     assert not Path("executed").exists()
 
 
-def test_the_seeds_themselves(watch: Watch) -> None:
+def test_the_seeds_themselves(watch):
     for seed, (_, content, _) in SEEDS.items():
         assert convert_damaged(content, seed, watch) == ("hostile" not in seed)
     assert watch.events == []
 
 
-def test_the_watch_sees_what_must_not_happen(watch: Watch) -> None:
+def test_the_watch_sees_what_must_not_happen(watch):
     import os
     import pickle
 

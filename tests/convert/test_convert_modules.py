@@ -21,11 +21,9 @@ from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.proposers.mtp.families import FAMILIES
 from mlx_redrafter.target.target import Target
-from tests.conftest import Trained
 from tests.convert import handmade
 from tests.golden.block_layouts import LAYOUTS, tensors
 from tests.helpers.block import LINKS, block_config, random_block
-from tests.helpers.cli import Cli
 from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import layer_inputs, tiny_llama
 from tests.helpers.mtp import MIMO_PREFIX, family_config, module_tensors, write
@@ -45,7 +43,7 @@ def published(folder: Path, model_type: str = "mimo") -> Path:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_converted_module_is_the_published_one(model_type: str, tmp_path: Path) -> None:
+def test_a_converted_module_is_the_published_one(model_type, tmp_path):
     source = published(tmp_path / "source", model_type)
     expected = load_mtp(source)
     conversion = convert(source, tmp_path / "out")
@@ -55,7 +53,7 @@ def test_a_converted_module_is_the_published_one(model_type: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
-def test_quantised_modules_load(model_type: str, tmp_path: Path) -> None:
+def test_quantised_modules_load(model_type, tmp_path):
     source = published(tmp_path / "source", model_type)
     convert(source, tmp_path / "out", dtype="bfloat16", quantize=True, q_group_size=32)
     assert read_config(tmp_path / "out")["quantization"] == {"group_size": 32, "bits": 4}
@@ -71,9 +69,7 @@ def test_quantised_modules_load(model_type: str, tmp_path: Path) -> None:
         convert(tmp_path / "out", tmp_path / "again")
 
 
-def test_out_of_a_models_own_files(
-    stories: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_out_of_a_models_own_files(stories, tmp_path, monkeypatch, cli):
     monkeypatch.setattr("mlx_redrafter.convert.selftest.TOKENS_PER_PROMPT", 8)
     folder, out = own_folder(stories, tmp_path / "own", MODULE), tmp_path / "out"
     assert inspect_checkpoint(folder).kind == "an MTP module of a model of type 'mimo', for 'own'"
@@ -106,9 +102,7 @@ def test_out_of_a_models_own_files(
     assert "license" not in (tmp_path / "other" / "README.md").read_text()
 
 
-def test_of_a_repository_the_files_of_the_module_are_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_repository_the_files_of_the_module_are_fetched(tmp_path, monkeypatch):
     files = {name: f"model-{i % 2:05}.safetensors" for i, name in enumerate(MODULE)}
     folder, asked = write(tmp_path / "cache", {}), list[list[str]]()
     (folder / "model.safetensors").unlink()
@@ -160,7 +154,7 @@ BAD: list[tuple[Mapping[str, mx.array], dict[str, Any], type[Exception], str]] =
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case[3])
-def test_bad_sources_are_refused(tmp_path: Path, case: Any) -> None:
+def test_bad_sources_are_refused(tmp_path, case):
     given, options, kind, message = case
     source = write(tmp_path / "source", given)
     with pytest.raises(kind, match=message):
@@ -172,7 +166,7 @@ def test_bad_sources_are_refused(tmp_path: Path, case: Any) -> None:
         assert inspection.kind == "an MTP module that cannot be converted"
 
 
-def test_the_head_computes_in_its_own_dtype(tmp_path: Path) -> None:
+def test_the_head_computes_in_its_own_dtype(tmp_path):
     """A float16 module in front of a bfloat16 head: nothing of the head is cast."""
     convert(published(tmp_path / "source"), tmp_path / "out", dtype="float16")
     module, model = load_mtp(tmp_path / "out"), tiny_llama()
@@ -186,7 +180,7 @@ def test_the_head_computes_in_its_own_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_converted_drafter_is_the_published_one(name: str, tmp_path: Path) -> None:
+def test_a_converted_drafter_is_the_published_one(name, tmp_path):
     source = write(tmp_path / "source", tensors(LAYOUTS[name]), LAYOUTS[name].config)
     expected = load_block(source)
     conversion = convert(source, tmp_path / "out")
@@ -200,7 +194,7 @@ def test_a_converted_drafter_is_the_published_one(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_small_layers_are_never_quantised(link: str, tmp_path: Path) -> None:
+def test_small_layers_are_never_quantised(link, tmp_path):
     sizes = {**LINKS[link], "rank": 32} if LINKS[link].get("rank") else LINKS[link]
     save_drafter(random_block(block_config(97, 32, has_confidence=True, **sizes)), tmp_path / "in")
     options: Any = {"quantize": True, "q_bits": 8, "q_group_size": 32}
@@ -214,7 +208,7 @@ def test_small_layers_are_never_quantised(link: str, tmp_path: Path) -> None:
         convert(tmp_path / "out", tmp_path / "again", **options)
 
 
-def test_what_a_block_drafter_cannot_have_is_refused(tmp_path: Path, cli: Cli) -> None:
+def test_what_a_block_drafter_cannot_have_is_refused(tmp_path, cli):
     layout = next(iter(LAYOUTS.values()))
     source = write(tmp_path / "source", tensors(layout), layout.config)
     with pytest.raises(ConfigError, match="is not for a block drafter"):
@@ -225,9 +219,7 @@ def test_what_a_block_drafter_cannot_have_is_refused(tmp_path: Path, cli: Cli) -
     assert "cannot be converted" in inspect_checkpoint(source).kind
 
 
-def test_the_entry_that_the_target_accepts_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stories: Trained
-) -> None:
+def test_the_entry_that_the_target_accepts_is_found(tmp_path, monkeypatch, stories):
     """Read a config that names the wrong one: texts stay right, but few drafts are accepted."""
     network = random_block(block_config(512, 64, captured_layers=(1, 2)))
     target = Target(stories.model)

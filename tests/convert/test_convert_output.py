@@ -3,8 +3,6 @@
 import hashlib
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -25,7 +23,6 @@ from mlx_redrafter.proposers.redrafter import load as load_drafter
 from mlx_redrafter.version import __version__
 from tests.convert import handmade
 from tests.convert.handmade import convert
-from tests.helpers.cli import Cli
 from tests.helpers.models import random_drafter
 
 WIDE = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 96}
@@ -46,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_the_folder_says_where_it_comes_from(source: Path) -> None:
+def test_the_folder_says_where_it_comes_from(source):
     out = source.parent / "deep" / "out"
     convert(source, out)
     assert files(out) == OUTPUT
@@ -61,7 +58,7 @@ def test_the_folder_says_where_it_comes_from(source: Path) -> None:
     assert str(source.parent) not in written
 
 
-def test_the_card_describes_the_drafter(source: Path) -> None:
+def test_the_card_describes_the_drafter(source):
     convert(source, source.parent / "out", quantize=True, q_bits=8)
     card = (source.parent / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: mlx\n")
@@ -71,13 +68,13 @@ def test_the_card_describes_the_drafter(source: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_dtypes(source: Path, dtype: str) -> None:
+def test_dtypes(source, dtype):
     convert(source, source.parent / "out", dtype=dtype)
     assert load_drafter(source.parent / "out").dtype == getattr(mx, dtype)
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 64), (4, 64), (6, 32), (8, 64)])
-def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_size: int) -> None:
+def test_quantisation_is_recorded_as_by_mlx_lm(source, bits, group_size):
     out = source.parent / "out"
     convert(source, out, quantize=True, q_bits=bits, q_group_size=group_size)
     assert read_config(out)["quantization"] == {"group_size": group_size, "bits": bits}
@@ -87,7 +84,7 @@ def test_quantisation_is_recorded_as_by_mlx_lm(source: Path, bits: int, group_si
         convert(out, source.parent / "again")
 
 
-def test_a_quantised_copy_is_for_the_same_target(tmp_path: Path) -> None:
+def test_a_quantised_copy_is_for_the_same_target(tmp_path):
     target = {"name": "org/Model", "tokens": "0123", "fingerprint": "4567"}
     save_drafter(random_drafter(64, 64), tmp_path / "given", {"target": target})
     convert(tmp_path / "given", tmp_path / "out", quantize=True)
@@ -95,7 +92,7 @@ def test_a_quantised_copy_is_for_the_same_target(tmp_path: Path) -> None:
     assert "base_model: org/Model" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_impossible_quantisation(source: Path) -> None:
+def test_impossible_quantisation(source):
     for bits, group_size in ((5, 64), (4, 48), (0, 64)):
         with pytest.raises(ConfigError, match="must be one of"):
             convert(
@@ -108,7 +105,7 @@ def test_impossible_quantisation(source: Path) -> None:
     assert files(source.parent) == ["narrow", "source"]
 
 
-def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source: Path) -> None:
+def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source):
     out = source.parent / "out"
     out.mkdir()
     convert(source, out)
@@ -120,7 +117,7 @@ def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source: Path) ->
     assert files(out.parent) == ["out", "source"]
 
 
-def test_failures_keep_the_earlier_output(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_keep_the_earlier_output(source, monkeypatch):
     out, rename, calls = source.parent / "out", os.rename, []
     convert(source, out)
     before = contents(out)
@@ -146,7 +143,7 @@ def test_failures_keep_the_earlier_output(source: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
-def test_back_to_pytorch(source: Path, bits: int | None) -> None:
+def test_back_to_pytorch(source, bits):
     options: Any = {} if bits is None else {"quantize": True, "q_bits": bits}
     mlx, back = source.parent / "mlx", source.parent / "back"
     convert(source, mlx, dtype="float32", **options)
@@ -165,7 +162,7 @@ def test_back_to_pytorch(source: Path, bits: int | None) -> None:
 @pytest.mark.parametrize(
     "variant", [{"rnn_activation": "identity"}, {"rnn_first_step_bias": False}], ids=str
 )
-def test_what_apples_code_cannot_compute(tmp_path: Path, variant: dict[str, Any]) -> None:
+def test_what_apples_code_cannot_compute(tmp_path, variant):
     handmade.write_checkpoint(tmp_path / "source", "zip", {**WIDE, **variant})
     convert(tmp_path / "source", tmp_path / "mlx")
     with pytest.raises(CheckpointError, match="TensorRT-LLM's recurrence"):
@@ -173,7 +170,7 @@ def test_what_apples_code_cannot_compute(tmp_path: Path, variant: dict[str, Any]
     assert files(tmp_path) == ["mlx", "source"]
 
 
-def test_the_most_frequent_tokens_are_kept() -> None:
+def test_the_most_frequent_tokens_are_kept():
     counts = np.array([0, 5, 0, 7, 5, 0, 9])
     assert choose_rows(counts, [0], 4).tolist() == [0, 1, 3, 6]
     assert choose_rows(counts, [], 5).tolist() == [0, 1, 3, 4, 6]
@@ -186,7 +183,7 @@ def test_the_most_frequent_tokens_are_kept() -> None:
         ConversionOptions(vocab_slice=5, vocab_text=[Path("text")])
 
 
-def test_token_ids_out_of_range(tmp_path: Path) -> None:
+def test_token_ids_out_of_range(tmp_path):
     config = {**handmade.CONFIG, "draft_vocab_size": 2}
     values = handmade.tensors()
     values["lm_head.2.weight"] = values["lm_head.2.weight"][:2]
@@ -202,7 +199,7 @@ def test_token_ids_out_of_range(tmp_path: Path) -> None:
                 convert(tmp_path / "source", tmp_path / "out")
 
 
-def test_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload(tmp_path, monkeypatch):
     hub = create_autospec(HfApi, instance=True)
     hub.create_repo.return_value = "https://hub/me/drafter"
     monkeypatch.setattr(publication, "HfApi", lambda: hub)
@@ -215,7 +212,7 @@ def test_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("top_k", [None, 7, 50])
-def test_calibration_outlives_quantising_and_pytorch(tmp_path: Path, top_k: int | None) -> None:
+def test_calibration_outlives_quantising_and_pytorch(tmp_path, top_k):
     measured = {"inverse_temperature": 0.61, "coupling_weight": 0.83}
     drafter = random_drafter(96, 64, draft_top_k=top_k, **measured)  # type: ignore[arg-type]
     save_drafter(drafter, tmp_path / "mlx")
@@ -227,7 +224,7 @@ def test_calibration_outlives_quantising_and_pytorch(tmp_path: Path, top_k: int 
     assert load_drafter(tmp_path / "out").config == drafter.config
 
 
-def test_convert_by_command(source: Path, tmp_path: Path, cli: Cli) -> None:
+def test_convert_by_command(source, tmp_path, cli):
     out, mlx, back = (tmp_path / name for name in ("out", "mlx", "back"))
     found = cli("convert", "-q", "--q-bits", 8, source, out, "--dtype", "bfloat16")
     assert (found.code, found.err) == (0, "")
@@ -255,19 +252,7 @@ def test_convert_by_command(source: Path, tmp_path: Path, cli: Cli) -> None:
         (["a", "b", "-q", "--q-bits", "5"], "must be one of"),
     ],
 )
-def test_usage_errors(arguments: list[str], message: str, cli: Cli) -> None:
+def test_usage_errors(arguments, message, cli):
     found = cli("convert", *arguments)
     assert (found.code, found.err.count("\n")) == (2, 1)
     assert message in found.err
-
-
-def test_help_loads_little_and_names_both_uses() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "mlx_redrafter", "convert", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "convert SRC` describes a checkpoint" in " ".join(shown.stdout.split())
-    assert "mlx_lm" not in shown.stderr
-    assert "torch" not in shown.stderr

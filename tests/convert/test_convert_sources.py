@@ -36,7 +36,7 @@ RENAMINGS: dict[str, tuple[Callable[[str], str], str]] = {
 
 @pytest.mark.parametrize("config", [CONFIG, WIDE, {**WIDE, "rnn": False}])
 @pytest.mark.parametrize("renaming", RENAMINGS)
-def test_name_sets_are_equal(tmp_path: Path, renaming: str, config: dict[str, Any]) -> None:
+def test_name_sets_are_equal(tmp_path, renaming, config):
     rename, name_set = RENAMINGS[renaming]
     values = handmade.tensors(config)
     renamed = {rename(name): value for name, value in values.items()}
@@ -48,7 +48,7 @@ def test_name_sets_are_equal(tmp_path: Path, renaming: str, config: dict[str, An
     )
 
 
-def test_a_verifier_and_unused_tensors_are_left_out_and_noted(tmp_path: Path) -> None:
+def test_a_verifier_and_unused_tensors_are_left_out_and_noted(tmp_path):
     extra = {
         "verifier.model.embed_tokens.weight": np.zeros((3, 3), np.float32),
         "emb_norm.weight": np.ones(8, np.float32),
@@ -63,14 +63,14 @@ def test_a_verifier_and_unused_tensors_are_left_out_and_noted(tmp_path: Path) ->
     load_drafter(tmp_path / "out")
 
 
-def test_the_speculators_fork_is_warned_about(tmp_path: Path) -> None:
+def test_the_speculators_fork_is_warned_about(tmp_path):
     config = {**CONFIG, "speculators_model_type": "recurrent_drafting"}
     conversion = convert(write(tmp_path / "source", handmade.tensors(), config))
     assert "speculators" in conversion.warnings[0]
 
 
 @pytest.mark.parametrize("config", [CONFIG, WIDE, {**CONFIG, "rnn": False}])
-def test_shapes_say_what_a_config_leaves_out(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_shapes_say_what_a_config_leaves_out(tmp_path, config):
     source = write(tmp_path / "source", handmade.tensors(config), config)
     (source / "config.json").unlink()
     found = convert(source).config
@@ -78,7 +78,7 @@ def test_shapes_say_what_a_config_leaves_out(tmp_path: Path, config: dict[str, A
         assert getattr(found, key) == config[key]
 
 
-def test_apples_default_of_minus_one_says_nothing(tmp_path: Path) -> None:
+def test_apples_default_of_minus_one_says_nothing(tmp_path):
     config = {key: -1 if isinstance(v, int) else v for key, v in CONFIG.items()} | {"rnn": True}
     source = write(tmp_path / "source", handmade.tensors(), config)
     assert convert(source).config.hidden_size == CONFIG["hidden_size"]
@@ -88,7 +88,7 @@ def test_apples_default_of_minus_one_says_nothing(tmp_path: Path) -> None:
     ({"rnn_activation": "identity", "rnn_first_step_bias": False, "draft_top_k": None}, ) * 2,
     ({}, {"rnn_activation": "silu", "rnn_first_step_bias": True, "draft_top_k": 50}),
 ], ids=["ours", "Apple's"])  # fmt: skip
-def test_variants_stay(tmp_path: Path, given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_variants_stay(tmp_path, given, expected):
     found = convert(write(tmp_path / "source", handmade.tensors(), {**CONFIG, **given})).config
     assert {key: getattr(found, key) for key in expected} == expected
 
@@ -104,21 +104,9 @@ def test_variants_stay(tmp_path: Path, given: dict[str, Any], expected: dict[str
     ("num_draft_layers", 10**9, "num_draft_layers must be an integer"),
     ("rnn_activation", "tanh", "rnn_activation must be"),
 ])  # fmt: skip
-def test_a_contradicting_config(tmp_path: Path, key: str, value: object, expected: str) -> None:
+def test_a_contradicting_config(tmp_path, key, value, expected):
     source = write(tmp_path / "source", handmade.tensors(), {**CONFIG, key: value})
     assert expected in refusal(source)
-
-
-@pytest.mark.parametrize("name", sorted(handmade.shapes()))
-def test_every_missing_or_misshaped_tensor_is_named(tmp_path: Path, name: str) -> None:
-    values = handmade.tensors()
-    tensor = values.pop(name)
-    expected = list(tensor.shape)
-    message = refusal(write(tmp_path / "source", values))
-    assert f"{name} is missing, expected shape {expected}" in message
-    values[name] = np.concatenate([tensor, tensor[:1]])
-    message = refusal(write(tmp_path / "source", values))
-    assert f"'{name}' has shape {list(values[name].shape)}, expected {expected}" in message
 
 
 UNKNOWN = "lm_head.2.bias", "lm_head.9.linear.weight", "rnn_v.weight", "attention.q.weight"
@@ -131,11 +119,11 @@ MORE: list[tuple[str, np.ndarray, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), MORE, ids=[name for name, *_ in MORE])
-def test_foreign_tensors(tmp_path: Path, name: str, value: np.ndarray, message: str) -> None:
+def test_foreign_tensors(tmp_path, name, value, message):
     assert message in refusal(write(tmp_path / "source", handmade.tensors() | {name: value}))
 
 
-def test_damaged_weights_are_named(tmp_path: Path) -> None:
+def test_damaged_weights_are_named(tmp_path):
     for value, message in (
         (np.nan, r"NaN or infinite weights in rnn_u\.bias"),
         (np.inf, r"NaN or infinite weights in rnn_u\.bias"),
@@ -162,14 +150,14 @@ FOREIGN: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_what_is_no_recurrent_drafter_is_refused_by_name(tmp_path: Path, case: str) -> None:
+def test_what_is_no_recurrent_drafter_is_refused_by_name(tmp_path, case):
     values, config, kind = FOREIGN[case]
     source = write(tmp_path / "source", values, config)
     assert kind in refusal(source)
     assert kind in inspect_checkpoint(source).kind
 
 
-def test_ranks_of_tensorrt_are_refused(tmp_path: Path) -> None:
+def test_ranks_of_tensorrt_are_refused(tmp_path):
     source = write(tmp_path / "source", handmade.tensors())
     for rank in (0, 1):
         (source / f"rank{rank}.safetensors").write_bytes(b"")
@@ -194,12 +182,12 @@ def true_owners() -> dict[str, str]:
     }
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_shards(tmp_path):
     conversion = convert(shards(tmp_path / "source", true_owners()))
     assert sorted(conversion.provenance["sha256"]) == ["model-1.safetensors", "model-2.safetensors"]
 
 
-def test_an_index_that_lies(tmp_path: Path) -> None:
+def test_an_index_that_lies(tmp_path):
     loud = "model\x1b[2J.safetensors"
     handmade.write_config(tmp_path / "source")
     (tmp_path / "source" / loud).write_bytes(b"")
@@ -213,12 +201,12 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
     assert "expected a weight_map" in refusal(shards(tmp_path / "source", {}))
 
 
-def test_a_folder_without_weights(tmp_path: Path) -> None:
+def test_a_folder_without_weights(tmp_path):
     handmade.write_config(tmp_path / "source")
     assert "expected model.safetensors" in refusal(tmp_path / "source")
 
 
-def test_inspection_describes_without_values_and_says_why_not(tmp_path: Path) -> None:
+def test_inspection_describes_without_values_and_says_why_not(tmp_path):
     source = write(tmp_path / "source", handmade.tensors())
     inspection = inspect_checkpoint(source)
     assert inspection.config.hidden_size == CONFIG["hidden_size"]
@@ -233,7 +221,7 @@ def test_inspection_describes_without_values_and_says_why_not(tmp_path: Path) ->
     assert "rnn_u.bias is missing" in inspection.notes[0]
 
 
-def test_a_hub_repository_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_repository_keeps_its_name(tmp_path, monkeypatch):
     snapshot = write(tmp_path / "snapshot", handmade.tensors(), CONFIG)
     asked: list[tuple[str, list[str]]] = []
 

@@ -36,7 +36,6 @@ from tests.conftest import Trained
 from tests.convert import handmade
 from tests.convert.fitted import fit_drafter, fit_medusa
 from tests.convert.handmade import convert, refusal
-from tests.helpers.cli import Cli
 from tests.helpers.equality import tokens
 from tests.helpers.models import random_drafter, shared_path
 from tests.helpers.recurrent_search import expand
@@ -67,9 +66,7 @@ def decode(stories: Trained, drafter: Drafter | None) -> list[list[int]]:
     return [tokens(stories.model, prompt, drafter, **options) for prompt in PROMPTS]
 
 
-def test_quantised_drafters_keep_texts(
-    convert_fitted: Convert, stories: Trained, tmp_path: Path
-) -> None:
+def test_quantised_drafters_keep_texts(convert_fitted, stories, tmp_path):
     plain = decode(stories, None)
     formats: list[dict[str, Any]] = [
         {"dtype": "float32"},
@@ -82,7 +79,7 @@ def test_quantised_drafters_keep_texts(
         assert decode(stories, load_drafter(tmp_path / "out")) == plain
 
 
-def test_a_fitting_drafter_is_calibrated(convert_fitted: Convert, tmp_path: Path) -> None:
+def test_a_fitting_drafter_is_calibrated(convert_fitted, tmp_path):
     conversion = convert_fitted()
     assert conversion.warnings == ()
     assert conversion.provenance["self_test"]["acceptance"] > MIN_ACCEPTANCE
@@ -92,8 +89,8 @@ def test_a_fitting_drafter_is_calibrated(convert_fitted: Convert, tmp_path: Path
 
 
 def test_the_recurrence_is_the_one_that_the_target_accepts_most(
-    convert_fitted: Convert, fitted: Path, stories: Trained, tmp_path: Path
-) -> None:
+    convert_fitted, fitted, stories, tmp_path
+):
     wrong = shutil.copytree(fitted, tmp_path / "wrong")
     values = read_config(wrong)
     (wrong / "config.json").write_text(json.dumps({**values, "rnn_activation": "identity"}))
@@ -106,7 +103,7 @@ def test_the_recurrence_is_the_one_that_the_target_accepts_most(
 
 
 @pytest.mark.parametrize("rnn", [True, False])
-def test_an_untrained_drafter_is_noticed(stories: Trained, tmp_path: Path, rnn: bool) -> None:
+def test_an_untrained_drafter_is_noticed(stories, tmp_path, rnn):
     save_drafter(random_drafter(512, 64, rnn=rnn), tmp_path / "source")
     source = tmp_path / "source"
     conversion = convert(source, tmp_path / "out", target=stories.folder)
@@ -114,9 +111,7 @@ def test_an_untrained_drafter_is_noticed(stories: Trained, tmp_path: Path, rnn: 
 
 
 @pytest.mark.parametrize("is_linear", [False, True])
-def test_the_self_test_measures_what_drafting_does(
-    convert_fitted: Convert, stories: Trained, tmp_path: Path, is_linear: bool
-) -> None:
+def test_the_self_test_measures_what_drafting_does(convert_fitted, stories, tmp_path, is_linear):
     """The first draft of a beam search at every token of the target's own text."""
     activation = "identity" if is_linear else "silu"
     conversion = convert_fitted(dtype="float32", rnn_activation=activation)
@@ -146,14 +141,12 @@ def test_the_self_test_measures_what_drafting_does(
         ({"hidden_size": 64, "exit_dim": 128, "vocab_size": 700}, "vocab_size 700 does not match"),
     ],
 )
-def test_a_drafter_of_another_model(
-    stories: Trained, tmp_path: Path, config: dict[str, int], message: str
-) -> None:
+def test_a_drafter_of_another_model(stories, tmp_path, config, message):
     handmade.write_checkpoint(tmp_path / "source", "zip", {**handmade.CONFIG, **config})
     assert message in refusal(tmp_path / "source", target=stories.folder)
 
 
-def test_padding_rows_are_dropped(stories: Trained, tmp_path: Path) -> None:
+def test_padding_rows_are_dropped(stories, tmp_path):
     config = {**handmade.CONFIG, "hidden_size": 64, "exit_dim": 128, "vocab_size": 576}
     handmade.write_checkpoint(tmp_path / "source", "zip", config)
     options: Any = {"target": stories.folder, "dtype": "float32"}
@@ -165,7 +158,7 @@ def test_padding_rows_are_dropped(stories: Trained, tmp_path: Path) -> None:
     assert mx.array_equal(head, kept).item()
 
 
-def test_a_byte_order_mark_is_not_counted(stories: Trained, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_counted(stories, tmp_path):
     counts = []
     for encoding in ("utf-8", "utf-8-sig"):
         (tmp_path / "text.txt").write_text("Once upon a time", encoding=encoding)
@@ -173,9 +166,7 @@ def test_a_byte_order_mark_is_not_counted(stories: Trained, tmp_path: Path) -> N
     assert counts[0] == counts[1]
 
 
-def test_vocabulary_slices_are_exact(
-    convert_fitted: Convert, stories: Trained, tmp_path: Path
-) -> None:
+def test_vocabulary_slices_are_exact(convert_fitted, stories, tmp_path):
     whole = convert_fitted(dtype="float32").provenance["self_test"]["acceptance"]
     conversion = convert_fitted(dtype="float32", vocab_slice=300, vocab_text=[shared_path(TEXT)])
     values = read_config(tmp_path / "out")
@@ -207,9 +198,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_converted_heads_give_the_targets_text(
-    source: Path, stories: Trained, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_converted_heads_give_the_targets_text(source, stories, tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(shared_path(TEXT).read_text(encoding="utf-8")[:20_000])
     conversion = convert(source, tmp_path / "out", target=stories.folder, **OPTIONS[name])
@@ -240,7 +229,7 @@ def test_converted_heads_give_the_targets_text(
             assert responses[-1].tokens_per_step > 1.2
 
 
-def test_heads_that_know_nothing_are_warned_about(stories: Trained, tmp_path: Path) -> None:
+def test_heads_that_know_nothing_are_warned_about(stories, tmp_path):
     source = write_heads(tmp_path / "source", handmade.medusa(3, hidden=64, rows=512), {})
     (warning,) = convert(source, tmp_path / "out", target=stories.folder).warnings
     assert "probably trained for another model" in warning
@@ -250,9 +239,7 @@ def test_heads_that_know_nothing_are_warned_about(stories: Trained, tmp_path: Pa
     ("hidden", "rows", "message"),
     [(32, 512, "hidden_size 32 does not match"), (64, 700, "vocab_size 700 does not match")],
 )
-def test_heads_for_another_model_are_refused(
-    stories: Trained, tmp_path: Path, hidden: int, rows: int, message: str
-) -> None:
+def test_heads_for_another_model_are_refused(stories, tmp_path, hidden, rows, message):
     values = handmade.medusa(3, hidden, rows)
     assert message in refusal(write_heads(tmp_path / "source", values, {}), target=stories.folder)
     values["0.1.weight"][0] = float("nan")  # sizes are compared before any weights are read
@@ -261,20 +248,12 @@ def test_heads_for_another_model_are_refused(
         load(stories.folder, drafter=source)
 
 
-def test_the_command_line(
-    source: Path, stories: Trained, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Published files are used as they are by every command."""
-    monkeypatch.setattr("mlx_redrafter.bench.speed.time_shapes", lambda *_: None)
+def test_published_heads_by_command(source, stories, tmp_path, cli):
+    """As they are, and converted; `check` compares every kind in test_every_kind."""
     pair = ["--model", stories.folder, "--drafter", source]
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text(PROMPTS[-1])
     assert cli("check", *pair, "-p", PROMPTS[-1], "-m", 9).out.startswith("equal: 9 tokens")
-    options = ["--prompts", prompts, "-m", 6, "--shapes", "4x3x9", "--repeats", 1]
-    found = cli("bench", "compare", *pair, *options)
-    assert (found.code, "top_n w4 l3 n9" in found.out) == (0, True)
-    out = tmp_path / "out"
-    found = cli("convert", source, out, "--target", stories.folder, "--tree", "static")
+    options = ["--target", stories.folder, "--tree", "static"]
+    found = cli("convert", source, tmp_path / "out", *options)
     assert "2 heads of 512 tokens with 1 blocks, static tree, float16" in found.out
 
 
@@ -315,7 +294,7 @@ BAD: dict[str, tuple[Values, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_named(tmp_path: Path, case: str) -> None:
+def test_what_does_not_fit_is_named(tmp_path, case):
     values, config, message = BAD[case]
     source = write_heads(tmp_path / "source", values, config)
     assert recognise(source)[0].NAME == "Medusa heads"
@@ -326,14 +305,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path, case: str) -> None:
     assert note.isprintable()
 
 
-def test_inspection_names_the_target(tmp_path: Path) -> None:
+def test_inspection_names_the_target(tmp_path):
     found = inspect_checkpoint(write_heads(tmp_path, handmade.medusa(5)))
     assert found.kind == "Medusa heads with fasterdecoding names, for 'org/vicuna'"
     assert found.notes == ("config.json says medusa_num_heads 2, the file has 5 heads",)
     assert found.config.to_dict()["num_heads"] == 5
 
 
-def test_pickles_are_for_convert(tmp_path: Path) -> None:
+def test_pickles_are_for_convert(tmp_path):
     handmade.write_config(tmp_path, CONFIG)
     values = handmade.medusa(2)
     handmade.write_zip(tmp_path / "medusa_lm_head.pt", handmade.pickled(values), values)
@@ -345,13 +324,13 @@ def test_pickles_are_for_convert(tmp_path: Path) -> None:
     ({"rnn_activation": "silu"}, "--rnn-activation is not for Medusa heads"),
     ({"tree": "static"}, "a static tree needs --target"),
 ])  # fmt: skip
-def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit(tmp_path, options, message):
     source = write_heads(tmp_path / "source", handmade.medusa(2))
     with pytest.raises(ConfigError, match=message):
         convert(source, tmp_path / "out", **options)
 
 
-def test_a_tree_is_no_option_of_recurrent_drafters(tmp_path: Path) -> None:
+def test_a_tree_is_no_option_of_recurrent_drafters(tmp_path):
     handmade.write_checkpoint(tmp_path / "source", "safetensors")
     with pytest.raises(ConfigError, match="--tree is not for"):
         convert(tmp_path / "source", tmp_path / "out", tree="static")

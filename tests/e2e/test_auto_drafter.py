@@ -58,9 +58,7 @@ def _tokens(result: Result) -> list[int]:
     return tokens
 
 
-def test_a_newcomer_finds_a_drafter(
-    hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newcomer_finds_a_drafter(hub, cli, monkeypatch):
     plain = _generate(cli, "--drafter", "none", "--yes")
     assert "drafter:" not in plain.err
 
@@ -86,7 +84,7 @@ def test_a_newcomer_finds_a_drafter(
     assert hub.fetched == fetched, "nothing is fetched twice"
 
 
-def test_a_name_alone_runs(hub: FakeHub, cli: Cli) -> None:
+def test_a_name_alone_runs(hub, cli):
     name = MODEL.partition("/")[2]
     asked = _line(cli("run", name, "Once"), 2)
     assert f"Download {MODEL} (" in asked
@@ -113,9 +111,7 @@ def test_a_name_alone_runs(hub: FakeHub, cli: Cli) -> None:
         ("model.safetensors config.json", '{"model_type": "bert"}', "'bert' cannot be"),
     ],
 )
-def test_a_repository_that_is_no_model_is_one_line(
-    hub: FakeHub, cli: Cli, tmp_path: Path, names: str, config: str, remedy: str
-) -> None:
+def test_a_repository_that_is_no_model_is_one_line(hub, cli, tmp_path, names, config, remedy):
     (tmp_path / "other").mkdir()
     for name in names.split():
         (tmp_path / "other" / name).write_text(config if name.endswith(".json") else "")
@@ -125,7 +121,7 @@ def test_a_repository_that_is_no_model_is_one_line(
     assert not any(name.endswith("model.safetensors") for name in hub.fetched)
 
 
-def test_a_wrong_name_and_a_gate_are_one_line(hub: FakeHub, cli: Cli) -> None:
+def test_a_wrong_name_and_a_gate_are_one_line(hub, cli):
     refused = _line(cli("run", MODEL.replace("Qwen3", "Qven3"), "Once", "--yes"), 1)
     assert f"did you mean {MODEL}?" in refused
     missing = _generate(cli, "--drafter", f"{MODEL}-drafter", "--yes")
@@ -150,7 +146,7 @@ def _declining() -> Iterator[list[str]]:
         yield questions
 
 
-def test_a_terminal_is_asked(hub: FakeHub, cli: Cli) -> None:
+def test_a_terminal_is_asked(hub, cli):
     _generate(cli, "--drafter", "none", "--yes")
     with _declining() as questions:
         declined = _generate(cli, "--drafter", "auto")
@@ -158,7 +154,7 @@ def test_a_terminal_is_asked(hub: FakeHub, cli: Cli) -> None:
     assert "drafter: prompt lookup" in declined.err
 
 
-def test_a_named_drafter_needs_a_question(hub: FakeHub, cli: Cli, tmp_path: Path) -> None:
+def test_a_named_drafter_needs_a_question(hub, cli, tmp_path):
     _generate(cli, "--drafter", "none", "--yes")
     texts = tmp_path / "texts.txt"
     texts.write_text("Once upon a time.\n")
@@ -181,8 +177,8 @@ def test_a_named_drafter_needs_a_question(hub: FakeHub, cli: Cli, tmp_path: Path
 
 
 def test_the_target_of_a_conversion_is_not_downloaded_without_a_question(
-    hub: FakeHub, cli: Cli, untouched: Path, tmp_path: Path
-) -> None:
+    hub, cli, untouched, tmp_path
+):
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "thesis.txt").write_text("mine")
     words = ("convert", untouched / "drafter", tmp_path / "new", "--target", MODEL)
@@ -194,7 +190,7 @@ def test_the_target_of_a_conversion_is_not_downloaded_without_a_question(
     assert (result.code, f" by {MODEL}" in result.out) == (0, True), result.err
 
 
-def test_a_licence_cannot_change_the_question(hub: FakeHub, cli: Cli) -> None:
+def test_a_licence_cannot_change_the_question(hub, cli):
     """Signs that move the cursor would let a repository write over its size."""
     hub.add(MODEL, hub.folders[MODEL], license="\x1b[2K\rDownload one kilobyte")
     with _declining() as questions:
@@ -209,7 +205,7 @@ def test_a_licence_cannot_change_the_question(hub: FakeHub, cli: Cli) -> None:
         assert "\x1b" not in result.out + result.err
 
 
-def test_a_damaged_drafter_is_replaced_by_lookup(hub: FakeHub, cli: Cli, tmp_path: Path) -> None:
+def test_a_damaged_drafter_is_replaced_by_lookup(hub, cli, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(hub.folders[DRAFTER], damaged)
     weights = damaged / "model.safetensors"
@@ -222,7 +218,7 @@ def test_a_damaged_drafter_is_replaced_by_lookup(hub: FakeHub, cli: Cli, tmp_pat
     assert "Traceback" not in result.err
 
 
-def test_a_too_large_model(hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_too_large_model(hub, cli, monkeypatch):
     _generate(cli, "--drafter", "none", "--yes")
     memory = "mlx_redrafter.checkpoints.memory_check.read_total_memory"
     monkeypatch.setattr(memory, lambda: 10**5)
@@ -235,7 +231,7 @@ def test_a_too_large_model(hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPat
     assert "of disk in" in full.err
 
 
-def test_lookup_drafts_offline(hub: FakeHub, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_drafts_offline(hub, cli, monkeypatch):
     _generate(cli, "--drafter", "none", "--yes")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     result = _generate(cli, "--drafter", "auto")
@@ -244,7 +240,7 @@ def test_lookup_drafts_offline(hub: FakeHub, cli: Cli, monkeypatch: pytest.Monke
     assert result.err.count("\n") == 2, result.err
 
 
-def test_advice_names_the_drafter_and_whose_figure_its_gain_is(hub: FakeHub, cli: Cli) -> None:
+def test_advice_names_the_drafter_and_whose_figure_its_gain_is(hub, cli):
     arguments = ("advise", MODEL, "--chip", "M4 Pro")
     told = cli(*arguments)
     assert f"It downloads {DRAFTER} (EAGLE-3, " in told.out
@@ -265,7 +261,7 @@ def test_advice_names_the_drafter_and_whose_figure_its_gain_is(hub: FakeHub, cli
     assert json.loads(other.out)["gain"] == {"speedup": "1.5 to 2.5", "source": source}
 
 
-def test_models_are_listed_pulled_and_removed(hub: FakeHub, cli: Cli, tmp_path: Path) -> None:
+def test_models_are_listed_pulled_and_removed(hub, cli, tmp_path):
     assert "no models in MLX's format on this machine" in cli("list").err
     pulled = cli("pull", MODEL.partition("/")[2])
     assert pulled.err.startswith(f"looking for '{MODEL}' on the hub ..."), "the owner is completed"

@@ -17,7 +17,6 @@ from mlx_redrafter.checkpoints import bundled
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training import fingerprint_weights
-from tests.helpers.cli import Cli
 from tests.helpers.models import random_drafter
 
 PROMPT = "The old man opened the door and"
@@ -62,9 +61,7 @@ def _dtypes(module: nn.Module) -> set[mx.Dtype]:
 
 
 @pytest.mark.parametrize("drafting", [[], ["--drafter", "none"]], ids=str)
-def test_text_is_stock_mlx_lms(
-    pair: Pair, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafting: list[object]
-) -> None:
+def test_text_is_stock_mlx_lms(pair, cli, monkeypatch, tmp_path, drafting):
     """In any folder, and without a network."""
     monkeypatch.setattr(socket.socket, "connect", _refuse)
     monkeypatch.setattr(socket, "getaddrinfo", _refuse)
@@ -76,7 +73,7 @@ def test_text_is_stock_mlx_lms(
     assert ("Speculative: " in result.err) == (drafting == [])
 
 
-def test_a_drafter_of_ones_own(pair: Pair, cli: Cli, tmp_path: Path) -> None:
+def test_a_drafter_of_ones_own(pair, cli, tmp_path):
     vocab_size, hidden_size = pair.model["model"]["embed_tokens"].weight.shape
     own = random_drafter(vocab_size, hidden_size, exit_dim=32, dtype=mx.float16)
     save_drafter(own, tmp_path)
@@ -88,7 +85,7 @@ def test_a_drafter_of_ones_own(pair: Pair, cli: Cli, tmp_path: Path) -> None:
     assert (result.code, result.out) == (0, _stock_text(pair, 30) + "\n")
 
 
-def test_pairs_are_loaded_in_float32_and_folders_as_they_are_stored(pair: Pair) -> None:
+def test_pairs_are_loaded_in_float32_and_folders_as_they_are_stored(pair):
     model, tokenizer, drafter = load()
     assert isinstance(drafter, Drafter)
     assert _dtypes(model) == _dtypes(drafter) == {mx.float32}
@@ -99,7 +96,7 @@ def test_pairs_are_loaded_in_float32_and_folders_as_they_are_stored(pair: Pair) 
     assert drafter is None
 
 
-def test_files_and_cards(pair: Pair) -> None:
+def test_files_and_cards(pair):
     """The drafter's card names the target's weights, as stored or as they are computed with."""
     for part, names in FILES.items():
         assert {path.name for path in (pair.folder / part).iterdir()} == names | {"README.md"}
@@ -114,7 +111,7 @@ def test_files_and_cards(pair: Pair) -> None:
     assert "tokens/step" in card
 
 
-def test_an_absent_pair(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_absent_pair(cli, monkeypatch, tmp_path):
     monkeypatch.setattr(bundled, "FOLDER", tmp_path)
     with pytest.raises(CheckpointError, match=r"expected the bundled target in .*, found none"):
         load()

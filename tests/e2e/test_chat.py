@@ -13,7 +13,6 @@ import pytest
 from mlx_redrafter.engine import prompt_encoding
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ResourceError
-from tests.conftest import Trained
 from tests.helpers.cli import Cli, Result
 
 Chat = Callable[..., Result]
@@ -31,7 +30,7 @@ def chat(chat_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Chat:
 
 
 @pytest.mark.parametrize("options", [[], ["--drafter", "none"]], ids=str)
-def test_answers_are_those_to_the_whole_chat(stories: Trained, chat: Chat, options: Any) -> None:
+def test_answers_are_those_to_the_whole_chat(stories, chat, options):
     """It begins anew at /reset, and ends at /exit."""
     messages = ["Hi", "Who is Tim", "/reset", "", "And then", "/exit", "Hi"]
     answers = chat(messages, "-m", 12, "--system-prompt", "Be good", *options, "--verbose")
@@ -48,12 +47,12 @@ def test_answers_are_those_to_the_whole_chat(stories: Trained, chat: Chat, optio
     assert answers.out == expected
 
 
-def test_the_end_of_the_input_ends_a_message_of_several_lines(chat: Chat) -> None:
+def test_the_end_of_the_input_ends_a_message_of_several_lines(chat):
     closed = chat(['"""Who', 'is Tim"""'], "-m", 4)
     assert closed.out == chat(['"""Who', "is Tim"], "-m", 4).out != ""
 
 
-def test_chats_that_cannot_be(stories: Trained, chat: Chat) -> None:
+def test_chats_that_cannot_be(stories, chat):
     named = ("--model", stories.folder)
     for words, message in (((), "give --model"), (named, "a model with a chat template")):
         found = chat(["Hi"], command=("chat", *words))
@@ -61,9 +60,7 @@ def test_chats_that_cannot_be(stories: Trained, chat: Chat) -> None:
         assert message in found.err
 
 
-def test_a_chat_goes_on_at_the_end_of_its_context(
-    chat_folder: Path, tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_goes_on_at_the_end_of_its_context(chat_folder, tmp_path, chat, monkeypatch):
     """Three times the context: the oldest turns go, the system's message stays."""
     model = tmp_path / "model"
     shutil.copytree(chat_folder, model)
@@ -91,9 +88,7 @@ def test_a_chat_goes_on_at_the_end_of_its_context(
     assert len(tokenizer.encode(found.out)) > 3 * context
 
 
-def test_a_message_beyond_the_memory_loses_no_other(
-    tmp_path: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_beyond_the_memory_loses_no_other(tmp_path, chat, monkeypatch):
     stream = Engine.stream
 
     def refusing(engine: Engine, prompt: Any, **options: Any) -> Any:
@@ -110,7 +105,7 @@ def test_a_message_beyond_the_memory_loses_no_other(
     assert [one["role"] for one in saved] == ["user", "assistant"]
 
 
-def test_commands_of_a_chat(chat_folder: Path, tmp_path: Path, chat: Chat) -> None:
+def test_commands_of_a_chat(chat_folder, tmp_path, chat):
     file, other = tmp_path / "chat.jsonl", tmp_path / "other"
     other.write_text("mine")
     lines = ['"""Who', 'is Tim"""', f"/save {file}", f"/save {file}", f"/save {other}", "/save"]

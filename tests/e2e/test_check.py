@@ -16,7 +16,6 @@ from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine import engine
 from mlx_redrafter.target.caches.quantised import QuantisingCache
 from tests.conftest import Trained
-from tests.helpers.cli import Cli
 from tests.helpers.equality import ids, stock_tokens
 
 PROMPTS = ["-p", "Once upon a time", "-p", "Lily"]
@@ -38,7 +37,7 @@ def words(stories: Trained, drafter_folder: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("options", [[], ["--temp", 0.8, "--select", "beam"]], ids=str)
-def test_equal_texts(words: list[object], cli: Cli, options: list[object]) -> None:
+def test_equal_texts(words, cli, options):
     result = cli(*words, *PROMPTS, *options)
     assert (result.code, result.err) == (0, "")
     first, second = result.out.splitlines()
@@ -55,7 +54,7 @@ def test_equal_texts(words: list[object], cli: Cli, options: list[object]) -> No
     assert len(cli(*words, "-m", 4, *options).out.splitlines()) == 3  # prompts by default
 
 
-def test_quantised_rows_from_the_first_token_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_rows_from_the_first_token_on(cli, monkeypatch):
     lengths, quantise = [], QuantisingCache._quantise
 
     def watch(cache: QuantisingCache) -> None:
@@ -69,9 +68,7 @@ def test_quantised_rows_from_the_first_token_on(cli: Cli, monkeypatch: pytest.Mo
     assert max(lengths) < 20
 
 
-def test_a_difference_is_told_with_its_gap(
-    stories: Trained, words: list[object], cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_difference_is_told_with_its_gap(stories, words, cli, monkeypatch):
     monkeypatch.setattr(engine, "SequenceDecoder", BrokenText)
     result = cli(*words, "-p", "Once upon a time")
     assert (result.code, result.err) == (1, "")
@@ -100,9 +97,7 @@ TRIED = "Tim had a red ball. Tim had a"
 
 
 @pytest.mark.parametrize("load", [0.0, 1000.0])
-def test_the_text_is_printed_and_compared_with_mlx_lm(
-    load: float, stories: Trained, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_text_is_printed_and_compared_with_mlx_lm(load, stories, cli, monkeypatch):
     monkeypatch.setattr(machine, "load_averages", lambda: [load])
     shown = cli("try", stories.folder, "-p", TRIED, "-m", 12)
     stock = mlx_lm.generate(stories.model, stories.tokenizer, TRIED, max_tokens=12)
@@ -112,7 +107,7 @@ def test_the_text_is_printed_and_compared_with_mlx_lm(
     assert ("other programs keep 1000.0 of" in shown.err) == bool(load)
 
 
-def test_a_difference_fails(stories: Trained, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_fails(stories, cli, monkeypatch):
     right = runs.stock_arm
 
     def wrong(settings: Any) -> Any:
@@ -128,7 +123,7 @@ def test_a_difference_fails(stories: Trained, cli: Cli, monkeypatch: pytest.Monk
     assert "DIFFERENT from token 12 on" in shown.err
 
 
-def test_an_impossible_name_is_all_that_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_name_is_all_that_is_said(cli, monkeypatch):
     monkeypatch.setattr(machine, "load_averages", lambda: [1000.0])
     refused = cli("try", "llama3:8b", "-p", TRIED)
     assert (refused.code, refused.err.count("\n")) == (2, 1), refused.err

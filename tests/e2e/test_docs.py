@@ -19,7 +19,7 @@ from typer.main import get_command
 
 from mlx_redrafter.bench.lab.__main__ import NAMES, make_parser
 from mlx_redrafter.cli.main import app
-from tests.helpers.cli import Cli, commands
+from tests.helpers.cli import commands
 from tests.helpers.models import ROOT
 
 PROGRAM = "redrafter-mlx"
@@ -85,7 +85,6 @@ def _lines(page: Path) -> Iterator[_Line]:
 
 
 def _commands(page: Path) -> list[list[str]]:
-    """Words after the program's name."""
     return [line.words for line in _lines(page) if line.program == PROGRAM and line.words]
 
 
@@ -144,14 +143,14 @@ def _options() -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_options_exist(page: Path) -> None:
+def test_options_exist(page):
     """Also those outside of command lines, which the next test parses."""
     quoted = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text(encoding="utf-8")))
     assert quoted <= {*_options(), "--help", *FOREIGN}
 
 
 @pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=lambda page: page.name)
-def test_every_command_line_is_parsed_by_its_program(page: Path) -> None:
+def test_every_command_line_is_parsed_by_its_program(page):
     wrong = []
     for line in _lines(page):
         try:
@@ -170,7 +169,7 @@ def test_every_command_line_is_parsed_by_its_program(page: Path) -> None:
         f"{LABORATORY}.real_pairs PAIRS.json",
     ],
 )
-def test_a_line_that_does_not_fit_is_noticed(typed: str, tmp_path: Path) -> None:
+def test_a_line_that_does_not_fit_is_noticed(typed, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"```\nA=1 mlx.launch -n 2 .venv/bin/{typed} 2> log\n```\n")
     (line,) = _lines(page)
@@ -178,14 +177,14 @@ def test_a_line_that_does_not_fit_is_noticed(typed: str, tmp_path: Path) -> None
         _check(line)
 
 
-def test_every_command_on_the_pages_is_run_by_a_test() -> None:
+def test_every_command_on_the_pages_is_run_by_a_test():
     tests = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
     called = set(re.findall(r"""\(\s*(?:capsys,\s*)?\[?"([a-z]+)",""", tests))
     quoted = {words[0] for page in PAGES for words in _commands(page)}
     assert {one for one in quoted if not one.startswith("-")} <= called
 
 
-def test_the_readme_shows_what_is_printed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_shows_what_is_printed(cli, monkeypatch):
     monkeypatch.setattr("mlx_redrafter.cli.try_out.ROUNDS", 1)
     (shown,) = (one for one in _blocks(PAGES[0].read_text(), "") if one.startswith("$ "))
     command, _, output = shown.removeprefix("$ ").partition("\n")
@@ -194,12 +193,7 @@ def test_the_readme_shows_what_is_printed(cli: Cli, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("page", [PAGES[0], ROOT / "docs" / "python.md"], ids=lambda p: p.name)
-def test_python_examples_run(
-    page: Path,
-    chat_folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_python_examples_run(page, chat_folder, capsys, monkeypatch):
     answers: list[str] = []
     monkeypatch.setattr(HTTPServer, "serve_forever", lambda server: _ask(server, answers))
     namespace: dict[str, Any] = {}
@@ -230,9 +224,7 @@ def _ask(server: HTTPServer, answers: list[str]) -> None:
     server.server_close()
 
 
-def test_commands_of_the_command_line_page_run(
-    chat_folder: Path, drafter_folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_of_the_command_line_page_run(chat_folder, drafter_folder, cli, monkeypatch):
     names = {"MODEL": chat_folder, "DRAFTER": drafter_folder, "SMALLER-MODEL": chat_folder}
     done = []
     for command in _commands(ROOT / "docs" / "command-line.md"):
@@ -246,6 +238,6 @@ def test_commands_of_the_command_line_page_run(
     assert set(done) == set(RUN)
 
 
-def test_the_laboratorys_page_lists_every_command() -> None:
+def test_the_laboratorys_page_lists_every_command():
     page = (ROOT / "bench" / "lab" / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) == set(NAMES)

@@ -29,7 +29,6 @@ from mlx_redrafter.proposers.specformer import SpecFormer, SpecFormerConfig
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers import mtp, toy
 from tests.helpers.block import LINKS, block_config, random_block
-from tests.helpers.cli import Cli
 from tests.helpers.few_shapes import compile_passes
 from tests.helpers.medusa import random_medusa
 from tests.helpers.models import fast_tokenizer, random_drafter
@@ -112,7 +111,7 @@ def engines(target: Path, drafter: Any) -> tuple[Engine, Engine]:
     return Engine(model, tokenizer, loaded), Engine(model, tokenizer, None)
 
 
-def test_threads_share_an_engine_which_learns(engines: tuple[Engine, Engine]) -> None:
+def test_threads_share_an_engine_which_learns(engines):
     """Sampled with the target's noise, one text greedy; with the sizes of drafts left to auto."""
     drafted, plain = engines
     options: list[dict[str, Any]] = [{}, {"temp": 0.8, "seed": 1}, {"temp": 1.0, "seed": 2}]
@@ -129,7 +128,7 @@ def test_threads_share_an_engine_which_learns(engines: tuple[Engine, Engine]) ->
     assert drafted.memory.policy is not first
 
 
-def test_turns_on_one_prompt_cache(engines: tuple[Engine, Engine]) -> None:
+def test_turns_on_one_prompt_cache(engines):
     caches = [engine.new_prompt_cache() for engine in engines]
     for turn, shape in zip(PROMPTS, SHAPES, strict=True):
         options: dict[str, Any] = {"temp": 0.8, "seed": 4, "max_tokens": 9}
@@ -156,7 +155,7 @@ def mixed_texts() -> list[dict[str, Any]]:
     ]
 
 
-def test_texts_of_any_kind_share_their_passes(engines: tuple[Engine, Engine]) -> None:
+def test_texts_of_any_kind_share_their_passes(engines):
     """They come and go, one after a kept prefix; some are cut off, and one is cancelled."""
     drafted, plain = engines
     rng, shared, texts = random.Random(2), drafted.share(), mixed_texts()
@@ -189,9 +188,7 @@ def test_texts_of_any_kind_share_their_passes(engines: tuple[Engine, Engine]) ->
         assert len(tokens) >= 5
 
 
-def test_a_network_drafts_for_several_texts_as_for_each(
-    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_drafts_for_several_texts_as_for_each(engines, monkeypatch):
     """With the rows of all texts in its passes; those that cannot do it draft in turn."""
     drafted, _ = engines
     if not drafted.proposer.networks:
@@ -231,9 +228,7 @@ def test_a_network_drafts_for_several_texts_as_for_each(
     assert (num_joint > 0) == (not drafts_alone)
 
 
-def test_passes_are_dispatched_before_the_host_reads(
-    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_are_dispatched_before_the_host_reads(engines, monkeypatch):
     """With a fixed plan the host reads once per step; where it waits by design, also before it."""
     drafted, plain = engines
     compile_passes(monkeypatch, uses=1)
@@ -270,7 +265,7 @@ def test_passes_are_dispatched_before_the_host_reads(
         assert [*begun, *(r.token for r in first)] == expected
 
 
-def test_the_server(engines: tuple[Engine, Engine]) -> None:
+def test_the_server(engines):
     drafted, plain = engines
     body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0.8, "seed": 4}
     with serving(drafted) as served:
@@ -280,9 +275,7 @@ def test_the_server(engines: tuple[Engine, Engine]) -> None:
     assert answer["choices"][0]["text"] == plain.generate(PROMPTS[0], **options)
 
 
-def test_check_and_compare(
-    target: Path, drafter: Any, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_and_compare(target, drafter, tmp_path, cli, monkeypatch):
     # Times of tiny models are of no use, and take most of the time.
     monkeypatch.setattr("mlx_redrafter.bench.speed.time_shapes", lambda *_: None)
     pair = ("--model", target, "--drafter", drafter, "--temp", 0.8, "-m", 6)
@@ -300,7 +293,7 @@ def test_check_and_compare(
     assert {row["num_different"] for row in rows if "auto" in row["arm"]} == {0}
 
 
-def test_a_new_kind_needs_a_folder_and_an_entry(target: Path, tmp_path: Path, cli: Cli) -> None:
+def test_a_new_kind_needs_a_folder_and_an_entry(target, tmp_path, cli):
     """Loading, generating, and inspection; the tests above have the rest."""
     folder = write_heads(tmp_path / "toy", make_toy)
     network = load(target, drafter=folder)[2]
@@ -318,7 +311,7 @@ def test_a_new_kind_needs_a_folder_and_an_entry(target: Path, tmp_path: Path, cl
     assert toy.NAME in refused.err
 
 
-def test_a_new_kind_checks_sizes_before_weights(target: Path, tmp_path: Path) -> None:
+def test_a_new_kind_checks_sizes_before_weights(target, tmp_path):
     save_drafter(toy.Toy(toy.ToyConfig(VOCAB_SIZE, 48)), tmp_path)
     with pytest.raises(CheckpointError, match="hidden_size 48 does not match the target's 32"):
         load(target, drafter=tmp_path)

@@ -60,9 +60,7 @@ def _stock_text(stories: Trained, prompt: str = PROMPT, max_tokens: int = 20) ->
     [[], ["--beam-width", 2, "--beam-length", 3, "--tree-nodes", 4], ["--select", "beam"]],
     ids=str,
 )
-def test_text_goes_to_stdout_and_statistics_to_stderr(
-    stories: Trained, drafted: Cli, shape: list[object]
-) -> None:
+def test_text_goes_to_stdout_and_statistics_to_stderr(stories, drafted, shape):
     result = drafted(*shape, "--stats")
     assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
     beginnings = "==========", "Prompt: 5 tokens, ", "Generation: 20 tokens, ", "Peak memory: "
@@ -72,7 +70,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr(
     assert "tokens/step over" in lines[4]
 
 
-def test_one_token_has_no_speed(drafted: Cli, plain: Cli) -> None:
+def test_one_token_has_no_speed(drafted, plain):
     alone = plain("-m", 1, "--stats").err.splitlines()
     assert alone[2] == "Generation: 1 token, in the time of the prompt"
     assert json.loads(plain("-m", 1, "--json").out)["generation_tps"] is None
@@ -81,7 +79,7 @@ def test_one_token_has_no_speed(drafted: Cli, plain: Cli) -> None:
     assert "Speculative" not in drafted("-m", 1, "--stats").err
 
 
-def test_half_precision_on_a_cpu_is_told(stories: Trained, tmp_path: Path, cli: Cli) -> None:
+def test_half_precision_on_a_cpu_is_told(stories, tmp_path, cli):
     half = tmp_path / "half"
     shutil.copytree(stories.folder, half)
     tensors = mx.load(str(half / "model.safetensors"))
@@ -92,15 +90,13 @@ def test_half_precision_on_a_cpu_is_told(stories: Trained, tmp_path: Path, cli: 
         assert ("mlx_lm.convert --dtype float32" in result.err) == is_told, result.err
 
 
-def test_drafts_made_ahead_change_no_text(stories: Trained, drafted: Cli) -> None:
+def test_drafts_made_ahead_change_no_text(stories, drafted):
     result = drafted("--predraft", 4, "--beam-width", 2, "--temp", 0, "--stats")
     assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
     assert "results were foreseen" in result.err.splitlines()[5]
 
 
-def test_plain_decoding_prints_the_same_text_and_no_speculation(
-    stories: Trained, plain: Cli
-) -> None:
+def test_plain_decoding_prints_the_same_text_and_no_speculation(stories, plain):
     result = plain("--stats")
     assert (result.code, result.out) == (0, _stock_text(stories) + "\n")
     assert "Speculative" not in result.err
@@ -112,7 +108,7 @@ def test_plain_decoding_prints_the_same_text_and_no_speculation(
     assert shape == {None}
 
 
-def test_json_has_every_field_and_nothing_else_is_printed(stories: Trained, drafted: Cli) -> None:
+def test_json_has_every_field_and_nothing_else_is_printed(stories, drafted):
     result = drafted("--json", "--beam-width", 4)
     assert (result.code, result.err) == (0, "")
     values = json.loads(result.out)
@@ -132,9 +128,7 @@ def test_json_has_every_field_and_nothing_else_is_printed(stories: Trained, draf
 
 
 @pytest.mark.parametrize("drafter", [[], ["--drafter", "none"]], ids=str)
-def test_stop_token_is_counted_and_not_listed(
-    stories: Trained, drafted: Cli, drafter: list[str]
-) -> None:
+def test_stop_token_is_counted_and_not_listed(stories, drafted, drafter):
     prompt: list[int] = stories.tokenizer.encode(PROMPT)
     tokens = ids(stock_tokens(stories.model, prompt, 20))
     end = tokens.index(tokens[6])
@@ -143,7 +137,7 @@ def test_stop_token_is_counted_and_not_listed(
     assert (values["finish_reason"], values["generation_tokens"]) == ("stop", end + 1)
 
 
-def test_a_seed_is_reported_and_repeats_the_text(drafted: Cli, plain: Cli) -> None:
+def test_a_seed_is_reported_and_repeats_the_text(drafted, plain):
     sampling = ["--temp", 1, "--top-p", 0.95, "--top-k", 50, "--min-p", 0.01, "--json"]
     first, other = (json.loads(drafted(*sampling).out) for _ in range(2))
     assert first["seed"] != other["seed"]
@@ -153,7 +147,7 @@ def test_a_seed_is_reported_and_repeats_the_text(drafted: Cli, plain: Cli) -> No
         assert (values["tokens"], values["seed"]) == (first["tokens"], first["seed"])
 
 
-def test_quantised_keys_and_values(cli: Cli) -> None:
+def test_quantised_keys_and_values(cli):
     options = ["generate", "--prompt", PROMPT, "--json", "--max-tokens", 40]
     result = cli(*options, "--kv-bits", 4, "--quantized-kv-start", 10)
     assert result.code == 0, result.err
@@ -166,23 +160,21 @@ def test_quantised_keys_and_values(cli: Cli) -> None:
     assert "kv_bits must be one of 1, 2, 3, 4, 5, 6, 8, got 9" in result.err
 
 
-def test_prompts_from_stdin_and_with_escapes(
-    stories: Trained, plain: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_from_stdin_and_with_escapes(stories, plain, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
     assert plain(prompt="-").out == _stock_text(stories) + "\n"
     escaped = plain(prompt="Lily\\nand\\tTom").out
     assert escaped == _stock_text(stories, "Lily\nand\tTom") + "\n"
 
 
-def test_a_byte_order_mark_is_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_byte_order_mark_is_no_prompt(tmp_path, monkeypatch):
     path = tmp_path / "prompt.txt"
     path.write_text(PROMPT, encoding="utf-8-sig")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + PROMPT))
     assert PromptOptions(prompt_file=path).read() == PromptOptions("-").read() == PROMPT
 
 
-def test_an_unreadable_prompt_is_named_before_loading(cli: Cli, tmp_path: Path) -> None:
+def test_an_unreadable_prompt_is_named_before_loading(cli, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for options, message in (
         ((), "expected a prompt, found none; give --prompt or --prompt-file"),
@@ -195,9 +187,7 @@ def test_an_unreadable_prompt_is_named_before_loading(cli: Cli, tmp_path: Path) 
         assert (found.code in (1, 2), message in found.err) == (True, True), found.err
 
 
-def test_verbose_says_what_is_drafted_and_the_seed(
-    stories: Trained, drafted: Cli, drafter_folder: Path, cli: Cli
-) -> None:
+def test_verbose_says_what_is_drafted_and_the_seed(stories, drafted, drafter_folder, cli):
     result = drafted("--verbose", "--seed", 7, "--beam-width", 4)
     assert "Seed: 7." in result.err
     assert "beam_width=4" in result.err
@@ -214,9 +204,7 @@ def test_verbose_says_what_is_drafted_and_the_seed(
     assert alias.out == _stock_text(stories) + "\n"
 
 
-def test_the_first_run_says_what_it_waits_for(
-    drafted: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_run_says_what_it_waits_for(drafted, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(engine, "step_costs", stored_costs.step_costs)  # the real ones
     # On a machine with other work, each doubt would have the second run time again.
@@ -244,9 +232,7 @@ def _answer(cli: Cli, folder: Path, *options: object) -> tuple[int, list[int]]:
     ],
     ids=str,
 )
-def test_chat_template(
-    stories: Trained, chat_folder: Path, cli: Cli, options: list[object], prompt: str
-) -> None:
+def test_chat_template(stories, chat_folder, cli, options, prompt):
     encoded = stories.tokenizer.encode(prompt, add_special_tokens=prompt == "Hi")
     expected = (len(encoded), ids(stock_tokens(stories.model, encoded, 8)))
     assert _answer(cli, chat_folder, *options) == expected
@@ -259,9 +245,7 @@ def _write_cache(trained: Trained, prompt: list[int], path: Path, model: Path) -
     save_prompt_cache(str(path), cache, {"model": str(model), "tokenizer_config": "{}"})
 
 
-def test_prompt_cache_files(
-    stories: Trained, drafted: Cli, chat_folder: Path, cli: Cli, tmp_path: Path
-) -> None:
+def test_prompt_cache_files(stories, drafted, chat_folder, cli, tmp_path):
     """That of a chat leaves out the template's beginning."""
     encode, path = stories.tokenizer.encode, tmp_path / "cache.safetensors"
     start, question = encode("Once upon a"), encode(" time")
@@ -279,7 +263,7 @@ def test_prompt_cache_files(
     assert found == (len(question), expected)
 
 
-def test_the_installed_command(stories: Trained, drafter_folder: Path) -> None:
+def test_the_installed_command(stories, drafter_folder):
     """One real process: what a shell sees."""
     command = shutil.which("redrafter-mlx", path=str(Path(sys.executable).parent))
     pair = ["--model", str(stories.folder), "--drafter", str(drafter_folder)]
@@ -291,7 +275,7 @@ def test_the_installed_command(stories: Trained, drafter_folder: Path) -> None:
     assert b"Speculative: " in done.stderr
 
 
-def test_version_help_and_interrupts(cli: Cli, plain: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_help_and_interrupts(cli, plain, monkeypatch):
     assert cli("--version") == (0, f"{__version__}\n", "")
     nothing = cli()
     assert (nothing.code, nothing.err) == (2, "")
@@ -304,7 +288,7 @@ def test_version_help_and_interrupts(cli: Cli, plain: Cli, monkeypatch: pytest.M
     assert plain()[:2] == (130, "")
 
 
-def test_grammars(plain: Cli, tmp_path: Path) -> None:
+def test_grammars(plain, tmp_path):
     schema, rules = tmp_path / "schema.json", tmp_path / "rules.lark"
     schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}')
     rules.write_text('start: "a" | "b"', encoding="utf-8-sig")

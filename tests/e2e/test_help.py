@@ -3,19 +3,18 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
 from mlx_redrafter.cli.main import main
-from tests.helpers.cli import Cli, commands
+from tests.helpers.cli import commands
 from tests.helpers.models import ROOT
 
 COMMANDS = {name: one for name, one in commands().items() if not one.hidden}
 
 
-def test_the_table_of_commands_is_that_of_the_help() -> None:
+def test_the_table_of_commands_is_that_of_the_help():
     page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     table, *_ = page.partition("| command | does |\n|---|---|\n")[2].partition("\n\n")
     rows = (row.strip("| ").split(" | ") for row in table.splitlines())
@@ -25,7 +24,7 @@ def test_the_table_of_commands_is_that_of_the_help() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_how_a_command_is_called(cli: Cli, command: str) -> None:
+def test_help_shows_how_a_command_is_called(cli, command):
     shown = cli(*command.split(), "--help")
     assert shown.code == 0
     assert f"Usage: {' '.join(('redrafter-mlx', *command.split()))} " in shown.out
@@ -34,7 +33,7 @@ def test_help_shows_how_a_command_is_called(cli: Cli, command: str) -> None:
 
 
 @pytest.mark.parametrize(("columns", "name"), [("40", "generate"), ("80", "serve")])
-def test_names_of_options_are_whole(columns: str, name: str) -> None:
+def test_names_of_options_are_whole(columns, name):
     words = [sys.executable, "-m", "mlx_redrafter", name, "--help"]
     environment = {**os.environ, "COLUMNS": columns}
     shown = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
@@ -42,7 +41,7 @@ def test_names_of_options_are_whole(columns: str, name: str) -> None:
         assert all(one in shown.stdout for one in option.opts if one.startswith("--")), option
 
 
-def test_names_of_other_programs(cli: Cli) -> None:
+def test_names_of_other_programs(cli):
     assert cli("ls", "--json").out == cli("list", "--json").out
     assert cli("genrate").err.endswith("Did you mean 'generate'?\n")
     unknown = cli("ps")
@@ -63,9 +62,7 @@ COMPLETED = {
 }
 
 
-def test_the_shell_completes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_shell_completes(tmp_path, monkeypatch, capsys):
     for name in ("org--Tiny-4bit", "org--small"):
         snapshot = tmp_path / f"hub/models--{name}/snapshots/0123"
         snapshot.mkdir(parents=True)
@@ -87,7 +84,7 @@ def test_the_shell_completes(
     assert "huggingface_hub.hf_api" not in completed.stderr  # takes 0.2 s
 
 
-def test_the_shell_completes_every_name_of_a_model() -> None:
+def test_the_shell_completes_every_name_of_a_model():
     for name, command in COMMANDS.items():
         for one in command.params:
             if {"--model", "--drafter"} & {*one.opts} or one.metavar == "MODEL":

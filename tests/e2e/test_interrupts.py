@@ -3,12 +3,10 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from mlx_redrafter.checkpoints.bundled import find_bundled
-from tests.conftest import Trained
 from tests.helpers.fake_hub import FakeHub
 from tests.helpers.terminal import Ended, interrupt
 
@@ -40,7 +38,7 @@ COMPLETION = {
 
 @pytest.mark.parametrize("variables", [{}, COMPLETION], ids=["help", "completion"])
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
-def test_imports(delay: float, variables: dict[str, str]) -> None:
+def test_imports(delay, variables):
     first = "mlx_redrafter.backend"
     ended = interrupt(["--help"], first, delay, variables=variables, python=IMPORTS)
     assert ended.code in (0, 130)
@@ -49,7 +47,7 @@ def test_imports(delay: float, variables: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["interrupts.watch", "main.leave_machines"])
-def test_before_and_after_a_command(name: str) -> None:
+def test_before_and_after_a_command(name):
     code = (
         "from mlx_redrafter.cli import main\n"
         "from mlx_redrafter import interrupts\n"
@@ -63,14 +61,14 @@ def test_before_and_after_a_command(name: str) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_text(stories: Trained, times: int) -> None:
+def test_a_text(stories, times):
     arguments = ["generate", "--model", stories.folder, "-p", "Once", "-m", 100_000, "--temp", 1]
     ended = interrupt(arguments, "tokens/s", 0.2, times)
     # The second one may end the program before the line is there.
     _check(ended, "stopped" if times == 1 else "")
 
 
-def test_the_question_of_a_chat(chat_folder: Path) -> None:
+def test_the_question_of_a_chat(chat_folder):
     """One Ctrl-C in place of a message tells how to end the chat; a second one ends it."""
     ended = interrupt(["chat", "--model", chat_folder], ">> ", 0.2, 2)
     _check(ended, "stopped")
@@ -78,7 +76,7 @@ def test_the_question_of_a_chat(chat_folder: Path) -> None:
     assert "/bye, Ctrl-D or Ctrl-C once more ends the chat" in ended.output
 
 
-def test_a_download(tmp_path: Path) -> None:
+def test_a_download(tmp_path):
     hub = FakeHub()
     hub.add("org/slow", find_bundled("target"))
     hub.pause = 2.0
@@ -93,7 +91,7 @@ def test_a_download(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", ["needs about", "generating"])
-def test_training(stories: Trained, tmp_path: Path, after: str) -> None:
+def test_training(stories, tmp_path, after):
     (tmp_path / "texts.txt").write_text(f"{TEXT}\n\n" * 20)
     out = tmp_path / "drafter"
     data = ["--data", tmp_path / "texts.txt", "--out", out]
@@ -103,7 +101,7 @@ def test_training(stories: Trained, tmp_path: Path, after: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["0", "sys.exit(0)", "sys.exit()"])
-def test_the_end_of_python(ending: str) -> None:
+def test_the_end_of_python(ending):
     """A command that has ended has its own exit code."""
     code = (
         "import atexit, sys, time\n"
@@ -118,7 +116,7 @@ def test_the_end_of_python(ending: str) -> None:
     assert ended.output.split() == ["ending", "^C"]
 
 
-def test_what_holds_the_main_thread() -> None:
+def test_what_holds_the_main_thread():
     """A computation of MLX that takes minutes."""
     code = (
         "from mlx_redrafter.cli import main\n"

@@ -1,9 +1,10 @@
 """A script for ranks: texts with every kind of proposer, batches, cancelled texts, prompt caches.
 
-python -m tests.machines.proposers FOLDER [slow] [tokens=16] [KIND ...]
+python -m tests.machines.proposers FOLDER [slow] [untimed] [tokens=16] [KIND ...]
 
 Without ``mlx.launch`` it fills the folder. With it, it prints a JSON line with the checks of each
-kind, all of them but MTP by default. With "slow" the last rank waits 3 ms before each pass.
+kind, all of them but MTP by default. With "slow" the last rank waits 3 ms before each pass. With
+"untimed" the policy gets step times that nobody has measured.
 """
 
 import copy
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import pytest
 
 from mlx_redrafter import Engine, SpeculateAhead, load, load_drafter
 from mlx_redrafter.checkpoint_files import named_parameters
@@ -24,6 +26,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.machines.following import Follower
 from tests.e2e.test_every_kind import KINDS, PROMPTS, SHAPES, VOCAB_SIZE, write_heads
 from tests.helpers.block import LINKS, block_config, random_block
+from tests.helpers.costs import fix_costs
 from tests.helpers.models import fast_tokenizer
 from tests.helpers.mtp import family_config, module_tensors, write
 from tests.models.tiny_models import build
@@ -53,6 +56,8 @@ MARKOV = "vanilla", "gated", "recurrent"
 TIMED = "recurrent", "draft model", "lookup", "EAGLE-3"
 # Kinds to try in chats.
 THOROUGH = *TIMED, MTP
+# Words of a call that name no kind.
+WORDS = "slow", "untimed"
 # Entries in 8 bits from a token of the first prompt's text on.
 QUANTISED = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 12}
 
@@ -166,6 +171,8 @@ def main(folder: Path, *words: str) -> None:
     group = mx.distributed.init()
     if "slow" in words and group.rank() == group.size() - 1:
         slow_down()
+    if "untimed" in words:
+        fix_costs(pytest.MonkeyPatch())
     target = folder / (MTP_TARGET if MTP in words else TARGET)
     model, tokenizer, _ = load(target, group=group)
     length = int(next((one[7:] for one in words if one.startswith("tokens=")), 16))
@@ -178,7 +185,7 @@ def main(folder: Path, *words: str) -> None:
         "foreign caches": refuses_foreign_caches(writer, whole),
     }
     _print("no drafts", checks, writer.tokens)
-    for name in [one for one in words if one != "slow" and "=" not in one] or [*TRIED, AHEAD]:
+    for name in [one for one in words if one not in WORDS and "=" not in one] or [*TRIED, AHEAD]:
         drafter: Any = "lookup"
         if name == AHEAD:
             drafter = SpeculateAhead(load_drafter(folder / "recurrent"), 4)

@@ -51,7 +51,6 @@ class Scripted:
 
     @property
     def url(self) -> str:
-        """Address of the page."""
         return f"http://127.0.0.1:{self.port}/"
 
     def say(self, text: str, **changes: Any) -> None:
@@ -73,7 +72,6 @@ class Scripted:
         return self._check_key(request) or JSONResponse({"data": self.models})
 
     async def answer(self, request: Request) -> Response:
-        """Answer a request for a text."""
         self.asked.append({**await request.json(), "path": request.url.path})
         if refusal := self._check_key(request):
             return refusal

@@ -73,7 +73,6 @@ class Served:
 
     @property
     def root(self) -> str:
-        """Address of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -127,7 +126,6 @@ class Served:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Wait for a condition."""
     end = time.monotonic() + 90
     while not is_so():
         assert time.monotonic() < end

@@ -29,7 +29,7 @@ def _parse(text: str, tools: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_reasoning_and_calls(streams: bool) -> None:
+def test_reasoning_and_calls(streams):
     """The model is random, so its markers are what it writes anyway."""
     engine = make_engine()
     prompt = encode_chat(engine.tokenizer, MESSAGES, {"tools": TOOLS})
@@ -63,14 +63,14 @@ def test_reasoning_and_calls(streams: bool) -> None:
         assert without.choices[0].message.tool_calls is None
 
 
-def test_arguments_that_json_lacks() -> None:
+def test_arguments_that_json_lacks():
     for value in "1e999", "NaN", "[" * 100_000:
         assert ToolCall("1", "look", f'{{"a": {value}}}').parsed is None
 
     assert _answer({"name": "look", "arguments": {"a": float("nan")}})._parse_calls("") == []
 
 
-def test_two_calls_with_one_id_stay_two() -> None:
+def test_two_calls_with_one_id_stay_two():
     """A model numbers its calls as it likes, and pieces with one id become one call."""
     call = {"name": "look", "id": "functions.look:0", "arguments": {}}
     answer = _answer(call)
@@ -78,7 +78,7 @@ def test_two_calls_with_one_id_stay_two() -> None:
     assert first.id == "functions.look:0" != second.id
 
 
-def test_a_token_that_is_shown_often_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_is_shown_often_is_decoded_once(monkeypatch):
     """Other texts wait while a prompt is repeated."""
     answer, decode = _answer({}), ByteTokenizer.decode
     decoding = create_autospec(decode, side_effect=decode)
@@ -90,7 +90,7 @@ def test_a_token_that_is_shown_often_is_decoded_once(monkeypatch: pytest.MonkeyP
     assert decoding.call_count < 20
 
 
-def test_of_equal_texts_the_most_probable_token_is_shown() -> None:
+def test_of_equal_texts_the_most_probable_token_is_shown():
     """Pieces of characters have the text of the replacement character, all of them."""
     top = tuple(TokenLogprob(*one) for one in (("\ufffd", -1.0), ("a", -2.0), ("\ufffd", -3.0)))
     shown = _format_logprobs([TokenLogprob("a", -2.0, top)], 0)
@@ -104,7 +104,7 @@ def _answer(call: dict[str, Any]) -> Answer:
     return Answer(request, tokenizer, [1], 0)
 
 
-def test_metrics_health_and_page(served: Served) -> None:
+def test_metrics_health_and_page(served):
     body = {"prompt": "ABC", "max_tokens": 9, "temperature": 1, "seed": 3}
     served.send("/v1/completions", body)
     served.send("/v1/completions", body)
@@ -156,7 +156,7 @@ def _format(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, **more}}
 
 
-def test_answers_fit_the_schema(schooled: Served) -> None:
+def test_answers_fit_the_schema(schooled):
     whole = _ask(schooled, response_format=_format(SCHEMA, strict=True)).choices[0]
     assert json.loads(whole.message.content).keys() == {"name", "ok"}
     assert whole.finish_reason == "stop"
@@ -170,7 +170,7 @@ def test_answers_fit_the_schema(schooled: Served) -> None:
     assert text == whole.message.content
 
 
-def test_an_object_may_be_cut(schooled: Served) -> None:
+def test_an_object_may_be_cut(schooled):
     choice = _ask(schooled, response_format={"type": "json_object"}).choices[0]
     assert choice.message.content.startswith("{")
     assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
@@ -185,14 +185,14 @@ def test_an_object_may_be_cut(schooled: Served) -> None:
     ],
     ids=["unknown type", "impossible", "huge"],
 )
-def test_bad_formats(schooled: Served, fields: dict[str, Any], message: str) -> None:
+def test_bad_formats(schooled, fields, message):
     with pytest.raises(openai.BadRequestError) as caught:
         _ask(schooled, **fields)
     assert caught.value.param.startswith("response_format")
     assert message in caught.value.body["message"]
 
 
-def test_a_tokenizer_without_a_vocabulary() -> None:
+def test_a_tokenizer_without_a_vocabulary():
     with serving(make_engine()) as other:
         body = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
         status, answer = other.send("/v1/chat/completions", body)

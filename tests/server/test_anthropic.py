@@ -25,7 +25,7 @@ def client(calling: Served) -> Any:
         yield one
 
 
-def test_a_tool_is_called_and_its_result_answered(client: Any) -> None:
+def test_a_tool_is_called_and_its_result_answered(client):
     first = client.messages.create(**ASKED, system="Be short.", tools=[TOOL])
     assert first.stop_reason == "tool_use"
     (call,) = first.content
@@ -44,7 +44,7 @@ def test_a_tool_is_called_and_its_result_answered(client: Any) -> None:
     assert second.usage.output_tokens == 6
 
 
-def test_a_stream_is_the_same_answer(client: Any) -> None:
+def test_a_stream_is_the_same_answer(client):
     whole = client.messages.create(**ASKED, tools=[TOOL])
     with client.messages.stream(**ASKED, tools=[TOOL]) as stream:
         kinds = [one.type for one in stream]
@@ -86,19 +86,19 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "fields"), BAD, ids=[message for message, _ in BAD])
-def test_errors_have_its_shape(calling: Served, message: str, fields: dict[str, Any]) -> None:
+def test_errors_have_its_shape(calling, message, fields):
     status, reply = calling.send("/v1/messages", {**ASKED, **fields})
     found = status, reply["type"], reply["error"]["type"]
     assert found == (400, "error", "invalid_request_error")
     assert message in reply["error"]["message"]
 
 
-def test_max_tokens_may_be_left_out() -> None:
+def test_max_tokens_may_be_left_out():
     request, _ = read({"messages": ASKED["messages"]}, GenerationOptions(max_tokens=7))
     assert request.options.max_tokens == 7
 
 
-def test_thinking_comes_first() -> None:
+def test_thinking_comes_first():
     """The events of a model that thinks, from parts as the worker makes them."""
     writer = MessageWriter("tiny")
     writer.usage = lambda: Usage(9, 0, 3)
@@ -115,7 +115,7 @@ def test_thinking_comes_first() -> None:
     assert found[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
-def test_a_named_tool_is_called_once(calling: Served) -> None:
+def test_a_named_tool_is_called_once(calling):
     """Without ``disable_parallel_tool_use``; other required calls may be several."""
     chosen = {"tool_choice": {"type": "tool", "name": "get_weather"}}
     _, reply = calling.send("/v1/messages", {**ASKED, "tools": [TOOL], **chosen})
@@ -123,7 +123,7 @@ def test_a_named_tool_is_called_once(calling: Served) -> None:
     assert reply["stop_reason"] == "tool_use"
 
 
-def test_models_are_listed(client: Any, calling: Served) -> None:
+def test_models_are_listed(client, calling):
     client.messages.create(**ASKED)
     (model,) = client.models.list()
     context = calling.engine.target.context_length
@@ -132,7 +132,7 @@ def test_models_are_listed(client: Any, calling: Served) -> None:
     assert client.models.retrieve("tiny") == model
 
 
-def test_tokens_are_counted(client: Any, calling: Served) -> None:
+def test_tokens_are_counted(client, calling):
     """Beyond the context, too."""
     encode = calling.engine.tokenizer.encode
     counted = client.messages.count_tokens(model="tiny", messages=ASKED["messages"], tools=[TOOL])

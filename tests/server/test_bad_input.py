@@ -24,7 +24,6 @@ from mlx_redrafter.server.tools import read_tools
 from tests.server.serving import (
     DEFAULTS,
     KEY,
-    Served,
     answer_on,
     events,
     make_engine,
@@ -78,7 +77,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("param", "fields"), BAD_FIELDS)
-def test_bad_fields_of_a_chat(param: str, fields: dict[str, Any]) -> None:
+def test_bad_fields_of_a_chat(param, fields):
     with pytest.raises(Refusal) as caught:
         read_chat({**CHAT, **fields}, DEFAULTS)
     error = caught.value.to_json()["error"]
@@ -87,7 +86,7 @@ def test_bad_fields_of_a_chat(param: str, fields: dict[str, Any]) -> None:
     assert error["message"].startswith(param.partition(".")[0].partition("[")[0])
 
 
-def test_messages_become_those_of_templates() -> None:
+def test_messages_become_those_of_templates():
     answer = {"role": "assistant", "reasoning": "Hm.", "tool_calls": None}
     messages = [
         {"role": "developer", "content": "Be short."},
@@ -103,7 +102,7 @@ def test_messages_become_those_of_templates() -> None:
 
 
 @pytest.mark.parametrize("given", [{"arguments": ""}, {"arguments": None}, {}])
-def test_calls_without_arguments_have_an_object(given: dict[str, Any]) -> None:
+def test_calls_without_arguments_have_an_object(given):
     """Templates list its members."""
     calls = [{"id": "1", "type": "function", "function": {"name": "look", **given}}]
     message = {"role": "assistant", "content": None, "tool_calls": calls}
@@ -111,7 +110,7 @@ def test_calls_without_arguments_have_an_object(given: dict[str, Any]) -> None:
     assert request.messages[0]["tool_calls"][0]["function"]["arguments"] == {}
 
 
-def test_tools_that_are_left_out_have_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_tools_that_are_left_out_have_one_line(caplog):
     tools = [{"type": f"web_search_{i % 50}"} for i in range(1000)]
     with caplog.at_level(logging.INFO, "mlx_redrafter"):
         assert read_tools(Fields({"tools": tools}), ("function",), ("web_search",)) == []
@@ -120,7 +119,7 @@ def test_tools_that_are_left_out_have_one_line(caplog: pytest.LogCaptureFixture)
     assert len(line) < 300
 
 
-def test_bad_prompts_and_bodies() -> None:
+def test_bad_prompts_and_bodies():
     for prompt in (None, [True], ["A", 5], [[]], ["A"] * 17):
         with pytest.raises(Refusal, match="prompt must be"):
             read_completion({"prompt": prompt}, DEFAULTS)
@@ -163,9 +162,7 @@ BAD_REQUESTS: dict[str, tuple[int, str | None, str, Any, dict[str, Any]]] = {
         ("/api/chat", {}, ["error"]),
     ],
 )
-def test_errors_have_the_shape_of_the_paths_protocol(
-    strict: Served, path: str, headers: dict[str, str], keys: list[str]
-) -> None:
+def test_errors_have_the_shape_of_the_paths_protocol(strict, path, headers, keys):
     """Wrong paths, methods and origins are found before any protocol reads the request."""
     for more in {}, {"Origin": "http://foreign.example"}:
         status, reply = strict.send(path, **headers, **more)
@@ -183,9 +180,7 @@ def test_errors_have_the_shape_of_the_paths_protocol(
         ("/api/generate", "prompt", 606),
     ],
 )
-def test_a_long_prompt_has_its_own_name_and_the_numbers(
-    strict: Served, path: str, name: str, length: int
-) -> None:
+def test_a_long_prompt_has_its_own_name_and_the_numbers(strict, path, name, length):
     text = "A" * 600
     body = {name: [{"role": "user", "content": text}] if name == "messages" else text}
     status, reply = strict.send(path, body)
@@ -209,7 +204,7 @@ def hasty() -> Any:
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_bad_requests(strict: Served, name: str) -> None:
+def test_bad_requests(strict, name):
     status, code, path, body, how = BAD_REQUESTS[name]
     found, reply = strict.send(path, body, **how)
     assert (found, reply["error"]["code"]) == (status, code)
@@ -224,25 +219,25 @@ def _reply(connection: socket.socket) -> tuple[int, dict[str, Any]]:
 HEAD = f"POST {PATH} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"
 
 
-def test_a_large_body_is_refused_before_it_is_sent(strict: Served) -> None:
+def test_a_large_body_is_refused_before_it_is_sent(strict):
     lines = "Content-Length: 30000000", "Expect: 100-continue", "", ""
     with sent(strict.port, *HEAD, *lines) as connection:
         assert connection.recv(12) == b"HTTP/1.1 413"
 
 
-def test_a_large_header(strict: Served) -> None:
+def test_a_large_header(strict):
     with sent(strict.port, "GET / HTTP/1.1", f"X-Bomb: {'a' * 20_000}") as connection:
         status, error = _reply(connection)
     assert (status, error["type"]) == (400, "invalid_request_error")
 
 
 @pytest.mark.parametrize("head", [[], ["GET / HTTP/1.1", ""]], ids=["silent", "half a header"])
-def test_slow_headers(hasty: Served, head: list[str]) -> None:
+def test_slow_headers(hasty, head):
     with sent(hasty.port, *head) as connection, pytest.raises(ConnectionError):
         raise ConnectionError if connection.recv(1) == b"" else AssertionError
 
 
-def test_a_slow_body(hasty: Served) -> None:
+def test_a_slow_body(hasty):
     lines = "Content-Type: application/json", "Content-Length: 100", "", "{"
     with sent(hasty.port, *HEAD, *lines) as connection:
         status, error = _reply(connection)
@@ -250,7 +245,7 @@ def test_a_slow_body(hasty: Served) -> None:
     assert "too long" in error["message"]
 
 
-def test_a_full_queue_and_lost_clients(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_and_lost_clients(strict, monkeypatch):
     strict.slow_down(monkeypatch, 0.03)
     cancelled = strict.worker.counters.texts["cancelled"]
     totals, before = strict.worker.counters.totals, strict.worker.counters.totals.copy()
@@ -266,9 +261,7 @@ def test_a_full_queue_and_lost_clients(strict: Served, monkeypatch: pytest.Monke
     assert strict.send(PATH, TEXT)[0] == 200
 
 
-def test_a_client_that_vanishes_while_its_prompt_is_read(
-    strict: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_vanishes_while_its_prompt_is_read(strict, monkeypatch):
     """The prompt has 30 chunks of 16 tokens; most of them are never read."""
     chunks = []
     process_chunk = prefill.process_chunk
@@ -286,7 +279,7 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_a_worker_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_worker_that_has_ended(monkeypatch):
     """Its thread ends a moment after its replies."""
 
     @contextmanager
@@ -312,9 +305,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Panic])
-def test_a_request_that_fails_in_the_worker(
-    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Any
-) -> None:
+def test_a_request_that_fails_in_the_worker(served, monkeypatch, caplog, kind):
     expected = served.send(PATH, {**TEXT, "max_tokens": 200})
     stream = served.engine.stream
 
@@ -334,9 +325,7 @@ def test_a_request_that_fails_in_the_worker(
     assert "no memory" in caplog.text
 
 
-def test_a_panic_in_a_step_ends_its_texts_and_not_the_worker(
-    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_panic_in_a_step_ends_its_texts_and_not_the_worker(served, monkeypatch, caplog):
     step, panics = Scheduler._step_begun, [Panic("a bug at /secret")]
 
     def fail(scheduler: Scheduler, active: Any) -> None:

@@ -144,7 +144,7 @@ def _join(parts: list[Part]) -> Part:
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-def test_a_call_with_all_tags_in_its_strings(kind: str) -> None:
+def test_a_call_with_all_tags_in_its_strings(kind):
     assert TEXTS.keys() == MARKS.keys()
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     tokenizer = engine.tokenizer
@@ -168,7 +168,7 @@ def test_a_call_with_all_tags_in_its_strings(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["kimi_k2", "kimi_k3", "mistral", "pythonic"])
-def test_several_calls_between_two_markers(kind: str) -> None:
+def test_several_calls_between_two_markers(kind):
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     form = find_format(engine.tokenizer)
     call = _tokens(engine, PLAIN, TEXTS[kind].strip("[]"))
@@ -180,7 +180,7 @@ def test_several_calls_between_two_markers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_coder", "gemma4", "json_tools"])
-def test_a_call_that_is_cut(kind: str) -> None:
+def test_a_call_that_is_cut(kind):
     """Its pieces have been sent already, so the whole answer has them, too."""
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     call, start = _tokens(engine, PLAIN, TEXTS[kind]), engine.tokenizer.tool_call_start_tokens
@@ -209,7 +209,7 @@ BAD_SCHEMAS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", ["glm47", "gemma4", "json_tools", "pythonic"])
-def test_bad_schemas(kind: str) -> None:
+def test_bad_schemas(kind):
     """Each is refused, or llguidance makes sense of it; none is an error of the server."""
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     refused = []
@@ -223,7 +223,7 @@ def test_bad_schemas(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "json_tools"])
-def test_as_many_tools_as_a_request_may_have(kind: str) -> None:
+def test_as_many_tools_as_a_request_may_have(kind):
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     text = {"type": "string", "maxLength": 1 << 19}
     functions = [
@@ -235,7 +235,7 @@ def test_as_many_tools_as_a_request_may_have(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "kimi_k3", "minicpm5", "qwen3_coder"])
-def test_thousands_of_choices(kind: str) -> None:
+def test_thousands_of_choices(kind):
     """Each is one that a model can choose, to the letter."""
     engine = Engine(MODEL, tool_tokenizer(kind), None)
     choices = ["", "a", "a b", 'é"\\/\t', *(f"choice number {i}" for i in range(500))]
@@ -255,7 +255,7 @@ def test_thousands_of_choices(kind: str) -> None:
         assert call.parsed == {"text": said}
 
 
-def test_two_tools_with_one_name() -> None:
+def test_two_tools_with_one_name():
     tool = {"type": "function", "function": {"name": "say"}}
     with pytest.raises(Refusal, match="names of their own"):
         read(_body(tools=[tool, tool]), DEFAULTS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.calling import calling_engine
-from tests.server.serving import CITY, UNLIMITED, Served, events, serving
+from tests.server.serving import CITY, UNLIMITED, events, serving
 
 SCHEMA = CITY | {"properties": {"city": {"type": "string", "minLength": 1, "maxLength": 20}}}
 MESSAGES = [{"role": "user", "content": "Weather?"}]
@@ -80,7 +80,7 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], Callable[[
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_arguments_come_in_pieces(calling: Served, name: str) -> None:
+def test_arguments_come_in_pieces(calling, name):
     path, body, read_whole, read_pieces = PROTOCOLS[name]
     status, whole = calling.send(path, {**body, "stream": False})
     assert status == 200, whole
@@ -90,7 +90,7 @@ def test_arguments_come_in_pieces(calling: Served, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_cut_call_is_no_error(calling: Served, name: str) -> None:
+def test_a_cut_call_is_no_error(calling, name):
     path, body, _, _ = PROTOCOLS[name]
     limit = {"responses": "max_output_tokens"}.get(name, "max_tokens")
     cut = {"options": {"num_predict": 45}} if name == "ollama" else {limit: 45}
@@ -103,7 +103,6 @@ def test_a_cut_call_is_no_error(calling: Served, name: str) -> None:
 
 
 def _asking(body: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """A request with another schema."""
     asked: dict[str, Any] = json.loads(
         json.dumps(body).replace(json.dumps(SCHEMA), json.dumps(schema))
     )
@@ -111,7 +110,7 @@ def _asking(body: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_schema_that_no_text_fits(calling: Served, name: str) -> None:
+def test_a_schema_that_no_text_fits(calling, name):
     path, body, _, _ = PROTOCOLS[name]
     circle = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
     schema = {**SCHEMA, "properties": {"city": {"$ref": "#/$defs/a"}}, "$defs": circle}
@@ -125,7 +124,7 @@ def test_a_schema_that_no_text_fits(calling: Served, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["json_tools", "gemma4"])
-def test_hundreds_of_arguments_that_may_be_missing(kind: str) -> None:
+def test_hundreds_of_arguments_that_may_be_missing(kind):
     path, body, read_whole, _ = PROTOCOLS["chat"]
     more = {f"more_{i}": {"type": "integer"} for i in range(300)}
     schema = {**SCHEMA, "properties": {**more, **SCHEMA["properties"]}}

@@ -6,16 +6,13 @@ import logging
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import h11
 import pytest
 from starlette.datastructures import Headers
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 from mlx_redrafter.engine.prompt_encoding import LongPromptError, encode_prompt
 from mlx_redrafter.server import listening
@@ -25,7 +22,7 @@ from mlx_redrafter.server.listening import Server
 from mlx_redrafter.server.protocols import service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.worker import Worker
-from tests.server.serving import KEY, Served, answer_on, make_engine, sent, serving
+from tests.server.serving import KEY, answer_on, make_engine, sent, serving
 
 TEXT = {"prompt": "A", "max_tokens": 2}
 PATH = "/v1/completions"
@@ -55,7 +52,7 @@ def quick() -> Any:
         ("localhost", "null", 403),
     ],
 )
-def test_hosts_and_origins(quick: Served, host: str, origin: str | None, status: int) -> None:
+def test_hosts_and_origins(quick, host, origin, status):
     headers = {"Host": host} | ({} if origin is None else {"Origin": origin})
     for path, body in (("/", None), ("/v1/models", None), (PATH, TEXT)):
         found, reply = quick.send(path, body, **headers)
@@ -65,14 +62,14 @@ def test_hosts_and_origins(quick: Served, host: str, origin: str | None, status:
             assert reply["error"]["code"] in ("host_not_allowed", "origin_not_allowed")
 
 
-def test_a_server_for_all_addresses() -> None:
+def test_a_server_for_all_addresses():
     callers = Callers(host="0.0.0.0")
     callers.check_host(Headers({"host": "192.168.1.5:8080"}))
     with pytest.raises(Refusal):
         callers.check_host(Headers({"host": "evil.example"}))
 
 
-def test_keys_of_both_protocols(quick: Served) -> None:
+def test_keys_of_both_protocols(quick):
     assert quick.send("/v1/models", key=None, **{"x-api-key": KEY})[0] == 200
     assert quick.send("/v1/models", key=None, **{"x-api-key": "other"})[0] == 401
     for scheme, status in (("bearer", 200), ("BEARER", 200), ("Basic", 401), ("", 401)):
@@ -80,7 +77,7 @@ def test_keys_of_both_protocols(quick: Served) -> None:
         assert quick.send("/v1/models", key=None, **headers)[0] == status
 
 
-def test_names_and_paths(served: Served, caplog: pytest.LogCaptureFixture, exact: Served) -> None:
+def test_names_and_paths(served, caplog, exact):
     with caplog.at_level(logging.INFO, "mlx_redrafter"):
         for name in ("gpt-4o", "gpt-4o", "", "default_model", "tiny"):
             status, reply = served.send("/completions", {**TEXT, "model": name})
@@ -108,7 +105,7 @@ def exact() -> Any:
 @pytest.mark.parametrize(
     ("head", "status"), [(f"POST {PATH}", 401), ("POST /nothing", 404), ("GET /health", 200)]
 )
-def test_a_body_that_never_comes(quick: Served, head: str, status: int) -> None:
+def test_a_body_that_never_comes(quick, head, status):
     """The connection ends with the early answer, and one more byte does not keep it open."""
     lines = f"{head} HTTP/1.1", "Host: localhost", "Content-Length: 1000", "", ""
     with sent(quick.port, *lines) as connection:
@@ -125,7 +122,7 @@ def test_a_body_that_never_comes(quick: Served, head: str, status: int) -> None:
         assert time.monotonic() - begin < 60
 
 
-def test_a_body_that_comes_late_keeps_the_connection(quick: Served) -> None:
+def test_a_body_that_comes_late_keeps_the_connection(quick):
     with closing(http.client.HTTPConnection("127.0.0.1", quick.port, timeout=60)) as connection:
         for _ in range(2):
             connection.request("POST", PATH, b"x" * 300_000, {"Content-Type": "text/plain"})
@@ -134,7 +131,7 @@ def test_a_body_that_comes_late_keeps_the_connection(quick: Served) -> None:
             response.read()
 
 
-def test_connections_beyond_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_beyond_the_maximum(monkeypatch):
     """The oldest silent ones make room."""
     monkeypatch.setattr(listening, "MAX_CONNECTIONS", 10)
     with serving(make_engine()) as served:
@@ -146,31 +143,7 @@ def test_connections_beyond_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None
             one.close()
 
 
-def test_a_client_that_writes_and_does_not_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Data that it sends is no sign that it reads."""
-    monkeypatch.setattr(H11Protocol, "data_received", lambda *_: None)
-
-    async def talk() -> None:
-        server = Server(lambda *_: None, 30, 1, Worker(Limits()))  # type: ignore[arg-type, return-value]
-        server.config.load()
-        make: Any = server.config.http_protocol_class
-        one = make(server.config, ServerState(), {})
-        one.connection_made(MagicMock())
-        one.conn = SimpleNamespace(their_state=h11.DONE)
-        one.data_received(b"")
-        assert one._deadline is None
-        one.pause_writing()
-        one.data_received(b"G")
-        assert one._deadline is not None
-        one.resume_writing()
-        assert one._deadline is None
-
-    asyncio.run(talk())
-
-
-def test_errors_of_the_loop_are_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_of_the_loop_are_logged_seldom(caplog):
     server = Server(lambda *_: None, 1, 1, Worker(Limits()))  # type: ignore[arg-type, return-value]
     loop = asyncio.new_event_loop()
     for _ in range(1000):
@@ -179,7 +152,7 @@ def test_errors_of_the_loop_are_logged_seldom(caplog: pytest.LogCaptureFixture) 
     assert caplog.text.count("too many files") == 1
 
 
-def test_long_prompts_are_not_encoded_whole(quick: Served) -> None:
+def test_long_prompts_are_not_encoded_whole(quick):
     tokenizer = MagicMock(bos_token=None)
     tokenizer.encode.side_effect = lambda text, **_: [0] * len(text)
     with pytest.raises(LongPromptError, match="has 400000 tokens"):
@@ -192,7 +165,7 @@ def test_long_prompts_are_not_encoded_whole(quick: Served) -> None:
     assert "prompt has 400000 and 30 more are asked for" in message
 
 
-def test_no_prompt_waits_for_a_long_one(quick: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_prompt_waits_for_a_long_one(quick, monkeypatch):
     """The encoding of a large body lasts until the small one has its answer."""
     fit, is_answered, began = service.fit, threading.Event(), threading.Event()
 
@@ -203,12 +176,9 @@ def test_no_prompt_waits_for_a_long_one(quick: Served, monkeypatch: pytest.Monke
         return fit(request, *rest)
 
     monkeypatch.setattr(service, "fit", slowly)
-    found: list[Any] = []
-    long = {"prompt": "A" * 300_000}
-    large = threading.Thread(target=lambda: found.append(quick.send(PATH, long)))
-    large.start()
-    assert began.wait(60)
-    assert quick.send(PATH, TEXT)[0] == 200
-    is_answered.set()
-    large.join()
-    assert found[0][0] == 400
+    with ThreadPoolExecutor(1) as clients:
+        large = clients.submit(quick.send, PATH, {"prompt": "A" * 300_000})
+        assert began.wait(60)
+        assert quick.send(PATH, TEXT)[0] == 200
+        is_answered.set()
+        assert large.result()[0] == 400

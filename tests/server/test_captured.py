@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.models import shared_path
-from tests.server.serving import Served, events
+from tests.server.serving import events
 
 
 def _captured() -> list[tuple[str, dict[str, Any]]]:
@@ -25,7 +25,7 @@ def _captured() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_every_captured_request_is_answered(calling: Served) -> None:
+def test_every_captured_request_is_answered(calling):
     for name, one in _captured():
         path, body = one["path"], one["body"]
         status, reply = calling.send(path, body)
@@ -38,7 +38,7 @@ def test_every_captured_request_is_answered(calling: Served) -> None:
                 assert last["type"] in ("message_stop", "response.completed"), name
 
 
-def test_a_session_of_claude_code_shares_its_beginning(calling: Served) -> None:
+def test_a_session_of_claude_code_shares_its_beginning(calling):
     """Marks of caches move, and a line about billing differs from session to session."""
     captured = dict(_captured())
     first = captured["01_claude_code_first[0]"]["body"]
@@ -80,7 +80,7 @@ CHATS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
-def test_chats_of_mlx_lm(served: Served, name: str, path: str) -> None:
+def test_chats_of_mlx_lm(served, name, path):
     body = {**CHATS[name], "seed": 3}
     status, reply = served.send(path, {**body, "model": "chat_model"})
     assert status == 200
@@ -94,7 +94,7 @@ def test_chats_of_mlx_lm(served: Served, name: str, path: str) -> None:
     assert "".join(one[0]["delta"]["content"] for one in choices) == content
 
 
-def test_completions_of_mlx_lm(served: Served) -> None:
+def test_completions_of_mlx_lm(served):
     body: dict[str, Any] = {**SAMPLED, "model": "default_model", "prompt": "ONCE UPON A TIME"}
     body |= {"repetition_context_size": 20, "seed": 999, "stop": "stop sequence"}
     texts = [served.send("/v1/completions", body)[1]["choices"][0]["text"] for _ in range(2)]

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.server.serving import KEY, Served
+from tests.server.serving import KEY
 
 pydantic: Any = pytest.importorskip("pydantic", reason="comes with the clients")
 
@@ -33,7 +33,7 @@ FUNCTION: dict[str, Any] = {
 }
 
 
-def test_openai_streams_with_a_role_and_forced_calls(calling: Served) -> None:
+def test_openai_streams_with_a_role_and_forced_calls(calling):
     with calling.openai() as client:
         options: Any = {"model": "tiny", "messages": QUESTION, "n": 2}
         with client.chat.completions.stream(**options, tools=[_strict(FUNCTION)]) as stream:
@@ -63,7 +63,7 @@ def _strict(function: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic", "ollama_chat", "responses"])
-def test_litellm(calling: Served, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm(calling, provider, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches one otherwise
     litellm = pytest.importorskip("litellm", reason="one of the clients")
     base = calling.url if provider == "openai" else calling.root
@@ -94,7 +94,7 @@ def test_litellm(calling: Served, provider: str, monkeypatch: pytest.MonkeyPatch
         litellm.completion(model=name, messages=[*turns * 8_000, turns[0]], **options)
 
 
-def test_langchain_openai(calling: Served) -> None:
+def test_langchain_openai(calling):
     chat = pytest.importorskip("langchain_openai", reason="one of the clients").ChatOpenAI
     options: Any = {"model": "tiny", "base_url": calling.url, "api_key": KEY, "max_retries": 0}
     model = chat(**options)
@@ -108,7 +108,7 @@ def test_langchain_openai(calling: Served) -> None:
     assert answer.content[0]["text"] == "Done."
 
 
-def test_langchain_anthropic(calling: Served) -> None:
+def test_langchain_anthropic(calling):
     package = pytest.importorskip("langchain_anthropic", reason="one of the clients")
     model = package.ChatAnthropic(
         model="tiny", base_url=calling.root, api_key=KEY, max_retries=0, max_tokens=100
@@ -118,7 +118,7 @@ def test_langchain_anthropic(calling: Served) -> None:
     assert "".join(one.text for one in model.stream("Hello")) == "Done."
 
 
-def test_langchain_ollama(calling: Served) -> None:
+def test_langchain_ollama(calling):
     package = pytest.importorskip("langchain_ollama", reason="one of the clients")
     headers = {"headers": {"Authorization": f"Bearer {KEY}"}}
     model = package.ChatOllama(model="tiny", base_url=calling.root, client_kwargs=headers)
@@ -127,7 +127,7 @@ def test_langchain_ollama(calling: Served) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["chat", "responses", "anthropic"])
-def test_pydantic_ai(calling: Served, protocol: str) -> None:
+def test_pydantic_ai(calling, protocol):
     agents = pytest.importorskip("pydantic_ai", reason="one of the clients")
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -145,7 +145,7 @@ def test_pydantic_ai(calling: Served, protocol: str) -> None:
     assert agents.Agent(model, tools=[weather]).run_sync("Weather?").output == "Done."
 
 
-def test_instructor(calling: Served) -> None:
+def test_instructor(calling):
     instructor = pytest.importorskip("instructor", reason="one of the clients")
     with calling.openai() as inner:
         client = instructor.from_openai(inner)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -37,7 +36,6 @@ def process(*options: str, code: str = "") -> Iterator[subprocess.Popen[str]]:
 
 
 def port_of(server: Any) -> int:
-    """The port of a server that begins."""
     ports = (re.search(r"http://127.0.0.1:(\d+)", line) for line in server.stderr)
     return next(int(found[1]) for found in ports if found)
 
@@ -53,7 +51,7 @@ def _ask(port: int, answers: list[Any], **fields: Any) -> threading.Thread:
     return thread
 
 
-def test_texts_that_outlast_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_outlast_the_grace(monkeypatch):
     """Streams get an event, whole texts and those that wait a status, and the thread ends."""
     answers: list[Any] = []
     with serving(make_engine(context=4096), Limits(max_running=2), grace=0.3) as served:
@@ -70,7 +68,6 @@ def test_texts_that_outlast_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _num_running(port: int) -> int:
-    """Number of the requests that run or wait."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
         gauges = re.findall(
             r"^redrafter_(?:running|waiting)_requests (\d+)", reply.read().decode(), re.M
@@ -78,7 +75,7 @@ def _num_running(port: int) -> int:
     return sum(map(int, gauges))
 
 
-def test_sigterm_under_load() -> None:
+def test_sigterm_under_load():
     """Texts that were begun are written to their end; nobody is left without an answer."""
     with process("--drafter", "none", "--max-running", "2") as server:
         port, answers = port_of(server), list[tuple[int, str]]()
@@ -105,7 +102,7 @@ def test_sigterm_under_load() -> None:
     [([signal.SIGINT], 130), ([signal.SIGHUP, signal.SIGTERM], 0)],
     ids=["Ctrl-C", "SIGHUP and SIGTERM"],
 )
-def test_a_second_signal_ends_texts_at_once(signals: list[signal.Signals], code: int) -> None:
+def test_a_second_signal_ends_texts_at_once(signals, code):
     with process("--drafter", "none") as server:
         port, answers = port_of(server), list[Any]()
         threads = [_ask(port, answers, stream=stream) for stream in (True, True, False)]
@@ -136,7 +133,7 @@ scheduler.prefill_together = lambda *_: time.sleep(60)
 """
 
 
-def test_a_second_signal_in_the_middle_of_a_prompt() -> None:
+def test_a_second_signal_in_the_middle_of_a_prompt():
     with process("--drafter", "none", code=SLOW_CHUNK) as server:
         port, answers = port_of(server), list[Any]()
         prompt = "Once upon a time " * 100
@@ -156,7 +153,7 @@ def test_a_second_signal_in_the_middle_of_a_prompt() -> None:
     assert sorted(status for status, _ in answers) == [200, 503]
 
 
-def test_a_signal_while_the_model_is_loaded() -> None:
+def test_a_signal_while_the_model_is_loaded():
     slow = "import mlx_redrafter.cli.serve as serve, time, sys\n"
     slow += "serve._load = lambda pair: print('loading', file=sys.stderr) or time.sleep(60)"
     with process(code=slow) as server:
@@ -184,7 +181,7 @@ def _bytes(body: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def _lost_client(port: int, body: dict[str, Any], sent: int, read: int) -> Iterator[None]:
+def _lost_client(port: int, body: dict[str, Any], sent: int, read: int) -> Iterator[socket.socket]:
     """A client that has sent and read so many bytes, and is gone at the end of the block.
 
     The system closes the socket of a process that is killed in the same way.
@@ -195,7 +192,7 @@ def _lost_client(port: int, body: dict[str, Any], sent: int, read: int) -> Itera
         connection.sendall(_bytes(body)[:sent])
         if read:
             connection.recv(read)
-        yield
+        yield connection
 
 
 WHOLE = 1 << 20
@@ -209,7 +206,7 @@ PHASES = {
 }
 
 
-def test_clients_end_at_once() -> None:
+def test_clients_end_at_once():
     """Others get their own texts meanwhile, and nothing of the dead ones' stays."""
     with serving(make_engine(), Limits(max_running=2)) as narrow:  # a third text waits
         expected = narrow.send(PATH, OTHER)[1]["choices"][0]["text"]
@@ -225,22 +222,28 @@ def test_clients_end_at_once() -> None:
             assert narrow.worker.counters.texts["failed"] == 0, phase
 
 
-def test_a_client_that_does_not_read_is_cut_off() -> None:
-    """The reply does not fit into the buffers between."""
+def test_a_client_that_does_not_read_is_cut_off():
+    """The reply does not fit into the buffers between; data that it sends is no sign of reading."""
     body = {
         "messages": [{"role": "user", "content": "AB"}],
         **{"max_tokens": 4000, "n": 2, "stream": True, "logprobs": True, "top_logprobs": 20},
     }
     limits = Limits(client_timeout=0.5, max_context=4096)
     with serving(make_engine(context=4096), limits) as served:
-        with _lost_client(served.port, body, WHOLE, 100):
+        with _lost_client(served.port, body, WHOLE, 100) as client:
             texts = served.worker.counters.texts
-            wait_until(lambda: texts["cancelled"] or texts["length"] == 2)
+
+            def has_ended() -> bool:
+                with suppress(ConnectionError):
+                    client.send(b"G")
+                return bool(texts["cancelled"] or texts["length"] == 2)
+
+            wait_until(has_ended)
             assert texts["cancelled"], "it was never cut off"
             assert served.send(PATH, OTHER)[0] == 200
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(tmp_path, monkeypatch):
     """No file can have a byte; texts do not need any."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plain = make_engine()

@@ -9,13 +9,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mlx_redrafter.cli.launch import AGENTS, Address
-from tests.helpers.cli import PROGRAM, Cli, run
-from tests.server.serving import KEY, Served
+from tests.helpers.cli import PROGRAM, run
+from tests.server.serving import KEY
 
 # A program in place of an agent: it says how it was started, and asks the server.
 FAKE = f"""#!{sys.executable}
@@ -41,9 +40,7 @@ def _write_agent(folder: Path) -> None:
     (folder / "claude").chmod(0o755)
 
 
-def test_an_agent_uses_the_server_that_runs(
-    calling: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_an_agent_uses_the_server_that_runs(calling, tmp_path, monkeypatch, capfd):
     _write_agent(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     port = ("--port", calling.port)
@@ -61,7 +58,7 @@ def test_an_agent_uses_the_server_that_runs(
         assert message in result.err
 
 
-def test_a_started_server_ends_with_its_agent(tmp_path: Path) -> None:
+def test_a_started_server_ends_with_its_agent(tmp_path):
     _write_agent(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -75,7 +72,7 @@ def test_a_started_server_ends_with_its_agent(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", port))
 
 
-def test_settings_are_printed_as_a_command(cli: Cli) -> None:
+def test_settings_are_printed_as_a_command(cli):
     result = cli("launch", "codex", "--port", "1", "--print", "--", "exec", "a b")
     words = shlex.split(result.out)
     assert words[0] == "codex"
@@ -92,7 +89,7 @@ def test_settings_are_printed_as_a_command(cli: Cli) -> None:
     assert "agent must be one of claude, codex, opencode, qwen" in result.err
 
 
-def test_every_agent_gets_the_address_and_the_model() -> None:
+def test_every_agent_gets_the_address_and_the_model():
     for agent in AGENTS.values():
         for key in (None, "secret"):
             settings = agent.configure(Address("http://127.0.0.1:9", "org/model", key, 4096))
@@ -102,14 +99,14 @@ def test_every_agent_gets_the_address_and_the_model() -> None:
             assert ("secret" in text) == (key is not None)
 
 
-def test_a_model_without_tools_is_named(cli: Cli, served: Served) -> None:
+def test_a_model_without_tools_is_named(cli, served):
     served.send("/v1/completions", {"prompt": "A", "max_tokens": 1})  # loads it
     found = cli("launch", "codex", "--port", served.port, "--api-key", KEY, "--print")
     assert found.code == 0
     assert "tiny takes no tools" in found.err
 
 
-def test_options_are_checked_before_loading(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_checked_before_loading(cli, monkeypatch):
 
     def refuse(message: str, *options: object) -> None:
         result = cli("serve", "--model", "/nowhere", *options)

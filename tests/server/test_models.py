@@ -6,9 +6,9 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ def _states(served: Served) -> dict[str, str]:
     return {one["id"]: one["state"] for one in served.send("/v1/models")[1]["data"]}
 
 
-def test_models_take_turns() -> None:
+def test_models_take_turns():
     with serving(make_engine(), others=_models("second", "third")) as served:
         assert set(_states(served).values()) == {"not_loaded"}
         expected = {
@@ -58,23 +58,17 @@ def test_models_take_turns() -> None:
         sizes = [model.loaded.nbytes for model in served.models]
     limits = Limits(max_model_bytes=max(sizes))
     with serving(make_engine(), limits, others=_models("second", "third")) as served:
-        answers: list[Any] = []
 
-        def ask(name: str) -> None:
-            for _ in range(2):
-                _, reply = served.send(PATH, {**BODY, "model": name})
-                answers.append((name, reply["choices"][0]["text"]))
+        def ask(name: str) -> list[str]:
+            replies = [served.send(PATH, {**BODY, "model": name})[1] for _ in range(2)]
+            return [reply["choices"][0]["text"] for reply in replies]
 
-        threads = [threading.Thread(target=ask, args=(name,)) for name in expected]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(answers) == sorted([*expected.items()] * 2)
+        with ThreadPoolExecutor(3) as clients:
+            assert list(clients.map(ask, expected)) == [[one] * 2 for one in expected.values()]
         assert list(_states(served).values()).count("loaded") == 1
 
 
-def test_a_model_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_loaded(caplog):
     with serving(make_engine(), others=_models("missing")) as served:
         status, reply = served.send(PATH, {**BODY, "model": "missing"})
         assert (status, reply["error"]["code"]) == (503, "model_not_loaded")
@@ -83,7 +77,7 @@ def test_a_model_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None
         assert served.send(PATH, BODY)[0] == 200
 
 
-def test_the_drafter_in_use_is_named() -> None:
+def test_the_drafter_in_use_is_named():
     """A drafter that was asked for and could not be loaded is not."""
     model, tokenizer = tiny_llama(seed=4), make_engine().tokenizer
     drafters = {"none": None, "lookup": "lookup", "it": random_drafter(64, 32)}
@@ -95,16 +89,14 @@ def test_the_drafter_in_use_is_named() -> None:
         assert one.describe()["drafter"] == expected
 
 
-def test_idle_models_are_unloaded() -> None:
+def test_idle_models_are_unloaded():
     with serving(make_engine(), Limits(keep_alive=0.2)) as served:
         first = served.send(PATH, BODY)[1]["choices"]
         wait_until(lambda: _states(served)["tiny"] != "loaded")
         assert served.send(PATH, BODY)[1]["choices"] == first
 
 
-def test_a_model_whose_request_is_prepared_keeps_its_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_whose_request_is_prepared_keeps_its_memory(monkeypatch):
     """No other one is loaded beside it, though the worker does not know the request yet."""
     pytest.importorskip("starlette")
     from mlx_redrafter.server.protocols import service
@@ -120,27 +112,22 @@ def test_a_model_whose_request_is_prepared_keeps_its_memory(
     monkeypatch.setattr(service, "fit", slowly)
     others = _models("second")
     with serving(make_engine(), Limits(max_model_bytes=1), others=others) as served:
-        found: list[int] = []
 
-        def ask(name: str) -> None:
-            found.append(served.send(PATH, {**BODY, "model": name})[0])
+        def ask(name: str) -> int:
+            return served.send(PATH, {**BODY, "model": name})[0]
 
-        threads = [threading.Thread(target=ask, args=(name,)) for name in ("tiny", "second")]
-        threads[0].start()
-        assert begun.wait(60)
-        threads[1].start()
-        time.sleep(0.5)
-        assert others[0].loaded is None
-        goes_on.set()
-        for thread in threads:
-            thread.join()
-        assert found == [200, 200]
+        with ThreadPoolExecutor(2) as clients:
+            first = clients.submit(ask, "tiny")
+            assert begun.wait(60)
+            second = clients.submit(ask, "second")
+            time.sleep(0.5)
+            assert others[0].loaded is None
+            goes_on.set()
+            assert [first.result(), second.result()] == [200, 200]
 
 
-def test_a_model_that_is_unloaded_at_once_serves_its_request() -> None:
+def test_a_model_that_is_unloaded_at_once_serves_its_request():
     (model,) = _models("second")
-    from mlx_redrafter.server.models import Models
-
     models = Models([model], DEFAULTS, Limits())
     load = model.load
 
@@ -166,7 +153,7 @@ def _no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_an_unloaded_model_leaves_the_memory(streams: bool) -> None:
+def test_an_unloaded_model_leaves_the_memory(streams):
     """Also the first one in use, and while its last client keeps the connection."""
     made: list[Any] = []
 
@@ -183,7 +170,7 @@ def test_an_unloaded_model_leaves_the_memory(streams: bool) -> None:
             wait_until(lambda: served.send("/api/generate", end) and made[0]() is None)
 
 
-def test_folders_and_names(tmp_path: Path) -> None:
+def test_folders_and_names(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
@@ -201,7 +188,7 @@ def test_folders_and_names(tmp_path: Path) -> None:
         _name_models(pairs, "name")
 
 
-def test_an_entry_names_the_defaults_and_the_context() -> None:
+def test_an_entry_names_the_defaults_and_the_context():
     """Clients that show them, such as the chat page, need not know the command line."""
     defaults = GenerationOptions(max_tokens=7, temp=0.5, top_k=3)
     with serving(make_engine(), Limits(max_context=100), defaults) as served:
@@ -214,7 +201,7 @@ def test_an_entry_names_the_defaults_and_the_context() -> None:
             assert served.send(f"/v1/models/{name}")[1] == entry
 
 
-def test_cancelled_texts_do_not_lower_the_tokens_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_texts_do_not_lower_the_tokens_per_step(monkeypatch):
     limits = Limits(max_running=1)
     with serving(make_engine(), limits) as served:
         served.slow_down(monkeypatch, 0.01)

@@ -111,7 +111,6 @@ def _begin(page: Any, text: str) -> None:
 
 
 def _ask(page: Any, text: str, alert: str) -> None:
-    """Ask a question that ends with an alert."""
     _enter(page, text)
     page.locator("#alert", has_text=alert).wait_for()
 
@@ -128,7 +127,6 @@ def _send(page: Any, text: str) -> str:
 
 
 def _begin_held(page: Any, script: Scripted, question: str, text: str, held: int) -> None:
-    """Ask a question whose answer stops after some words."""
     script.say(text, held=held)
     _begin(page, question)
     _until(page, f"running.turn.tokens === {held}")
@@ -194,7 +192,7 @@ def _expected(served: Served, messages: list[dict[str, str]]) -> str:
     )
 
 
-def test_a_chat_has_the_texts_of_the_library(tiny: Any, served: Served) -> None:
+def test_a_chat_has_the_texts_of_the_library(tiny, served):
     messages = [{"role": "user", "content": "HOW ARE YOU"}]
     first = _send(tiny, "HOW ARE YOU")
     assert first == _expected(served, messages)
@@ -211,7 +209,7 @@ def test_a_chat_has_the_texts_of_the_library(tiny: Any, served: Served) -> None:
     assert _send(tiny, "ONE") == _expected(served, messages)
 
 
-def test_a_stopped_answer_ends(tiny: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_answer_ends(tiny, served, monkeypatch):
     served.slow_down(monkeypatch, 0.03)
     _set(tiny, "max_tokens", "480")
     _begin(tiny, "HOW")
@@ -223,7 +221,7 @@ def test_a_stopped_answer_ends(tiny: Any, served: Served, monkeypatch: pytest.Mo
     _expect(_notes, tiny, ["Stopped."])
 
 
-def test_a_long_chat_goes_on(tiny: Any) -> None:
+def test_a_long_chat_goes_on(tiny):
     """Twice the context of 512 tokens; the server refuses none of it for good."""
     for i in range(24):
         _send(tiny, f"{i} WORDS AND MORE")
@@ -231,7 +229,7 @@ def test_a_long_chat_goes_on(tiny: Any) -> None:
     assert any("oldest messages were left out" in note for note in _notes(tiny))
 
 
-def test_the_rules_for_the_browser(served: Served) -> None:
+def test_the_rules_for_the_browser(served):
     for path, kind in {"/": "text/html", "/page.js": "text/javascript"}.items():
         with urlopen(f"{served.root}{path}", timeout=60) as response:
             assert response.read()
@@ -244,7 +242,7 @@ def test_the_rules_for_the_browser(served: Served) -> None:
 # Nothing is lost
 
 
-def test_a_reload_keeps_a_partial_answer(page: Any, script: Scripted) -> None:
+def test_a_reload_keeps_a_partial_answer(page, script):
     _begin_held(page, script, "ASK", "one two three four", 3)
     page.reload()
     _expect(_contents, page, ["ASK", "one two three "])
@@ -257,7 +255,7 @@ def test_a_reload_keeps_a_partial_answer(page: Any, script: Scripted) -> None:
     _expect(_contents, page, ["ASK", "one two three "])
 
 
-def test_a_partial_answer_is_saved_meanwhile(open_page: Open, page: Any, script: Scripted) -> None:
+def test_a_partial_answer_is_saved_meanwhile(open_page, page, script):
     """Another window sees it, as it would after a crash of this one."""
     _begin_held(page, script, "ASK", "one two three four", 3)
     other = open_page(script.url, page.context)
@@ -274,7 +272,7 @@ def test_a_partial_answer_is_saved_meanwhile(open_page: Open, page: Any, script:
     _expect(_notes, other, [])
 
 
-def test_a_question_without_an_answer(page: Any, script: Scripted) -> None:
+def test_a_question_without_an_answer(page, script):
     script.refuse(503, "the server ends")
     _ask(page, "ASK", "the server ends")
     page.reload()
@@ -283,7 +281,7 @@ def test_a_question_without_an_answer(page: Any, script: Scripted) -> None:
     _expect(_contents, page, ["ASK", "Well."])
 
 
-def test_edits_and_other_answers_keep_the_old_ones(page: Any, script: Scripted) -> None:
+def test_edits_and_other_answers_keep_the_old_ones(page, script):
     _send(page, "ONE")
     _send(page, "TWO")
     _press(page, "Edit", 0)
@@ -310,7 +308,7 @@ def test_edits_and_other_answers_keep_the_old_ones(page: Any, script: Scripted) 
     _expect(_contents, page, ["ONE", "Well.", "TWO", "Well."])
 
 
-def test_delete_can_be_undone(page: Any, script: Scripted) -> None:
+def test_delete_can_be_undone(page, script):
     _send(page, "FIRST")
     page.click("#new")
     _send(page, "SECOND")
@@ -326,7 +324,7 @@ def test_delete_can_be_undone(page: Any, script: Scripted) -> None:
     _expect(_titles, page, ["SECOND"])
 
 
-def test_a_new_chat_while_it_writes(page: Any, script: Scripted) -> None:
+def test_a_new_chat_while_it_writes(page, script):
     _begin_held(page, script, "SECRET", "one two three four", 2)
     page.click("#new")
     _expect(_num_articles, page, 0)
@@ -338,7 +336,7 @@ def test_a_new_chat_while_it_writes(page: Any, script: Scripted) -> None:
     _expect(_notes, page, ["Stopped."])
 
 
-def test_two_windows_of_one_chat(open_page: Open, page: Any, script: Scripted) -> None:
+def test_two_windows_of_one_chat(open_page, page, script):
     _send(page, "FIRST")
     other = open_page(script.url, page.context)
     other.locator("#chats button", has_text="FIRST").first.click()
@@ -365,7 +363,7 @@ def test_two_windows_of_one_chat(open_page: Open, page: Any, script: Scripted) -
     assert page.locator("#chats button", has_text="Undo").count() == 0
 
 
-def test_a_chat_of_an_earlier_page(page: Any, script: Scripted) -> None:
+def test_a_chat_of_an_earlier_page(page, script):
     page.evaluate(
         "localStorage.setItem('redrafter-chat-17-x', JSON.stringify("
         "{id: '17-x', changed: 5, turns: [{role: 'user', content: 'OLD'}, "
@@ -386,7 +384,7 @@ def test_a_chat_of_an_earlier_page(page: Any, script: Scripted) -> None:
     assert "max_tokens" not in body
 
 
-def test_a_full_storage_is_said(page: Any, script: Scripted) -> None:
+def test_a_full_storage_is_said(page, script):
     page.evaluate(
         "for (let size = 4e6; size > 1; size /= 2) { try { for (let i = 0; ; i++)"
         "localStorage.setItem(`fill-${size}-${i}`, 'x'.repeat(size)) } catch {} }"
@@ -406,7 +404,7 @@ def test_a_full_storage_is_said(page: Any, script: Scripted) -> None:
     _expect(_contents, page, ["KEEP ME", "Well.", "AGAIN", "Well."])
 
 
-def test_a_chat_can_be_exported(page: Any, script: Scripted) -> None:
+def test_a_chat_can_be_exported(page, script):
     script.say("A **b**.")
     _send(page, "WHY?")
     with page.expect_download() as loading:
@@ -419,7 +417,7 @@ def test_a_chat_can_be_exported(page: Any, script: Scripted) -> None:
     assert '"content": "A **b**."' in Path(loading.value.path()).read_text()
 
 
-def test_settings_stay_but_keys_do_not(open_page: Open, page: Any, script: Scripted) -> None:
+def test_settings_stay_but_keys_do_not(open_page, page, script):
     _set(page, "top_k", "7")
     _set(page, "key", "secret")
     page.fill("#text", "HALF")
@@ -433,7 +431,7 @@ def test_settings_stay_but_keys_do_not(open_page: Open, page: Any, script: Scrip
 # Texts
 
 
-def test_markdown_as_it_is_written(page: Any, script: Scripted) -> None:
+def test_markdown_as_it_is_written(page, script):
     text = (
         "# Head\n\n- one\n  1. in *it*\n\n> quote\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n"
         "```python\nx = '<b>'\n``` \n\n- [x] done and ~~not~~ [link](http://a.example/)"
@@ -471,7 +469,7 @@ HOSTILE = (
 )
 
 
-def test_a_model_cannot_write_html(page: Any, script: Scripted) -> None:
+def test_a_model_cannot_write_html(page, script):
     """Texts, names of models, titles and errors are text; images are links."""
     script.models = [MODEL | {"id": EVIL, "drafter": EVIL}]
     script.say(HOSTILE)
@@ -493,7 +491,7 @@ def test_a_model_cannot_write_html(page: Any, script: Scripted) -> None:
 
 
 @pytest.mark.parametrize("text", ["_a" * 100_000, "> " * 100_000])
-def test_a_text_of_200_kilobytes_in_one_line(page: Any, script: Scripted, text: str) -> None:
+def test_a_text_of_200_kilobytes_in_one_line(page, script, text):
     script.pieces = [text, " end"]
     assert _send(page, text) == text + " end"
     shown = page.locator("article.assistant .text").text_content()
@@ -504,7 +502,7 @@ def test_a_text_of_200_kilobytes_in_one_line(page: Any, script: Scripted, text: 
 
 
 @pytest.mark.parametrize("is_secure", [True, False])
-def test_copy_says_so(open_page: Open, script: Scripted, is_secure: bool) -> None:
+def test_copy_says_so(open_page, script, is_secure):
     """Over http from another machine, browsers have no clipboard object."""
     page = open_page(script.url, permissions=["clipboard-write"])
     script.say("Say\n\n```sh\nls -l\n```")
@@ -524,7 +522,6 @@ def test_copy_says_so(open_page: Open, script: Scripted, is_secure: bool) -> Non
 
 
 def _drafts(page: Any) -> list[str]:
-    """The texts that are marked as drafts."""
     if page.locator("[aria-pressed=true]").count() == 0:
         _press(page, "Show drafts")
     return list(
@@ -535,7 +532,7 @@ def _drafts(page: Any) -> list[str]:
     )
 
 
-def test_drafts_are_shown_on_demand(page: Any, script: Scripted) -> None:
+def test_drafts_are_shown_on_demand(page, script):
     """Underlined, in all Markdown, but not in code; every second word is a draft."""
     script.say(
         "One two **three four** five\n\n- six `code seven` eight\n\n```\nx y\n```\n\nlast one"
@@ -557,7 +554,7 @@ def test_drafts_are_shown_on_demand(page: Any, script: Scripted) -> None:
 # The server
 
 
-def test_the_first_page(open_page: Open, script: Scripted) -> None:
+def test_the_first_page(open_page, script):
     script.models = [dict(MODEL), MODEL | {"id": "second", "state": "not_loaded", "drafter": None}]
     page = open_page(script.url)
     start = page.locator("#start")
@@ -572,7 +569,7 @@ def test_the_first_page(open_page: Open, script: Scripted) -> None:
     assert not start.is_visible()
 
 
-def test_the_defaults_are_the_servers(page: Any, script: Scripted) -> None:
+def test_the_defaults_are_the_servers(page, script):
     _send(page, "ASK")
     assert set(script.asked[-1]) == {"path", "model", "messages", "stream", "stream_options"}
     assert page.get_attribute("#temperature", "placeholder") == "0.5"
@@ -583,7 +580,7 @@ def test_the_defaults_are_the_servers(page: Any, script: Scripted) -> None:
     assert "max_tokens" not in script.asked[-1]
 
 
-def test_a_server_that_ends_amid_an_answer(page: Any, script: Scripted) -> None:
+def test_a_server_that_ends_amid_an_answer(page, script):
     script.say("one two three", end="broken")
     _ask(page, "ASK", "does not run any more")
     _expect(_contents, page, ["ASK", "one two three"])
@@ -595,7 +592,7 @@ def test_a_server_that_ends_amid_an_answer(page: Any, script: Scripted) -> None:
     _expect(_contents, page, ["ASK", "Back."])
 
 
-def test_a_server_that_fails(page: Any, script: Scripted) -> None:
+def test_a_server_that_fails(page, script):
     script.say("one two", end={"error": {"message": "the server ends"}})
     _ask(page, "ASK", "the server ends")
     _expect(_notes, page, ["The server ended this answer."])
@@ -612,7 +609,7 @@ def test_a_server_that_fails(page: Any, script: Scripted) -> None:
     _expect(_contents, page, ["KEEP ME"])
 
 
-def test_a_missing_key_opens_settings(open_page: Open, script: Scripted) -> None:
+def test_a_missing_key_opens_settings(open_page, script):
     script.key = "secret"
     page = open_page(script.url)
     page.locator("#refused").wait_for()
@@ -629,7 +626,7 @@ def test_a_missing_key_opens_settings(open_page: Open, script: Scripted) -> None
     _expect(_alert, page, "")
 
 
-def test_a_full_context_loses_the_oldest_turns(page: Any, script: Scripted) -> None:
+def test_a_full_context_loses_the_oldest_turns(page, script):
     _set(page, "system", "SYSTEM")
     for i in range(4):
         _send(page, f"Q{i}")
@@ -651,7 +648,7 @@ def test_a_full_context_loses_the_oldest_turns(page: Any, script: Scripted) -> N
     assert len(script.asked[-1]["messages"]) < 8
 
 
-def test_an_answer_cut_by_the_context_says_so(page: Any, script: Scripted) -> None:
+def test_an_answer_cut_by_the_context_says_so(page, script):
     script.say("one two three", end="length")
     _send(page, "ASK")
     page.locator("article p.note", has_text="context of 103 tokens is full").wait_for()
@@ -661,7 +658,7 @@ def test_an_answer_cut_by_the_context_says_so(page: Any, script: Scripted) -> No
     _expect(_notes, page, ["Cut at the maximum number of tokens (3); raise it in Settings."])
 
 
-def test_a_model_without_a_chat_template(page: Any, script: Scripted) -> None:
+def test_a_model_without_a_chat_template(page, script):
     script.models[0]["has_chat"] = False
     page.reload()
     page.locator("#start", has_text="continues each message alone").wait_for()
@@ -674,7 +671,7 @@ def test_a_model_without_a_chat_template(page: Any, script: Scripted) -> None:
 # Keyboard, screen readers and small screens
 
 
-def test_the_focus_is_where_one_types(page: Any, script: Scripted) -> None:
+def test_the_focus_is_where_one_types(page, script):
     _wait_for_focus(page, "text")
     page.click("#new")
     _wait_for_focus(page, "text")
@@ -692,7 +689,7 @@ def test_the_focus_is_where_one_types(page: Any, script: Scripted) -> None:
     _wait_for_focus(page, "text")
 
 
-def test_composing_sends_nothing(page: Any, script: Scripted) -> None:
+def test_composing_sends_nothing(page, script):
     page.fill("#text", "HALF")
     for options in ("isComposing: true", "keyCode: 229"):
         page.evaluate(
@@ -704,7 +701,7 @@ def test_composing_sends_nothing(page: Any, script: Scripted) -> None:
     assert not script.asked
 
 
-def test_a_screen_reader_hears_finished_answers(page: Any, script: Scripted) -> None:
+def test_a_screen_reader_hears_finished_answers(page, script):
     page.evaluate(
         "window.heard = []; for (const one of document.querySelectorAll("
         "'[aria-live], [role=status], [role=alert], [role=log]')) new MutationObserver(() => "
@@ -724,7 +721,7 @@ def test_a_screen_reader_hears_finished_answers(page: Any, script: Scripted) -> 
 
 
 @pytest.mark.parametrize("size", [(1280, 600), (390, 844)])
-def test_the_box_and_scrolling_stay(page: Any, script: Scripted, size: tuple[int, int]) -> None:
+def test_the_box_and_scrolling_stay(page, script, size):
     width, height = size
     page.set_viewport_size({"width": width, "height": height})
     for _ in range(2):
@@ -740,7 +737,7 @@ def test_the_box_and_scrolling_stay(page: Any, script: Scripted, size: tuple[int
     assert page.evaluate("find('log').scrollTop") == 0
 
 
-def test_the_list_of_chats_fits(page: Any) -> None:
+def test_the_list_of_chats_fits(page):
     width, height = 390, 844
     page.set_viewport_size({"width": width, "height": height})
     page.evaluate(
@@ -770,7 +767,7 @@ def _findings(page: Any, theme: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing(open_page: Open, script: Scripted, theme: str) -> None:
+def test_axe_finds_nothing(open_page, script, theme):
     page = open_page(script.url, color_scheme=theme, viewport={"width": 1280, "height": 844})
     _until(page, "models.length > 0")
     assert _findings(page, theme) == []

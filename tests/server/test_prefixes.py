@@ -124,7 +124,7 @@ def _replay(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_agents_conversation(kind: str, tmp_path: Path) -> None:
+def test_an_agents_conversation(kind, tmp_path):
     """Hardly a token is processed twice, also after a restart."""
     num_turns, length = 6, 240
     trace, known = Trace(num_turns, length), dict[tuple[int, ...], list[int]]()
@@ -138,7 +138,7 @@ def test_an_agents_conversation(kind: str, tmp_path: Path) -> None:
 PROMPT = [1 + i % 50 for i in range(100)]
 
 
-def test_another_clients_prompts_are_not_used(tmp_path: Path) -> None:
+def test_another_clients_prompts_are_not_used(tmp_path):
     for _ in range(2):
         with _kept("plain", tmp_path) as loaded:
             cached = [_write(loaded, PROMPT, OPTIONS, owner)[1] for owner in ("one", "two", "one")]
@@ -148,7 +148,7 @@ def test_another_clients_prompts_are_not_used(tmp_path: Path) -> None:
     assert cached == [99, 99, 99]
 
 
-def test_a_lookups_contexts_belong_to_one_clients_conversation() -> None:
+def test_a_lookups_contexts_belong_to_one_clients_conversation():
     loaded = _load("windows", PrefixStore(1 << 30))
     answer, _ = _write(loaded, PROMPT, OPTIONS, "one")
     turn, prefixes = [*PROMPT, *answer, 7], loaded.prefixes
@@ -160,36 +160,27 @@ def test_a_lookups_contexts_belong_to_one_clients_conversation() -> None:
     assert len(prefixes.take(turn, "one").contexts.tokens) == 0, "one text at a time has them"
 
 
-def test_another_models_prompts_are_not_used(tmp_path: Path) -> None:
-    for seed in (4, 5, 4):
-        store = PrefixStore(1 << 30, tmp_path, 1 << 30)
-        engine = Engine(tiny_llama(seed, VOCAB_SIZE, 4096), TOKENIZER, None)
-        cached = _write(LoadedModel(engine, OPTIONS, store), PROMPT, OPTIONS)[1]
-        assert cached in (0, 99)
-        store.close()
-        files = list(tmp_path.glob("*.safetensors"))
-        assert len(files) == (1 if seed == 4 and not cached else 2)
-    assert cached == 99
-
-
-def test_prompts_of_another_config_are_not_used(tmp_path: Path) -> None:
-    """The weights are the same, and the K/V entries are not."""
-    for base in (10_000.0, 20_000.0):
-        model = tiny_llama(4, VOCAB_SIZE, 4096)
-        for layer in model.layers:
-            layer.self_attn.rope.base = base
+@pytest.mark.parametrize("change", ["weights", "config"])
+def test_another_models_prompts_are_not_used(tmp_path, change):
+    """With another config the same weights have other K/V entries."""
+    cached = []
+    for is_other in (False, True, False):
+        is_new = is_other and change == "weights"
+        model: Any = tiny_llama(5 if is_new else 4, VOCAB_SIZE, 4096)
+        for layer in model.layers if is_other and not is_new else ():
+            layer.self_attn.rope.base = 20_000.0
         store = PrefixStore(1 << 30, tmp_path, 1 << 30)
         loaded = LoadedModel(Engine(model, TOKENIZER, None), OPTIONS, store)
-        assert _write(loaded, PROMPT, OPTIONS)[1] == 0
+        cached.append(_write(loaded, PROMPT, OPTIONS)[1])
         store.close()
+        assert len(list(tmp_path.glob("*.safetensors"))) == min(2, len(cached))
+    assert cached == [0, 0, 99]
 
 
 @pytest.mark.parametrize(
     ("kind", "damage"), [("plain", "bit"), ("hybrid", "cut"), ("plain", "foreign")]
 )
-def test_damaged_files(
-    kind: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_files(kind, damage, tmp_path, caplog):
     with _kept(kind, tmp_path) as loaded:
         expected, _ = _write(loaded, PROMPT, OPTIONS)
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -216,9 +207,7 @@ def test_damaged_files(
     assert list((tmp_path / "damaged").iterdir())
 
 
-def test_a_full_disk_ends_the_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_ends_the_writing(tmp_path, monkeypatch, caplog):
     def fail(path: str, *rest: Any) -> None:
         Path(path).write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -232,7 +221,7 @@ def test_a_full_disk_ends_the_writing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bounds_in_bytes(tmp_path: Path) -> None:
+def test_bounds_in_bytes(tmp_path):
     """The oldest texts go first, and a prefix that is gone is processed again."""
     store = PrefixStore(300_000, tmp_path, 400_000)
     loaded = _load("plain", store)
@@ -245,7 +234,7 @@ def test_bounds_in_bytes(tmp_path: Path) -> None:
     assert _write(loaded, [1, *PROMPT], OPTIONS)[1] == 0
 
 
-def test_clients_whose_prompts_are_gone_leave_nothing() -> None:
+def test_clients_whose_prompts_are_gone_leave_nothing():
     store = PrefixStore(300_000)
     loaded = _load("plain", store)
     for number in range(18):
@@ -255,7 +244,7 @@ def test_clients_whose_prompts_are_gone_leave_nothing() -> None:
     assert len(loaded.prefixes._roots) <= num_kept + 2
 
 
-def test_prompts_that_end_in_the_words_before_an_answer() -> None:
+def test_prompts_that_end_in_the_words_before_an_answer():
     """A hybrid learns where later prompts part from earlier ones, and keeps the states there."""
     loaded = _load("hybrid", PrefixStore(1 << 30))
     prompt, cached = list(PROMPT), []
@@ -267,7 +256,7 @@ def test_prompts_that_end_in_the_words_before_an_answer() -> None:
     assert [num for num, _ in cached[2:]] == [length for _, length in cached[1:-1]]
 
 
-def test_nothing_is_kept_if_it_is_switched_off(tmp_path: Path) -> None:
+def test_nothing_is_kept_if_it_is_switched_off(tmp_path):
     with _kept("plain", tmp_path, limit=0) as loaded:
         assert [_write(loaded, PROMPT, OPTIONS)[1] for _ in range(2)] == [0, 0]
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.server.serving import KEY, Served, wait_until
+from tests.server.serving import KEY, wait_until
 
 PATH = "/v1/completions"
 
@@ -17,7 +17,7 @@ def _lines(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
     return caplog.messages
 
 
-def test_a_text_has_tokens_and_a_speed(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_text_has_tokens_and_a_speed(served, caplog):
     caplog.set_level(logging.INFO, "mlx_redrafter.server.replies")
     served.send("/v1/completions", {"prompt": "AB", "max_tokens": 1})  # loads the model
     _lines(caplog, 1)
@@ -36,7 +36,7 @@ def test_a_text_has_tokens_and_a_speed(served: Served, caplog: pytest.LogCapture
         assert abs(20 / speed - seconds) < 0.01
 
 
-def test_other_requests_have_their_time(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_requests_have_their_time(served, caplog):
     caplog.set_level(logging.INFO, "mlx_redrafter")
     served.send("/health")
     served.send("/metrics")
@@ -49,7 +49,7 @@ def test_other_requests_have_their_time(served: Served, caplog: pytest.LogCaptur
     assert KEY not in caplog.text
 
 
-def test_a_lost_clients_text_is_cut(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_clients_text_is_cut(served, caplog):
     caplog.set_level(logging.INFO, "mlx_redrafter")
     with closing(served.begin()) as connection:
         connection.getresponse().readline()

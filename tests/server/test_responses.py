@@ -24,7 +24,7 @@ def client(calling: Served) -> Any:
         yield one
 
 
-def test_a_call_and_its_result_in_a_stored_conversation(client: Any) -> None:
+def test_a_call_and_its_result_in_a_stored_conversation(client):
     first = client.responses.create(**ASKED, tools=[TOOL], instructions="Be short.")
     (call,) = first.output
     assert (call.type, call.name, first.status) == ("function_call", "get_weather", "completed")
@@ -50,7 +50,7 @@ def test_a_call_and_its_result_in_a_stored_conversation(client: Any) -> None:
             client.responses.retrieve(response_id)
 
 
-def test_a_stream_is_the_same_response(client: Any) -> None:
+def test_a_stream_is_the_same_response(client):
     for options, kind in ({}, "message"), ({"tools": [TOOL]}, "function_call"):
         whole = client.responses.create(**ASKED, **options)
         with client.responses.stream(**ASKED, **options) as stream:
@@ -64,7 +64,7 @@ def test_a_stream_is_the_same_response(client: Any) -> None:
         assert [one.id for one in done] == [one.id for one in final.output]
 
 
-def test_formats_and_lengths(client: Any) -> None:
+def test_formats_and_lengths(client):
     form = {"type": "json_schema", "name": "city", "schema": CITY}
     made = client.responses.create(**ASKED, text={"format": form, "verbosity": "low"})
     assert json.loads(made.output_text)["city"] in ("Rome", "Oslo")
@@ -99,9 +99,7 @@ BAD: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("param", "message", "fields"), BAD)
-def test_errors_have_its_shape(
-    calling: Served, param: str, message: str, fields: dict[str, Any]
-) -> None:
+def test_errors_have_its_shape(calling, param, message, fields):
     status, reply = calling.send("/v1/responses", {**ASKED, **fields})
     assert (status, reply["error"]["param"]) == (400, param)
     assert message in reply["error"]["message"]

@@ -6,7 +6,6 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import pairwise
 from typing import Any, cast
 
 import mlx.core as mx
@@ -53,7 +52,7 @@ def client(served: Served) -> Any:
         yield one
 
 
-def test_chat_and_several_choices(served: Served, client: Any) -> None:
+def test_chat_and_several_choices(served, client):
     reply = client.chat.completions.create(
         model="tiny", messages=MESSAGES, temperature=0.8, seed=7, n=3
     )
@@ -68,7 +67,7 @@ def test_chat_and_several_choices(served: Served, client: Any) -> None:
     assert [one.id for one in client.models.list()] == ["tiny"]
 
 
-def test_stream_with_log_probabilities_and_usage(served: Served, client: Any) -> None:
+def test_stream_with_log_probabilities_and_usage(served, client):
     options: Any = {"max_completion_tokens": 12, "logprobs": True, "top_logprobs": 2}
     options |= {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = client.chat.completions.create(model="tiny", messages=MESSAGES, **options)
@@ -88,7 +87,7 @@ def test_stream_with_log_probabilities_and_usage(served: Served, client: Any) ->
         assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
 
 
-def test_penalties_see_the_prefix_in_the_cache(served: Served) -> None:
+def test_penalties_see_the_prefix_in_the_cache(served):
     penalties: dict[str, Any] = {
         "presence_penalty": 1.5,
         "presence_context_size": 60,
@@ -104,7 +103,7 @@ def test_penalties_see_the_prefix_in_the_cache(served: Served) -> None:
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == len(body["prompt"]) - 1
 
 
-def test_completions_of_several_prompts(served: Served) -> None:
+def test_completions_of_several_prompts(served):
     prompts = ["THE CAT", "THE DOG"]
     body = {"prompt": prompts, "max_tokens": 5, "logprobs": 1, "n": 2}
     _, reply = served.send("/v1/completions", body)
@@ -116,7 +115,7 @@ def test_completions_of_several_prompts(served: Served) -> None:
     assert [len(one) for one in shown["top_logprobs"]] == [1] * 5
 
 
-def test_offsets_of_a_stream_are_those_of_the_whole(served: Served, client: Any) -> None:
+def test_offsets_of_a_stream_are_those_of_the_whole(served, client):
     """Also while a text that may become a stop string is held back."""
     prompt = "THE OLD MAN"
     stop = _text(served, prompt)[3:6] + "\x7f"
@@ -127,7 +126,7 @@ def test_offsets_of_a_stream_are_those_of_the_whole(served: Served, client: Any)
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-def test_stop_strings(served: Served, client: Any, streams: bool) -> None:
+def test_stop_strings(served, client, streams):
     prompt = "THE OLD MAN"
     full = _text(served, prompt)
     stop = full[11:14]
@@ -143,7 +142,7 @@ def test_stop_strings(served: Served, client: Any, streams: bool) -> None:
     assert client.completions.create(model="tiny", prompt=prompt).choices[0].text == full
 
 
-def test_many_clients_at_once(served: Served) -> None:
+def test_many_clients_at_once(served):
     """8 clients, some of whom go away in the middle of a prompt or a text."""
     draw = random.Random(1)
     prompts = ["".join(draw.choices("ABCD EFG", k=draw.choice([3, 20, 90]))) for _ in range(10)]
@@ -178,7 +177,7 @@ def test_many_clients_at_once(served: Served) -> None:
     assert served.worker.counters.texts["cancelled"] > 0
 
 
-def test_requests_beside_others_with_several_choices_do_not_fail(served: Served) -> None:
+def test_requests_beside_others_with_several_choices_do_not_fail(served):
     """A request that ends between the chunks of another one's prompt has ended once."""
 
     def ask(number: int) -> list[int]:
@@ -192,78 +191,41 @@ def test_requests_beside_others_with_several_choices_do_not_fail(served: Served)
     served.wait_until_idle()
 
 
-class Queue:
-    """A worker without a thread, and the shapes of the passes of its model."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        one = make_engine(context=8192)
-        self.engine = Engine(one.target.model, one.tokenizer, None)
-        self.defaults = GenerationOptions(max_tokens=4, prefill_step_size=2048)
-        self.loaded = LoadedModel(self.engine, self.defaults, PrefixStore(0))
-        self.worker, self.shapes = Worker(Limits()), list[tuple[int, ...]]()
-        kind: Any = type(one.target.model)
-        process = kind.__call__
-
-        def watched(model: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
-            self.shapes.append(tokens.shape)
-            return process(model, tokens, *rest, **options)
-
-        monkeypatch.setattr(kind, "__call__", watched)
-
-    def put(self, prompt: str, max_tokens: int = 4) -> list[str]:
-        """Put a request in the queue; return the list of what it will have written."""
-        request, _ = read_prompt({"prompt": prompt, "max_tokens": max_tokens}, self.defaults)
-        found: list[str] = []
-
-        def receive(*parts: Any) -> None:
-            found.extend(part.content for part in parts if part is not None)
-
-        ids = self.engine.tokenizer.encode(prompt)
-        self.worker.submit(Job(self.loaded, request, [ids], receive))
-        return found
-
-    def step(self) -> None:
-        self.worker._admit()
-        self.worker._step_all()
-
-    def text(self, prompt: str) -> str:
-        """The text of a request alone."""
-        return self.engine.generate(self.engine.tokenizer.encode(prompt), max_tokens=4)
-
-
-def test_a_long_prompt_lets_other_texts_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its chunks are short meanwhile, and after each of them the other text has its turn."""
-    queue, prompt = Queue(monkeypatch), "ABCDEFG " * 200
-    expected = queue.text(prompt)
-    other = queue.put("A", max_tokens=6000)
-    while len(other) < 5:
-        queue.step()
-    queue.shapes.clear()
-    found = queue.put(prompt)
-    while len(found) < 4:
-        queue.step()
-    assert "".join(found) == expected
-    lengths = [length for _, length in queue.shapes]
-    assert sum(length > 1 for length in lengths) >= 6
-    assert max(lengths) <= 256
-    assert not any(a > 1 and b > 1 for a, b in pairwise(lengths))
-
-
-def test_prompts_that_wait_together_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = Queue(monkeypatch)
+def test_prompts_that_wait_together_share_their_passes(monkeypatch):
+    """In a worker without a thread."""
+    one = make_engine(context=8192)
+    engine, worker = Engine(one.target.model, one.tokenizer, None), Worker(Limits())
+    defaults = GenerationOptions(max_tokens=4, prefill_step_size=2048)
+    loaded = LoadedModel(engine, defaults, PrefixStore(0))
     prompts = [f"{i} TIMES THE CAT SAT ON THE OLD MAT, AND SO ON" for i in range(4)]
-    expected = [queue.text(prompt) for prompt in prompts]
-    queue.shapes.clear()
-    found = [queue.put(prompt) for prompt in prompts]
-    while sum(map(len, found)) < 16:
-        queue.step()
-    assert ["".join(one) for one in found] == expected
+    expected = [engine.generate(prompt, max_tokens=4) for prompt in prompts]
+    shapes, kind = list[tuple[int, ...]](), cast(Any, type(one.target.model))
+    process, found = kind.__call__, {prompt: "" for prompt in prompts}
+
+    def watched(model: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
+        shapes.append(tokens.shape)
+        return process(model, tokens, *rest, **options)
+
+    def submit(prompt: str) -> None:
+        def receive(*parts: Part | None) -> None:
+            found[prompt] += "".join(part.content for part in parts if part is not None)
+
+        request, _ = read_prompt({"prompt": prompt}, defaults)
+        worker.submit(Job(loaded, request, [engine.tokenizer.encode(prompt)], receive))
+
+    monkeypatch.setattr(kind, "__call__", watched)
+    for prompt in prompts:
+        submit(prompt)
+    while sum(map(len, found.values())) < 16:
+        worker._admit()
+        worker._step_all()
+    assert list(found.values()) == expected
     # One pass instead of four; the first step of the batch reads the last token of each.
     length = len(prompts[0])
-    assert [one for one in queue.shapes if one[1] > length // 2] == [(4, length - 1)]
+    assert [one for one in shapes if one[1] > length // 2] == [(4, length - 1)]
 
 
-def test_all_that_has_come_is_one_write() -> None:
+def test_all_that_has_come_is_one_write():
     """The parts of a step, and those of later steps until the client's turn, in their order."""
     stream = {"stream": True, "stream_options": {"include_usage": True}}
     asked = {"messages": [{"role": "user", "content": "Hi"}], **stream}
@@ -289,7 +251,7 @@ def test_all_that_has_come_is_one_write() -> None:
     assert end == "data: [DONE]"
 
 
-def test_a_prompt_has_its_likelihoods(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_has_its_likelihoods(served, monkeypatch):
     monkeypatch.setattr("mlx_redrafter.server.parts.CHUNK", 4)
     tokens = [7, 3, 22, 9, 41, 5, 5, 60, 13]
     body = {"prompt": [tokens, tokens[:5]], "echo": True, "logprobs": 2, "max_tokens": 1}
@@ -313,7 +275,7 @@ def test_a_prompt_has_its_likelihoods(served: Served, monkeypatch: pytest.Monkey
         assert reply["usage"]["completion_tokens"] == 2
 
 
-def test_a_prompt_alone_is_scored(served: Served) -> None:
+def test_a_prompt_alone_is_scored(served):
     """Without a token of an answer, as clients ask that compare likelihoods."""
     body = {"prompt": [7, 3, 22], "echo": True, "logprobs": 1, "max_tokens": 0}
     _, reply = served.send("/v1/completions", body)

@@ -51,8 +51,6 @@ def small_request(stories: Path, out: Path) -> TrainingRequest:
 
 
 class Run:
-    """A finished run."""
-
     def __init__(self, request: TrainingRequest):
         self.request = request
         self.reporter = Silent()

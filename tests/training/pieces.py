@@ -39,7 +39,6 @@ class WordTokenizer:
         return [0, *ids] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Join the words."""
         names = {number: word for word, number in self.words.items()}
         return " ".join(names[int(i)] for i in ids)
 

@@ -52,7 +52,7 @@ def _sequence(start: int, trained: list[int]) -> TokenSequence:
     st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=4),
     st.integers(2, 5),
 )
-def test_windows_are_whole_written_stretches(texts: list[list[bool]], length: int) -> None:
+def test_windows_are_whole_written_stretches(texts, length):
     trained = np.array([flag for text in texts for flag in text], dtype=np.bool_)
     starts = np.cumsum([0, *map(len, texts)]).astype(np.int32)
     found = find_draftable_steps(np.zeros(len(trained), np.int32), trained, starts, length)
@@ -77,9 +77,7 @@ def _batches(order: BatchOrder, count: int) -> list[TrainingBatch]:
     return [order.batch(step) for step in range(count)]
 
 
-def test_every_position_once_per_epoch_with_its_own_neighbours(
-    cache: TeacherCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_position_once_per_epoch_with_its_own_neighbours(cache, monkeypatch):
     monkeypatch.setattr(batches, "GROUP_BYTES", 1)  # each shard for itself
     order = BatchOrder(cache, "train", BatchOptions(L, 4, seed=1))
     assert sum(order.counts) == 3 + 7
@@ -99,7 +97,7 @@ def test_every_position_once_per_epoch_with_its_own_neighbours(
     assert sorted(seen) == [0, 1, 2, *range(7, 14)]
 
 
-def test_a_share_of_the_positions_drafts_in_an_epoch(cache: TeacherCache) -> None:
+def test_a_share_of_the_positions_drafts_in_an_epoch(cache):
     order = BatchOrder(cache, "train", BatchOptions(L, 5, seed=1, share=1 / 3))
     assert order.steps_per_epoch == 2, "as without a share"
     for turn in range(2):
@@ -111,7 +109,7 @@ def test_a_share_of_the_positions_drafts_in_an_epoch(cache: TeacherCache) -> Non
         assert sorted(seen) == [0, 1, 2, *range(7, 14)]
 
 
-def test_anchors_are_drawn_among_the_positions_that_teach(tmp_path: Path) -> None:
+def test_anchors_are_drawn_among_the_positions_that_teach(tmp_path):
     cache = TeacherCache(tmp_path, {"target": "none"})
     cache.save("train", 0, _shard([_sequence(100, [0] * 7 + [1] * 9), _sequence(116, [1] * 16)], 0))
     order = BatchOrder(cache, "train", BatchOptions(L, 32, 1, stretch=16, share=3 / 16))
@@ -129,7 +127,7 @@ def test_anchors_are_drawn_among_the_positions_that_teach(tmp_path: Path) -> Non
     assert len(drawn) > 12
 
 
-def test_order_depends_on_seed_and_step_alone(cache: TeacherCache) -> None:
+def test_order_depends_on_seed_and_step_alone(cache):
     options = BatchOptions(L, 4, seed=1)
     steps = _batches(BatchOrder(cache, "train", options), 6)
     late = BatchOrder(cache, "train", options).batch(5)
@@ -138,7 +136,7 @@ def test_order_depends_on_seed_and_step_alone(cache: TeacherCache) -> None:
     assert not mx.array_equal(steps[0].states, other.states).item()
 
 
-def test_a_group_mixes_distant_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_mixes_distant_shards(tmp_path, monkeypatch):
     cache = TeacherCache(tmp_path, {"target": "none"})
     shards = [_shard([_sequence(0, [1] * 9)], 0) for _ in range(12)]
     for number, shard in enumerate(shards):
@@ -151,7 +149,7 @@ def test_a_group_mixes_distant_shards(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(max(group) - min(group) > 3 for group in groups)
 
 
-def test_inputs_of_layers_fill_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_of_layers_fill_groups(tmp_path, monkeypatch):
     cache = TeacherCache(tmp_path, {"target": "none"})
     shard = _shard([_sequence(0, [1] * 9)], 0)
     for number in range(4):
@@ -163,7 +161,7 @@ def test_inputs_of_layers_fill_groups(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(BatchOrder(cache, "train", BatchOptions(L, 4, 1, layers=layers)).groups) == count
 
 
-def test_tokens_without_a_row_join_the_tail() -> None:
+def test_tokens_without_a_row_join_the_tail():
     rows = HeadRows(np.array([1, 4], np.int32), 6)
     assert rows.look_up(mx.array([[1, 0], [5, 4]])).tolist() == [[0, -1], [-1, 1]]
     log_probs = mx.log(mx.array([[0.5, 0.25, 0.125]]))
@@ -179,7 +177,7 @@ def test_tokens_without_a_row_join_the_tail() -> None:
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_most_frequent_tokens_are_kept() -> None:
+def test_the_most_frequent_tokens_are_kept():
     sequence = TokenSequence(np.array([5, 5, 3, 3, 3, 2], np.int32), np.ones(6, np.bool_))
     assert select_frequent_tokens([sequence], [7], 3, 8).tolist() == [3, 5, 7]
     prompt = TokenSequence(np.array([6] * 9 + [5], np.int32), np.arange(10) > 8)
@@ -187,7 +185,7 @@ def test_the_most_frequent_tokens_are_kept() -> None:
     assert select_frequent_tokens([prompt, sequence], [7], 5, 8).tolist() == [2, 3, 5, 6, 7]
 
 
-def test_a_large_vocabulary_is_sliced() -> None:
+def test_a_large_vocabulary_is_sliced():
     def choose(vocab_size: int, head: Head = "redrafter", **values: Any) -> int | None:
         return choose_slice(NetworkOptions(head, **values), vocab_size, 17).draft_vocab
 
@@ -201,7 +199,7 @@ def test_a_large_vocabulary_is_sliced() -> None:
             choose(49152, draft_vocab=count)
 
 
-def test_too_short_texts_are_refused(tmp_path: Path) -> None:
+def test_too_short_texts_are_refused(tmp_path):
     cache = TeacherCache(tmp_path, {})
     cache.save("train", 0, _shard([_sequence(0, [1, 1])], 0))
     with pytest.raises(DataError, match="expected texts of more than 3 tokens"):

@@ -19,9 +19,7 @@ from mlx_redrafter.proposers.block.surroundings import DecodingSurroundings, Sur
 from mlx_redrafter.proposers.checkpoint import write_drafter
 from mlx_redrafter.proposers.fit import Prediction, fit_depths
 from mlx_redrafter.proposers.quantization import quantize_drafter
-from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, TrainingRequest, train_drafter
-from tests.helpers.cli import Cli
 from tests.training.conftest import check_drafts, curve_of, small_request
 from tests.training.pieces import Silent
 
@@ -52,7 +50,7 @@ def _network(**values: Any) -> BlockNetwork:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_blocks_along_a_text_are_those_of_decoding(target: Target, layout: str) -> None:
+def test_blocks_along_a_text_are_those_of_decoding(target, layout):
     network = _network(**LAYOUTS[layout])
     rng = np.random.default_rng(0)
     states = mx.array(rng.normal(size=(9, 64)).astype(np.float32))
@@ -76,7 +74,7 @@ def test_blocks_along_a_text_are_those_of_decoding(target: Target, layout: str) 
         np.testing.assert_allclose(np.array(found[number]), np.array(expected), atol=2e-5)
 
 
-def test_calibration_finds_the_factor_of_each_depth() -> None:
+def test_calibration_finds_the_factor_of_each_depth():
     """Of tokens that are drawn with probabilities sharper, or flatter, than those of a network."""
     factors, count = (0.5, 1.0, 2.0, 4.0), 1500
     log_probs = mx.zeros((count, 1))
@@ -105,7 +103,7 @@ def earlier(stories_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Tra
     return request
 
 
-def test_a_drafter_is_calibrated_and_its_trees_pay(earlier: TrainingRequest, cli: Cli) -> None:
+def test_a_drafter_is_calibrated_and_its_trees_pay(earlier, cli):
     config = load_block(earlier.out).config
     assert config.has_confidence
     assert len(set(config.depth_scales)) > 1
@@ -117,7 +115,7 @@ def test_a_drafter_is_calibrated_and_its_trees_pay(earlier: TrainingRequest, cli
     assert wide["tokens_per_step"] >= chain["tokens_per_step"] > 1.2
 
 
-def test_an_earlier_drafter_is_trained_further(earlier: TrainingRequest, tmp_path: Path) -> None:
+def test_an_earlier_drafter_is_trained_further(earlier, tmp_path):
     start = replace(earlier, out=tmp_path / "more")
     network = NetworkOptions("dflash", start_from=str(earlier.out))
     with pytest.raises(ConfigError, match="for --head dflash, found one for --head dspark"):

@@ -1,7 +1,6 @@
 """Texts, chats and prompts from files; what is wrong with one is said with its line."""
 
 import json
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -36,39 +35,30 @@ def _chat(*turns: str) -> Chat:
     return Chat([{"role": role, "content": content} for role, content in pairs], "x:1")
 
 
-def test_plain_text_is_divided_at_separators(tmp_path: Path) -> None:
+def test_plain_text_is_divided_at_separators(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text("\none\n\ntwo\n<|endoftext|>\n\n<|endoftext|>\nthree\n", encoding="utf-8")
+    text = "\none\n\ntwo\n<|endoftext|>\n\n<|endoftext|>\nthree\n"
+    path.write_text(text, encoding="utf-8-sig")  # whose byte order mark is no text
     expected = [Document("one\n\ntwo", f"{path}:1"), Document("three", f"{path}:8")]
     assert read_items([path]) == expected
 
 
-def test_rows_of_all_kinds(tmp_path: Path) -> None:
+def test_rows_of_all_kinds(tmp_path):
     messages = _chat("user: hi", "assistant: ho").messages
     path, ask = tmp_path / "a.JSONL", {"prompt": "ask"}
     rows = {"text": "one"}, {"messages": messages}, ask, {**ask, "completion": "told"}
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8-sig")
     text, chat, prompt, told = read_items([path])
     assert text == Document("one", f"{path}:1")
     assert chat == Chat(messages, f"{path}:2")
     assert (prompt.is_answered, told.is_answered) == (False, True)
 
 
-def test_a_prompt_file_has_one_prompt_a_line(tmp_path: Path) -> None:
+def test_a_prompt_file_has_one_prompt_a_line(tmp_path):
     path = tmp_path / "prompts.txt"
-    path.write_text("why\n\nhow\n", encoding="utf-8")
+    path.write_text("why\n\nhow\n", encoding="utf-8-sig")
     items = read_items([path], lines_are_prompts=True)
     assert [item.messages[0]["content"] for item in items] == ["why", "how"]
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
-    row, text, prompts = (tmp_path / name for name in ("a.jsonl", "a.txt", "prompts.txt"))
-    row.write_text('{"text": "one"}\n', encoding="utf-8-sig")
-    text.write_text("two\n", encoding="utf-8-sig")
-    prompts.write_text("why\n", encoding="utf-8-sig")
-    assert read_items([row, text]) == [Document("one", f"{row}:1"), Document("two", f"{text}:1")]
-    (item,) = read_items([prompts], lines_are_prompts=True)
-    assert item.messages[0]["content"] == "why"
 
 
 BAD_ROWS = [
@@ -84,7 +74,7 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS)
-def test_bad_rows_are_named_by_line(tmp_path: Path, row: str, message: str) -> None:
+def test_bad_rows_are_named_by_line(tmp_path, row, message):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "fine"}}\n\n{row}\n', encoding="utf-8")
     with pytest.raises(DataError, match=message) as error:
@@ -92,7 +82,7 @@ def test_bad_rows_are_named_by_line(tmp_path: Path, row: str, message: str) -> N
     assert str(error.value).startswith(f"{path}:3: ")
 
 
-def test_bad_files_are_named(tmp_path: Path) -> None:
+def test_bad_files_are_named(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "latin.txt").write_bytes("fine\nfür\n".encode("latin-1"))
     for name, message in (
@@ -106,7 +96,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             read_items([tmp_path / name])
 
 
-def test_only_the_replies_of_a_chat_are_trained() -> None:
+def test_only_the_replies_of_a_chat_are_trained():
     tokenizer = WordTokenizer()
     asked = "system: be brief", "user: who are you"
     chat = _chat(*asked, "assistant: a model", "user: and I", "assistant: a user")
@@ -133,7 +123,7 @@ class ForgetfulTokenizer(WordTokenizer):
         return super().apply_chat_template(shown, **options)
 
 
-def test_a_template_that_rewrites_earlier_replies_gives_several_sequences() -> None:
+def test_a_template_that_rewrites_earlier_replies_gives_several_sequences():
     tokenizer = ForgetfulTokenizer()
     chat = _chat("user: q1", "assistant: *hm a1", "user: q2", "assistant: *oh a2")
     first, second = _encoder(tokenizer).encode(chat)
@@ -152,7 +142,7 @@ class ThinkingTokenizer(WordTokenizer):
         return super().apply_chat_template([*earlier, last], **options)
 
 
-def test_two_replies_in_a_row_keep_tokens_and_marks_together() -> None:
+def test_two_replies_in_a_row_keep_tokens_and_marks_together():
     tokenizer = ThinkingTokenizer()
     chat = _chat("user: q", "assistant: a1", "assistant: a2")
     first, second = _encoder(tokenizer).encode(chat)
@@ -161,7 +151,7 @@ def test_two_replies_in_a_row_keep_tokens_and_marks_together() -> None:
     assert "q" not in _trained_text(second, tokenizer)
 
 
-def test_a_long_prompt_keeps_its_question_and_leaves_room() -> None:
+def test_a_long_prompt_keeps_its_question_and_leaves_room():
     tokenizer, options = WordTokenizer(), DataOptions(sequence_length=40)
     chat = _chat("system: " + "s " * 50, "user: why")
     source = as_prompt_source(chat, _encoder(tokenizer, 40), options)
@@ -171,7 +161,7 @@ def test_a_long_prompt_keeps_its_question_and_leaves_room() -> None:
     assert text.endswith("[user] why </s> eol [assistant]")
 
 
-def test_chats_without_a_reply_in_a_sequence_are_counted() -> None:
+def test_chats_without_a_reply_in_a_sequence_are_counted():
     """A long system prompt leaves no room for a reply to train on."""
     encoder, options = _encoder(WordTokenizer(), 16), DataOptions(sequence_length=16)
     long, short = (_chat(f"system: {'s ' * n}", "user: q", "assistant: a") for n in (20, 2))
@@ -185,7 +175,7 @@ def test_chats_without_a_reply_in_a_sequence_are_counted() -> None:
     assert len(reporter.lines) == 1
 
 
-def test_beginnings_leave_room_in_short_sequences() -> None:
+def test_beginnings_leave_room_in_short_sequences():
     text, rng = Document("a b c d e f g h " * 9, "x:1"), np.random.default_rng(0)
     options = DataOptions(sequence_length=16)
     source = as_prompt_source(text, _encoder(WordTokenizer(), 16), options)
@@ -193,14 +183,14 @@ def test_beginnings_leave_room_in_short_sequences() -> None:
 
 
 @pytest.mark.parametrize("item", [Document("\u200b", "x:1"), _chat("user: \u200b")])
-def test_a_prompt_without_tokens_is_named(item: Document | Chat) -> None:
+def test_a_prompt_without_tokens_is_named(item):
     tokenizer = WordTokenizer(has_chat_template=False)
     tokenizer.encode = lambda *_, **__: []  # type: ignore[method-assign, assignment]
     with pytest.raises(DataError, match="x:1: expected a text, found no token"):
         as_prompt_source(item, _encoder(tokenizer), DataOptions())
 
 
-def test_prompts_are_rendered_as_served() -> None:
+def test_prompts_are_rendered_as_served():
     tokenizer = WordTokenizer()
     prompt = _chat("user: why")
     ids = _encoder(tokenizer).encode_prompt(prompt)
@@ -209,7 +199,7 @@ def test_prompts_are_rendered_as_served() -> None:
     assert plain.decode(_encoder(plain).encode_prompt(prompt)) == "<s> why"
 
 
-def test_without_a_template_prompt_and_completion_follow_each_other() -> None:
+def test_without_a_template_prompt_and_completion_follow_each_other():
     tokenizer = WordTokenizer(has_chat_template=False)
     row = _chat("user: a b", "assistant: c d")
     (sequence,) = _encoder(tokenizer).encode(row)
@@ -220,14 +210,14 @@ def test_without_a_template_prompt_and_completion_follow_each_other() -> None:
         list(_encoder(tokenizer).encode(chat))
 
 
-def test_a_refusal_of_the_template_names_the_line() -> None:
+def test_a_refusal_of_the_template_names_the_line():
     encoder = _encoder(WordTokenizer(strict_roles=True))
     chat = _chat("system: x")
     with pytest.raises(DataError, match=r"x:1: the model's chat template rejects .*user"):
         encoder.encode_prompt(chat)
 
 
-def test_long_texts_are_cut_and_begin_alike() -> None:
+def test_long_texts_are_cut_and_begin_alike():
     tokenizer = WordTokenizer()
     words = [f"w{i}" for i in range(25)]
     sequences = list(_encoder(tokenizer, 8).encode(Document(" ".join(words), "x:1")))
@@ -235,12 +225,12 @@ def test_long_texts_are_cut_and_begin_alike() -> None:
     assert " ".join(_trained_text(s, tokenizer) for s in sequences).split() == words
 
 
-def test_token_ids_beyond_the_model_are_refused() -> None:
+def test_token_ids_beyond_the_model_are_refused():
     with pytest.raises(DataError, match="x:1: expected token ids below 3, found 4"):
         list(_encoder(WordTokenizer(), vocab_size=3).encode(Document("a b c", "x:1")))
 
 
-def test_pieces_make_up_the_text() -> None:
+def test_pieces_make_up_the_text():
     text = "one two\nthree " * 40
     pieces = list(split_text(text, 50))
     assert "".join(pieces) == text
@@ -249,7 +239,7 @@ def test_pieces_make_up_the_text() -> None:
     assert list(split_text("x" * 12, 5)) == ["xxxxx", "xxxxx", "xx"]
 
 
-def test_held_out_items_are_not_trained_on() -> None:
+def test_held_out_items_are_not_trained_on():
     data = [Document(f"text {i}", f"x:{i}") for i in range(40)]
     sources = divide(data, [], DataOptions(held_out=8))
     assert len(sources.held_out) == 4
@@ -265,7 +255,7 @@ def test_held_out_items_are_not_trained_on() -> None:
         divide(data[:1], [], DataOptions())
 
 
-def test_no_other_sequence_starts_from_a_held_out_prompt() -> None:
+def test_no_other_sequence_starts_from_a_held_out_prompt():
     """Files repeat prompts, and may have the answer to a prompt of another file."""
     data = [_chat(f"user: {i}", f"assistant: {reply}") for i in range(4) for reply in "ab"]
     sources = divide(data, [_chat(f"user: {i % 4}") for i in range(40)], DataOptions(held_out=1))

@@ -34,7 +34,7 @@ from mlx_redrafter.training.resources import (
 )
 from mlx_redrafter.training.self_generated import CACHE_STEP, ROUND_BYTES, ROUND_SIZE
 from mlx_redrafter.training.teacher_cache import Shard
-from mlx_redrafter.training_options import RECIPES, Recipe
+from mlx_redrafter.training_options import RECIPES
 from tests.helpers.models import tiny_llama
 
 REQUEST = TrainingRequest(
@@ -48,13 +48,13 @@ WORK = Workload.of(REQUEST, given=1000, generated=500, prompt=10, num_held_out=2
 PACE = Pace(0.1, reading=0.01, step=3.0, measuring=0.04, calibration=0.1)
 
 
-def test_the_work_of_a_request() -> None:
+def test_the_work_of_a_request():
     counts = {"held_out": 200, "prompts": 80, "steps": 10, "num_evaluations": 8}
     assert WORK == Workload(1000, 500, **counts, batch_tokens=300, text_tokens=110)
     assert WORK.tokens == 1780
 
 
-def test_every_stage_counts() -> None:
+def test_every_stage_counts():
     timetable = Timetable.of(WORK, PACE, None)
     # 3,000 tokens are trained on: 7 measurements, each after 4 times the tokens that it takes.
     # These and the first one, and after training another and a calibration.
@@ -66,14 +66,14 @@ def test_every_stage_counts() -> None:
     assert str(timetable) == f"about 3 min: {parts}"
 
 
-def test_calibration_looks_at_so_many_tokens_only() -> None:
+def test_calibration_looks_at_so_many_tokens_only():
     many = replace(WORK, held_out=100_000)
     paces = (replace(PACE, calibration=seconds) for seconds in (0, 1))
     free, costly = (Timetable.of(many, pace, None).stages["evaluation"] for pace in paces)
     assert costly - free == pytest.approx(4096)
 
 
-def test_minutes_are_for_all_stages() -> None:
+def test_minutes_are_for_all_stages():
     timetable = Timetable.of(WORK, PACE, 5)
     assert timetable.total == pytest.approx(300)
     # A quarter of the time is 75 s: after the 14 at the end, enough for 14 measurements.
@@ -85,7 +85,7 @@ def test_minutes_are_for_all_stages() -> None:
     assert timetable.count_steps(5, elapsed=1000) == 25, "the minimum share, however late it is"
 
 
-def test_short_runs_are_measured_less_often_and_too_short_ones_refused() -> None:
+def test_short_runs_are_measured_less_often_and_too_short_ones_refused():
     # 45 s for evaluation: 14 at the end, 31 for the first and six more of 4 s each.
     assert Timetable.of(WORK, PACE, 3).num_evaluations == 6
     short = Timetable.of(WORK, PACE, 2)
@@ -95,12 +95,12 @@ def test_short_runs_are_measured_less_often_and_too_short_ones_refused() -> None
         check_minutes(short, 2)
 
 
-def test_times_are_short() -> None:
+def test_times_are_short():
     times = {3.4: "3 s", 99: "99 s", 100: "2 min", 5900: "98 min", 36_000: "10.0 h"}
     assert [format_time(seconds) for seconds in times] == list(times.values())
 
 
-def test_complete_shards_need_no_more_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_shards_need_no_more_disk(tmp_path, monkeypatch):
     needed = ResourceEstimate(0, cache=60, drafter=0, disk=100, memory=0)
     monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: SimpleNamespace(free=70))
     out = tmp_path.with_name("out")
@@ -114,9 +114,7 @@ def test_complete_shards_need_no_more_disk(tmp_path: Path, monkeypatch: pytest.M
         check_resources(replace(needed, disk=140), tmp_path, out)
 
 
-def test_a_cache_on_another_disk_leaves_the_drafter_to_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_on_another_disk_leaves_the_drafter_to_its_own(tmp_path, monkeypatch):
     cache, out = tmp_path / "cache", tmp_path / "out"
     cache.mkdir()
     out.mkdir()
@@ -134,7 +132,7 @@ def test_a_cache_on_another_disk_leaves_the_drafter_to_its_own(
         free[folder] += 1
 
 
-def test_the_memory_of_a_run_includes_the_caches_of_a_round() -> None:
+def test_the_memory_of_a_run_includes_the_caches_of_a_round():
     work = replace(WORK, text_tokens=2 * CACHE_STEP)
     size = TargetSize(64, 100, weight_bytes=10**9)
     peaks = [
@@ -161,7 +159,7 @@ def target() -> Target:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_stage_takes_time(target: Target, recipe: Recipe) -> None:
+def test_every_stage_takes_time(target, recipe):
     request = replace(REHEARSED, training=replace(REHEARSED.training, recipe=recipe))
     stages: list[int] = []
     student = new_student(target, request.network)
@@ -171,7 +169,7 @@ def test_every_stage_takes_time(target: Target, recipe: Recipe) -> None:
     assert all(seconds > 0 for seconds in astuple(pace))
 
 
-def test_short_contexts_and_reduced_heads(target: Target) -> None:
+def test_short_contexts_and_reduced_heads(target):
     request = replace(
         REHEARSED,
         network=NetworkOptions(exit_dim=8, length=2, draft_vocab=5),
@@ -182,7 +180,7 @@ def test_short_contexts_and_reduced_heads(target: Target) -> None:
     assert rehearse(request, target, student, prompts, 0, lambda done, total: None).step > 0
 
 
-def test_a_target_that_cannot_teach_is_refused_at_once() -> None:
+def test_a_target_that_cannot_teach_is_refused_at_once():
     model = tiny_llama()
     model.model.norm.weight = model.model.norm.weight * mx.nan
     target = Target(model)
@@ -191,7 +189,7 @@ def test_a_target_that_cannot_teach_is_refused_at_once() -> None:
         rehearse(REHEARSED, target, student, [[1, 2, 3]], 0, lambda done, total: None)
 
 
-def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_timed_is_like_the_run(target, monkeypatch):
     """Texts are read that are as long as can be, and more tokens are written than begin texts."""
     read: list[list[int]] = []
     written: list[tuple[int, int]] = []
@@ -217,7 +215,7 @@ def test_what_is_timed_is_like_the_run(target: Target, monkeypatch: pytest.Monke
     assert read[3] == [32] * 8
 
 
-def test_half_precision_on_a_cpu_is_slow() -> None:
+def test_half_precision_on_a_cpu_is_slow():
     on_cpu = "cpu" in str(mx.default_device())
     model = tiny_llama()
     for dtype, slow in (mx.float32, False), (mx.float16, on_cpu), (mx.bfloat16, on_cpu):

@@ -54,11 +54,10 @@ class Case:
         self.counts = mx.sum(self.batch.weights, axis=0)
 
     def loss(self, logits: mx.array, batch: TrainingBatch | None = None) -> mx.array:
-        """Compute the trainer's loss."""
         return draft_loss(logits, batch or self.batch, self.counts, self.recipe)
 
 
-def test_divergence_is_zero_for_the_teacher_itself_and_finite_at_the_edges() -> None:
+def test_divergence_is_zero_for_the_teacher_itself_and_finite_at_the_edges():
     logits = mx.array([[2.0, 1.0, 0.0, -1.0]])
     log_probs = logits - mx.logsumexp(logits)
     ids = mx.array([[0, 1]])
@@ -76,7 +75,7 @@ def test_divergence_is_zero_for_the_teacher_itself_and_finite_at_the_edges() -> 
     )
 
 
-def test_agreement_is_how_often_both_sample_the_same() -> None:
+def test_agreement_is_how_often_both_sample_the_same():
     rng = np.random.default_rng(3)
     teacher, logits = rng.normal(size=(2, V)) * 2
     log_p = np.array(teacher - np.log(np.exp(teacher).sum()))
@@ -93,7 +92,7 @@ def test_agreement_is_how_often_both_sample_the_same() -> None:
     )
 
 
-def test_agreement_is_one_for_the_teacher_itself_and_finite_at_the_edges() -> None:
+def test_agreement_is_one_for_the_teacher_itself_and_finite_at_the_edges():
     logits = mx.array([2.0, 1.0, 0.0, -1.0])
     log_p = logits - mx.logsumexp(logits)
     everything = mx.arange(4)
@@ -115,7 +114,7 @@ def _arrays(*values: Any) -> list[mx.array]:
     ]
 
 
-def test_an_estimate_of_the_confidence_is_best_at_the_overlap() -> None:
+def test_an_estimate_of_the_confidence_is_best_at_the_overlap():
     """Its part of the loss is a cross-entropy, which no other estimate makes less."""
     case = Case()
     logits = case.logits

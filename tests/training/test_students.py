@@ -32,8 +32,6 @@ from mlx_redrafter.training.students.state_students import RecurrentStudent
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import HEADS, Head
-from tests.conftest import Trained
-from tests.helpers.cli import Cli
 from tests.helpers.models import (
     quantize_wide,
     random_drafter,
@@ -41,7 +39,7 @@ from tests.helpers.models import (
     tiny_qwen3,
     wrapped_tokenizer,
 )
-from tests.training.conftest import Run, check_drafts
+from tests.training.conftest import check_drafts
 from tests.training.pieces import Silent, drafted_texts, random_shard
 
 VOCAB, LENGTH = 12, 4
@@ -63,7 +61,7 @@ def _batch(shard: Shard) -> TrainingBatch:
 @pytest.mark.parametrize(
     ("head", "layers"), [("redrafter", ()), ("eagle", (1, 1, 2)), ("specformer", (1, 1, 2, -1))]
 )
-def test_the_layers_of_a_head_are_read(target: Target, head: Head, layers: tuple[int, ...]) -> None:
+def test_the_layers_of_a_head_are_read(target, head, layers):
     student = _student(target, head)
     assert tuple(student.layers) == layers
     states = random_shard(target, student, [9]).states
@@ -75,7 +73,7 @@ def test_the_layers_of_a_head_are_read(target: Target, head: Head, layers: tuple
 
 
 @pytest.mark.parametrize("head", ["eagle", "eagle1", "specformer"])
-def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -> None:
+def test_logits_along_a_text_are_those_of_drafting(target, head):
     """Row by row through a cache of mlx-lm, against all positions and levels at once."""
     student = _student(target, head)
     shard, network = random_shard(target, student, [9, 7]), student.network
@@ -100,7 +98,7 @@ def test_logits_along_a_text_are_those_of_drafting(target: Target, head: Head) -
 
 # Those of the others are torch's.
 @pytest.mark.parametrize("head", [head for head in HEADS if head.startswith("d")])
-def test_gradients_are_true(target: Target, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_true(target, head, monkeypatch):
     """In a random direction, against the difference of two losses."""
     student = _student(target, head)
     batch = _batch(random_shard(target, student, [16]))
@@ -125,7 +123,7 @@ def test_gradients_are_true(target: Target, head: Head, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("head", STUDENTS)
-def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None:
+def test_counted_steps_are_those_of_decoding(target, head):
     student = _student(target, head)
     drafter = student.with_weights({}).network  # decoding hooks it
     options = {"max_tokens": 40, "beam_width": 1, "beam_length": LENGTH}
@@ -139,7 +137,7 @@ def test_counted_steps_are_those_of_decoding(target: Target, head: Head) -> None
 
 
 @pytest.mark.parametrize(("head", "epochs"), [("eagle", 2), ("specformer", 3)])
-def test_trained_heads(tmp_path: Path, finished: Run, cli: Cli, head: Head, epochs: int) -> None:
+def test_trained_heads(tmp_path, finished, cli, head, epochs):
     """On the texts of another run, of which more layers are read."""
     earlier, out = finished.request, tmp_path / "head"
     network = NetworkOptions(head, draft_vocab=300 if head == "eagle" else None)
@@ -153,7 +151,7 @@ def test_trained_heads(tmp_path: Path, finished: Run, cli: Cli, head: Head, epoc
     assert name[0].upper() + name[1:] in (out / "README.md").read_text()
 
 
-def test_what_a_head_cannot_have_is_refused() -> None:
+def test_what_a_head_cannot_have_is_refused():
     cases: list[tuple[Any, dict[str, Any], str]] = [
         ("eagle", {"exit_dim": 8}, "exit_dim has no meaning for the head eagle"),
         ("eagle1", {"draft_vocab": 8}, "draft_vocab has no meaning for the head eagle1"),
@@ -172,7 +170,7 @@ def test_what_a_head_cannot_have_is_refused() -> None:
 PROMPTS = ("One day, a little", "Tom had a red ball.", "The cat and the dog", "It was night")
 
 
-def test_simulated_with_noise_equals_decoding_with_a_seed(stories: Trained, finished: Run) -> None:
+def test_simulated_with_noise_equals_decoding_with_a_seed(stories, finished):
     """Compare averages, because the simulation draws other noise."""
     temp = 0.8
     drafter = load_drafter(finished.request.out)
@@ -189,7 +187,7 @@ def test_simulated_with_noise_equals_decoding_with_a_seed(stories: Trained, fini
     assert without.tokens_per_step < 0.95 * found.tokens_per_step
 
 
-def test_texts_with_nothing_to_draft_are_left_out() -> None:
+def test_texts_with_nothing_to_draft_are_left_out():
     target = Target(tiny_llama(vocab_size=16))
     short = TokenSequence(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
     shard = read_sequences(target, [short], 4)
@@ -203,7 +201,7 @@ def test_texts_with_nothing_to_draft_are_left_out() -> None:
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_the_head_matrix_gives_the_targets_logits(bits: int | None, is_tied: bool) -> None:
+def test_the_head_matrix_gives_the_targets_logits(bits, is_tied):
     model = tiny_qwen3() if is_tied else tiny_llama()
     if bits is not None:
         quantize_wide(model, bits=bits)
@@ -223,7 +221,7 @@ def _drafter(target: Target, options: NetworkOptions, head: mx.array | None, see
     return drafter
 
 
-def test_a_wide_head_holds_the_targets_and_blocks_do_nothing() -> None:
+def test_a_wide_head_holds_the_targets_and_blocks_do_nothing():
     target = Target(tiny_llama())
     head = compute_head_matrix(target)
     drafter = _drafter(target, NetworkOptions(), head, seed=0)
@@ -234,7 +232,7 @@ def test_a_wide_head_holds_the_targets_and_blocks_do_nothing() -> None:
     assert mx.array_equal(drafter.lm_head[-1].weight[:, :32], head).item()
 
 
-def test_a_narrow_head_is_the_nearest_of_its_rank() -> None:
+def test_a_narrow_head_is_the_nearest_of_its_rank():
     target = Target(tiny_llama())
     head = compute_head_matrix(target)
     drafter = _drafter(target, NetworkOptions(exit_dim=8), head, seed=0)
@@ -248,7 +246,7 @@ def test_a_narrow_head_is_the_nearest_of_its_rank() -> None:
     np.testing.assert_allclose(np.linalg.svd(weight)[1], values[:8], rtol=1e-3)
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_decides():
     target, options = Target(tiny_llama()), NetworkOptions(exit_dim=8)
     first, again, other = (_drafter(target, options, None, seed) for seed in (1, 1, 2))
     assert mx.array_equal(first.rnn_w.weight, again.rnn_w.weight).item()

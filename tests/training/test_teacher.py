@@ -1,7 +1,6 @@
 """The teacher cache against direct forward passes, and caches that must be refused."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +23,7 @@ _sequences = partial(random_texts, given=2, seed=3)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_cache_equals_a_direct_forward_pass(monkeypatch, name):
     monkeypatch.setattr(teacher, "MAX_CHUNK_TOKENS", 24)  # several chunks, several batches
     monkeypatch.setattr(teacher, "BATCH_SEQUENCES", 3)
     target = Target(MODELS[name]())
@@ -51,13 +50,13 @@ def test_cache_equals_a_direct_forward_pass(monkeypatch: pytest.MonkeyPatch, nam
         np.testing.assert_allclose(np.array(shard.tail[where]), 1 - np.exp(kept).sum(-1), atol=2e-5)
 
 
-def test_all_tokens_kept_leave_no_tail() -> None:
+def test_all_tokens_kept_leave_no_tail():
     shard = read_sequences(Target(tiny_llama()), _sequences([6]), 1000)
     assert shard.top_ids.shape == (6, 64)
     assert not np.array(shard.tail).any()
 
 
-def test_no_shard_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_shard_is_read_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(teacher, "SHARD_TOKENS", 20)
     target = Target(tiny_llama())
     target.modules.watch((0,))
@@ -88,7 +87,7 @@ def test_no_shard_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert states.shape[0] == 24
 
 
-def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:
+def test_a_cache_of_another_target_is_refused(tmp_path):
     known, other = (fingerprint_weights(tiny_llama(seed=seed)) for seed in (0, 1))
     for _ in range(2):
         TeacherCache(tmp_path, {"target": known, "top_k": 8}).begin()
@@ -98,7 +97,7 @@ def test_a_cache_of_another_target_is_refused(tmp_path: Path) -> None:
         TeacherCache(tmp_path, {"target": known, "top_k": 16})
 
 
-def test_of_two_runs_one_begins_a_cache(tmp_path: Path) -> None:
+def test_of_two_runs_one_begins_a_cache(tmp_path):
     """Both found no manifest, as a rehearsal lies between that and the first shard."""
     first, second = (TeacherCache(tmp_path, {"tokens": tokens}) for tokens in (1, 2))
     first.begin()
@@ -106,7 +105,7 @@ def test_of_two_runs_one_begins_a_cache(tmp_path: Path) -> None:
         second.begin()
 
 
-def test_damaged_shards_are_named(tmp_path: Path) -> None:
+def test_damaged_shards_are_named(tmp_path):
     cache = TeacherCache(tmp_path, {})
     cache.save("train", 0, read_sequences(Target(tiny_llama()), _sequences([6]), K))
     path = cache.path("train", 0)
@@ -115,7 +114,7 @@ def test_damaged_shards_are_named(tmp_path: Path) -> None:
         mx.eval(cache.load("train", 0).tail)
 
 
-def test_fingerprints_tell_weights_apart() -> None:
+def test_fingerprints_tell_weights_apart():
     model = tiny_llama()
     before = fingerprint_weights(model)
     assert before == fingerprint_weights(tiny_llama())
@@ -126,7 +125,7 @@ def test_fingerprints_tell_weights_apart() -> None:
     assert fingerprint_weights(model) != before
 
 
-def test_hidden_states_beyond_float16_are_refused() -> None:
+def test_hidden_states_beyond_float16_are_refused():
     model = tiny_llama()
     norm = model["model"]["norm"]
     norm.weight = norm.weight * 1e6

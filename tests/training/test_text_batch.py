@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -36,7 +35,7 @@ STOP = 7
 
 
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - {"llama4"}))  # in no batch of mlx-lm
-def test_greedy_texts_are_those_of_mlx_lm(name: str) -> None:
+def test_greedy_texts_are_those_of_mlx_lm(name):
     model = MODELS[name]()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, 60, length).tolist() for length in (1, 9, 4, 23, 2)]
@@ -52,7 +51,7 @@ def test_greedy_texts_are_those_of_mlx_lm(name: str) -> None:
         assert text == [int(token) for token, _ in steps]
 
 
-def test_every_pass_can_be_interrupted() -> None:
+def test_every_pass_can_be_interrupted():
     """A report between passes may end the work: prompts, answers, and reading."""
     target, jobs = Target(tiny_llama()), [GenerationJob([1] * 40, 0.0)] * 32
     counts: list[int] = []
@@ -70,7 +69,7 @@ def test_every_pass_can_be_interrupted() -> None:
     assert read == [0, 0, 720, 720, 1440], "of 8 texts at once, 64 tokens of each"
 
 
-def test_every_text_has_its_own_temperature() -> None:
+def test_every_text_has_its_own_temperature():
     logits = mx.log(mx.array([[0.6, 0.3, 0.1]] * 4000))
     mx.random.seed(0)
     found = np.array(to_ints(sample(logits, [0.0, 1.0, 0.5, 1e-4] * 1000))).reshape(-1, 4)
@@ -81,9 +80,7 @@ def test_every_text_has_its_own_temperature() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_generating_keeps_is_what_reading_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_generating_keeps_is_what_reading_finds(tmp_path, monkeypatch, name):
     """The last token of a generated text is in no pass, and no drafter reads its outputs."""
     monkeypatch.setattr(
         "mlx_redrafter.training.teacher.MAX_CHUNK_TOKENS", 20
@@ -114,7 +111,7 @@ def test_what_generating_keeps_is_what_reading_finds(
             assert mx.array_equal(found, expected)
 
 
-def test_shards_of_generated_texts_are_kept_and_get_other_layers(tmp_path: Path) -> None:
+def test_shards_of_generated_texts_are_kept_and_get_other_layers(tmp_path):
     target, cache = Target(tiny_llama()), TeacherCache(tmp_path, {})
     target.modules.watch((0,))
     options = DataOptions(answer_tokens=8)
@@ -138,7 +135,7 @@ def test_shards_of_generated_texts_are_kept_and_get_other_layers(tmp_path: Path)
     assert all(cache.load("train", number, (0,)).states is not None for number in (2, 3, 4))
 
 
-def test_no_more_than_the_asked_tokens_are_written(tmp_path: Path) -> None:
+def test_no_more_than_the_asked_tokens_are_written(tmp_path):
     target = Target(tiny_llama())
     generator = TextGenerator(target, [STOP], 0)
     options = DataOptions(answer_tokens=16)
@@ -181,7 +178,7 @@ def _log_probs(n: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("k", [3, V])
-def test_under_it_the_target_chooses_the_text(k: int) -> None:
+def test_under_it_the_target_chooses_the_text(k):
     log_probs = _log_probs(400)
     tokens = np.random.default_rng(2).integers(0, V, 400)
     shard = _shard(log_probs, tokens, k)
@@ -193,7 +190,7 @@ def test_under_it_the_target_chooses_the_text(k: int) -> None:
     np.testing.assert_array_equal(np.argmax(log_probs[:-1] / TEMP + noise, axis=-1), tokens[1:])
 
 
-def test_over_the_texts_that_the_target_samples_it_is_gumbel_noise() -> None:
+def test_over_the_texts_that_the_target_samples_it_is_gumbel_noise():
     n = 20_000
     log_probs = _log_probs(n)
     own = np.random.default_rng(3).gumbel(size=(n, V))
@@ -207,7 +204,7 @@ def test_over_the_texts_that_the_target_samples_it_is_gumbel_noise() -> None:
     assert np.abs(off_diagonal).max() < 0.04
 
 
-def test_a_row_depends_on_its_state_alone() -> None:
+def test_a_row_depends_on_its_state_alone():
     tokens = np.arange(20) % V
     shard = _shard(_log_probs(20), tokens, V)
     all_rows = sample_posterior_noise(shard, mx.arange(19), V, TEMP)
@@ -230,7 +227,7 @@ def _tokenizer(has_chat_template: bool = True) -> WordTokenizer:
     return tokenizer
 
 
-def test_the_place_of_the_users_text() -> None:
+def test_the_place_of_the_users_text():
     tokenizer = _tokenizer()
     names = {number: word for word, number in tokenizer.words.items()}
     before, after = ([names[i] for i in ids] for ids in encode_user_turn(tokenizer))
@@ -242,7 +239,7 @@ def test_the_place_of_the_users_text() -> None:
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_prompts_are_whole_and_unlike(is_chat: bool, tmp_path: Path) -> None:
+def test_prompts_are_whole_and_unlike(is_chat, tmp_path):
     model = tiny_llama(vocab_size=VOCAB, spread=1.0)
     writer = PromptWriter(Target(model), _tokenizer(is_chat))
     found = writer.write(WRITING, tmp_path, Silent())
@@ -262,7 +259,7 @@ def test_prompts_are_whole_and_unlike(is_chat: bool, tmp_path: Path) -> None:
     assert again.write(WRITING, tmp_path, Silent()) == found, "the stored ones are read"
 
 
-def test_a_template_with_much_text_leaves_room_for_a_question(tmp_path: Path) -> None:
+def test_a_template_with_much_text_leaves_room_for_a_question(tmp_path):
     """Without room, nothing but a stop token would end a question."""
     target = Target(tiny_llama(vocab_size=VOCAB, context=1024, spread=1.0))
     prefix = [3] * (WRITING.sequence_length + 10)
@@ -273,14 +270,14 @@ def test_a_template_with_much_text_leaves_room_for_a_question(tmp_path: Path) ->
     assert max(len(text) for text in texts) <= len(prefix) + QUESTION_TOKENS
 
 
-def test_a_model_that_asks_nothing_is_told(tmp_path: Path) -> None:
+def test_a_model_that_asks_nothing_is_told(tmp_path):
     writer = PromptWriter(Target(tiny_llama(vocab_size=VOCAB)), _tokenizer())
     writer.stop_tokens = range(VOCAB)
     with pytest.raises(DataError, match=r"found 0 in 1.. tries; give texts with --data"):
         writer.write(WRITING, tmp_path, Silent())
 
 
-def test_training_needs_no_texts(stories_file: Path, tmp_path: Path) -> None:
+def test_training_needs_no_texts(stories_file, tmp_path):
     request = small_request(stories_file, tmp_path / "drafter")
     options = DataOptions(tokens=1500, answer_tokens=64)
     training = replace(request.training, epochs=1)

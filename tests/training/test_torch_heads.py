@@ -19,7 +19,7 @@ from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, Student, new_student
 from mlx_redrafter.training.batches import HeadRows, find_draftable_steps, gather, make_group
 from mlx_redrafter.training.loss import CONFIDENCE_FLOOR, POSITION_DECAY, TrainingBatch, draft_loss
-from mlx_redrafter.training_options import HEADS, RECIPES, Head, Recipe
+from mlx_redrafter.training_options import HEADS, RECIPES, Head
 
 torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
@@ -96,7 +96,7 @@ def _tensors(batch: TrainingBatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_loss_and_gradient_of_given_logits(recipe: Recipe) -> None:
+def test_loss_and_gradient_of_given_logits(recipe):
     case = Case(recipe)
     logits = _double(case.logits).requires_grad_()
     tensors = _tensors(case.batch)
@@ -158,7 +158,7 @@ CASES = [(head, None) for head in HEADS if not head.startswith("d")]
 
 
 @pytest.mark.parametrize(("kind", "exit_dim"), [*CASES, ("redrafter", 8)])
-def test_loss_and_gradient_are_torchs(target: Target, kind: Head, exit_dim: int | None) -> None:
+def test_loss_and_gradient_are_torchs(target, kind, exit_dim):
     student = _student(target, kind, exit_dim)
     batch, network = _batch(target, student), student.network
     counts = mx.sum(batch.weights, axis=0)

@@ -39,7 +39,7 @@ from tests.helpers.cli import Cli, Result
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import ROOT, random_drafter, shared_model
 from tests.models.tiny_models import WINDOW, build, flat_parameters, tiny_config, windowed_config
-from tests.training.conftest import Run, check_drafts, curve_of
+from tests.training.conftest import check_drafts, curve_of
 from tests.training.pieces import Silent
 
 
@@ -63,7 +63,7 @@ def train(model: Path, out: Path, cli: Cli) -> Cli:
     return partial(cli, "train", "--out", out, "--model", model, "--data", path)
 
 
-def test_the_folder_is_a_drafter_with_a_card(finished: Run, cli: Cli, model: Path) -> None:
+def test_the_folder_is_a_drafter_with_a_card(finished, cli, model):
     out = finished.request.out
     card = (out / "README.md").read_text()
     values = read_config(out)
@@ -82,7 +82,7 @@ def test_the_folder_is_a_drafter_with_a_card(finished: Run, cli: Cli, model: Pat
     assert check_drafts(cli, model, out, "The")["tokens_per_step"] > 1.3
 
 
-def test_the_texts_that_the_card_reports_on_have_chosen_nothing(finished: Run) -> None:
+def test_the_texts_that_the_card_reports_on_have_chosen_nothing(finished):
     options, folder = finished.request.data_options, finished.request.out / CACHE_FOLDER
     arrays, _ = load_arrays(folder / "held-out-00000.safetensors")
     texts = list(Shard(**arrays).texts())
@@ -92,7 +92,7 @@ def test_the_texts_that_the_card_reports_on_have_chosen_nothing(finished: Run) -
     assert "Simulated on 4 of 8 texts" in (finished.request.out / "README.md").read_text()
 
 
-def test_held_out_texts_keep_what_calibration_looks_at(finished: Run) -> None:
+def test_held_out_texts_keep_what_calibration_looks_at(finished):
     folder = finished.request.out / CACHE_FOLDER
     train, held_out = (
         mx.load(str(folder / f"{part}-00000.safetensors"))["top_ids"]
@@ -103,7 +103,7 @@ def test_held_out_texts_keep_what_calibration_looks_at(finished: Run) -> None:
     assert held_out.shape[1] == min(TOP_TOKENS, vocab_size) > train.shape[1]
 
 
-def test_stages_are_reported(finished: Run) -> None:
+def test_stages_are_reported(finished):
     generating = ["generating training text", "generating held-out text"]
     stages = ["rehearsal", "reading text", *generating, "evaluation", "training"]
     assert finished.reporter.stages == stages
@@ -114,7 +114,7 @@ def test_stages_are_reported(finished: Run) -> None:
     assert re.fullmatch(rf"needs about .*: {stages}", time)
 
 
-def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train: Cli, out: Path) -> None:
+def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, out):
     result = train("--dry-run")
     assert result.code == 0
     needs, rehearsal, duration = result.err.splitlines()
@@ -124,7 +124,7 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train: Cli, out: Pat
     assert not out.exists()
 
 
-def test_minutes_are_for_the_whole_run(train: Cli, out: Path) -> None:
+def test_minutes_are_for_the_whole_run(train, out):
     result = train("--minutes", 1e-4)
     assert result.code == 1
     assert "--minutes 0.0001 is for the whole run, of which too little is left" in result.err
@@ -136,9 +136,7 @@ def test_minutes_are_for_the_whole_run(train: Cli, out: Path) -> None:
     assert 3 < time.monotonic() - start < 120  # 9 on an idle machine
 
 
-def test_a_run_that_was_interrupted_is_continued_with_resume_alone(
-    train: Cli, out: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, cli, monkeypatch):
     """The second one is interrupted while the target writes, long before the first step."""
     with monkeypatch.context() as patch:
         patch.setattr(ConsoleReporter, "progress", _interrupt_training)
@@ -164,7 +162,7 @@ def test_a_run_that_was_interrupted_is_continued_with_resume_alone(
     assert json.loads((second[1] / "run.json").read_text())["answer_tokens"] == 24
 
 
-def test_commands_to_copy_name_all_that_they_need(train: Cli, tmp_path: Path) -> None:
+def test_commands_to_copy_name_all_that_they_need(train, tmp_path):
     out = tmp_path / "my drafter"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConsoleReporter, "progress", _interrupt_reading)
@@ -180,14 +178,12 @@ def test_commands_to_copy_name_all_that_they_need(train: Cli, tmp_path: Path) ->
     assert words[7:] == ["--drafter", str(out)]
 
 
-def test_two_runs_do_not_share_a_folder(train: Cli, out: Path) -> None:
+def test_two_runs_do_not_share_a_folder(train, out):
     with locking(out):
         assert f"another run trains in {out}; wait for its end" in _refusal(train())
 
 
-def test_a_run_is_continued_from_another_working_folder(
-    train: Cli, out: Path, cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_continued_from_another_working_folder(train, out, cli, model, monkeypatch):
     assert train is not None, "it has written the texts"
     monkeypatch.chdir(out.parent)
     texts = ("--data", "texts.jsonl", "--cache", "outputs", "--answer-tokens", 24)
@@ -199,16 +195,18 @@ def test_a_run_is_continued_from_another_working_folder(
     assert json.loads((out / "run.json").read_text())["cache"] == str(out.parent / "outputs")
 
 
-def test_options_of_another_version_are_named(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "run.json").write_text('{"fused": true, "epochs": 3}')
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        ('{"fused": true, "epochs": 3}', "fused"),  # of another version
+        ('{"trust_remote_code": true, "model": "any/model"}', "trust_remote_code"),
+    ],
+)
+def test_unknown_options_of_a_record_are_named(tmp_path, cli, record, found):
+    """A record cannot say that a model's own code is run, either."""
+    (tmp_path / "run.json").write_text(record)
     refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
-    assert "run.json, found fused; finish the run with the version" in refusal
-
-
-def test_a_record_of_a_run_cannot_say_that_code_is_run(tmp_path: Path, cli: Cli) -> None:
-    (tmp_path / "run.json").write_text('{"trust_remote_code": true, "model": "any/model"}')
-    refusal = _refusal(cli("train", "--out", tmp_path, "--resume"))
-    assert "run.json, found trust_remote_code; finish the run" in refusal
+    assert f"run.json, found {found}; finish the run with the version" in refusal
 
 
 def _interrupt_training(reporter: ConsoleReporter, stage: str, done: int, _: int | None) -> None:
@@ -229,7 +227,7 @@ def _refusal(result: Result) -> str:
     return result.err
 
 
-def test_refusals_are_one_line(train: Cli, out: Path, cli: Cli, finished: Run) -> None:
+def test_refusals_are_one_line(train, out, cli, finished):
     missing, earlier = out.with_name("none.txt"), finished.request.out
     quantised = load_drafter(earlier)
     quantize_drafter(quantised, 8, 32)
@@ -259,14 +257,14 @@ def test_refusals_are_one_line(train: Cli, out: Path, cli: Cli, finished: Run) -
     assert not (out / "model.safetensors").exists()
 
 
-def test_what_does_not_fit_into_memory(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_into_memory(train, monkeypatch):
     monkeypatch.setattr(resources, "read_total_memory", lambda: 2**30)
     assert "of memory, of 1.07 GB 85% can be used" in _refusal(train())
     monkeypatch.setattr(resources, "read_total_memory", lambda: None)  # the system does not say
     assert train("--answer-tokens", 8, "--epochs", 1, "--exit-dim", 16).code == 0
 
 
-def test_a_reduced_head_drafts_all_tokens(train: Cli, out: Path, cli: Cli, model: Path) -> None:
+def test_a_reduced_head_drafts_all_tokens(train, out, cli, model):
     parts = ("--self-generated", 0, "--recipe", "apple", "--draft-vocab", 90)
     assert train("--answer-tokens", 32, "--epochs", 2, *parts).code == 0
     card = (out / "README.md").read_text()
@@ -275,7 +273,7 @@ def test_a_reduced_head_drafts_all_tokens(train: Cli, out: Path, cli: Cli, model
     check_drafts(cli, model, out, "Once", "--max-tokens", 40)
 
 
-def test_prompts_are_answered_by_the_target(out: Path, cli: Cli, model: Path) -> None:
+def test_prompts_are_answered_by_the_target(out, cli, model):
     prompts = out.with_name("prompts.txt")
     prompts.write_text("One day\nThe dog\nTom and Sue\nIn the park\n")
     options = ("--answer-tokens", 16, "--epochs", 1, "--recipe", "coupled")
@@ -285,7 +283,7 @@ def test_prompts_are_answered_by_the_target(out: Path, cli: Cli, model: Path) ->
     assert "the same Gumbel noise" in (out / "README.md").read_text()
 
 
-def test_going_on_from_an_earlier_drafter(train: Cli, out: Path, finished: Run) -> None:
+def test_going_on_from_an_earlier_drafter(train, out, finished):
     earlier = finished.request.out
     result = train("--start-from", earlier, "--answer-tokens", 24, "--epochs", 1)
     assert result.code == 0, result.err
@@ -297,9 +295,7 @@ def test_going_on_from_an_earlier_drafter(train: Cli, out: Path, finished: Run) 
     assert shapes[0]["exit_dim"] == shapes[1]["exit_dim"]
 
 
-def test_a_draft_model_from_the_cache_of_a_run(
-    finished: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_a_draft_model_from_the_cache_of_a_run(finished, tmp_path, model, monkeypatch, cli):
     """By ``bench/lab/pair/draft_model.py``."""
     script, out = ROOT / "bench" / "lab" / "pair" / "draft_model.py", tmp_path / "draft-model"
     words = ["--target", model, "--cache", finished.request.cache_folder, "--out", out]
@@ -335,9 +331,7 @@ def save_target(model_type: str, folder: Path) -> None:
     ("model_type", "epochs", "least"),
     [("gemma3_text", 60, 1.5), ("llama4", 2, 1), ("qwen3_5", 2, 1)],
 )
-def test_from_training_to_drafted_text(
-    model_type: str, epochs: int, least: float, tmp_path: Path, cli: Cli
-) -> None:
+def test_from_training_to_drafted_text(model_type, epochs, least, tmp_path, cli):
     target, out, file = (tmp_path / name for name in ("target", "drafter", "prompts.txt"))
     save_target(model_type, target)
     file.write_text("\n".join(PROMPTS))
