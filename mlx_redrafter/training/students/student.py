@@ -222,6 +222,6 @@ def _walk(accepted: Sequence[int], length: int, total: DecodingStats) -> None:
     while root < len(accepted):
         # The token after the accepted drafts is the bonus token, unless the text ends before it.
         step = min(accepted[root] + 1, len(accepted) - root)
-        total.count_step(accepted[root], length, length)
+        total.count_step(accepted[root], length)
         total.num_tokens += step
         root += step
