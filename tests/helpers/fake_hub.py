@@ -53,17 +53,11 @@ class FakeHub:
             for path in sorted(self.folders[name].iterdir())
         ]
         card = self.cards[name]
+        facts = {key: value for key, value in card.items() if key != "gated"}
         return {
-            "id": name,
-            "modelId": name,
-            "sha": COMMIT,
-            "private": False,
-            "gated": card.get("gated", False),
-            "tags": [],
-            "downloads": 0,
-            "siblings": files,
-            "cardData": {key: value for key, value in card.items() if key != "gated"},
-        }
+            "id": name, "modelId": name, "sha": COMMIT, "private": False, "tags": [],
+            "gated": card.get("gated", False), "downloads": 0, "siblings": files, "cardData": facts,
+        }  # fmt: skip
 
     def tree(self, name: str) -> list[dict[str, Any]]:
         """List the files of a repository."""

@@ -192,9 +192,11 @@ def main() -> None:
     found: list[Usage] = []
     with TemporaryDirectory() as folder:
         for variant in (*VARIANTS, *DENSE_VARIANTS):
-            found += (of_rows := usage([(variant, rows) for rows in LAUNCHED], Path(folder)))
+            of_rows = usage([(variant, rows) for rows in LAUNCHED], Path(folder))
             typer.echo(f"{variant}, from {LAUNCHED[0]} rows on: {', '.join(map(_text, of_rows))}")
-        found += (heads := usage(ATTENTION_VARIANTS, Path(folder)))
+            found += of_rows
+        heads = usage(ATTENTION_VARIANTS, Path(folder))
+    found += heads
     for one, head in zip(ATTENTION_VARIANTS, heads, strict=True):
         typer.echo(f"attention {one}: {_text(head)}")
     most, spilled = max(one.registers for one in found), sum(one.spilled > 0 for one in found)

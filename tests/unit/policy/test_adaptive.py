@@ -478,12 +478,10 @@ def test_all_members_verify_as_many_drafts_as_pay_for_all_of_them():
         batch = _batch_of(4, slow)
         members: list[Any] = [batch.join(AdaptivePolicy(slow)) for _ in chances]
         plan, *_ = _choose_all(batch, members, chances)
-        if plan is None:
-            sizes.append([1] * 4)
-            continue
         trees = list(zip(members, map(_chain, chances), strict=True))
-        batch.select_all(trees)
-        sizes.append([member.select(plan, tree).size for member, tree in trees])
+        if plan is not None:
+            batch.select_all(trees)
+        sizes.append([one.select(plan, tree).size if plan else 1 for one, tree in trees])
     assert sizes[0] == [1] * 4
     assert sizes[1] == [sizes[1][0]] * 4
     assert sizes[1][0] > 1

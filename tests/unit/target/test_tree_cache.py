@@ -197,8 +197,10 @@ class Reading:
 
     def tree(self, size: int, depth: int, is_kept: bool = True) -> None:
         parents, depths = [0], [0]
+        share = self.rng.choice([0.0, 0.9])  # of nodes below the newest one, for long paths
         while len(parents) < size:
-            parent = self.rng.choice([n for n in range(len(parents)) if depths[n] < depth])
+            above = [node for node in range(len(parents)) if depths[node] < depth]
+            parent = above[-1] if self.rng.random() < share else self.rng.choice(above)
             parents.append(parent)
             depths.append(depths[parent] + 1)
         numbers, paths = self.numbers(size), node_paths(parents)
