@@ -36,8 +36,9 @@ COMPLETION = {
 }
 
 
-@pytest.mark.parametrize("variables", [{}, COMPLETION], ids=["help", "completion"])
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize(
+    ("delay", "variables"), [(0.0, {}), (0.1, {}), (0.3, {}), (0.1, COMPLETION)]
+)
 def test_imports(delay, variables):
     first = "mlx_redrafter.backend"
     ended = interrupt(["--help"], first, delay, variables=variables, python=IMPORTS)

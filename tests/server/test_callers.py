@@ -8,11 +8,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import h11
 import pytest
 from starlette.datastructures import Headers
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from mlx_redrafter.engine.prompt_encoding import LongPromptError, encode_prompt
 from mlx_redrafter.server import listening
@@ -141,6 +145,28 @@ def test_connections_beyond_the_maximum(monkeypatch):
             raise ConnectionError if silent[0].recv(1) == b"" else AssertionError
         for one in silent:
             one.close()
+
+
+def test_a_client_that_writes_and_does_not_read(monkeypatch):
+    """Data that it sends is no sign that it reads."""
+    monkeypatch.setattr(H11Protocol, "data_received", lambda *_: None)
+
+    async def talk() -> None:
+        server = Server(lambda *_: None, 30, 1, Worker(Limits()))  # type: ignore[arg-type, return-value]
+        server.config.load()
+        make: Any = server.config.http_protocol_class
+        one = make(server.config, ServerState(), {})
+        one.connection_made(MagicMock())
+        one.conn = SimpleNamespace(their_state=h11.DONE)
+        one.data_received(b"")
+        assert one._deadline is None
+        one.pause_writing()
+        one.data_received(b"G")
+        assert one._deadline is not None
+        one.resume_writing()
+        assert one._deadline is None
+
+    asyncio.run(talk())
 
 
 def test_errors_of_the_loop_are_logged_seldom(caplog):
