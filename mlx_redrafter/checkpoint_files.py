@@ -93,9 +93,9 @@ def find_checkpoint(
             "or a name that redrafter-mlx list shows"
         )
     # Takes 0.2 s, which most commands can save.
-    from mlx_redrafter.hub import download, find_repository
+    from mlx_redrafter.hub import fetch
 
-    return download(find_repository(name, patterns, target), patterns)
+    return fetch(name, patterns, target)
 
 
 def expand_home(path: str | Path) -> Path:

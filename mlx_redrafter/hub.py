@@ -194,6 +194,10 @@ def _end_download(repository: Repository) -> Callable[[], str]:
     return end
 
 
+def fetch(name: str, patterns: Sequence[str] | None, target: str = "") -> Path:
+    return download(find_repository(name, patterns, target), patterns)
+
+
 def _most_similar(name: str, known: Sequence[str], target: str) -> str | None:
     """Return the other name that is most like a wrong one as a whole, or else in its last part."""
     known = [one for one in known if one not in (name, target)]
