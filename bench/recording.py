@@ -16,6 +16,7 @@ from mlx_redrafter.bench.report import summarise
 from mlx_redrafter.bench.result_file import new_result, read_result, write_result
 from mlx_redrafter.bench.runs import PLAIN, STOCK, TimedRun
 from mlx_redrafter.bench.timing import estimate
+from mlx_redrafter.destinations import check_writable
 from mlx_redrafter.errors import CheckpointError, ConfigError
 
 # Parts of a result that must be equal for a benchmark to be resumed, () for all of a part.
@@ -50,6 +51,7 @@ class Recording:
         kind: str,
         configuration: Mapping[str, Any],
         resume: bool = False,
+        overwrite: bool = False,
     ):
         """Start a recording, or resume the one in the file if that has the same settings.
 
@@ -61,8 +63,13 @@ class Recording:
         self._watch = LoadWatch()
         self._sitting = {key: self.result[key] for key in ("measured_at", "machine", "commit")}
         self.result["sittings"] = [self._sitting]
-        if resume and path is not None and path.exists():
-            self._continue(path, kind)
+        if path is not None and path.exists():
+            if resume:
+                self._continue(path, kind)
+            elif not overwrite:
+                raise ConfigError(f"{path} exists; resume it with --resume, or choose another file")
+        if path is not None:
+            check_writable(path)  # before the runs
         self._done = {run.turn for run in self.runs}
 
     def has(self, turn: tuple[str, int, str, int]) -> bool:

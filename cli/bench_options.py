@@ -131,7 +131,7 @@ class Output:
         assert settings.drafter is not None
         names = pair_names(pair.model, pair.drafter_name, settings.drafter)
         described = {**names, **describe_prompts(prompts, encoded), **others}
-        return Recording(self.out, kind, described, self.resume)
+        return Recording(self.out, kind, described, self.resume, self.overwrite)
 
 
 def load_settings(pair: Pair, max_tokens: int) -> CommonSettings:

@@ -12,10 +12,10 @@ from mlx_redrafter.kernels.dense_source import dense_source
 from mlx_redrafter.kernels.metal_source import MAX_ROWS, metal_source
 from mlx_redrafter.kernels.tree_attention import HEAD_SIZES, AttentionVariant, attention_source
 from mlx_redrafter.kernels.variant import (
-    BITS,
     DENSE_ORDERS,
     DTYPES,
     GROUP_SIZES,
+    PACKS,
     AnyVariant,
     DenseVariant,
     MatrixShape,
@@ -79,7 +79,7 @@ def numbered(sources: Mapping[AnyVariant, Sequence[str]]) -> str:
 
 
 def _small() -> Iterator[Variant]:
-    for bits, group_size, dtype in product(BITS, GROUP_SIZES, DTYPES):
+    for bits, group_size, dtype in product(PACKS, GROUP_SIZES, DTYPES):
         fast = MatrixShape(bits, group_size, dtype, Variant(bits, group_size, dtype).block, 8)
         yield from fast.variants()
     for dtype in DTYPES:

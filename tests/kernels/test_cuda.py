@@ -11,9 +11,9 @@ from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.tree_attention import HEAD_SIZES, AttentionVariant
 from mlx_redrafter.kernels.variant import (
-    BITS,
     DENSE_ORDERS,
     DTYPES,
+    PACKS,
     AnyVariant,
     DenseVariant,
     Variant,
@@ -32,7 +32,7 @@ from tests.kernels.emulator import random_matrix
 # Most rows with either size of tiles.
 FULL = (5, MAX_ROWS)
 SOME: list[AnyVariant] = [
-    *(Variant(number, 64, "float16") for number in BITS),
+    *(Variant(number, 64, "float16") for number in PACKS),
     Variant(4, 32, "float16", mode="mxfp4"),
     *(DenseVariant("float16", *order) for order in DENSE_ORDERS),
 ]

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_redrafter.kernels import trial
+from mlx_redrafter.kernels import trials
 from mlx_redrafter.kernels.attention import AttentionShape
 from mlx_redrafter.kernels.layers import layers_by_shape
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
@@ -18,12 +18,12 @@ from mlx_redrafter.kernels.small_t import ROWS, as_integers, small_t
 from mlx_redrafter.kernels.tree_attention import HEAD_SIZES, tree_attention
 from mlx_redrafter.kernels.trials import AttentionTrial, ProductTrial
 from mlx_redrafter.kernels.variant import (
-    BITS,
     DENSE_ORDERS,
     DTYPES,
     GROUP_SIZES,
     MANY,
     ORDERS,
+    PACKS,
     AnyVariant,
     DenseShape,
     DenseVariant,
@@ -41,7 +41,7 @@ from tests.kernels.stand_in import emulated, run_emulated
 
 VARIANTS = [
     Variant(number, group_size, dtype, order)
-    for number in BITS
+    for number in PACKS
     for group_size in GROUP_SIZES
     for dtype in DTYPES
     for order in ORDERS
@@ -109,7 +109,7 @@ def test_rows_have_the_bits_of_one_row(kernels, monkeypatch, variant):
     [
         *(
             [Variant(number, 64, "float32", "qmv_fast"), Variant(number, 64, "float16", "qmv")]
-            for number in BITS
+            for number in PACKS
         ),
         [DenseVariant("float32", *order) for order in DENSE_ORDERS],
         [Variant(4, 32, dtype, mode="mxfp4") for dtype in ("float16", "bfloat16")],
@@ -227,10 +227,10 @@ def test_sources_are_those_on_record():
 
 @pytest.mark.metal
 @pytest.mark.skipif(not mx.metal.is_available(), reason="needs an Apple GPU")
-@pytest.mark.parametrize("kind", ["dense", "mxfp4", *BITS])
+@pytest.mark.parametrize("kind", ["dense", "mxfp4", *PACKS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_on_an_apple_gpu(monkeypatch, kind, dtype):
-    monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
+    monkeypatch.setattr(trials, "load_or_time", lambda *args: args[-1]())
     model = nn.Sequential(nn.Linear(1024, 256), nn.Linear(416, 100), nn.Linear(1024, 32))
     model.set_dtype(DTYPES[dtype])
     if kind == "mxfp4":
@@ -248,5 +248,5 @@ def test_equal_on_an_apple_gpu(monkeypatch, kind, dtype):
 @pytest.mark.parametrize("size", HEAD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_is_equal_on_an_apple_gpu(monkeypatch, size, dtype):
-    monkeypatch.setattr(trial, "load_or_time", lambda *args: args[-1]())
+    monkeypatch.setattr(trials, "load_or_time", lambda *args: args[-1]())
     assert AttentionTrial(AttentionShape(8, 2, size, dtype), 1).failure is None
