@@ -27,6 +27,8 @@ from tests.models.trees import sequence_of, step_together
 VOCAB_SIZE = 64
 MODEL, TOKENIZER = tiny_llama(seed=5, vocab_size=VOCAB_SIZE), wrapped_tokenizer(VOCAB_SIZE)
 TREE: dict[str, Any] = {"beam_width": 2, "beam_length": 4, "tree_nodes": 6}
+# Of texts by the trained model.
+BEGINNINGS = ["Once upon a time", "The old man opened the door and", "It was", "She said that he"]
 SAMPLING = [{}, {"temp": 1.0, "seed": 7}, {"temp": 0.6, "top_p": 0.9, "seed": 1}]
 
 
@@ -53,16 +55,28 @@ def _watch_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_good_drafts(drafter, sampling):
     model, tokenizer, trained = load_once()
     engine = Engine(model, tokenizer, trained if drafter == "trained" else drafter)
-    prompts = ["Once upon a time", "The old man opened the door and", "It was", "She said that he"]
-    alone = [engine.generate(prompt, max_tokens=14, **sampling) for prompt in prompts]
-    texts = [""] * len(prompts)
-    steps = {}
-    for number, response in engine.stream_batch(prompts, max_tokens=14, **sampling):
-        texts[number] += response.text
-        steps[number] = response.steps
-    assert texts == alone
+    alone = [list(engine.stream(prompt, max_tokens=14, **sampling)) for prompt in BEGINNINGS]
+    together: list[list[Any]] = [[] for _ in BEGINNINGS]
+    for number, response in engine.stream_batch(BEGINNINGS, max_tokens=14, **sampling):
+        together[number].append(response)
+    for found, expected in zip(together, alone, strict=True):
+        assert [one.token for one in found] == [one.token for one in expected]
+        assert "".join(one.text for one in found) == "".join(one.text for one in expected)
+        for one, other in zip(found, expected, strict=True):
+            assert mx.allclose(one.logprobs, other.logprobs, atol=1e-4, rtol=0)
     if drafter == "trained":
-        assert min(steps.values()) < 13, "some drafts were accepted"
+        assert min(found[-1].steps for found in together) < 13, "some drafts were accepted"
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 7}], ids=str)
+def test_the_drafts_of_a_batch_are_as_good_as_those_of_each_text(sampling):
+    model, tokenizer, trained = load_once()
+    engine = Engine(model, tokenizer, trained)
+    options: dict[str, Any] = {"max_tokens": 30, "beam_width": 2, "beam_length": 5, **sampling}
+    alone = [list(engine.stream(prompt, **options))[-1].steps for prompt in BEGINNINGS]
+    batch = engine.stream_batch(BEGINNINGS, **options)
+    together = {number: response.steps for number, response in batch}
+    assert [together[number] for number in range(len(BEGINNINGS))] == alone
 
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
