@@ -16,8 +16,8 @@ from mlx_lm.generate import generation_stream
 from mlx_redrafter.decoding.passes import (
     Part,
     Results,
-    in_one_pass,
     num_best_of,
+    roots_of,
     sample_and_accept_all,
     sample_roots,
 )
@@ -145,12 +145,11 @@ class Batch(Lane):
         drafts: list[mx.array | TokenTree] = [_IDLE] * self.cache.num_slots
         for sequence, one in inputs.items():
             drafts[self._number(sequence)] = one
-        newest, tokens = [one.last for one in inputs if one.last is not None], None
+        newest = [one.last for one in inputs if one.last is not None]
         are_roots = not any(isinstance(one, TokenTree) for one in drafts)
-        if are_roots and len(newest) == len(inputs) == len(drafts):
-            results = in_one_pass(newest)
-            tokens = None if results is None else results.roots[:, None]
-        return TreeBatch(drafts, tokens=tokens)
+        if are_roots and len(newest) == len(drafts):
+            return TreeBatch(drafts, tokens=roots_of(newest)[:, None])
+        return TreeBatch(drafts)
 
     def _sample_alone(self, inputs: Inputs, outputs: TargetOutputs) -> dict[SequenceDecoder, Part]:
         found: dict[SequenceDecoder, Part] = {}

@@ -328,8 +328,7 @@ def sample_roots(
     The outputs have rows of G roots. The host looks for NaN itself, which saves the device an
     operation.
     """
-    count = outputs.logits.shape[0]
-    log_probs, tokens, normalisers = choose(sampler, outputs.logits, None, noise, count)
+    log_probs, tokens, normalisers = choose(sampler, outputs.logits, None, noise, 1)
     packed = tokens
     if num_best:
         packed = mx.concatenate([tokens[:, None], best_rows(log_probs, num_best)], axis=1)
