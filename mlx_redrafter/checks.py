@@ -94,10 +94,10 @@ def as_mapping(value: object) -> Mapping[str, Any]:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is an int or a float, but not a bool."""
+    """Return True if a value is an int or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_one_of(value: object, choices: Iterable[object]) -> bool:
-    """Whether a value is one of the choices and of its type: 1 == True and 0 == 0.0 in Python."""
+    """Return True if a value is a choice and of its type: 1 == True and 0 == 0.0 in Python."""
     return any(type(value) is type(one) and value == one for one in choices)

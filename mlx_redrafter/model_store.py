@@ -85,7 +85,7 @@ def find_stored(name: str, patterns: Sequence[str] | None) -> Path | None:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name is that of a folder, not of a repository or the last part of one."""
+    """Return True if a name is that of a folder, not of a repository or its last part."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 

@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     verifies: bool = True
 
     def does_as_much(self, other: Kind) -> bool:
-        """Whether a step of this kind does all the work of the other's."""
+        """Return True if a step of this kind does all the work of the other's."""
         return all(map(operator.ge, self._work(), other._work()))
 
     def _work(self) -> tuple[int, ...]:
@@ -264,7 +264,7 @@ def blank_cache(target: Target, length: int, quantisation: Quantisation | None =
 
 
 def is_doubtful(rounds: Sequence[Seconds]) -> bool:
-    """Whether the two fastest turns of a kind differ, or a step that does more costs less."""
+    """Return True if the two fastest turns of a kind differ, or more work costs less."""
     first = fastest(rounds)
     for kind in first:
         second = sorted(one[kind] for one in rounds)[:2][-1]

@@ -262,7 +262,7 @@ def _random_tree(shape: AttentionShape, committed: int) -> tuple[mx.array, mx.ar
 
 
 def _is_equal(shape: AttentionShape, committed: int) -> bool:
-    """Whether every node has the bits of one token after its path; blocks until computed."""
+    """Return True if every node has the bits of one token after its path; blocks."""
     queries, keys, values = _random_tree(shape, committed)
     scale = shape.head_size**-0.5
     y = tree_attention(queries, keys, values, mx.array(PARENTS), scale)
