@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, MODEL_REMAPPING
 
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, find_checkpoint, read_config, read_shapes
-from mlx_redrafter.errors import CheckpointError, first_line
+from mlx_redrafter.errors import CheckpointError, explain, first_line
 from mlx_redrafter.target.model_parts import MLX_LM_MODELS, check_config, find_parts
 
 
@@ -46,6 +46,8 @@ def load_model(
             lazy=lazy,
         )
         model(mx.array([[0]]))  # never computed: it fails unless the parts fit together
+    except PermissionError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {explain(error)}") from error
     except Exception as error:  # loading damaged files may raise anything
         raise CheckpointError(
             f"mlx-lm cannot load {name}: {first_line(error)}; download or convert it again"

@@ -22,7 +22,7 @@ from tests.helpers.models import random_drafter
 PROMPT = "The old man opened the door and"
 NOTE = "no --model given: using the bundled demonstration model ("
 FILES = {
-    "target": {"config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json"},
+    "target": {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"},
     "drafter": {"config.json", "model.safetensors"},
 }
 # As bench/lab/pair/sample_target.py writes them.

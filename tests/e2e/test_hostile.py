@@ -4,7 +4,6 @@ Every failing command ends with exit code 1 or 2, one line that begins with "err
 on stdout; the folder that it ran in is as before, names and bytes.
 """
 
-import encodings.raw_unicode_escape  # noqa: F401  (sentencepiece's model imports it late)
 import hashlib
 import json
 import os
@@ -200,8 +199,8 @@ DAMAGED_MODEL = {
     ),
     "tokenizer_config is a list": text("tokenizer_config.json", "[]"),
     "tokenizer_config is cut": cut("tokenizer_config.json", 20),
-    "tokenizer is gone": gone("tokenizer.model"),
-    "tokenizer is cut": cut("tokenizer.model", 900),
+    "tokenizer is gone": gone("tokenizer.json"),
+    "tokenizer is cut": cut("tokenizer.json", 900),
     "a weight too many": tensors(foreign=mx.zeros((3,))),
     "an embedding of another shape": tensors(**{"model.embed_tokens.weight": mx.zeros((3, 5))}),
 }
@@ -314,7 +313,7 @@ LOCKED: dict[str, tuple[str, int, list[str]]] = {
     "model without x": ("model", 0o644, GENERATE),
     "config": ("model/config.json", 0, GENERATE),
     "weights": ("model/model.safetensors", 0, GENERATE),
-    "tokenizer": ("model/tokenizer.model", 0, GENERATE),
+    "tokenizer": ("model/tokenizer.json", 0, GENERATE),
     "drafter": ("drafter", 0, GENERATE),
     "drafter's weights": ("drafter/model.safetensors", 0, ["check", *COMMANDS["check"]]),
     "source's weights": ("drafter/model.safetensors", 0, ["convert", "drafter"]),
@@ -345,8 +344,7 @@ def test_what_must_not_be_read_or_written(cli, untouched, monkeypatch, case):
     last = result.err.splitlines()[-1]
     assert (result.code in (1, 2), last.startswith("error: ")) == (True, True), result
     assert "truncated" not in last
-    if path != "model/tokenizer.model":  # which transformers takes for one that is not there
-        assert "Permission denied; choose a path that you may use" in last
+    assert "Permission denied; choose a path that you may use" in last
 
 
 CONVERT = ["convert", "drafter", "new"]

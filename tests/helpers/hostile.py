@@ -69,7 +69,7 @@ JSON_VALUES: tuple[Any, ...] = (
     *([10**9], [[[[]]]], {"type": "yarn"}, {"rope_type": 3}, "\ud800", "../x", float("nan")),
 )
 FILES = (
-    *("model/config.json", "model/model.safetensors", "model/tokenizer.model"),
+    *("model/config.json", "model/model.safetensors", "model/tokenizer.json"),
     *("model/tokenizer_config.json", "drafter/config.json", "drafter/model.safetensors"),
     "text.txt",
 )

@@ -37,7 +37,7 @@ def store_tiny(folder: Path, family: str = "llama", **changes: object) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(flat_parameters(build(config)))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    for name in ("tokenizer.model", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(find_bundled("target")) / name, folder / name)
     return folder
 

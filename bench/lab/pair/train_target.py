@@ -5,10 +5,10 @@
     python train_target.py export --work W --out ../../../mlx_redrafter/pair/target
     python train_target.py evaluate books-train.txt.xz --model DIR # held-out bits per byte
 
-Needs torch, numpy, sentencepiece and safetensors. The text and the held-out books are those of
-`corpus.py`; the model and its optimiser those of `llama.py`. There is no step count: progress runs
-from 0 to 1 over the time that is left. So a slow, stopped or resumed run still ends on time with
-its learning rate decayed. Every resume may set other `--minutes`.
+Needs torch, numpy, sentencepiece, transformers and safetensors. The text and the held-out books are
+those of `corpus.py`; the model and its optimiser those of `llama.py`. There is no step count:
+progress runs from 0 to 1 over the time that is left. So a slow, stopped or resumed run still ends
+on time with its learning rate decayed. Every resume may set other `--minutes`.
 """
 
 import argparse
@@ -30,11 +30,14 @@ import torch.multiprocessing as mp
 from corpus import heldout_books, training_books
 from llama import Llama, LlamaConfig, Muon
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoTokenizer
 
 CHECKPOINT = "checkpoint.pt"
 TOKENIZER = "tokenizer.model"
+CONVERTED = "tokenizer.json"
 TOKENS = "tokens.npz"
 LOG = "log.csv"
 BOS, EOS = 1, 2
@@ -356,17 +359,20 @@ def export(work: Path, out: Path) -> None:
     }
     (out / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
     shutil.copyfile(work / TOKENIZER, out / TOKENIZER)
+    # In this form mlx-lm knows the text of each token, and need not decode whole lines again.
+    AutoTokenizer.from_pretrained(out).backend_tokenizer.save(str(out / CONVERTED), pretty=False)
+    (out / TOKENIZER).unlink()
     print(f"{out}: {content['state']}", flush=True)
 
 
-def load_exported(folder: Path) -> tuple[Llama, spm.SentencePieceProcessor]:
+def load_exported(folder: Path) -> tuple[Llama, Tokenizer]:
     """An exported model in float32, and its tokenizer."""
     config = json.loads((folder / "config.json").read_text())
     model = Llama(LlamaConfig(**{field.name: config[field.name] for field in fields(LlamaConfig)}))
     model.load_state_dict(
         {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     )
-    return model.eval(), spm.SentencePieceProcessor(model_file=str(folder / TOKENIZER))
+    return model.eval(), Tokenizer.from_file(str(folder / CONVERTED))
 
 
 @torch.no_grad()
@@ -393,7 +399,7 @@ def evaluate(corpus_file: Path, folder: Path, threads: int) -> None:
     print("nats/token  bits/byte  tokens   book")
     for title, paragraphs in heldout_books(corpus_file).items():
         text = "\n\n".join(paragraphs)
-        tokens = tokenizer.encode(text)
+        tokens = tokenizer.encode(text).ids
         row = np.array([book_nats(model, tokens), len(tokens) - 1, len(text.encode())])
         sums += row
         print(_score(row), title, flush=True)

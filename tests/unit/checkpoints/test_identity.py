@@ -196,7 +196,7 @@ def test_the_smallest_model_with_the_same_tokens_may_draft(cache):
         file.truncate(10**8)
     found: Any = search.draft_model()
     assert found.path == str(draft)
-    (draft / "tokenizer.model").write_bytes(b"other")
+    (draft / "tokenizer.json").write_bytes(b"other")
     assert search.draft_model() is None
 
 
@@ -214,7 +214,7 @@ def test_a_copy_of_the_model_may_draft_and_another_model_may_not(cache):
     ):
         _cached(cache, name, find_bundled("target"), **four, **changes)
     foreign = _cached(cache, "org/Tiny-Instruct-MLX-4bit", find_bundled("target"), **four)
-    (foreign / "tokenizer.model").write_bytes(b"other")
+    (foreign / "tokenizer.json").write_bytes(b"other")
     assert list(search.copies()) == []
     copy = _cached(cache, "mlx/Tiny-Instruct-8bit", find_bundled("target"), **four)
     beside = shutil.copytree(copy, target.parent / "Tiny-Instruct-4bit")
