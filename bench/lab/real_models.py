@@ -34,6 +34,9 @@ DOWNLOAD_SECONDS = 120
 
 Precision = Literal["float32", "float16", "8bit", "4bit"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "8bit", "4bit")
+# Precision of the copy that another one is made of. Quantised weights have scales in float32: with
+# others, a CPU needs seconds for a token.
+MADE_OF: dict[Precision, Precision] = {"float32": "float16", "8bit": "float32", "4bit": "float32"}
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,12 @@ def _locked(store: Path, name: str) -> Iterator[None]:
 
 
 def _make(model: RealModel, precision: Precision, store: Path) -> Path:
-    """Make a precision's folder out of the float16 one, unless it is there."""
+    """Make a precision's folder out of another one, unless it is there."""
     folder = store / f"{model.name}-{precision}"
     if (folder / CONFIG_FILE).is_file():
         return folder
     _check_room(model, store)
-    base = folder if precision == "float16" else _make(model, "float16", store)
+    base = _make(model, MADE_OF[precision], store) if precision in MADE_OF else folder
     with tempfile.TemporaryDirectory(prefix=".", dir=store) as temporary:
         made = Path(temporary) / "model"
         if precision == "float16":
