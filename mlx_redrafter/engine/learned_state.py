@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -54,8 +54,9 @@ class StateFile:
                 return None, {}
             stored = json.loads(self._path.read_text(encoding="utf-8"))
             policy = stored["policy"] and PolicyState.restored(stored["policy"])
-            batches = {
-                int(size): PolicyState.restored(one) for size, one in stored["batches"].items()
+            batches = {  # without the costs of plain steps, which batches time again
+                int(size): replace(PolicyState.restored(one), guard=None)
+                for size, one in stored["batches"].items()
             }
         except DAMAGED:
             return None, {}

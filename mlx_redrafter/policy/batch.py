@@ -144,15 +144,15 @@ class BatchPolicy:
         if before is not None:
             before.learn()
         begin = self.batches.get(size)
-        is_new = begin is None
         if begin is None:
             begin = before.state if before is not None else self.before() or PolicyState()
             begin = begin.without_times()
+        is_timed = begin.guard is not None  # in this process
         state = self.batches[size] = begin.for_next()
         state.drafts.average_over(MEMORY * size)
         costs = batch_costs(self.costs(), size, self.is_joint)
         planner = Planner(costs, state, max_length=self.max_length)
-        if is_new:  # these costs were not timed: plain steps are, before drafting is trusted
+        if not is_timed:  # plain steps are timed before drafts are trusted
             planner.explorer.begin_plain()
         if before is not None:  # for the sequences that are left
             planner.learner.guard.take_over(before.learner.guard)

@@ -213,6 +213,7 @@ def test_processes_that_write_at_once_leave_a_whole_file(model):
     policy, batches = StateFile(networks).read()
     assert policy is not None
     assert len(batches) == 1
+    assert all(one.guard is None for one in batches.values()), "plain steps are timed again"
 
 
 def test_a_disk_that_takes_nothing_is_no_warning(model, folder, monkeypatch, caplog):

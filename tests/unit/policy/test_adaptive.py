@@ -20,7 +20,15 @@ from mlx_redrafter.decoding.protocols import Step
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.policy.adaptive import SWITCH, AdaptivePolicy, Planner
 from mlx_redrafter.policy.batch import BatchPolicy, MemberPolicy, batch_costs
-from mlx_redrafter.policy.plans import EMPTY, LOOKUP, SHORTEST, SIZES, FixedPolicy, StepCosts
+from mlx_redrafter.policy.plans import (
+    EMPTY,
+    LOOKUP,
+    SHORTEST,
+    SIZES,
+    FixedPolicy,
+    Guard,
+    StepCosts,
+)
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -392,7 +400,8 @@ def _drafted(steps: list[Step]) -> int:
 
 
 def _batch_of(num_slots: int, costs: StepCosts = COSTS) -> BatchPolicy:
-    return BatchPolicy(lambda: costs, lambda: num_slots, {num_slots: PolicyState()})
+    state = PolicyState(guard=Guard(costs.plain))
+    return BatchPolicy(lambda: costs, lambda: num_slots, {num_slots: state})
 
 
 def _choose_all(
@@ -417,6 +426,18 @@ def test_a_new_batch_times_plain_steps_before_it_trusts_drafts():
     first = _decode_batch(batches, costs=true)
     assert [step.num_nodes for step in first[:3]] == [1, 1, 1]
     assert _drafted(first) <= 4
+
+
+def test_what_plain_steps_cost_another_process_is_not_trusted():
+    """It shared a busy machine, on which plain steps were slow."""
+    batches: dict[int, PolicyState] = {}
+    true, slow = batch_costs(COSTS, SLOTS), 3 * batch_costs(COSTS, SLOTS).plain
+    dear = replace(true, verify={k: 3 * seconds for k, seconds in true.verify.items()})
+    _decode_batch(batches, costs=replace(dear, plain=slow))
+    stored = PolicyState.restored(batches[SLOTS].stored())
+    first = _decode_batch({SLOTS: replace(stored, guard=None)}, costs=dear)
+    assert [step.num_nodes for step in first[:3]] == [1, 1, 1]
+    assert _drafted(first) < _drafted(_decode_batch({SLOTS: stored}, costs=dear))
 
 
 def test_another_number_of_sequences_has_times_of_its_own():
