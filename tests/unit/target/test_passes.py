@@ -342,8 +342,8 @@ def test_states_are_those_of_the_layers_and_logits_stay():
 
 
 PROMPTS = ["Once upon a time there was a small dragon", "The capital of France is"]
-# Bounds of the number of shapes, of which MLX keeps 256.
-MAX_FIXED, MAX_DEFAULT = 5, 24
+# Bounds of the number of shapes, of which MLX keeps 256; other work changes the sizes of trees.
+MAX_FIXED, MAX_DEFAULT = 5, 40
 
 
 @given(st.integers(1, 10**6))
