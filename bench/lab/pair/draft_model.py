@@ -28,7 +28,7 @@ from mlx_redrafter.training.trainer import make_schedule
 STRETCH = 512
 # Tokens per optimiser step.
 BATCH_TOKENS = 2048
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
 
 
 def main() -> None:
