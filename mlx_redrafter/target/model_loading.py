@@ -47,7 +47,7 @@ def load_model(
         )
         model(mx.array([[0]]))  # never computed: it fails unless the parts fit together
     except PermissionError as error:
-        raise CheckpointError(f"cannot read {error.filename}: {explain(error)}") from error
+        raise CheckpointError(f"cannot read {error.filename or name}: {explain(error)}") from error
     except Exception as error:  # loading damaged files may raise anything
         raise CheckpointError(
             f"mlx-lm cannot load {name}: {first_line(error)}; download or convert it again"

@@ -139,9 +139,10 @@ def test_stop_token_is_counted_and_not_listed(stories, drafted, drafter):
 
 def test_a_seed_is_reported_and_repeats_the_text(drafted, plain):
     sampling = ["--temp", 1, "--top-p", 0.95, "--top-k", 50, "--min-p", 0.01, "--json"]
-    first, *others = (json.loads(drafted(*sampling).out) for _ in range(3))
-    assert all(first["seed"] != other["seed"] for other in others)
-    assert any(first["tokens"] != other["tokens"] for other in others)  # short texts may be equal
+    sampling += ["--max-tokens", 60]  # shorter texts of this model may be equal by chance
+    first, other = (json.loads(drafted(*sampling).out) for _ in range(2))
+    assert first["seed"] != other["seed"]
+    assert first["tokens"] != other["tokens"]
     for again in (drafted, plain):
         values = json.loads(again(*sampling, "--seed", first["seed"]).out)
         assert (values["tokens"], values["seed"]) == (first["tokens"], first["seed"])

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from mlx_redrafter.decoding.delivery import StepClock
 from mlx_redrafter.engine import engine
 from mlx_redrafter.policy.plans import SIZES, WIDTHS, StepCosts
 
@@ -22,3 +23,8 @@ def fix_costs(patch: pytest.MonkeyPatch) -> None:
         return costs if proposer else lookups
 
     patch.setattr(engine, "step_costs", step_costs)
+
+
+def stop_clock(patch: pytest.MonkeyPatch) -> None:
+    """Measure no step, so that a busy machine cannot change the default's sizes of trees."""
+    patch.setattr(StepClock, "lap", lambda self: None)
