@@ -130,7 +130,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             with suppress(ConnectionError):  # the client has ended
                 for begin in range(0, len(content) if with_body else 0, PIECE):
+                    time.sleep(hub.pause if begin else 0)
                     self.wfile.write(content[begin : begin + PIECE])
-                    time.sleep(hub.pause)
 
     return Handler

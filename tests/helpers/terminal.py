@@ -6,7 +6,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 # Character that a terminal turns into SIGINT.
@@ -25,13 +25,13 @@ class Ended(NamedTuple):
 
 def interrupt(
     arguments: Sequence[object],
-    after: str = "",
+    after: str | Callable[[], bool] = "",
     delay: float = 0.0,
     times: int = 1,
     variables: Mapping[str, str] | None = None,
     python: Sequence[str] = ("-m", "mlx_redrafter"),
 ) -> Ended:
-    """Run Python, by default the program, and type Ctrl-C some seconds after it wrote a text."""
+    """Run Python, by default the program, and type Ctrl-C some seconds after a text or a fact."""
     master, slave = pty.openpty()
     command = [sys.executable, *python, *map(str, arguments)]
     process = subprocess.Popen(
@@ -52,7 +52,7 @@ def interrupt(
     while True:
         now = time.monotonic()
         assert now - start < LIMIT, output.decode(errors="replace")[-2000:]
-        if not seen and after.encode() in output:
+        if not seen and (after() if callable(after) else after.encode() in output):
             seen = now
         if seen and count < times and now >= max(seen + delay, typed and typed + 0.2):
             os.write(master, CTRL_C)
