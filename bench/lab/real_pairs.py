@@ -121,6 +121,8 @@ class Methods:
             ):
                 times.append(time.perf_counter())
                 texts[name].append(response.token)
+            if len(times) < 2:
+                raise RedrafterError("a text of one token has no speed: take its prompt out")
             speeds[name] = (len(times) - 1) / (times[-1] - times[0])
         for name, text in texts.items():
             if text != texts["plain"]:

@@ -405,10 +405,16 @@ def test_the_reading_of_macos(monkeypatch):
         assert memory_sizes.is_memory_short() == is_short
 
 
+def _set_wired_limit(monkeypatch, limit):
+    """Replace mlx-lm's limit, and count from zero: a failed test may have left a text open."""
+    monkeypatch.setattr(memory_guard, "wired_limit", limit)
+    monkeypatch.setattr(memory_guard, "_wiring", memory_guard._Wiring())
+
+
 def test_the_wired_limit_is_a_switch(stories, monkeypatch):
     wired: list[Any] = []
     limit = lambda model, _: wired.append(model) or nullcontext()  # noqa: E731
-    monkeypatch.setattr(memory_guard, "wired_limit", limit)
+    _set_wired_limit(monkeypatch, limit)
     for value, expected in (("1", 1), ("0", 1)):
         monkeypatch.setenv(memory_guard.SWITCH, value)
         generate(stories.model, stories.tokenizer, TALE, max_tokens=2)
@@ -425,7 +431,7 @@ def test_texts_that_end_in_any_order_share_the_wired_limit(model, monkeypatch):
         yield
         limits.append(before)
 
-    monkeypatch.setattr(memory_guard, "wired_limit", limit)
+    _set_wired_limit(monkeypatch, limit)
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), None)
     first, second = (engine.stream(PROMPT, max_tokens=4) for _ in range(2))
     next(first), next(second)
