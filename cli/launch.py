@@ -44,97 +44,6 @@ OPENCODE_ANSWER = 8192
 
 
 @dataclass(frozen=True)
-class Address:
-    """A server and its model.
-
-    The ``url`` is without ``/v1``, and the ``key`` None if the server needs none. ``context`` is
-    the maximum number of tokens of a prompt and its answer.
-    """
-
-    url: str
-    model: str
-    key: str | None
-    context: int
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of one process: environment variables, and arguments before those of the user."""
-
-    variables: dict[str, str] = field(default_factory=dict)
-    arguments: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Agent:
-    """A coding agent: its package at npm, and the function that makes its settings."""
-
-    package: str
-    configure: Callable[[Address], Settings]
-
-
-def _claude(address: Address) -> Settings:
-    variables = {
-        "ANTHROPIC_BASE_URL": address.url,
-        "ANTHROPIC_AUTH_TOKEN": address.key or NO_KEY,
-        "ANTHROPIC_MODEL": address.model,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": address.model,
-        # A line about billing at the head of each prompt differs from session to session.
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "API_FORCE_IDLE_TIMEOUT": "0",
-        "API_TIMEOUT_MS": str(PATIENCE),
-        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE),
-        "CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE),
-    }
-    return Settings(variables)
-
-
-def _codex(address: Address) -> Settings:
-    provider: dict[str, str | int] = {
-        "name": "redrafter-mlx",
-        "base_url": f"{address.url}/v1",
-        "stream_idle_timeout_ms": PATIENCE,
-    }
-    variables = {}
-    if address.key is not None:
-        provider["env_key"] = "REDRAFTER_API_KEY"
-        variables["REDRAFTER_API_KEY"] = address.key
-    values: dict[str, str | int] = {"model": address.model, "model_provider": "redrafter"}
-    values |= {f"model_providers.redrafter.{name}": value for name, value in provider.items()}
-    values |= {"model_context_window": address.context}
-    # JSON spells texts and numbers as TOML does.
-    pairs = [f"{name}={json.dumps(value)}" for name, value in values.items()]
-    return Settings(variables, [word for pair in pairs for word in ("-c", pair)])
-
-
-def _opencode(address: Address) -> Settings:
-    answer = min(OPENCODE_ANSWER, address.context // 2)
-    model = {"limit": {"context": address.context, "output": answer}}
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": f"{address.url}/v1", "apiKey": address.key or NO_KEY},
-        "models": {address.model: model},
-    }
-    content = {"provider": {"redrafter": provider}, "model": f"redrafter/{address.model}"}
-    return Settings({"OPENCODE_CONFIG_CONTENT": json.dumps(content)})
-
-
-def _qwen(address: Address) -> Settings:
-    key = {"OPENAI_API_KEY": address.key or NO_KEY, "OPENAI_MODEL": address.model}
-    return Settings({"OPENAI_BASE_URL": f"{address.url}/v1", **key})
-
-
-# Agents by the name of their program.
-AGENTS = {
-    "claude": Agent("@anthropic-ai/claude-code", _claude),
-    "codex": Agent("@openai/codex", _codex),
-    "opencode": Agent("opencode-ai", _opencode),
-    "qwen": Agent("@qwen-code/qwen-code", _qwen),
-}
-
-
-@dataclass(frozen=True)
 class ServerOptions:
     model: Annotated[
         str | None, "Model, as for serve. By default that of the server that runs already."
@@ -152,6 +61,87 @@ class ServerOptions:
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one process: environment variables, and arguments before those of the user."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A coding agent: its package at npm, and the function that makes its settings.
+
+    The function gets the server, the name of its model, and the maximum number of tokens of a
+    prompt and its answer.
+    """
+
+    package: str
+    configure: Callable[[ServerOptions, str, int], Settings]
+
+
+def _claude(server: ServerOptions, model: str, context: int) -> Settings:
+    variables = {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": server.api_key or NO_KEY,
+        "ANTHROPIC_MODEL": model,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
+        # A line about billing at the head of each prompt differs from session to session.
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "API_FORCE_IDLE_TIMEOUT": "0",
+        "API_TIMEOUT_MS": str(PATIENCE),
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE),
+        "CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE),
+    }
+    return Settings(variables)
+
+
+def _codex(server: ServerOptions, model: str, context: int) -> Settings:
+    provider: dict[str, str | int] = {
+        "name": "redrafter-mlx",
+        "base_url": f"{server.url}/v1",
+        "stream_idle_timeout_ms": PATIENCE,
+    }
+    variables = {}
+    if server.api_key is not None:
+        provider["env_key"] = "REDRAFTER_API_KEY"
+        variables["REDRAFTER_API_KEY"] = server.api_key
+    values: dict[str, str | int] = {"model": model, "model_provider": "redrafter"}
+    values |= {f"model_providers.redrafter.{name}": value for name, value in provider.items()}
+    values |= {"model_context_window": context}
+    # JSON spells texts and numbers as TOML does.
+    pairs = [f"{name}={json.dumps(value)}" for name, value in values.items()]
+    return Settings(variables, [word for pair in pairs for word in ("-c", pair)])
+
+
+def _opencode(server: ServerOptions, model: str, context: int) -> Settings:
+    answer = min(OPENCODE_ANSWER, context // 2)
+    limit = {"context": context, "output": answer}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{server.url}/v1", "apiKey": server.api_key or NO_KEY},
+        "models": {model: {"limit": limit}},
+    }
+    content = {"provider": {"redrafter": provider}, "model": f"redrafter/{model}"}
+    return Settings({"OPENCODE_CONFIG_CONTENT": json.dumps(content)})
+
+
+def _qwen(server: ServerOptions, model: str, context: int) -> Settings:
+    key = {"OPENAI_API_KEY": server.api_key or NO_KEY, "OPENAI_MODEL": model}
+    return Settings({"OPENAI_BASE_URL": f"{server.url}/v1", **key})
+
+
+# Agents by the name of their program.
+AGENTS = {
+    "claude": Agent("@anthropic-ai/claude-code", _claude),
+    "codex": Agent("@openai/codex", _codex),
+    "opencode": Agent("opencode-ai", _opencode),
+    "qwen": Agent("@qwen-code/qwen-code", _qwen),
+}
 
 
 def launch(
@@ -179,7 +169,7 @@ def launch(
     if only_print:
         found = _find(server)
         model = _describe_stored(server) if found is None else _choose(found, server)
-        settings = AGENTS[agent].configure(_address(server, model))
+        settings = _configure(agent, server, model)
         typer.echo(_as_command(agent, settings, arguments or []))
         return
     program = shutil.which(agent)
@@ -190,7 +180,7 @@ def launch(
     for number in (signal.SIGTERM, signal.SIGHUP):  # end in order, so that the server ends, too
         signal.signal(number, lambda one, _: sys.exit(128 + one))
     with _running(server) as model:
-        settings = AGENTS[agent].configure(_address(server, model))
+        settings = _configure(agent, server, model)
         typer.echo(f"{agent} uses the model {model['id']} at {server.url}:", err=True)
         shown = _as_command(agent, settings, arguments or [])
         key = server.api_key
@@ -228,8 +218,8 @@ def _running(server: ServerOptions) -> Iterator[dict[str, Any]]:
 
 
 def _serve_command(server: ServerOptions) -> list[str]:
-    command = [sys.executable, "-m", "mlx_redrafter", "serve", "--port", str(server.port)]
-    command += ["--host", HOST]
+    address = ["--port", str(server.port), "--host", HOST]
+    command = [sys.executable, "-m", "mlx_redrafter", "serve", *address]
     for name, value in (("model", server.model), ("drafter", server.drafter)):
         command += [] if value is None else [f"--{name}", value]
     return [*command, "--yes"] if server.yes else command
@@ -305,9 +295,9 @@ def _name(server: ServerOptions) -> str:
     return "bundled" if server.model is None else shared_name(server.model)
 
 
-def _address(server: ServerOptions, model: dict[str, Any]) -> Address:
+def _configure(agent: str, server: ServerOptions, model: dict[str, Any]) -> Settings:
     context = min(model.get("context_length") or Limits.max_context, Limits.max_context)
-    return Address(server.url, model["id"], server.api_key, context)
+    return AGENTS[agent].configure(server, model["id"], context)
 
 
 def _as_command(agent: str, settings: Settings, arguments: list[str]) -> str:

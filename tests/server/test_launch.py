@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_redrafter.cli.launch import AGENTS, Address
+from mlx_redrafter.cli.launch import AGENTS, ServerOptions
 from tests.helpers.cli import PROGRAM, run
 from tests.server.serving import KEY
 
@@ -92,7 +92,7 @@ def test_settings_are_printed_as_a_command(cli):
 def test_every_agent_gets_the_address_and_the_model():
     for agent in AGENTS.values():
         for key in (None, "secret"):
-            settings = agent.configure(Address("http://127.0.0.1:9", "org/model", key, 4096))
+            settings = agent.configure(ServerOptions(port=9, api_key=key), "org/model", 4096)
             text = json.dumps([settings.variables, settings.arguments])
             assert "http://127.0.0.1:9" in text
             assert "org/model" in text
