@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_redrafter.checkpoint_files import TEXT_ENCODING
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, WritingPair
 from mlx_redrafter.cli.progress import is_talkative, prefill_progress
-from mlx_redrafter.cli.prompt_options import PromptOptions
+from mlx_redrafter.cli.prompt_options import PromptOptions, read_file
 from mlx_redrafter.cli.text_options import DraftOptions, WholeTextOptions, generation_options
 from mlx_redrafter.draft_plan import MAX_OUTCOMES
-from mlx_redrafter.errors import ConfigError, explain
+from mlx_redrafter.errors import ConfigError
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from mlx_redrafter.generation_options import GenerationOptions
     from mlx_redrafter.grammar import Grammar
     from mlx_redrafter.proposers.speculate_ahead import Hits
-
-# Largest file of a grammar, in bytes; `Grammar` accepts fewer characters than that.
-MAX_GRAMMAR_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class GrammarOptions:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ConfigError(f"{names} cannot be combined; give one")
         for name, value in given.items():
-            text = _read_grammar(value) if isinstance(value, Path) else value
+            text = read_file(value, "a grammar") if isinstance(value, Path) else value
             return getattr(Grammar, name)(text)  # its class methods have these names
         return None
 
@@ -177,25 +173,6 @@ def _add_stop_token(tokenizer: TokenizerWrapper, token: str) -> None:
     if not is_id and token not in vocabulary:
         raise ConfigError(f"--extra-eos-token must be a token of the model or an id, got {token!r}")
     tokenizer.add_eos_token(token)
-
-
-def _read_grammar(path: Path) -> str:
-    """Read a file; a device such as /dev/zero would have no end."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"expected a file with a grammar, found something else: {path}")
-        with path.open("rb") as file:
-            content = file.read(MAX_GRAMMAR_BYTES + 1)
-        if len(content) > MAX_GRAMMAR_BYTES:
-            raise ConfigError(
-                f"expected a grammar of at most {MAX_GRAMMAR_BYTES} bytes, found a larger file: "
-                f"{path}; give a smaller grammar"
-            )
-        return content.decode(TEXT_ENCODING)
-    except OSError as error:
-        raise ConfigError(f"{path}: {explain(error)}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} must be UTF-8 text: {error}") from error
 
 
 def _to_json(text: str, tokens: list[int], last: GenerationResponse) -> dict[str, Any]:

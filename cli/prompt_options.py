@@ -50,20 +50,14 @@ class PromptOptions:
 
     def read(self) -> str:
         """Read the prompt, from its file, or from standard input if it is ``-``."""
-        try:
-            if self.prompt_file is not None:
-                if self.prompt_file.exists() and not self.prompt_file.is_file():
-                    raise ConfigError(
-                        "expected a file with the prompt, found something else: "
-                        f"{self.prompt_file}; --prompt - reads standard input"
-                    )
-                return self.prompt_file.read_text(encoding=TEXT_ENCODING)
-            if self.prompt == "-":
+        if self.prompt_file is not None:
+            return read_file(self.prompt_file, "the prompt", "; --prompt - reads standard input")
+        if self.prompt == "-":
+            try:
                 return sys.stdin.read().removeprefix("\ufeff")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"the prompt must be UTF-8 text: {error}") from error
-        text = self.prompt or ""
-        return text.replace("\\n", "\n").replace("\\t", "\t")
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"the prompt must be UTF-8 text: {error}") from error
+        return (self.prompt or "").replace("\\n", "\n").replace("\\t", "\t")
 
     def encode(self, tokenizer: TokenizerWrapper, text: str) -> list[int]:
         """Encode the text of the prompt as `mlx_lm.generate` does.
@@ -122,3 +116,13 @@ def parse_template_options(given: str | None) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ConfigError(f"--chat-template-config must be a JSON object, got {options!r}")
     return options
+
+
+def read_file(path: Path, content: str, hint: str = "") -> str:
+    """Read a file of text; a pipe or a device such as /dev/zero may have no end."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"expected a file with {content}, found something else: {path}{hint}")
+    try:
+        return path.read_text(encoding=TEXT_ENCODING)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be UTF-8 text: {error}") from error
