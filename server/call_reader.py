@@ -53,6 +53,13 @@ def add_call(calls: list[ToolCall], added: ToolCall) -> None:
     calls.append(added)
 
 
+def new_id(chosen: str, known: set[str]) -> str:
+    """Return the id of a call that the model has chosen, if it is not known, or another one."""
+    call_id = chosen if chosen and chosen not in known else f"call_{uuid.uuid4().hex}"
+    known.add(call_id)
+    return call_id
+
+
 class CallReader:
     """Reads the calls between two markers.
 
@@ -95,10 +102,8 @@ class CallReader:
     def _read(self) -> _Reading:
         while True:
             match = yield from self._find(self._head)
-            call_id = Template(self._form.call_id).substitute(match.groupdict())
-            if not call_id or call_id in self._ids:
-                call_id = f"call_{uuid.uuid4().hex}"
-            self._ids.add(call_id)
+            chosen = Template(self._form.call_id).substitute(match.groupdict())
+            call_id = new_id(chosen, self._ids)
             self._call, self.is_open = ToolCall(call_id, match["name"], ""), True
             if self._form.quote:
                 yield from self._read_quoted()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -20,7 +18,7 @@ from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.grammar import LateGrammar
 from mlx_redrafter.server.answer_grammar import first_state
 from mlx_redrafter.server.call_formats import find_format
-from mlx_redrafter.server.call_reader import CallReader, ToolCall, add_call
+from mlx_redrafter.server.call_reader import CallReader, ToolCall, add_call, new_id
 from mlx_redrafter.server.requests import ChatRequest, TextRequest
 from mlx_redrafter.server.tools import Tools
 
@@ -117,7 +115,7 @@ class Answer:
             self._kind = "reasoning"
         self._machine = states.make_state(self._kind)
         self._call, self._has_called = "", False
-        self._ids: set[object] = set()
+        self._ids: set[str] = set()
         # Texts of the tokens whose log-probabilities were shown: a long prompt has many of each.
         self._texts: dict[int, str] = {}
         # White space that is part of the text unless a call follows.
@@ -213,7 +211,7 @@ class Answer:
             parsed = self._tokenizer.tool_parser(text, self._tools)
             return [
                 ToolCall(
-                    self._new_id(call.get("id")),
+                    new_id(str(call.get("id") or ""), self._ids),
                     str(call["name"]),
                     json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False),
                 )
@@ -221,12 +219,6 @@ class Answer:
             ]
         except Exception:  # mlx-lm's parsers raise exceptions of any kind for malformed calls
             return []
-
-    def _new_id(self, given: object) -> str:
-        """Return the id of a call that the model has chosen, if no call before has it."""
-        chosen = str(given) if given and given not in self._ids else f"call_{uuid.uuid4().hex}"
-        self._ids.add(chosen)
-        return chosen
 
     def repeat(self, text: str, first: int, scores: Iterable[tuple[Score, list[Score]]]) -> Part:
         """Return a part that repeats a prompt, given the scores of all but its first token."""
@@ -257,16 +249,12 @@ class Answer:
         """Decode a token as it stands within a text; U+FFFD for a part of a character."""
         detokenizer = self._tokenizer.detokenizer
         # At the beginning of a text, tokenizers leave out the blank of the first token.
-        for first in self._letter:
+        for first in self._tokenizer.encode("a", add_special_tokens=False):
             detokenizer.add_token(first)
         before = len(detokenizer.text)
         detokenizer.add_token(token)
         detokenizer.finalize()
         return detokenizer.text[before:]
-
-    @cached_property
-    def _letter(self) -> list[int]:
-        return list(self._tokenizer.encode("a", add_special_tokens=False))
 
 
 def score_prompt(
