@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+import mlx_redrafter
 from mlx_redrafter.checkpoint_files import expand_home, write_text
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.machines import launched_group
@@ -27,9 +28,6 @@ from mlx_redrafter.destinations import check_destination
 from mlx_redrafter.errors import ConfigError, ResourceError, explain
 from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions, SamplingParams
 from mlx_redrafter.interrupts import handling
-
-if TYPE_CHECKING:
-    from mlx_redrafter.engine.engine import Engine
 
 COMMANDS = "/help lists the commands, /bye or Ctrl-D ends the chat, Ctrl-C stops an answer"
 # ``mlx.launch`` passes lines on to rank 0 until Ctrl-C, and never the end of the input.
@@ -78,10 +76,7 @@ def chat(
         )
     length = CONTEXT + max(0, options.max_tokens)
     model, tokenizer, drafter = pair.load_writer(length, options.kv_bits)
-
-    from mlx_redrafter.engine.engine import Engine
-
-    engine = Engine(model, tokenizer, drafter)
+    engine = mlx_redrafter.Engine(model, tokenizer, drafter)
     talk = Talk(engine, options, system_prompt, template_options, show_drafts, verbose)
     if sys.stdin.isatty():
         with suppress(ImportError):  # adds line editing and a history, if Python has it
@@ -96,7 +91,7 @@ def chat(
 class Talk:
     """A conversation, and the options of its answers; the model has a chat template."""
 
-    engine: Engine
+    engine: mlx_redrafter.Engine
     options: GenerationOptions
     system_prompt: str | None
     template_options: Mapping[str, Any]
@@ -126,9 +121,9 @@ class Talk:
                 typer.echo(f"error: {error.filename}: {explain(error)}", err=True)
 
     def _begin(self) -> None:
-        from mlx_redrafter.engine.conversation import Conversation
-
-        self._conversation = Conversation(self.engine, self.system_prompt, self.template_options)
+        self._conversation = mlx_redrafter.Conversation(
+            self.engine, self.system_prompt, self.template_options
+        )
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import mlx_redrafter
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.live_text import ShowDrafts, live_text
 from mlx_redrafter.cli.model_options import CONTEXT, WritingPair
@@ -19,6 +20,7 @@ from mlx_redrafter.cli.prompt_options import PromptOptions, read_file
 from mlx_redrafter.cli.text_options import DraftOptions, WholeTextOptions, generation_options
 from mlx_redrafter.draft_plan import MAX_OUTCOMES
 from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.generation_options import GenerationOptions
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
     from mlx_redrafter.decoding.delivery import ShapeStats
     from mlx_redrafter.engine.responses import GenerationResponse
-    from mlx_redrafter.generation_options import GenerationOptions
     from mlx_redrafter.grammar import Grammar
     from mlx_redrafter.proposers.speculate_ahead import Hits
 
@@ -58,9 +59,7 @@ class GeneratingPair(WritingPair):
         for token in self.extra_eos_token or ():
             _add_stop_token(tokenizer, token)
         if self.predraft and drafter is not None:
-            from mlx_redrafter.proposers.speculate_ahead import SpeculateAhead
-
-            return model, tokenizer, SpeculateAhead(drafter, self.predraft)
+            drafter = mlx_redrafter.SpeculateAhead(drafter, self.predraft)
         return model, tokenizer, drafter
 
 
@@ -77,15 +76,13 @@ class GrammarOptions:
     ] = None
 
     def read(self) -> Grammar | None:
-        from mlx_redrafter.grammar import Grammar
-
         given = {name: value for name, value in vars(self).items() if value is not None}
         if len(given) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ConfigError(f"{names} cannot be combined; give one")
         for name, value in given.items():
             text = read_file(value, "a grammar") if isinstance(value, Path) else value
-            return getattr(Grammar, name)(text)  # its class methods have these names
+            return getattr(mlx_redrafter.Grammar, name)(text)  # its class methods have these names
         return None
 
 
@@ -140,8 +137,6 @@ def _generate(
     shown: AbstractContextManager[Callable[[GenerationResponse], None] | None],
 ) -> tuple[str, list[int], GenerationResponse, Hits | None]:
     """Return the text, its token ids, the last response, and the counts of drafting ahead."""
-    from mlx_redrafter.engine.generation import stream_generate
-
     context = CONTEXT + max(0, options.max_tokens)
     given = prompt.read()
     model, tokenizer, drafter = pair.load_writer(context, options.kv_bits)
@@ -149,7 +144,7 @@ def _generate(
     ids = prompt.encode(tokenizer, given)
     text, tokens = "", []
     with shown as write, prefill_progress() as on_progress:
-        for response in stream_generate(
+        for response in mlx_redrafter.stream_generate(
             model,
             tokenizer,
             ids,

@@ -7,14 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from mlx_redrafter.engine.responses import GenerationResponse
+import mlx_redrafter
 
 ShowDrafts = Annotated[bool, "Colour the accepted drafts, if stdout is a terminal."]
 # Seconds between two updates of the unfinished line and the speed.
@@ -26,7 +25,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @contextmanager
-def live_text(shows_drafts: bool) -> Iterator[Callable[[GenerationResponse], None]]:
+def live_text(shows_drafts: bool) -> Iterator[Callable[[mlx_redrafter.GenerationResponse], None]]:
     """Yield a function that prints the text of responses; on a terminal it may colour drafts."""
     console = Console(highlight=False)
     if not sys.stdout.isatty() or console.is_dumb_terminal:
@@ -39,7 +38,7 @@ def live_text(shows_drafts: bool) -> Iterator[Callable[[GenerationResponse], Non
         text.finish()
 
 
-def print_text(response: GenerationResponse) -> None:
+def print_text(response: mlx_redrafter.GenerationResponse) -> None:
     """Print the text of the next token at once; on a terminal, without control characters."""
     is_terminal = sys.stdout.isatty()
     sys.stdout.write(_harmless(response.text) if is_terminal else response.text)
@@ -64,7 +63,7 @@ class LiveText:
             console=console, auto_refresh=False, transient=True, get_renderable=self._render
         )
 
-    def add(self, response: GenerationResponse) -> None:
+    def add(self, response: mlx_redrafter.GenerationResponse) -> None:
         self._live.start()
         self._num_drafted += response.from_draft
         self._speed = ", ".join(self._counts(response))
@@ -89,7 +88,7 @@ class LiveText:
         line = self._line if len(self._line) <= room else self._line[-room:]
         return Group(line, Text(self._speed, "dim"))
 
-    def _counts(self, response: GenerationResponse) -> Iterator[str]:
+    def _counts(self, response: mlx_redrafter.GenerationResponse) -> Iterator[str]:
         if response.generation_tokens > 1:  # the first token belongs to the prompt's time
             yield f"{response.generation_tps:.1f} tokens/s"
         if response.tokens_per_step is not None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+import mlx_redrafter
 from mlx_redrafter.checkpoint_files import find_checkpoint, named_parameters
+from mlx_redrafter.checkpoints.bundled import expand_name
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.names import ask_for_drafter, confirm, find_model
 from mlx_redrafter.cli.progress import note
@@ -105,8 +107,6 @@ class Pair:
         """The drafter given; asks before it is downloaded."""
         if self.drafter is None or self.drafter in (AUTO, NO_DRAFTER):
             return self.drafter
-        from mlx_redrafter.checkpoints.bundled import expand_name
-
         drafter = expand_name(self.drafter)
         ask_for_drafter(drafter, self.yes)
         return drafter
@@ -136,10 +136,8 @@ class Pair:
         self, drafter: str | None, context: int, kv_bits: int | None, **options: Any
     ) -> Loaded:
         """Load a pair; prompt lookup replaces a drafter that was chosen and cannot be loaded."""
-        from mlx_redrafter.checkpoints.loading import load
         from mlx_redrafter.checkpoints.memory_check import Context
         from mlx_redrafter.machines.leading import target_of
-        from mlx_redrafter.proposers.lookup import Lookup
         from mlx_redrafter.target.target import SLOW, is_slow
 
         group = launched_group()
@@ -148,7 +146,9 @@ class Pair:
                 machines = 1 if group is None else group.size()
                 form = Context(context, kv_bits=kv_bits)
                 _check_memory(self.place, drafter, form, machines, options.get("adapter_path"))
-            model, tokenizer, loaded = load(self.place, drafter, group=group, **options)
+            model, tokenizer, loaded = mlx_redrafter.load(
+                self.place, drafter, group=group, **options
+            )
         except (CheckpointError, NonFiniteError, ResourceError, UnsupportedTargetError) as error:
             if not self._chooses or drafter in (None, LOOKUP):
                 raise
@@ -158,7 +158,7 @@ class Pair:
             _say_bundled(model)
         elif is_slow(target_of(model)):
             note(SLOW)
-        return model, tokenizer, Lookup() if loaded is None else loaded
+        return model, tokenizer, mlx_redrafter.Lookup() if loaded is None else loaded
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+import mlx_redrafter
 from mlx_redrafter.checkpoint_files import CONFIG_FILE, expand_home, shared_name
 from mlx_redrafter.checks import check_int
 from mlx_redrafter.cli.machines import launched_group
@@ -31,7 +32,6 @@ from mlx_redrafter.interrupts import handling
 from mlx_redrafter.server.limits import Limits
 
 if TYPE_CHECKING:
-    from mlx_redrafter.engine.engine import Engine
     from mlx_redrafter.server.models import Model
 
 # Environment variable with the key.
@@ -256,9 +256,7 @@ def _name_drafter(pair: WritingPair) -> str:
     return pair.drafter_name or "bundled"
 
 
-def _load(pair: WritingPair) -> Engine:
-    from mlx_redrafter.engine.engine import Engine
-
-    engine = Engine(*pair.load_writer())
+def _load(pair: WritingPair) -> mlx_redrafter.Engine:
+    engine = mlx_redrafter.Engine(*pair.load_writer())
     engine.generate([0], max_tokens=2)  # steps are timed before the first client waits
     return engine
