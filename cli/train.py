@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -92,10 +92,8 @@ def train(
 
     command = ["redrafter-mlx", "train", "--out", str(run.out), "--resume", *_trust(request)]
     resume = f"stopped; continue with: {shlex.join(command)}"
-    with (
-        keeping(lambda: resume if path.exists() else "stopped; nothing was begun"),
-        ConsoleReporter() as reporter,
-    ):
+    reporter = ConsoleReporter()
+    with keeping(lambda: resume if path.exists() else "stopped; nothing was begun"), reporter.bar:
         result = train_drafter(request, reporter, lambda: save_json(path, _to_record(given)))
     if result is not None:
         _print_result(result, request)
@@ -192,13 +190,6 @@ class ConsoleReporter:
         self.bar = progress_bar("{task.description}")
         self.tasks: dict[str, Any] = {}
         self.logged_at = time.monotonic()
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
         if self.bar.disable:
