@@ -18,8 +18,6 @@ import mlx_redrafter
 ShowDrafts = Annotated[bool, "Colour the accepted drafts, if stdout is a terminal."]
 # Seconds between two updates of the unfinished line and the speed.
 REFRESH = 0.1
-# Style of accepted drafts.
-DRAFT = "green"
 # Characters that move the cursor or change the terminal, except newline and tab.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -54,7 +52,7 @@ class LiveText:
 
     def __init__(self, console: Console, shows_drafts: bool):
         self._console = console
-        self._style = DRAFT if shows_drafts else ""
+        self._style = "green" if shows_drafts else ""
         self._line = Text()
         self._num_drafted = 0
         self._speed = ""

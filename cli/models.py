@@ -73,9 +73,8 @@ def show_model(
     from mlx_redrafter.target.model_loading import make_model
     from mlx_redrafter.target.target import Target
 
-    if model is None:
-        raise ConfigError("expected a model, found none; redrafter-mlx list shows those here")
-    name = model if expand_home(model).exists() else complete_name(model)
+    given = _given(model)
+    name = given if expand_home(given).exists() else complete_name(given)
     folder = find_checkpoint(name, CONFIG_ONLY)
     kind, config = recognise(folder)
     facts: dict[str, Any] = {"name": name, "folder": str(folder), "type": config.get("model_type")}
@@ -181,7 +180,7 @@ def _describe(model: StoredModel) -> dict[str, Any]:
 
 def _given(model: str | None) -> str:
     if model is None:
-        raise ConfigError("expected a repository, found none; redrafter-mlx list shows those here")
+        raise ConfigError("expected a model, found none; redrafter-mlx list shows those here")
     return model
 
 

@@ -18,8 +18,6 @@ from mlx_redrafter.cli.text_options import MaxTokens
 if TYPE_CHECKING:
     from mlx_redrafter.bench.runs import Arm, TimedRun
 
-# Prompt of the text if the user gives none.
-PROMPT = "Once upon a time"
 # Name of decoding with drafts.
 DRAFTED = "with drafts"
 # Maximum number of rounds: in each, the program generates the text once in both ways.
@@ -37,7 +35,7 @@ def try_out(
             "default the bundled demonstration model.",
         ),
     ] = None,
-    prompt: Annotated[str, "Prompt of the text.", "-p"] = PROMPT,
+    prompt: Annotated[str, "Prompt of the text.", "-p"] = "Once upon a time",
     max_tokens: MaxTokens = 100,
     yes: Yes = False,
 ) -> None:
