@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mlx_redrafter.checkpoint_files import TEXT_ENCODING
 from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.text_options import IgnoreChatTemplate
-from mlx_redrafter.errors import ConfigError
+from mlx_redrafter.errors import ConfigError, explain
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -124,5 +124,7 @@ def read_file(path: Path, content: str, hint: str = "") -> str:
         raise ConfigError(f"expected a file with {content}, found something else: {path}{hint}")
     try:
         return path.read_text(encoding=TEXT_ENCODING)
+    except OSError as error:
+        raise ConfigError(f"{path}: {explain(error)}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} must be UTF-8 text: {error}") from error
