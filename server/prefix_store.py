@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mlx_redrafter.errors import explain, first_line
@@ -34,8 +35,6 @@ DAMAGED = "damaged"
 MAX_DAMAGED = 4
 # Age in seconds of unfinished files that some process has left behind.
 LEFT_BEHIND = 3600
-# Bytes of a file that are read at a time for its checksum.
-BLOCK = 1 << 22
 # Maximum size in bytes of arrays that wait to be written; others stay in memory only.
 MAX_PENDING = 1 << 30
 
@@ -232,11 +231,7 @@ def _file_name(name: str, checksum: int) -> str:
 
 
 def _checksum(path: Path) -> int:
-    found = 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            found = zlib.crc32(block, found)
-    return found
+    return zlib.crc32(np.memmap(path, np.uint8, "r"))
 
 
 def _size(arrays: Mapping[str, mx.array]) -> int:
