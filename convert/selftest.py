@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 MIN_ACCEPTANCE = 0.2
 # Number of tokens to predict after each prompt.
 TOKENS_PER_PROMPT = 64
-# Maximum number of prompt tokens per forward pass.
-PREFILL_STEP_SIZE = 2048
 # Beginnings of the texts, of several kinds.
 PROMPTS = (
     "Once upon a time, there was a little girl who lived near the sea.",
@@ -139,12 +137,9 @@ def decode_all(
 
 def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSequence:
     tokens, cache = list(prompt), target.caches.new()
-    states: list[Any] = []
     columns: list[tuple[mx.array, mx.array]] = []
     ids = mx.array(prompt, dtype=mx.int32)
-    for start in range(0, len(prompt) - 1, PREFILL_STEP_SIZE):
-        chunk = ids[start : min(start + PREFILL_STEP_SIZE, len(prompt) - 1)]
-        states.append(target.process_chunk(chunk, cache, layers).states)
+    states: list[Any] = [target.process_chunk(ids[:-1], cache, layers).states]
     outputs = target.advance(ids[-1:], cache, layers)
     while True:
         states.append(outputs.states)
