@@ -21,8 +21,6 @@ from mlx_redrafter.errors import ConfigError
 if TYPE_CHECKING:
     from mlx_redrafter.bench.report import Row
 
-# Characters of a line if stdout is no terminal.
-PAGE = 80
 # Maximum length of a list of numbers; every number costs at least one measurement.
 MAX_NUMBERS = 1000
 
@@ -110,13 +108,13 @@ def show(*lines: object) -> None:
 
 
 def show_lines(table: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print a table, the first line with the columns' names, as wide as the terminal or a page.
+    """Print a table, the first line with the columns' names, in the width of the terminal or 80.
 
     A table that is wider becomes a list: a row is a paragraph, and each of its cells a line.
     """
     columns, *rows = table
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    room = shutil.get_terminal_size((PAGE, 24)).columns
+    room = shutil.get_terminal_size().columns
     lines = [title] if title else []
     if sum(widths) + 2 * (len(widths) - 1) <= room:
         for row in table:

@@ -29,18 +29,10 @@ from mlx_redrafter.server.limits import Limits
 
 # Address of the server, which only this machine reaches.
 HOST = "127.0.0.1"
-# Seconds between two looks whether the server answers.
-POLL_SECONDS = 0.2
-# Seconds that a server has to answer whether it is there.
-ANSWER_SECONDS = 2.0
-# Seconds that a server has to end after its agent has ended.
-END_SECONDS = 40
 # Key that agents send to a server without one, since some do not start without a key.
 NO_KEY = "none"
 # Milliseconds that an agent waits for the next token: a prompt of 60,000 tokens takes minutes.
 PATIENCE = 15 * 60 * 1000
-# Tokens of an answer that opencode leaves room for within the context.
-OPENCODE_ANSWER = 8192
 
 
 @dataclass(frozen=True)
@@ -119,8 +111,8 @@ def _codex(server: ServerOptions, model: str, context: int) -> Settings:
 
 
 def _opencode(server: ServerOptions, model: str, context: int) -> Settings:
-    answer = min(OPENCODE_ANSWER, context // 2)
-    limit = {"context": context, "output": answer}
+    # Within the context, opencode leaves room for an answer of so many tokens.
+    limit = {"context": context, "output": min(8192, context // 2)}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{server.url}/v1", "apiKey": server.api_key or NO_KEY},
@@ -212,7 +204,7 @@ def _running(server: ServerOptions) -> Iterator[dict[str, Any]]:
             finally:
                 process.terminate()
                 try:
-                    process.wait(END_SECONDS)
+                    process.wait(40)
                 except subprocess.TimeoutExpired:
                     process.kill()
 
@@ -233,7 +225,7 @@ def _wait(
             with open(log, encoding="utf-8", errors="replace") as file:
                 lines = file.read().strip().splitlines()
             raise ConfigError(f"the server ended: {lines[-1] if lines else 'without a message'}")
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.2)
     return found
 
 
@@ -243,7 +235,7 @@ def _find(server: ServerOptions) -> list[dict[str, Any]] | None:
     request = urllib.request.Request(f"{server.url}/v1/models", headers=headers)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with direct.open(request, timeout=ANSWER_SECONDS) as response:
+        with direct.open(request, timeout=2) as response:
             models = json.load(response)["data"]
     except urllib.error.HTTPError as error:
         raise ConfigError(

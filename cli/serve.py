@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 
 # Environment variable with the key.
 KEY_VARIABLE = "REDRAFTER_API_KEY"
-# Panel of the address and the names in the help.
-SERVER = "Server"
-# Seconds that running requests have to end after SIGTERM.
-GRACE_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class ServedOptions(TextOptions):
 
 @dataclass(frozen=True)
 class AddressOptions:
-    panel: ClassVar = SERVER
+    panel: ClassVar = "Server"
     host: Annotated[str, "Address to listen at."] = "127.0.0.1"
     port: Annotated[int, "Port to listen at; 0 picks a free one."] = 8080
     api_key: Annotated[
@@ -102,7 +98,7 @@ class AddressOptions:
             help="Key that every request must send. Without a key, anyone who reaches the address "
             "may use the server.",
             envvar=KEY_VARIABLE,
-            rich_help_panel=SERVER,
+            rich_help_panel="Server",
         ),
     ] = None
     model_name: Annotated[
@@ -201,8 +197,9 @@ def _run(
         known.load(served[0])
     application = make_application(Service(known, worker, callers))
     # Other machines end with this process, in order.
-    ends_process = not is_split
-    server = Server(application, limits.client_timeout, GRACE_SECONDS, worker, ends_process)
+    server = Server(
+        application, limits.client_timeout, grace=30, worker=worker, ends_process=not is_split
+    )
     if address.api_key is None and address.host not in LOCAL_HOSTS:
         typer.echo(
             f"anyone who reaches {address.host} may use this server; give it a key with --api-key",

@@ -31,8 +31,6 @@ OF_THE_CALL = ("out", "resume", "dry_run", "overwrite", "yes", "trust_remote_cod
 PATHS = ("data", "prompts", "cache", "adapter_path")
 # Options that are folders or repositories.
 FOLDERS = ("model", "start_from")
-# Seconds between lines of progress if stderr is not a terminal.
-LOG_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -202,8 +200,8 @@ class ConsoleReporter:
         self.bar.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def _log(self, stage: str, done: int, total: int | None) -> None:
-        """Print a line of progress, unless the last one is recent."""
-        if time.monotonic() - self.logged_at < LOG_SECONDS and done != total:
+        """Print a line of progress, unless the last one is from the last 20 seconds."""
+        if time.monotonic() - self.logged_at < 20 and done != total:
             return
         self.logged_at = time.monotonic()
         self.say(f"{stage}: {done:,}" + ("" if total is None else f" of {total:,}"))

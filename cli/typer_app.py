@@ -35,8 +35,6 @@ OptionGroup = TypeVar("OptionGroup")
 OTHER_FORM = "model_in_other_form"
 # Names of the parameters that the shell completes by the models on this machine.
 NAMES = {"model", OTHER_FORM, "name", "source", "drafter", "stock_draft_model"}
-# Columns of a terminal that tables of options fit.
-LEAST_COLUMNS = 80
 # Settings of every command.
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -44,13 +42,13 @@ CONTEXT = {"help_option_names": ["-h", "--help"]}
 class _ReadableHelp:
     """A mixin that shows no type next to flags in the help, and cuts no name.
 
-    Tables of options need some width; terminals that are narrower get lines without tables.
+    Tables of options need 80 columns; terminals that are narrower get lines without tables.
     """
 
     rich_markup_mode: Any
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        if get_terminal_size().columns < LEAST_COLUMNS:
+        if get_terminal_size().columns < 80:
             self.rich_markup_mode = None
         super().format_help(ctx, formatter)  # type: ignore[misc]
 

@@ -32,8 +32,6 @@ from mlx_redrafter.server.protocols.service import Endpoint, Service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.replies import CLIENT_CLOSED_REQUEST, RequestLog
 
-# Modules with ``ROUTES``, endpoints by method and path.
-PROTOCOLS = (openai_chat, openai_completions, responses, anthropic, ollama)
 # Files of the chat page by their paths; they need no key.
 FILES = {
     "/": "page.html",
@@ -62,7 +60,7 @@ def make_application(service: Service) -> Starlette:
         *_both(service, "/v1/models", _list_models),
         *_both(service, "/v1/models/{name:path}", _describe_model),
     ]
-    for protocol in PROTOCOLS:
+    for protocol in (openai_chat, openai_completions, responses, anthropic, ollama):
         for (method, path), endpoint in protocol.ROUTES.items():
             routes += _both(service, path, endpoint, method)
     shown = [route.path_format for route in routes if route.path.startswith(SHOWN)]

@@ -45,10 +45,6 @@ MEMORY_SHARE = 0.75
 ANY_MODEL = ("", "default_model")
 # Maximum number of unknown model names that the log shows.
 MAX_LOGGED_NAMES = 100
-# Seconds between two searches for idle models.
-PATROL_SECONDS = 0.5
-# Seconds between two looks whether the texts of a model have ended.
-WAIT_SECONDS = 0.02
 
 
 class LoadedModel:
@@ -257,7 +253,7 @@ class Models:
     async def unload_idle(self) -> None:
         """Unload models that nobody has used for their time to stay, until cancelled."""
         while True:
-            await asyncio.sleep(PATROL_SECONDS)
+            await asyncio.sleep(0.5)
             now = time.monotonic()
             for model in self.models:
                 if model.loaded is None or self._loading.locked():
@@ -297,7 +293,7 @@ class Models:
             left = oldest.loaded
             self.unload(oldest)
             while left is not None and self._is_used(left):  # its running texts end first
-                await asyncio.sleep(WAIT_SECONDS)
+                await asyncio.sleep(0.02)
             left = None
             _free_memory()
 

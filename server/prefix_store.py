@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 # Prefix of files that are being written.
 UNFINISHED = "unfinished-"
-# Folder of damaged files, in that of the others.
-DAMAGED = "damaged"
 # Maximum number of damaged files to keep for a look at them.
 MAX_DAMAGED = 4
 # Age in seconds of unfinished files that some process has left behind.
@@ -179,7 +177,7 @@ class PrefixStore:
                 path.unlink(missing_ok=True)
                 return
             logger.warning("set aside a damaged file of kept prompts: %s: %s", path, reason)
-            folder = path.parent / DAMAGED
+            folder = path.parent / "damaged"
             folder.mkdir(exist_ok=True)
             os.replace(path, folder / path.name)
             for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-MAX_DAMAGED]:

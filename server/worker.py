@@ -23,9 +23,6 @@ from mlx_redrafter.server.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 
-# Seconds in which the event loop must have sent the errors of abandoned requests.
-SEND_SECONDS = 0.5
-
 
 class Worker(threading.Thread):
     """The thread that writes texts until `stop` is called."""
@@ -91,10 +88,10 @@ class Worker(threading.Thread):
     def abandon(self, message: str) -> None:
         """End all requests with status 503, from another thread, if no step will ever end.
 
-        Blocks for a moment in which the event loop sends the errors.
+        Blocks for half a second, in which the event loop sends the errors.
         """
         self.answer_all(Refusal(message, status=503, code="machine_lost"))
-        time.sleep(SEND_SECONDS)
+        time.sleep(0.5)
 
     def gauges(self) -> dict[str, int]:
         return {

@@ -34,8 +34,6 @@ from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest, CompletionRequest
 from mlx_redrafter.server.tools import Tools, read_tool
 
-# Version of Ollama whose API this follows, since clients look for one that is new enough.
-OLLAMA_VERSION = "0.13.5"
 # Options that do not change the text, and samplers that Ollama's own engine has no more.
 _IGNORED_OPTIONS = (
     "draft_num_predict", "f16_kv", "low_vram", "main_gpu", "mirostat", "mirostat_eta",
@@ -50,9 +48,6 @@ _RENAMED = {
 }
 # Seconds of the units that ``keep_alive`` may have.
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-# End of the time in memory of a model that stays.
-_FOREVER = datetime(9999, 1, 1, tzinfo=UTC)
 
 Prompted = ChatRequest | CompletionRequest
 
@@ -97,7 +92,8 @@ async def show(service: Service, client: Request) -> Response:
 
 
 async def version(service: Service, client: Request) -> Response:
-    return respond({"version": OLLAMA_VERSION})
+    # The version whose API this follows: clients look for one that is new enough.
+    return respond({"version": "0.13.5"})
 
 
 def read_chat(body: object, defaults: GenerationOptions) -> tuple[Prompted, float | None]:
@@ -348,7 +344,7 @@ def _describe_details(loaded: LoadedModel | None) -> dict[str, Any]:
 
 def _describe_loaded(model: Model, loaded: LoadedModel) -> dict[str, Any]:
     stays = model.last_used + model.keep_alive - time.monotonic()
-    end = min(time.time() + stays, _FOREVER.timestamp())
+    end = min(time.time() + stays, datetime(9999, 1, 1, tzinfo=UTC).timestamp())
     more = {"expires_at": _format_time(end), "context_length": loaded.context}
     return {**_describe(model), **more, "size_vram": loaded.nbytes}
 

@@ -18,9 +18,6 @@ from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import ChatRequest
 from mlx_redrafter.server.tools import Tools, read_tool
 
-# Maximum of ``top_logprobs``, as at OpenAI.
-MAX_TOP_LOGPROBS = 20
-
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Amounts of thinking, in OpenAI's words; "none" turns thinking off in templates that can.
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -52,7 +49,7 @@ def read(body: object, defaults: GenerationOptions) -> tuple[ChatRequest, MakeWr
 def read_top_logprobs(fields: Fields) -> int | None:
     """Read how many of the most probable tokens to show; None shows no log-probabilities."""
     shows = fields.typed("logprobs", bool)
-    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    top = fields.integer("top_logprobs", 0, 20)  # as at OpenAI
     if top and not shows:
         raise Refusal("top_logprobs needs logprobs to be true", "top_logprobs")
     return (top or 0) if shows else None

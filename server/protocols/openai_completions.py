@@ -14,13 +14,10 @@ from mlx_redrafter.server.protocols.writer import ChoiceWriter, StreamOptions
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.requests import MAX_TEXTS, CompletionRequest
 
-# Maximum of ``logprobs``, as at OpenAI.
-MAX_LOGPROBS = 5
-
 
 def read(body: object, defaults: GenerationOptions) -> tuple[CompletionRequest, MakeWriter]:
     fields = Fields(body)
-    top = fields.integer("logprobs", 0, MAX_LOGPROBS)
+    top = fields.integer("logprobs", 0, 5)  # as at OpenAI
     echoes = fields.typed("echo", bool) or False
     fields.one_of("suffix", [""])
     fields.one_of("best_of", [1])
