@@ -47,7 +47,7 @@ class PrefixStore:
     """
 
     def __init__(self, max_bytes: int, folder: Path | None = None, max_disk_bytes: int = 0):
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._max_disk_bytes = max_disk_bytes
         self._folder = folder
         self._memory: OrderedDict[str, Arrays] = OrderedDict()
@@ -59,10 +59,6 @@ class PrefixStore:
         self._is_full = False
         if folder is not None and max_bytes and max_disk_bytes:
             self._open(folder)
-
-    @property
-    def is_on(self) -> bool:
-        return self._max_bytes > 0
 
     @property
     def is_on_disk(self) -> bool:
@@ -128,7 +124,7 @@ class PrefixStore:
             self.nbytes += _size(arrays)
         self._memory[name] = arrays
         self._memory.move_to_end(name)
-        while self.nbytes > self._max_bytes and self._memory:
+        while self.nbytes > self.max_bytes and self._memory:
             _, oldest = self._memory.popitem(last=False)
             self.nbytes -= _size(oldest)
 

@@ -146,7 +146,7 @@ class Prefixes:
         cache = prefix.cache
         held = num_tokens(cache[: self._engine.target.num_layers]) or 0
         length = min(held, count_entries(cache))
-        if not self._store.is_on or not length or num_prompt <= self._first:
+        if not self._store.max_bytes or not length or num_prompt <= self._first:
             return
         states = dict(prefix.states)
         if self._has_states and length == held:
