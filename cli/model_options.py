@@ -16,14 +16,7 @@ from mlx_redrafter.cli.machines import launched_group
 from mlx_redrafter.cli.names import ask_for_drafter, confirm, find_model
 from mlx_redrafter.cli.progress import note
 from mlx_redrafter.cli.text_options import MODEL
-from mlx_redrafter.errors import (
-    CheckpointError,
-    ConfigError,
-    NonFiniteError,
-    RedrafterError,
-    ResourceError,
-    UnsupportedTargetError,
-)
+from mlx_redrafter.errors import ConfigError, RedrafterError
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -149,8 +142,8 @@ class Pair:
             model, tokenizer, loaded = mlx_redrafter.load(
                 self.place, drafter, group=group, **options
             )
-        except (CheckpointError, NonFiniteError, ResourceError, UnsupportedTargetError) as error:
-            if not self._chooses or drafter in (None, LOOKUP):
+        except RedrafterError as error:
+            if isinstance(error, ConfigError) or not self._chooses or drafter in (None, LOOKUP):
                 raise
             note(f"drafter: prompt lookup; {error}")
             return self._load(LOOKUP, context, kv_bits, **options)
