@@ -82,9 +82,14 @@ def check(
     options = generation_options(text, drafting)  # checked before anything is loaded
     target, tokenizer, drafter = pair.load()
 
+    from mlx_redrafter.convert.block import try_readings
     from mlx_redrafter.engine.text_comparison import compare_decoding
+    from mlx_redrafter.proposers.block.network import BlockNetwork
+    from mlx_redrafter.target.target import Target
 
-    reading = _try_readings(target, tokenizer, drafter)
+    reading = None
+    if isinstance(drafter, BlockNetwork):
+        reading = try_readings(drafter, Target(target), tokenizer).line
     if reading is not None and not as_json:
         typer.echo(reading)
     results = []
@@ -106,17 +111,6 @@ def check(
         typer.echo(json.dumps({"equal": is_equal, "prompts": results, **found}))
     if not is_equal:
         raise typer.Exit(1)
-
-
-def _try_readings(model: Any, tokenizer: Any, drafter: Any) -> str | None:
-    """Compare the readings of a block drafter's config; return None for other drafters."""
-    from mlx_redrafter.convert.block import try_readings
-    from mlx_redrafter.proposers.block.network import BlockNetwork
-    from mlx_redrafter.target.target import Target
-
-    if not isinstance(drafter, BlockNetwork):
-        return None
-    return try_readings(drafter, Target(model), tokenizer).line
 
 
 def _describe(result: dict[str, Any], tokenizer: Any) -> str:
