@@ -118,6 +118,8 @@ class Answer:
         self._ids: set[str] = set()
         # Texts of the tokens whose log-probabilities were shown: a long prompt has many of each.
         self._texts: dict[int, str] = {}
+        # At the beginning of a text, tokenizers leave out the blank of the first token.
+        self._letter = list(tokenizer.encode("a", add_special_tokens=False))
         # White space that is part of the text unless a call follows.
         self._blank = ""
         self._num_accepted = self._num_reasoning = 0
@@ -248,8 +250,7 @@ class Answer:
     def _decode(self, token: int) -> str:
         """Decode a token as it stands within a text; U+FFFD for a part of a character."""
         detokenizer = self._tokenizer.detokenizer
-        # At the beginning of a text, tokenizers leave out the blank of the first token.
-        for first in self._tokenizer.encode("a", add_special_tokens=False):
+        for first in self._letter:
             detokenizer.add_token(first)
         before = len(detokenizer.text)
         detokenizer.add_token(token)
