@@ -114,7 +114,9 @@ class CallGrammar:
                 raise ConfigError(f"the name of an argument must fit in a tag, got {key!r}")
             text = form.before.replace("$key", key).replace("$type", _type_of(form, value))
             if not form.is_bare(value):
-                _check_references(value)
+                # Of the whole schema, an argument's own has the definitions only.
+                if found := _OTHER_REFERENCE.search(json.dumps(value)):
+                    raise ConfigError(f"$ref must go into $defs, got {found[1]!r}")
                 inner = {**value, **definitions} if isinstance(value, dict) else {}
                 json_value = rules.add("value", lark_json(inner, lenient))
                 term = f"{json_value} {rules.spell(form.after)}"
@@ -124,13 +126,6 @@ class CallGrammar:
                 term = rules.text(value, form.after, form.has_cdata)
             items.append((f"{rules.spell(text)} {term}", key in required))
         return rules.sequence(items, rules.spell(form.between))
-
-
-def _check_references(schema: Any) -> None:
-    """Refuse references to the whole schema, of which an argument's own is only a part."""
-    found = _OTHER_REFERENCE.search(json.dumps(schema))
-    if found:
-        raise ConfigError(f"$ref must go into $defs, got {found[1]!r}")
 
 
 def _type_of(form: CallFormat, schema: Any) -> str:
