@@ -151,7 +151,7 @@ class Job:
             logits_processors=_penalties(request, tokens[: prefix.length]),
             grammar=request.grammar,
             prompt_progress_callback=lambda done, total: prefix.note(done),
-            prompt_chunk_size=prefix.chunk_size,
+            prompt_chunk_size=prefix.left if prefix.stops else None,
             shared=self.model.scheduler,
             **vars(options),
         )

@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -78,20 +78,11 @@ class Prefix:
     stops: Collection[int] = ()
     states: dict[int, Arrays] = field(default_factory=dict)
 
-    @property
-    def chunk_size(self) -> Callable[[int], int] | None:
-        """Function that returns the number of tokens until the next position with states to keep.
-
-        Its argument is the number of processed tokens of the rest of the prompt. None if there are
-        no such positions.
-        """
-
-        def left(done: int) -> int:
-            position = self.length + done
-            following = (stop - position for stop in self.stops if stop > position)
-            return min(following, default=sys.maxsize)
-
-        return left if self.stops else None
+    def left(self, done: int) -> int:
+        """Return the number of tokens from ``done`` of the rest of the prompt to the next stop."""
+        position = self.length + done
+        following = (stop - position for stop in self.stops if stop > position)
+        return min(following, default=sys.maxsize)
 
     def note(self, done: int) -> None:
         """Keep the states after ``done`` tokens of the rest of the prompt, if they are wanted."""
