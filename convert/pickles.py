@@ -104,14 +104,11 @@ class _Reader(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         """Make a storage from its id: ("storage", type, key, device, elements)."""
-        if type(pid) is not tuple or len(pid) != 5:
-            raise ValueError("a storage has an unexpected description")
-        tag, kind, key, _, size = pid
-        known = type(tag) is str and tag == "storage" and type(kind) is _StorageType
-        if not known or type(key) is not str:
-            raise ValueError("a storage has an unexpected description")
-        _check_count(size)
-        return Storage(key, kind.dtype, size)
+        match pid:
+            case ("storage", _StorageType(dtype), str(key), _, size):
+                _check_count(size)
+                return Storage(key, dtype, size)
+        raise ValueError("a storage has an unexpected description")
 
     def reject(self, action: str) -> NoReturn:
         raise CheckpointError(
