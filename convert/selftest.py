@@ -93,17 +93,12 @@ def choose_reading(
     if layers != [FINAL]:
         target.modules.watch(layers)
     decoded = decode_all(target, tokenizer, layers)
-    texts = {
-        name: [with_layers(text, layers, one) for text in decoded] for name, one in wanted.items()
-    }
-    found = {
-        name: [
-            match
-            for text in texts[name]
-            for match in _find_matches(network, predict(network, target, text))
-        ]
-        for name, network in readings.items()
-    }
+    texts: dict[str, list[ReadSequence]] = {}
+    found: dict[str, list[int]] = {}
+    for name, network in readings.items():
+        texts[name] = [with_layers(text, layers, wanted[name]) for text in decoded]
+        predicted = (predict(network, target, text) for text in texts[name])
+        found[name] = [match for one in predicted for match in _find_matches(network, one)]
     own, *others = found
     best = max(others, key=lambda name: sum(found[name]), default=own)
     chosen = best if _is_clearly_better(found[best], found[own]) else own
