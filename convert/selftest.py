@@ -134,7 +134,9 @@ def _decode(target: Target, prompt: list[int], layers: Sequence[int]) -> ReadSeq
     tokens, cache = list(prompt), target.caches.new()
     columns: list[tuple[mx.array, mx.array]] = []
     ids = mx.array(prompt, dtype=mx.int32)
-    states: list[Any] = [target.process_chunk(ids[:-1], cache, layers).states]
+    states: list[Any] = []
+    if len(prompt) > 1:
+        states.append(target.process_chunk(ids[:-1], cache, layers).states)
     outputs = target.advance(ids[-1:], cache, layers)
     while True:
         states.append(outputs.states)
