@@ -145,29 +145,23 @@ class OllamaWriter(Writer):
             add_call(self._calls, call)
         part = replace(part, tool_calls=self._calls if part.finish_reason else [])
         if part.has_content:
-            yield self._line({**self._say(part), "done": False})
+            yield _line({**self._say(part), "done": False})
 
     def end(self) -> Iterator[str]:
-        yield self._line({**self._say(), **self._end()})
+        yield _line({**self._say(), **self._end()})
 
     def fail(self, refusal: Refusal) -> Iterator[str]:
-        yield f"{to_text(to_error(refusal))}\n"
+        yield _line(to_error(refusal))
 
     def keep_alive(self) -> Iterator[str]:
-        yield self._line({**self._say(), "done": False})
+        yield _line({**self._say(), "done": False})
 
     def whole(self, texts: Sequence[Part]) -> dict[str, Any]:
         self._finish_reason = texts[0].finish_reason
-        return {**self._head(), **self._say(texts[0]), **self._end()}
+        return {**self._say(texts[0]), **self._end()}
 
     def loaded(self, reason: str) -> dict[str, Any]:
-        return {**self._head(), **self._say(), "done": True, "done_reason": reason}
-
-    def _head(self) -> dict[str, Any]:
-        return {"model": self.model, "created_at": datetime.now(UTC).isoformat()}
-
-    def _line(self, value: dict[str, Any]) -> str:
-        return f"{to_text({**self._head(), **value})}\n"
+        return {**self._say(), "done": True, "done_reason": reason}
 
     def _say(self, part: Part | None = None) -> dict[str, Any]:
         content, said, shown = "", dict[str, Any](), dict[str, Any]()
@@ -183,9 +177,10 @@ class OllamaWriter(Writer):
                 ]
             if part.logprobs:
                 shown = {"logprobs": list(map(format_logprobs, part.logprobs))}
+        head = {"model": self.model, "created_at": datetime.now(UTC).isoformat()}
         if self._field == "response":
-            return {"response": content, **said, **shown}
-        return {"message": {"role": "assistant", "content": content, **said}, **shown}
+            return {**head, "response": content, **said, **shown}
+        return {**head, "message": {"role": "assistant", "content": content, **said}, **shown}
 
     def _end(self) -> dict[str, Any]:
         usage = self.usage()
@@ -201,6 +196,10 @@ class OllamaWriter(Writer):
             "eval_count": usage.num_tokens,
             "eval_duration": text,
         }
+
+
+def _line(value: dict[str, Any]) -> str:
+    return f"{to_text(value)}\n"
 
 
 def _read_chat(
