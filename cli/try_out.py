@@ -114,18 +114,16 @@ def _report(rounds: Sequence[tuple[TimedRun, TimedRun]]) -> bool:
     if not drafted.is_timed or not plain.is_timed:
         typer.echo(f"texts:        {texts}; too short for a speed", err=True)
         return is_equal
-    ours, theirs = (
-        [1 / one.seconds_per_token for one in runs] for runs in zip(*rounds, strict=True)
-    )
-    ratios = sorted((one / other, one, other) for one, other in zip(ours, theirs, strict=True))
-    ratio, drafting, stock = ratios[(len(ratios) - 1) // 2]  # one run, whose speeds divide
+    speeds = [(1 / ours.seconds_per_token, 1 / theirs.seconds_per_token) for ours, theirs in rounds]
+    speeds.sort(key=lambda pair: pair[0] / pair[1])
+    drafting, stock = speeds[(len(speeds) - 1) // 2]  # of one run, so that they divide
     times = "in one run" if len(rounds) == 1 else f"median of {len(rounds)} runs in turns"
     rate = (len(drafted.tokens) - 1) / drafted.steps
     lines = [
         "=" * 10,
         f"mlx-lm:       {stock:.1f} tokens per second",
         f"with drafts:  {drafting:.1f} tokens per second, {rate:.2f} tokens per forward pass",
-        f"speed:        {ratio:.2f} times mlx-lm's ({times})",
+        f"speed:        {drafting / stock:.2f} times mlx-lm's ({times})",
         f"texts:        {texts}",
     ]
     typer.echo("\n".join(lines), err=True)
