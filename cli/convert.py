@@ -87,20 +87,19 @@ def _report(conversion: Conversion, destination: Path, options: ConversionOption
 def _inspect(path_or_repo: str) -> None:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     from mlx_redrafter.convert.recognition import inspect_checkpoint
 
-    inspection, console = inspect_checkpoint(path_or_repo), Console()
-    source = inspection.source
-    console.print(Text(f"{source.name}: {inspection.kind}"))
-    console.print(Text(f"files: {', '.join(path.name for path in source.files)}"))
+    inspection = inspect_checkpoint(path_or_repo)
+    source, console = inspection.source, Console(markup=False, emoji=False, highlight=False)
+    console.print(f"{source.name}: {inspection.kind}")
+    console.print(f"files: {', '.join(path.name for path in source.files)}")
     if inspection.config is not None:
         for key, value in inspection.config.to_dict().items():
-            console.print(Text(f"  {key}: {value}"))
+            console.print(f"  {key}: {value}")
     for note in inspection.notes:
-        console.print(Text(f"note: {note}"))
+        console.print(f"note: {note}")
     table = Table("tensor", "dtype", "shape", box=None)
     for name, tensor in sorted(source.tensors.items()):
-        table.add_row(Text(ascii(name)[1:-1]), tensor.dtype, Text(str(list(tensor.shape))))
+        table.add_row(ascii(name)[1:-1], tensor.dtype, str(list(tensor.shape)))
     console.print(table)
