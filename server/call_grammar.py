@@ -114,7 +114,7 @@ class CallGrammar:
                 raise ConfigError(f"the name of an argument must fit in a tag, got {key!r}")
             text = form.before.replace("$key", key).replace("$type", _type_of(form, value))
             if not form.is_bare(value):
-                # Of the whole schema, an argument's own has the definitions only.
+                # An argument's own schema has only the definitions of the whole one.
                 if found := _OTHER_REFERENCE.search(json.dumps(value)):
                     raise ConfigError(f"$ref must go into $defs, got {found[1]!r}")
                 inner = {**value, **definitions} if isinstance(value, dict) else {}
