@@ -1,7 +1,4 @@
-"""``redrafter-mlx launch``: a coding agent that uses a model of this machine.
-
-Its settings are environment variables and arguments of one process. No file is written.
-"""
+"""``redrafter-mlx launch``: a coding agent that uses a model of this machine."""
 
 import json
 import os

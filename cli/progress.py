@@ -1,7 +1,4 @@
-"""Notes about the work on stderr, and its progress if that is a terminal.
-
-``redrafter-mlx --quiet COMMAND`` leaves the notes out.
-"""
+"""Notes about the work on stderr, and its progress if that is a terminal."""
 
 import logging
 import sys
@@ -18,7 +15,7 @@ _is_quiet = False
 
 
 def set_quiet(is_quiet: bool) -> None:
-    """Leave out notes, and the package's log but its errors."""
+    """Leave out notes, and the package's log but its errors, as ``--quiet`` asks."""
     global _is_quiet
     _is_quiet = is_quiet
     if is_quiet:

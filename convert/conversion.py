@@ -1,7 +1,4 @@
-"""Conversion of a foreign checkpoint to an MLX drafter in a new folder.
-
-The folder has the weights, their provenance, and a model card in the hub's format.
-"""
+"""Conversion of a foreign checkpoint to a folder with an MLX drafter, its provenance and a card."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""Options of a conversion.
-
-The description of a field is also the help text of its option on the command line, which has the
-field's name and the names after its description.
-"""
+"""Options of a conversion; the description of a field is also the help text of its option."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -48,7 +48,6 @@ class Reading(NamedTuple, Generic[N]):
     """The reading of a network's config that its target accepts most.
 
     Attributes:
-        network: The network by this reading.
         matches: For each token of the texts, 1 if the first draft is the target's, else 0.
         texts: Texts of the target, with the states that the network reads.
         line: Readings that were tried and the result; empty if there was only one.

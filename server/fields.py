@@ -1,7 +1,4 @@
-"""JSON of the server: the fields of an object from a client, each read once and checked, and texts.
-
-Texts go out as a response, or as a server-sent event.
-"""
+"""JSON of the server: the fields of a client's objects, each read once and checked, and replies."""
 
 from __future__ import annotations
 

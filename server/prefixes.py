@@ -112,10 +112,7 @@ class Prefixes:
         self._contexts: dict[str, tuple[int, Contexts]] = {}
 
     def take(self, prompt: list[int], owner: str = "") -> Prefix:
-        """Find the longest kept prefix of a prompt, at most all but its last token.
-
-        No other owner's prompts are used.
-        """
+        """Find the longest prefix of a prompt kept for its owner, but never its last token."""
         path = list(self._follow(self._root(owner), prompt))
         common = min(sum(count for _, count in path), len(prompt) - 1)
         cache, length = self._restore(path, common)

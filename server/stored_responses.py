@@ -23,10 +23,7 @@ class StoredResponses:
         self._kept: OrderedDict[str, str] = OrderedDict()
 
     def keep(self, response: dict[str, Any], items: list[Any]) -> None:
-        """Keep a response as it was sent, and the items of the conversation, its output included.
-
-        The oldest ones are forgotten if there is no room.
-        """
+        """Keep a response as it was sent, and the items of its conversation with its output."""
         text = self._kept[response["id"]] = to_text({"response": response, "items": items})
         self._total += len(text)
         while self._total > MAX_CHARACTERS:

@@ -143,10 +143,7 @@ class StreamOptions(NamedTuple):
 
 
 class ChoiceWriter(Writer):
-    """Writes replies of choices under one head, as those of OpenAI's chats and completions.
-
-    ``kind`` is the reply's ``object``.
-    """
+    """Writes replies of choices under one head, with ``kind`` as its ``object``, as at OpenAI."""
 
     def __init__(self, prefix: str, kind: str, options: StreamOptions, model: str):
         super().__init__(model)
