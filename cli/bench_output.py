@@ -122,23 +122,9 @@ def show_lines(table: Sequence[Sequence[str]], title: str = "") -> None:
             lines.append("  ".join(cells).rstrip())
     else:
         for row in rows:
-            lines += ["", *_stack(columns, row, room)]
+            cells = zip(columns, row, strict=True)
+            lines += ["", *(f"{name}: {cell}" for name, cell in cells if cell)]
     typer.echo("\n".join(lines))
-
-
-def _stack(columns: Sequence[str], row: Sequence[str], room: int) -> Iterator[str]:
-    """Yield the cells of a row, each after its column's name, as many to a line as fit."""
-    line = ""
-    for name, cell in zip(columns, row, strict=True):
-        if not cell:
-            continue
-        part = f"{name}: {cell}"
-        if line and len(line) + 2 + len(part) > room:
-            yield line
-            line = f"  {part}"
-        else:
-            line = f"{line}, {part}" if line else part
-    yield line
 
 
 @contextmanager
