@@ -26,7 +26,6 @@ def advise(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL",
             help="Folder or repository; by default the bundled model. Of a repository only "
             "config.json is read.",
         ),

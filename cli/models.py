@@ -25,7 +25,6 @@ from mlx_redrafter.model_store import (
 Name = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL",
         help="Repository, or the last part of its name; without an owner, first on this machine, "
         "then of mlx-community.",
     ),
@@ -57,9 +56,7 @@ def list_models(as_json: Annotated[bool, "Print one JSON object.", "--json"] = F
 
 
 def show_model(
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Folder or repository.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="Folder or repository.")] = None,
     as_json: Annotated[bool, "Print one JSON object.", "--json"] = False,
 ) -> None:
     """Show what is known of a model or a drafter: kind, sizes, context, template and drafter.
@@ -135,9 +132,7 @@ def pull(model: Name = None) -> None:
 def remove(
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="MODEL", help="Repository, or the last part of the name of one on this machine."
-        ),
+        typer.Argument(help="Repository, or the last part of the name of one on this machine."),
     ] = None,
     yes: Annotated[bool, "Delete without a question."] = False,
 ) -> None:

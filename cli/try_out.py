@@ -30,7 +30,6 @@ def try_out(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL",
             help="Model: a folder, a repository, or the last part of a repository's name. By "
             "default the bundled demonstration model.",
         ),

@@ -25,7 +25,7 @@ from shutil import get_terminal_size
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.models import ArgumentInfo, ParameterInfo
 
 from mlx_redrafter.cli.names import names_beginning
@@ -40,7 +40,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
 class _ReadableHelp:
-    """A mixin that shows no type next to flags in the help, and cuts no name.
+    """A mixin whose help shows flags without a type and arguments in capitals, and cuts no name.
 
     Tables of options need 80 columns; terminals that are narrower get lines without tables.
     """
@@ -57,6 +57,8 @@ class _ReadableHelp:
         for one in params:
             if isinstance(one, TyperOption) and one.is_flag:
                 one.metavar = ""
+            elif isinstance(one, TyperArgument):
+                one.metavar = one.metavar or str(one.name).upper()
         return params
 
 
