@@ -64,8 +64,6 @@ def show_model(
     Of a repository that is not on this machine only config.json is read.
     """
     from mlx_redrafter.bench.model_shape import shape_of_config
-    from mlx_redrafter.checkpoints.recognition import recognise
-    from mlx_redrafter.proposers import draft_model
     from mlx_redrafter.proposers.checkpoint import CONFIG_ONLY
     from mlx_redrafter.target.model_loading import make_model
     from mlx_redrafter.target.target import Target
@@ -73,12 +71,12 @@ def show_model(
     given = _given(model)
     name = given if expand_home(given).exists() else complete_name(given)
     folder = find_checkpoint(name, CONFIG_ONLY)
-    kind, config = recognise(folder)
+    kind, config = _recognise(folder)
     facts: dict[str, Any] = {"name": name, "folder": str(folder), "type": config.get("model_type")}
-    if kind is draft_model:
+    facts["kind"] = kind
+    if kind == "model":
         shape = shape_of_config(name, config)
         facts |= {
-            "kind": "model",
             "parameters": int(shape.parameters),
             "bits": shape.bits,
             "hidden_size": shape.hidden_size,
@@ -88,7 +86,7 @@ def show_model(
             "drafter": _drafter_of(folder),
         }
     else:
-        facts |= {"kind": kind.NAME, "vocabulary": config.get("vocab_size")}
+        facts["vocabulary"] = config.get("vocab_size")
     if as_json:
         typer.echo(json.dumps(facts))
         return
@@ -155,22 +153,27 @@ def remove(
 
 
 def _describe(model: StoredModel) -> dict[str, Any]:
-    from mlx_redrafter.checkpoints.recognition import recognise
-    from mlx_redrafter.proposers import draft_model
-
     try:
-        kind, _ = recognise(model.folder)
-        name = "model" if kind is draft_model else kind.NAME
+        kind, _ = _recognise(model.folder)
     except RedrafterError:
-        name = "not supported"
+        kind = "not supported"
     return {
         "name": model.name,
         "bytes": model.size,
-        "kind": name,
+        "kind": kind,
         "place": model.place,
         "folder": str(model.folder),
-        "drafter": _drafter_of(model.folder) if name == "model" else None,
+        "drafter": _drafter_of(model.folder) if kind == "model" else None,
     }
+
+
+def _recognise(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the kind of a checkpoint, "model" or that of a drafter, and its config."""
+    from mlx_redrafter.checkpoints.recognition import recognise
+    from mlx_redrafter.proposers import draft_model
+
+    kind, config = recognise(folder)
+    return "model" if kind is draft_model else kind.NAME, config
 
 
 def _given(model: str | None) -> str:
