@@ -28,7 +28,7 @@ from mlx_redrafter.convert.vocabulary import fit_head
 from mlx_redrafter.errors import CheckpointError, join_shortened, quote
 from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
 from mlx_redrafter.proposers.kind import Shapes
-from mlx_redrafter.proposers.redrafter.config import UNUSED_TENSORS, Activation, DrafterConfig
+from mlx_redrafter.proposers.redrafter.config import UNUSED_TENSORS, DrafterConfig
 from mlx_redrafter.proposers.redrafter.network import Drafter, calibrate, predict
 from mlx_redrafter.target.target import Target
 
@@ -87,7 +87,9 @@ class ForeignRecurrent(ForeignDrafter):
         copied = dequantised(network)
         readings = {AS_IT_SAYS: copied}
         if copied.config.rnn and self.options.rnn_activation is None:
-            readings["other recurrence"] = _with_other_recurrence(copied)
+            other = readings["other recurrence"] = copy.copy(copied)
+            is_silu = copied.config.rnn_activation == "silu"
+            other.config = replace(other.config, rnn_activation="identity" if is_silu else "silu")
         embed = target.modules.embed
         found = choose_reading(
             readings, target, tokenizer, lambda one, _, text: predict(one, embed, text)[0]
@@ -153,13 +155,6 @@ def _read_stated(values: Mapping[str, Any]) -> dict[str, Any]:
     stated = {key: values[key] for key in _SHAPE_KEYS if key in values}
     stated.update({own: values[key] for key, own in _TENSORRT_KEYS.items() if key in values})
     return {key: value for key, value in stated.items() if value is not None and value != -1}
-
-
-def _with_other_recurrence(drafter: Drafter) -> Drafter:
-    other, config = copy.copy(drafter), drafter.config
-    activation: Activation = "identity" if config.rnn_activation == "silu" else "silu"
-    other.config = replace(config, rnn_activation=activation)
-    return other
 
 
 def _map_names(

@@ -93,11 +93,13 @@ def choose_reading(
         target.modules.watch(layers)
     decoded = decode_all(target, tokenizer, layers)
     texts: dict[str, list[ReadSequence]] = {}
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {name: [] for name in readings}
     for name, network in readings.items():
         texts[name] = [with_layers(text, layers, wanted[name]) for text in decoded]
-        predicted = (predict(network, target, text) for text in texts[name])
-        found[name] = [match for one in predicted for match in _find_matches(network, one)]
+        for text in texts[name]:
+            predicted = predict(network, target, text)
+            drafts = network.to_token_ids(mx.argmax(predicted.logits, axis=-1))
+            found[name] += to_ints(drafts == predicted.chosen)
     own, *others = found
     best = max(others, key=lambda name: sum(found[name]), default=own)
     chosen = best if _is_clearly_better(found[best], found[own]) else own
@@ -154,11 +156,6 @@ def with_layers(text: ReadSequence, read: Sequence[int], layers: Sequence[int]) 
     """Keep the states of some layers of those that were read."""
     parts = mx.split(text.states, len(read), axis=-1)
     return text._replace(states=mx.concatenate([parts[read.index(n)] for n in layers], axis=-1))
-
-
-def _find_matches(network: DraftNetwork, prediction: Prediction) -> list[int]:
-    rows = mx.argmax(prediction.logits, axis=-1)
-    return to_ints(network.to_token_ids(rows) == prediction.chosen)
 
 
 def _is_clearly_better(new: Sequence[int], old: Sequence[int]) -> bool:
