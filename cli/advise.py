@@ -115,5 +115,4 @@ def _measure(subject: Subject, cost: TrainingCost, may_rehearse: bool) -> tuple[
         return measure_forecast(model, subject.shape, cost), trial
     note("rehearsing the training of a drafter, to know its time; --no-rehearsal leaves that out")
     with progress("rehearsal") as on_stage:
-        forecast = measure_forecast(model, subject.shape, cost, on_stage)
-    return forecast, trial
+        return measure_forecast(model, subject.shape, cost, on_stage), trial

@@ -141,10 +141,8 @@ def _read_member(path: Path, file: BinaryIO, member: _Member) -> bytes:
 def _extract_state_dict(value: object, path: Path) -> dict[str, PickledTensor]:
     """Extract the dict of tensors from ``value``, or from one of its entries `_WRAPPERS`."""
     if isinstance(value, dict):
-        for key in _WRAPPERS:
-            if isinstance(value.get(key), dict):
-                value = value[key]
-                break
+        wrapped = (value[key] for key in _WRAPPERS if isinstance(value.get(key), dict))
+        value = next(wrapped, value)
     if not isinstance(value, dict) or not value:
         raise CheckpointError(f"expected a state dict in {path}, found no dict of tensors")
     for key, item in value.items():

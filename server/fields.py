@@ -20,9 +20,6 @@ MAX_SHOWN = 200
 # Maximum number of digits of an integer; the time to read one grows with their square.
 MAX_DIGITS = 1000
 
-# Types of blocks that are texts.
-TEXT_BLOCKS = ("text", "input_text", "output_text", "refusal")
-
 # Writes JSON in ASCII characters, which any text can be encoded in.
 to_text = json.JSONEncoder(allow_nan=False).encode
 
@@ -123,7 +120,7 @@ def read_text(block: object, path: str) -> str:
     fields = Fields(block, path)
     kind = fields.take("type")
     text = fields.typed("refusal" if kind == "refusal" else "text", str)
-    if kind not in TEXT_BLOCKS or text is None:
+    if kind not in ("text", "input_text", "output_text", "refusal") or text is None:
         raise unexpected(path, "text; the model reads neither images nor files", block)
     return text
 

@@ -39,10 +39,6 @@ logger = logging.getLogger(__name__)
 
 # Identities of models whose prompts are kept in memory only.
 _numbers = count()
-# Share of the device's memory for models by default; the rest is for caches.
-MEMORY_SHARE = 0.75
-# Names that clients send for whatever model there is; mlx-lm's server knows the second one.
-ANY_MODEL = ("", "default_model")
 # Maximum number of unknown model names that the log shows.
 MAX_LOGGED_NAMES = 100
 
@@ -205,7 +201,7 @@ class Models:
         for model in self.models:
             if name in (model.name, f"{model.name}:latest"):  # Ollama's clients add the tag
                 return model
-        if name is None or name in ANY_MODEL:
+        if name in (None, "", "default_model"):  # the last one is a name for any model at mlx-lm
             return first
         if self.is_strict:
             names = ", ".join(repr(model.name) for model in self.models)
@@ -285,7 +281,8 @@ class Models:
 
     async def _make_room(self, wanted: Model) -> None:
         """Unload the models used least recently until there is memory for another one."""
-        limit = self.limits.max_model_bytes or int(MEMORY_SHARE * _device_bytes())
+        # By default, a quarter of the memory is for caches.
+        limit = self.limits.max_model_bytes or _device_bytes() * 3 // 4
         by_age = sorted(self.models, key=lambda model: model.last_used)
         others = [model for model in by_age if model.loaded is not None and model is not wanted]
         while others and sum(one.estimate_bytes() for one in (wanted, *others)) > limit:
