@@ -156,8 +156,7 @@ def launch(
     """
     check_choice("agent", agent, AGENTS)
     if only_print:
-        found = _find(server)
-        model = _describe_stored(server) if found is None else _choose(found, server)
+        model = _find(server) or _describe_stored(server)
         settings = _configure(agent, server, model)
         typer.echo(_as_command(agent, settings, arguments or []))
         return
@@ -182,9 +181,8 @@ def launch(
 @contextmanager
 def _running(server: ServerOptions) -> Iterator[dict[str, Any]]:
     """Find the server, or start one and end it; give its model."""
-    found = _find(server)
-    if found is not None:
-        yield _choose(found, server)
+    if (found := _find(server)) is not None:
+        yield found
         return
     with tempfile.NamedTemporaryFile("w", prefix="redrafter-mlx-", suffix=".log") as log:
         typer.echo(f"starting a server at {server.url}; its log is {log.name}", err=True)
@@ -197,7 +195,7 @@ def _running(server: ServerOptions) -> Iterator[dict[str, Any]]:
             start_new_session=True,  # Ctrl-C is for the agent
         ) as process:
             try:
-                yield _choose(_wait(server, process, log.name), server)
+                yield _wait(server, process, log.name)
             finally:
                 process.terminate()
                 try:
@@ -214,9 +212,7 @@ def _serve_command(server: ServerOptions) -> list[str]:
     return [*command, "--yes"] if server.yes else command
 
 
-def _wait(
-    server: ServerOptions, process: subprocess.Popen[bytes], log: str
-) -> list[dict[str, Any]]:
+def _wait(server: ServerOptions, process: subprocess.Popen[bytes], log: str) -> dict[str, Any]:
     while (found := _find(server)) is None:
         if process.poll() is not None:
             with open(log, encoding="utf-8", errors="replace") as file:
@@ -226,8 +222,8 @@ def _wait(
     return found
 
 
-def _find(server: ServerOptions) -> list[dict[str, Any]] | None:
-    """Return the models of the server that runs; None if none does."""
+def _find(server: ServerOptions) -> dict[str, Any] | None:
+    """Return the model of the server that runs; None if none does."""
     headers = {} if server.api_key is None else {"Authorization": f"Bearer {server.api_key}"}
     request = urllib.request.Request(f"{server.url}/v1/models", headers=headers)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -243,7 +239,7 @@ def _find(server: ServerOptions) -> list[dict[str, Any]] | None:
         return None
     if not models or any(one.get("owned_by") != "mlx_redrafter" for one in models):
         raise ConfigError(f"another program's server runs at {server.url}; give another --port")
-    return list(models)
+    return _choose(models, server)
 
 
 def _describe_stored(server: ServerOptions) -> dict[str, Any]:
