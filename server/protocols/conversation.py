@@ -4,6 +4,7 @@ Templates want one system message at the beginning, and turns that alternate. So
 beginning become one message, later ones a user's text, and texts of one role in a row one message.
 """
 
+from collections import defaultdict
 from typing import Any
 
 from mlx_redrafter.server.refusals import Refusal
@@ -21,9 +22,8 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         # Names of the tools by the ids of their calls.
         self._calls: dict[str, str] = {}
-        # Ids of the calls without a result, in their order: all, and by the name of the tool.
-        self._waiting: dict[str, None] = {}
-        self._waiting_by_name: dict[str, dict[str, None]] = {}
+        # Ids of the calls without a result, in their order, by the name of the tool; all for None.
+        self._waiting: defaultdict[str | None, dict[str, None]] = defaultdict(dict)
 
     def add_text(self, role: str, text: str) -> None:
         """Add a text of the "user" or the "assistant", or instructions: "system", "developer"."""
@@ -44,7 +44,7 @@ class Conversation:
 
     def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
         self._calls[call_id] = name
-        self._waiting[call_id] = self._waiting_by_name.setdefault(name, {})[call_id] = None
+        self._waiting[None][call_id] = self._waiting[name][call_id] = None
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         self._assistant().setdefault("tool_calls", []).append(call)
@@ -56,8 +56,8 @@ class Conversation:
                 f"{param} must be the id of a call before it, got {call_id[:100]!r}", param
             )
         name = self._calls[call_id]
-        self._waiting.pop(call_id, None)
-        self._waiting_by_name.get(name, {}).pop(call_id, None)
+        self._waiting[None].pop(call_id, None)
+        self._waiting[name].pop(call_id, None)
         result = {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
         self.messages.append(result)
 
@@ -66,10 +66,8 @@ class Conversation:
 
         Calls that have a result do not count. If there is no such call, the oldest one has it.
         """
-        name, waiting = name or "", self._waiting
-        found = name
-        if name not in waiting:
-            found = next(iter(self._waiting_by_name.get(name) or waiting), name)
+        name, waiting = name or "", self._waiting[None]
+        found = name if name in waiting else next(iter(self._waiting[name] or waiting), name)
         self._calls.setdefault(found, name)
         self.add_result(found, text, "tool_name")
 
