@@ -169,9 +169,7 @@ def _choose_step(opcode: pickletools.OpcodeInfo) -> Callable[[Any], None]:
 _Reader.dispatch |= {ord(opcode.code): _choose_step(opcode) for opcode in pickletools.opcodes}
 
 
-def _make_dict(*arguments: Any) -> dict[str, Any]:
-    if arguments:
-        raise ValueError("an OrderedDict has unexpected arguments")
+def _make_dict() -> dict[str, Any]:
     return {}
 
 
