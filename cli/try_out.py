@@ -18,12 +18,10 @@ from mlx_redrafter.cli.text_options import MaxTokens
 if TYPE_CHECKING:
     from mlx_redrafter.bench.runs import Arm, TimedRun
 
-# Name of decoding with drafts.
-DRAFTED = "with drafts"
 # Maximum number of rounds: in each, the program generates the text once in both ways.
 ROUNDS = 5
-# Seconds after which no further round begins.
-ENOUGH = 20.0
+# Name of decoding with drafts.
+DRAFTED = "with drafts"
 
 
 def try_out(
@@ -65,7 +63,7 @@ def try_out(
     drafted = drafted_arm(settings, None)
     arms = {DRAFTED: _printing(drafted), STOCK: stock_arm(settings)}
     encoded = EncodedPrompt("", "", encode_question(tokenizer, prompt))
-    end = time.perf_counter() + ENOUGH
+    end = time.perf_counter() + 20  # no further round begins then
     rounds: list[dict[str, TimedRun]] = []
     while len(rounds) < ROUNDS and (not rounds or time.perf_counter() < end):
         turn = Turn("", 0, encoded, len(rounds))

@@ -12,8 +12,6 @@ from mlx_redrafter.server.call_formats import CallFormat
 from mlx_redrafter.server.call_rules import CallRules, QuotedValues
 from mlx_redrafter.server.tools import Tools
 
-# Factor of the maximum size of a grammar: the arguments of many tools, whose rules are not deep.
-SCALE = 16
 # Names of tools that all formats can spell, as at OpenAI.
 _TOOL_NAME = re.compile(r"[\w-]{1,128}")
 # A reference to something else than a definition.
@@ -71,7 +69,7 @@ class CallGrammar:
             rules.define("block", f"{rules.spell(self._begin)} body")
             rules.define("body", f'"\\n"? {first} {body} {last} {after}')
             rules.define("call", " | ".join(calls))
-            return Grammar.lark(rules.joined, SCALE)
+            return Grammar.lark(rules.joined, scale=16)  # the rules of many tools are not deep
         except ConfigError:
             for function in functions:
                 self._check(function)

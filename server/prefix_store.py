@@ -31,8 +31,6 @@ SUFFIX = ".safetensors"
 UNFINISHED = "unfinished-"
 # Maximum number of damaged files to keep for a look at them.
 MAX_DAMAGED = 4
-# Age in seconds of unfinished files that some process has left behind.
-LEFT_BEHIND = 3600
 # Maximum size in bytes of arrays that wait to be written; others stay in memory only.
 MAX_PENDING = 1 << 30
 
@@ -138,7 +136,7 @@ class PrefixStore:
             return
         for changed, path in found:
             if path.name.startswith(UNFINISHED):
-                if time.time() - changed > LEFT_BEHIND:
+                if time.time() - changed > 3600:  # some process has left it behind
                     path.unlink(missing_ok=True)
             elif path.suffix == SUFFIX:
                 self._paths[path.name.partition(".")[0]] = path

@@ -19,8 +19,6 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 # Maximum number of tokens in ``logit_bias``.
 MAX_BIASES = 1024
-# Number of tokens that a penalty looks back at by default, as in mlx-lm.
-PENALTY_CONTEXT = 20
 # Maximum number of tokens that a penalty looks back at.
 MAX_PENALTY_CONTEXT = 2**20
 
@@ -110,7 +108,7 @@ def read_penalties(fields: Fields) -> dict[str, Any]:
     for kind in ("presence", "frequency", "repetition"):
         name = f"{kind}_context_size"
         size = fields.integer(name, 1, MAX_PENALTY_CONTEXT)
-        given[name] = PENALTY_CONTEXT if size is None else size
+        given[name] = 20 if size is None else size  # as in mlx-lm
     is_on = any(given[name] for name in given if not name.endswith("_size"))
     return given if is_on else {}
 
