@@ -223,7 +223,7 @@ def _file_name(name: str, checksum: int) -> str:
 
 
 def _checksum(path: Path) -> int:
-    return zlib.crc32(np.memmap(path, np.uint8, "r"))
+    return zlib.crc32(np.memmap(path, np.uint8, "r").data)
 
 
 def _size(arrays: Mapping[str, mx.array]) -> int:
