@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mlx_redrafter.checkpoints.drafter_search import DrafterSearch, FoundDrafter
     from mlx_redrafter.checkpoints.memory_check import Context
     from mlx_redrafter.decoding.protocols import Proposer
-    from mlx_redrafter.hub import Repository
 
     Loaded = tuple[nn.Module, TokenizerWrapper, Proposer]
 
@@ -241,6 +240,7 @@ def choose_drafter(model: str, drafter: str | None, yes: bool) -> str:
 
 def _offer(search: DrafterSearch, yes: bool) -> FoundDrafter | None:
     """Offer a published drafter, and download it if the user agrees."""
+    from mlx_redrafter.checkpoints.drafter_search import describe_offer
     from mlx_redrafter.hub import download
     from mlx_redrafter.proposers.checkpoint import PATTERNS
 
@@ -248,9 +248,17 @@ def _offer(search: DrafterSearch, yes: bool) -> FoundDrafter | None:
         offer = search.published()
         for reason in search.reasons:
             note(f"not used: {reason}")
-        if offer is None or not _agrees(*offer, yes):
+        if offer is None:
             return None
         found, repository = offer
+        text = describe_offer(found, repository)
+        if yes:
+            note(f"downloading {text}")
+        elif not (sys.stdin.isatty() and sys.stderr.isatty()):
+            note(f"--yes would download {text}")
+            return None
+        elif not confirm(f"Download {text}?"):
+            return None
         download(repository, PATTERNS)
         return found
     except RedrafterError as error:
@@ -264,16 +272,3 @@ def _copy(search: DrafterSearch) -> FoundDrafter | None:
 
     chip = this_chip()
     return None if chip is None else find_copy(search, chip)
-
-
-def _agrees(found: FoundDrafter, repository: Repository, yes: bool) -> bool:
-    from mlx_redrafter.checkpoints.drafter_search import describe_offer
-
-    text = describe_offer(found, repository)
-    if yes:
-        note(f"downloading {text}")
-        return True
-    if sys.stdin.isatty() and sys.stderr.isatty():
-        return confirm(f"Download {text}?")
-    note(f"--yes would download {text}")
-    return False
