@@ -90,19 +90,18 @@ def open_source(path_or_repo: str | Path) -> Source:
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         for name, tensor in read_file(path).items():
-            if owners is not None and owners.get(name) != path.name:
+            if owners and owners.get(name) != path.name:
                 raise CheckpointError(f"{path} holds {quote(name)}, which the index puts elsewhere")
             tensors[name] = tensor
-    missing = [] if owners is None else sorted(owners.keys() - tensors.keys())
-    if missing:
+    if missing := sorted(owners.keys() - tensors.keys()):
         names = join_shortened(map(quote, missing))
         raise CheckpointError(f"the index in {folder} names tensors that its files lack: {names}")
     config = read_config(folder) if (folder / CONFIG_FILE).exists() else {}
     return Source(shared_name(path_or_repo), folder, config, tuple(files), tensors)
 
 
-def _find_weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """Find the weight files, and the file name of each tensor if there is an index."""
+def _find_weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """Find the weight files, and the file name of each tensor in their index, if there is one."""
     if (folder / "rank1.safetensors").exists():
         raise CheckpointError(
             f"{folder} is a TensorRT-LLM checkpoint split over several ranks; "
@@ -110,7 +109,7 @@ def _find_weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]
         )
     for name in _SINGLE_FILES:
         if (folder / name).is_file():
-            return [folder / name], None
+            return [folder / name], {}
     for name in _INDEX_FILES:
         if (folder / name).is_file():
             owners = _read_index(folder / name)
