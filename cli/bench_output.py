@@ -100,11 +100,9 @@ def warn(disturbances: Sequence[str]) -> None:
         typer.echo(f"warning: {line}", err=True)
 
 
-def show(*lines: object) -> None:
+def show(line: object) -> None:
     """Print to stdout; if stdout is not a terminal, assume room for every table of rich."""
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    for line in lines:
-        console.print(line)
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(line)
 
 
 def show_lines(table: Sequence[Sequence[str]], title: str = "") -> None:
@@ -122,8 +120,8 @@ def show_lines(table: Sequence[Sequence[str]], title: str = "") -> None:
             lines.append("  ".join(cells).rstrip())
     else:
         for row in rows:
-            cells = zip(columns, row, strict=True)
-            lines += ["", *(f"{name}: {cell}" for name, cell in cells if cell)]
+            named = zip(columns, row, strict=True)
+            lines += ["", *(f"{name}: {cell}" for name, cell in named if cell)]
     typer.echo("\n".join(lines))
 
 
