@@ -52,7 +52,7 @@ def find_mtp(path_or_repo: str | Path) -> Source | None:
     tensors = {name: one for path in paths for name, one in read_file(path).items()}
     source = Source(shared_name(path_or_repo), folder, values, tuple(paths), tensors)
     # A model that lacks its module is refused as such, without fetching the rest of it.
-    is_model = _has_index(source) or any("embed_tokens." in name for name in tensors)
+    is_model = (folder / INDEX).exists() or any("embed_tokens." in name for name in tensors)
     has_module = any(name.startswith(prefix_of(values)) for name in tensors)
     return source if is_model or has_module else None
 
@@ -82,14 +82,10 @@ class ForeignMtp(ForeignDrafter):
         return module
 
 
-def _has_index(source: Source) -> bool:
-    return (source.folder / INDEX).exists()
-
-
 def _target_of(source: Source) -> str | None:
     """Return the name of a module's model: that of its files, or that in a conversion."""
     if PROVENANCE_KEY in source.config:
         target = as_mapping(source.config[PROVENANCE_KEY]).get("target")
         return target if isinstance(target, str) and NAME.fullmatch(target) else None
-    is_alone = is_mtp(source.config, source.shapes) and not _has_index(source)
+    is_alone = is_mtp(source.config, source.shapes) and not (source.folder / INDEX).exists()
     return None if is_alone else source.name
