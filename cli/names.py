@@ -1,8 +1,4 @@
-"""Names of models: one rule for every command.
-
-A name is a folder, a repository, or the last part of the name of a repository, of those on this
-machine first and else of `DEFAULT_OWNER`. Nothing is downloaded without a question.
-"""
+"""Names of models, by one rule for every command, and the question before a download."""
 
 from __future__ import annotations
 
