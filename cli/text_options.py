@@ -9,7 +9,7 @@ import typer
 
 from mlx_redrafter.generation_options import SAMPLING_NAMES, GenerationOptions, SamplingParams
 
-MODEL, DRAFT, SAMPLE, PROMPT, CACHE = "Model", "Drafting", "Sampling", "Prompt", "K/V cache"
+MODEL, DRAFT, SAMPLE, CACHE = "Model", "Drafting", "Sampling", "K/V cache"
 # Sizes of drafts, each a number or "auto".
 DRAFT_SIZES = ("beam_width", "beam_length", "tree_nodes")
 # Panels of options in the help.
