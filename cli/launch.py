@@ -199,7 +199,7 @@ def _running(server: ServerOptions) -> Iterator[dict[str, Any]]:
             finally:
                 process.terminate()
                 try:
-                    process.wait(40)
+                    process.wait(40)  # its texts have 30 s to end
                 except subprocess.TimeoutExpired:
                     process.kill()
 

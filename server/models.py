@@ -62,8 +62,7 @@ class LoadedModel:
         self.context = min(max_context, engine.target.context_length or max_context)
         identity = identify(engine) if store.is_on_disk else ""
         self.prefixes = Prefixes(engine, store, options, identity or str(next(_numbers)))
-        self.num_steps = self.num_accepted = 0
-        self.num_preparing = 0
+        self.num_steps = self.num_accepted = self.num_preparing = 0
 
     @contextmanager
     def preparing(self) -> Iterator[None]:

@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 # Prefix of files that are being written.
 UNFINISHED = "unfinished-"
-# Maximum number of damaged files to keep for a look at them.
-MAX_DAMAGED = 4
 # Maximum size in bytes of arrays that wait to be written; others stay in memory only.
 MAX_PENDING = 1 << 30
 
@@ -174,8 +172,8 @@ class PrefixStore:
             folder = path.parent / "damaged"
             folder.mkdir(exist_ok=True)
             os.replace(path, folder / path.name)
-            for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-MAX_DAMAGED]:
-                old.unlink()
+            for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-4]:
+                old.unlink()  # the newest ones stay for a look at them
 
     def _make_room(self) -> None:
         """Remove the files used least recently until the others fit."""
