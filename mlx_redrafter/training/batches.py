@@ -6,7 +6,6 @@ shuffled together. A run can begin anywhere in the order.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -59,53 +58,16 @@ class BatchOptions(NamedTuple):
         return -(-self.batch_examples // self.num_parts) * self.stretch
 
 
-class HeadRows:
-    """Mapping from token ids to rows of the drafter's head; equal if ``token_ids`` is None."""
-
-    def __init__(self, token_ids: NDArray[np.int32] | None = None, vocab_size: int = 0):
-        self._rows: mx.array | None = None
-        if token_ids is not None:
-            rows = np.full(vocab_size, -1, np.int32)
-            rows[token_ids] = np.arange(len(token_ids))
-            self._rows = mx.array(rows)
-
-    def look_up(self, tokens: mx.array) -> mx.array:
-        """Map tokens to their rows, int32, same shape; -1 for tokens without a row."""
-        return tokens if self._rows is None else self._rows[tokens]
-
-    def map_distributions(
-        self, top_ids: mx.array, log_probs: mx.array, tail: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Map distributions over tokens to rows; tokens without a row join the tail."""
-        if self._rows is None:
-            return top_ids, log_probs, tail
-        rows = self._rows[top_ids]
-        lost = mx.sum(mx.where(rows < 0, mx.exp(log_probs), 0.0), axis=-1)
-        return mx.maximum(rows, 0), mx.where(rows < 0, IMPOSSIBLE, log_probs), tail + lost
-
-
-@dataclass(frozen=True)
-class ShardGroup:
-    """Shards in memory, divided into examples.
-
-    Attributes:
-        shard: All shards of the group, concatenated.
-        examples: First positions of the examples, int64, shape (p,); a single position has a step
-            that counts.
-        steps: True for the unroll steps that count, bool, shape (n, L - 1).
-    """
-
-    shard: Shard
-    examples: NDArray[np.int64]
-    steps: NDArray[np.bool_]
+# Joined shards, first positions of their examples, (p,), and unroll steps that count, (n, L - 1).
+Group = tuple[Shard, NDArray[np.int64], NDArray[np.bool_]]
 
 
 class BatchOrder:
     def __init__(
-        self, cache: TeacherCache, split: Split, options: BatchOptions, rows: HeadRows | None = None
+        self, cache: TeacherCache, split: Split, options: BatchOptions, rows: mx.array | None = None
     ):
         self.cache = cache
-        self.rows = rows or HeadRows()
+        self.rows = rows
         self.split: Split = split
         self.options = options
         self.groups, self.counts = self._survey()
@@ -114,7 +76,7 @@ class BatchOrder:
                 f"expected texts of more than {options.beam_length} tokens to train on, found "
                 "none; give longer or more texts"
             )
-        self._group: tuple[int, ShardGroup] | None = None
+        self._group: tuple[int, Group] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -123,19 +85,19 @@ class BatchOrder:
     def batch(self, step: int) -> TrainingBatch:
         """Collect the batch of a step; the first step is 0."""
         epoch, number, first = self._place(step)
-        group = self._load(number)
+        shard, examples, steps = self._load(number)
         options = self.options
         turn, part = divmod(epoch, options.num_parts)
         rng = np.random.default_rng([options.seed, turn, number])
-        order = rng.permutation(group.examples)
+        order = rng.permutation(examples)
         chosen = order[first : first + options.batch_examples][part :: options.num_parts]
         positions = (chosen[:, None] + np.arange(options.stretch)).flatten()
-        anchors = self._draw_anchors(group, chosen, np.random.default_rng([options.seed, step, 1]))
+        anchors = self._draw_anchors(steps, chosen, np.random.default_rng([options.seed, step, 1]))
         size, length = options.batch_size, options.beam_length
-        return gather(group, positions, size, length, self.rows, anchors)
+        return gather(shard, steps, positions, size, length, self.rows, anchors)
 
     def _draw_anchors(
-        self, group: ShardGroup, chosen: NDArray[np.int64], rng: np.random.Generator
+        self, steps: NDArray[np.bool_], chosen: NDArray[np.int64], rng: np.random.Generator
     ) -> NDArray[np.int64]:
         """Draw positions of each example that draft, ascending, int64, shape (examples, anchors).
 
@@ -144,8 +106,8 @@ class BatchOrder:
         options = self.options
         order = rng.random((options.batch_size // options.stretch, options.stretch))
         positions = chosen[:, None] + np.arange(options.stretch)
-        last = len(group.steps) - 1
-        counts = group.steps[np.minimum(positions, last)].any(axis=-1) & (positions <= last)
+        last = len(steps) - 1
+        counts = steps[np.minimum(positions, last)].any(axis=-1) & (positions <= last)
         order[: len(chosen)] += ~counts
         return np.sort(np.argsort(order, axis=1)[:, : options.anchors], axis=1)
 
@@ -188,23 +150,26 @@ class BatchOrder:
         tokens, is_trained, starts = map(np.array, (shard.tokens, shard.is_trained, shard.starts))
         return find_draftable_steps(tokens, is_trained, starts, self.options.beam_length)
 
-    def _load(self, number: int) -> ShardGroup:
+    def _load(self, number: int) -> Group:
         if self._group is None or self._group[0] != number:
             self._group = None  # free its memory before the next group is read
             layers = self.options.layers
             shards = [self.cache.load(self.split, n, layers) for n in self.groups[number]]
             steps = np.concatenate([self._mark_steps(shard) for shard in shards])
-            self._group = (number, make_group(concatenate(shards), steps, self.options.stretch))
+            self._group = number, (concatenate(shards), *divide(steps, self.options.stretch))
         return self._group[1]
 
 
-def make_group(shard: Shard, steps: NDArray[np.bool_], stretch: int) -> ShardGroup:
-    """Divide a shard into examples of ``stretch`` positions, beyond which no step may reach."""
+def divide(steps: NDArray[np.bool_], stretch: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Find the first positions of examples of ``stretch`` positions, beyond which no step reaches.
+
+    A single position is an example if one of its steps counts. Also return the steps that count.
+    """
     if stretch == 1:
-        return ShardGroup(shard, np.flatnonzero(steps.any(axis=1)), steps)
+        return np.flatnonzero(steps.any(axis=1)), steps
     count, num_steps = steps.shape
     last = np.arange(count)[:, None] % stretch + np.arange(num_steps)
-    return ShardGroup(shard, np.arange(0, count, stretch), steps & (last < stretch))
+    return np.arange(0, count, stretch), steps & (last < stretch)
 
 
 def concatenate(shards: list[Shard]) -> Shard:
@@ -222,23 +187,34 @@ def concatenate(shards: list[Shard]) -> Shard:
     return Shard(**joined)
 
 
+def map_to_rows(
+    rows: mx.array, log_probs: mx.array, tail: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Let the tokens of distributions whose row is -1 join the tail; return rows and the rest."""
+    is_lost = rows < 0
+    lost = mx.sum(mx.where(is_lost, mx.exp(log_probs), 0.0), axis=-1)
+    return mx.maximum(rows, 0), mx.where(is_lost, IMPOSSIBLE, log_probs), tail + lost
+
+
 def gather(
-    group: ShardGroup,
+    shard: Shard,
+    steps: NDArray[np.bool_],
     positions: NDArray[np.int64],
     size: int,
     length: int,
-    rows: HeadRows,
+    rows: mx.array | None = None,
     anchors: NDArray[np.int64] | None = None,
 ) -> TrainingBatch:
     """Collect the batch of some positions.
 
-    Positions of weight 0 fill it up to ``size``, and replace positions beyond the last. ``anchors``
-    are the indices of the positions that draft in each example, shape (examples, anchors); by
-    default all of one example.
+    Positions of weight 0 fill it up to ``size``, and replace positions beyond the last. ``rows``
+    are those of the drafter's head by token, int32, -1 for tokens without one; None if they are the
+    token ids. ``anchors`` are the indices of the positions that draft in each example, shape
+    (examples, anchors); by default all of one example.
     """
     if anchors is None:
         anchors = np.arange(size)[None]
-    shard, last = group.shard, len(group.steps) - 1
+    last = len(steps) - 1
     padded = np.full(size, last + 1)
     padded[: len(positions)] = positions
     is_there = padded <= last
@@ -251,21 +227,23 @@ def gather(
     begins = np.arange(0, size, size // len(anchors))[:, None]
     drafting = (begins + anchors).flatten()
     padded, is_there = padded[drafting], is_there[drafting]
-    weights = np.where(is_there[:, None], group.steps[padded], False).astype(np.float32)
+    weights = np.where(is_there[:, None], steps[padded], False).astype(np.float32)
     ahead = np.minimum(padded[:, None] + np.arange(1, length + 1), last).astype(np.int32)
     tokens = shard.tokens[mx.array(ahead)]
     # The distribution at the root and at each draft but the last: P_{t+1} to P_{t+S}.
     where = mx.array(ahead[:, :-1])
-    top_ids, log_probs, tail = rows.map_distributions(
-        shard.top_ids[where], shard.top_log_probs[where].astype(mx.float32), shard.tail[where]
-    )
+    labels, top_ids, tail = tokens[:, 1:], shard.top_ids[where], shard.tail[where]
+    log_probs = shard.top_log_probs[where].astype(mx.float32)
+    if rows is not None:
+        labels = rows[labels]
+        top_ids, log_probs, tail = map_to_rows(rows[top_ids], log_probs, tail)
     return TrainingBatch(
         states=(shard.hidden if shard.states is None else shard.states)[here],
         sequences=mx.array(sequences),
         following=following,
         anchors=mx.array(anchors.flatten().astype(np.int32)),
         tokens=tokens,
-        labels=rows.look_up(tokens[:, 1:]),
+        labels=labels,
         weights=mx.array(weights),
         top_ids=top_ids,
         top_log_probs=log_probs,

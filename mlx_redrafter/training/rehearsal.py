@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_redrafter.target.target import Target
-from mlx_redrafter.training.batches import ShardGroup, gather
+from mlx_redrafter.training.batches import gather
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.duration import Pace
 from mlx_redrafter.training.self_generated import GenerationJob, TextGenerator
@@ -129,12 +129,13 @@ def _time_step(
     options = choose_batches(student, request)
     length, stretch = options.beam_length, options.stretch
     size, count = options.batch_size, shard.tokens.shape[0]
-    group = ShardGroup(shard, np.arange(count), np.ones((count, length - 1), np.bool_))
+    steps = np.ones((count, length - 1), np.bool_)
     anchors = np.tile(np.arange(options.anchors), (size // stretch, 1))
     optimiser = Optimiser(student, stretch, request.training, total_steps=1000)
 
     def step() -> None:
-        batch = gather(group, np.arange(size) % count, size, length, student.rows, anchors)
+        positions = np.arange(size) % count
+        batch = gather(shard, steps, positions, size, length, student.rows, anchors)
         mx.eval(optimiser.step(batch), optimiser.arrays())
         on_step()
 

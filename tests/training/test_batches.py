@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_redrafter.device_read import to_floats
 from mlx_redrafter.errors import ConfigError, DataError
 from mlx_redrafter.training import batches
-from mlx_redrafter.training.batches import BatchOptions, BatchOrder, HeadRows
+from mlx_redrafter.training.batches import BatchOptions, BatchOrder, map_to_rows
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.initial import choose_slice, select_frequent_tokens
 from mlx_redrafter.training.loss import IMPOSSIBLE, Distribution, TrainingBatch, divergence
@@ -162,10 +162,8 @@ def test_inputs_of_layers_fill_groups(tmp_path, monkeypatch):
 
 
 def test_tokens_without_a_row_join_the_tail():
-    rows = HeadRows(np.array([1, 4], np.int32), 6)
-    assert rows.look_up(mx.array([[1, 0], [5, 4]])).tolist() == [[0, -1], [-1, 1]]
     log_probs = mx.log(mx.array([[0.5, 0.25, 0.125]]))
-    ids, kept, tail = rows.map_distributions(mx.array([[4, 0, 1]]), log_probs, mx.array([0.125]))
+    ids, kept, tail = map_to_rows(mx.array([[1, -1, 0]]), log_probs, mx.array([0.125]))
     assert ids.tolist() == [[1, 0, 0]]
     assert kept[0, 1].item() == IMPOSSIBLE
     assert tail.item() == pytest.approx(0.375)

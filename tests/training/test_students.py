@@ -26,7 +26,7 @@ from mlx_redrafter.training import (
     train_drafter,
 )
 from mlx_redrafter.training import loss as loss_module
-from mlx_redrafter.training.batches import HeadRows, gather, make_group
+from mlx_redrafter.training.batches import divide, gather
 from mlx_redrafter.training.loss import TrainingBatch, draft_loss
 from mlx_redrafter.training.students.state_students import RecurrentStudent
 from mlx_redrafter.training.teacher import read_sequences
@@ -54,8 +54,8 @@ def _student(target: Target, head: Head) -> Student:
 
 def _batch(shard: Shard) -> TrainingBatch:
     """All 16 positions, each of which drafts at every step."""
-    group = make_group(shard, np.ones((16, LENGTH - 1), np.bool_), 16)
-    return gather(group, np.arange(16), 16, LENGTH, HeadRows(None, VOCAB))
+    _, steps = divide(np.ones((16, LENGTH - 1), np.bool_), 16)
+    return gather(shard, steps, np.arange(16), 16, LENGTH)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,13 @@ def test_the_layers_of_a_head_are_read(target, head, layers):
         assert states.shape == (9, len(layers) * target.hidden_size)
     with pytest.raises(UnsupportedTargetError, match="found 40"):
         target.modules.watch((*layers, 40))
+
+
+def test_a_reduced_head_has_rows_for_its_tokens(target):
+    student = new_student(target, NetworkOptions("medusa", length=LENGTH, draft_vocab=2))
+    student.initialise(None, 3, np.array([1, 4], np.int32))
+    assert student.rows is not None
+    assert student.rows.tolist() == [-1, 0, -1, -1, 1, *[-1] * (VOCAB - 5)]
 
 
 @pytest.mark.parametrize("head", ["eagle", "eagle1", "specformer"])

@@ -17,7 +17,7 @@ from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.layer_sizes import layer_arguments
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import NetworkOptions, Student, new_student
-from mlx_redrafter.training.batches import HeadRows, find_draftable_steps, gather, make_group
+from mlx_redrafter.training.batches import divide, find_draftable_steps, gather
 from mlx_redrafter.training.loss import CONFIDENCE_FLOOR, POSITION_DECAY, TrainingBatch, draft_loss
 from mlx_redrafter.training_options import HEADS, RECIPES, Head
 
@@ -125,9 +125,7 @@ def _batch(target: Target, student: Student) -> TrainingBatch:
     shard = random_shard(target, student, LENGTHS)
     arrays = (np.array(one) for one in (shard.tokens, shard.is_trained, shard.starts))
     steps, count = find_draftable_steps(*arrays, LENGTH), sum(LENGTHS)
-    return gather(
-        make_group(shard, steps, count), np.arange(count), count, LENGTH, HeadRows(None, VOCAB)
-    )
+    return gather(shard, divide(steps, count)[1], np.arange(count), count, LENGTH)
 
 
 def _reference(target: Target, student: Student, weights: Any) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_redrafter.decoding.delivery import DecodingStats
-from mlx_redrafter.training.batches import HeadRows, ShardGroup, gather
+from mlx_redrafter.training.batches import gather
 from mlx_redrafter.training.generated_texts import (
     find_generated,
     read_following,
@@ -78,9 +78,13 @@ class Student(ABC):
         return int(self.network.config.head_rows)
 
     @property
-    def rows(self) -> HeadRows:
-        ids, vocab_size = self.network.row_ids, self.network.config.vocab_size
-        return HeadRows(None if ids is None else np.array(ids), vocab_size)
+    def rows(self) -> mx.array | None:
+        """Row of the head by token, int32, -1 for tokens without one; None if rows are tokens."""
+        if (ids := self.network.row_ids) is None:
+            return None
+        rows = mx.full((self.network.config.vocab_size,), -1, dtype=mx.int32)
+        rows[ids] = mx.arange(len(ids), dtype=mx.int32)
+        return rows
 
     def new_network(self) -> nn.Module:
         """Create a network of the same sizes, whose random weights are not computed."""
@@ -150,8 +154,8 @@ class Student(ABC):
         begin = starts[np.searchsorted(starts, roots[0], side="right") - 1]
         first = int(begin) if self.reads_context else int(roots[0]) - 1
         positions = np.arange(first, int(roots[-1]))
-        group = ShardGroup(shard, roots, np.ones((shard.tokens.shape[0], length - 1), np.bool_))
-        batch = gather(group, positions, len(positions), length, HeadRows())
+        steps = np.ones((shard.tokens.shape[0], length - 1), np.bool_)
+        batch = gather(shard, steps, positions, len(positions), length)
         following = read_following(shard, roots, length)
         network, noise = self.network, None
         if temp:
