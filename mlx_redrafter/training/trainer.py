@@ -55,7 +55,7 @@ class Optimiser:
         rate = make_schedule(options.lr or student.learning_rate, total_steps)
         self.adam = optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=0.0, bias_correction=True)
         self.adam.init(self.network.trainable_parameters())
-        self.average: Arrays = {n: mx.array(v) for n, v in self._trainable_parameters().items()}
+        self.average = tree_map(mx.array, self.network.trainable_parameters())
         self._gradient = self._compile(self._part_gradient, [self.network.state])
         state = [self.network.state, self.adam.state, self.average]
         self._apply = self._compile(self._apply_gradient, state)
@@ -81,16 +81,13 @@ class Optimiser:
         return dict(tree_flatten(state))
 
     def restore(self, arrays: Arrays) -> None:
-        self.network.load_weights(list(_select_prefix("weights.", arrays).items()), strict=False)
-        state = tree_unflatten(list(_select_prefix("optimiser.", arrays).items()))
-        self.adam.state = state
-        self.average.update(_select_prefix("average.", arrays))
+        state: Any = tree_unflatten(list(arrays.items()))
+        self.network.update(state["weights"])
+        self.adam.state = state["optimiser"]
+        self.average.update(state["average"])
         compiled = [self.network.state, self.adam.state, self.average]
         self._apply = self._compile(self._apply_gradient, compiled)
         mx.eval(compiled)
-
-    def _trainable_parameters(self) -> Arrays:
-        return dict(tree_flatten(self.network.trainable_parameters()))
 
     def _num_parts(self, batch: TrainingBatch) -> int:
         if self.stretch > 1:
@@ -110,8 +107,10 @@ class Optimiser:
         # A smaller decay in the first steps, so that the average forgets the initial weights.
         steps = self.adam.step.astype(mx.float32)
         decay = mx.minimum(AVERAGE_DECAY, steps / (steps + 10.0))
-        for name, value in self._trainable_parameters().items():
-            self.average[name] = decay * self.average[name] + (1 - decay) * value
+        weights = self.network.trainable_parameters()
+        self.average.update(
+            tree_map(lambda mean, new: decay * mean + (1 - decay) * new, self.average, weights)
+        )
         return norm
 
     def _compile(self, function: Any, state: list[Any]) -> Any:
@@ -139,7 +138,7 @@ class Trainer:
         self.held_out = held_out
         self.request = request
         self.identity = identity
-        self.best: Arrays = {}
+        self.best: Any = {}
         self._saved_at = time.monotonic()
         arrays: Arrays = {}
         options = request.training
@@ -152,7 +151,7 @@ class Trainer:
         self._optimiser = Optimiser(student, stretch, options, steps)
         if arrays:
             self._optimiser.restore(arrays)
-            self.best = _select_prefix("best.", arrays)
+            self.best = tree_unflatten(list(arrays.items()))["best"]
 
     def run(self, on_step: Event, on_best: Callable[[Student], None]) -> Student:
         """Train to the end, and return the drafter with the best averaged weights.
@@ -223,7 +222,7 @@ class Trainer:
         # The later of equal weights wins: a few short texts often measure the same.
         if rate >= progress.best or not self.best:
             progress.best, progress.best_step = rate, progress.step
-            self.best = {name: mx.array(value) for name, value in self._optimiser.average.items()}
+            self.best = tree_map(mx.array, self._optimiser.average)
             mx.eval(self.best)
             on_best(student)
         gave_up = progress.since_best >= self.request.training.patience
@@ -245,10 +244,6 @@ def choose_batches(student: Student, request: TrainingRequest) -> BatchOptions:
 def compiling_pays() -> bool:
     """Tell whether to compile: on the CPU, MLX runs a C++ compiler for seconds and gains little."""
     return bool(mx.default_device() != mx.Device(mx.cpu))
-
-
-def _select_prefix(prefix: str, arrays: Arrays) -> Arrays:
-    return {name[len(prefix) :]: v for name, v in arrays.items() if name.startswith(prefix)}
 
 
 def make_schedule(peak: float, total_steps: int) -> Callable[[mx.array], mx.array]:

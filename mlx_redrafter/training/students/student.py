@@ -12,7 +12,7 @@ Axes: B positions, S unroll steps, p roots, H hidden size, V rows of the head, L
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
@@ -180,11 +180,11 @@ class Student(ABC):
         other.network = network
         return other
 
-    def with_weights(self, weights: Mapping[str, mx.array]) -> Self:
-        """Copy this student with other weights; it shares the weights that are not given."""
+    def with_weights(self, weights: dict[str, Any]) -> Self:
+        """Copy this student with other parameters; it shares those that are not given."""
         network = self.new_network()
         network.update(self.network.parameters())
-        network.load_weights(list(weights.items()), strict=False)
+        network.update(weights)
         network.eval()
         return self.holding(network)
 
