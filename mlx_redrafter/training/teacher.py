@@ -218,24 +218,16 @@ def read_sequences(
     done = 0
     for first in range(0, len(order), BATCH_SEQUENCES):
         rows = order[first : first + BATCH_SEQUENCES]
-        for _ in _read_batch(target, sequences, rows, outputs):
+        lengths = np.array([len(sequences[row]) for row in rows])
+        padded = np.zeros((len(rows), lengths.max()), np.int32)
+        for index, row in enumerate(rows):
+            padded[index, : len(sequences[row])] = sequences[row].tokens
+        chunk = chunk_tokens(target.vocab_size, len(rows))
+        cache = target.caches.new().stock
+        for begin in range(0, padded.shape[1], chunk):
+            tokens = mx.array(padded[:, begin : begin + chunk])
+            found = target.compute(tokens, cache, layers)
+            outputs.write(rows, np.full(len(rows), begin), lengths - begin, found)
             on_tokens(done)
-        done += sum(len(sequences[row]) for row in rows)
+        done += int(lengths.sum())
     return outputs.make_shard(sequences)
-
-
-def _read_batch(
-    target: Target, sequences: Sequence[TokenSequence], rows: Sequence[int], outputs: TeacherOutputs
-) -> Iterator[None]:
-    """Write the outputs of some sequences; yields after every pass."""
-    lengths = np.array([len(sequences[row]) for row in rows])
-    padded = np.zeros((len(rows), lengths.max()), np.int32)
-    for index, row in enumerate(rows):
-        padded[index, : len(sequences[row])] = sequences[row].tokens
-    chunk = chunk_tokens(target.vocab_size, len(rows))
-    cache = target.caches.new().stock
-    for begin in range(0, padded.shape[1], chunk):
-        tokens = mx.array(padded[:, begin : begin + chunk])
-        found = target.compute(tokens, cache, outputs.layers)
-        outputs.write(rows, np.full(len(rows), begin), lengths - begin, found)
-        yield
