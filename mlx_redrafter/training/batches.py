@@ -127,13 +127,13 @@ class BatchOrder:
     def _survey(self) -> tuple[list[list[int]], list[int]]:
         groups: list[list[int]] = []
         counts: list[int] = []
-        room, stretch = 0, self.options.stretch
+        room, stretch, length = 0, self.options.stretch, self.options.beam_length
         # The cache holds given texts first and self-generated texts after them. A group of
         # neighbours would hold one kind of text, and the drafter would forget the other.
         rng = np.random.default_rng(self.options.seed)
         for number in rng.permutation(self.cache.num_shards(self.split)).tolist():
             shard = self.cache.load(self.split, number, self.options.layers)
-            count = int(self._mark_steps(shard).any(axis=1).sum())
+            count = int(find_draftable_steps(shard, length).any(axis=1).sum())
             if count == 0:
                 continue
             size = sum(array.nbytes for array in vars(shard).values() if array is not None)
@@ -146,16 +146,12 @@ class BatchOrder:
             room -= size
         return groups, [-(-count // stretch) for count in counts]
 
-    def _mark_steps(self, shard: Shard) -> NDArray[np.bool_]:
-        tokens, is_trained, starts = map(np.array, (shard.tokens, shard.is_trained, shard.starts))
-        return find_draftable_steps(tokens, is_trained, starts, self.options.beam_length)
-
     def _load(self, number: int) -> Group:
         if self._group is None or self._group[0] != number:
             self._group = None  # free its memory before the next group is read
-            layers = self.options.layers
+            layers, length = self.options.layers, self.options.beam_length
             shards = [self.cache.load(self.split, n, layers) for n in self.groups[number]]
-            steps = np.concatenate([self._mark_steps(shard) for shard in shards])
+            steps = np.concatenate([find_draftable_steps(shard, length) for shard in shards])
             self._group = number, (concatenate(shards), *divide(steps, self.options.stretch))
         return self._group[1]
 

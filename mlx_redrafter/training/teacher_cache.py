@@ -166,16 +166,14 @@ def unpack_sequences(arrays: Arrays) -> list[TokenSequence]:
     return [TokenSequence(tokens[a:b], is_trained[a:b]) for a, b in pairwise(starts)]
 
 
-def find_draftable_steps(
-    tokens: NDArray[np.int32], is_trained: NDArray[np.bool_], starts: NDArray[np.int32], length: int
-) -> NDArray[np.bool_]:
+def find_draftable_steps(shard: Shard, length: int) -> NDArray[np.bool_]:
     """Find the unroll steps whose drafts can occur in decoding, bool, shape (n, L - 1).
 
     Step i at position t, whose next token is the root, drafts the token at t + 2 + i. The step
     counts if all tokens from the root to this draft are in the same sequence and trained.
-    The arrays are those of `Shard`, and ``length`` is L.
     """
-    count = len(tokens)
+    is_trained, starts = np.array(shard.is_trained), np.array(shard.starts)
+    count = len(is_trained)
     sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     # The padding past the end is another sequence, so that no step reaches into it.
     sequence = np.concatenate([sequence, np.full(length, -1)])

@@ -55,7 +55,8 @@ def _sequence(start: int, trained: list[int]) -> TokenSequence:
 def test_windows_are_whole_written_stretches(texts, length):
     trained = np.array([flag for text in texts for flag in text], dtype=np.bool_)
     starts = np.cumsum([0, *map(len, texts)]).astype(np.int32)
-    found = find_draftable_steps(np.zeros(len(trained), np.int32), trained, starts, length)
+    shard = replace(_shard([_sequence(0, trained.tolist())], 0), starts=mx.array(starts))
+    found = find_draftable_steps(shard, length)
     for text, start in zip(texts, starts, strict=False):
         for t in range(len(text)):
             for step in range(length - 1):

@@ -123,8 +123,7 @@ def _student(target: Target, head: Head, exit_dim: int | None) -> Student:
 def _batch(target: Target, student: Student) -> TrainingBatch:
     """Collect all positions of two texts; steps beyond the end of one do not count."""
     shard = random_shard(target, student, LENGTHS)
-    arrays = (np.array(one) for one in (shard.tokens, shard.is_trained, shard.starts))
-    steps, count = find_draftable_steps(*arrays, LENGTH), sum(LENGTHS)
+    steps, count = find_draftable_steps(shard, LENGTH), sum(LENGTHS)
     return gather(shard, divide(steps, count)[1], np.arange(count), count, LENGTH)
 
 
