@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from struct import pack, unpack
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -279,8 +279,9 @@ class TreeBatch:
     @cached_property
     def ancestors(self) -> mx.array:
         """Ancestor masks, bool, shape (B, N, N): row n marks n and its ancestors."""
-        if self._only is not None:
-            return self._only.ancestors[None]
+        one = self.drafts[0]
+        if len(self) == 1 and isinstance(one, TokenTree) and one.size == self.size:
+            return one.ancestors[None]
         return ancestor_mask(self.parents, max(self.max_depths))
 
     def read_parents(self) -> list[list[int]]:
@@ -340,15 +341,7 @@ class TreeBatch:
             nodes[depth].append(node)
         return nodes
 
-    @property
-    def _only(self) -> TokenTree | None:
-        one = self.drafts[0]
-        is_only = len(self) == 1 and isinstance(one, TokenTree) and one.size == self.size
-        return cast(TokenTree, one) if is_only else None
-
     def _stacked(self, name: str, padding: int) -> mx.array:
-        if self._only is not None:
-            return getattr(self._only, name)[None]
         parts: list[mx.array] = []
         for one in self.drafts:
             if isinstance(one, TokenTree):
