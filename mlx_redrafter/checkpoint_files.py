@@ -136,14 +136,12 @@ def shared_name(path_or_repo: str | Path) -> str:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the object in ``folder/config.json``; raise `CheckpointError` if there is none."""
-    path = folder / CONFIG_FILE
     try:
-        path.stat()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"no {CONFIG_FILE} in {folder}{_explain(folder)}") from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {explain(error)}") from error
-    return read_json(path)
+        return read_json(folder / CONFIG_FILE)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise CheckpointError(f"no {CONFIG_FILE} in {folder}{_explain(folder)}") from error
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:
