@@ -117,8 +117,9 @@ def check_memory(
             f"{_describe(needed, context)}, and this machine has {format_bytes(total)}; "
             f"{_remedies(folder, needed, context, total)}"
         )
-    wired = _wired_limit()
-    if wired is not None and needed.total > wired:
+    is_metal, device = mx.metal.is_available(), mx.device_info()
+    wired = device.get("max_recommended_working_set_size") if is_metal else None
+    if isinstance(wired, int) and needed.total > wired:
         return f"{_describe(needed, context)}; above {format_bytes(wired)} macOS slows down"
     return None
 
@@ -179,14 +180,6 @@ def _fewer_bits(folder: Path, needed: MemoryEstimate, limit: int) -> list[str]:
             if needed._replace(weights=weights).total <= limit:
                 return [f"a copy of the model in {fewer} bits ({format_bytes(weights)})"]
     return []
-
-
-def _wired_limit() -> int | None:
-    """Return the memory that macOS gives to the GPU, in bytes; None elsewhere."""
-    if not mx.metal.is_available():
-        return None
-    limit = mx.device_info().get("max_recommended_working_set_size")
-    return limit if isinstance(limit, int) else None
 
 
 def estimate_memory(folder: Path, drafter: Path | None, context: Context) -> MemoryEstimate:
