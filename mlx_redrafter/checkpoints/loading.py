@@ -91,9 +91,10 @@ def load(
     end_streams_with_thread()
     _check_options(tokenizer_config, adapter_path, group)
     machines = None if group is None or group.size() == 1 else meet(group)
+    adapter = None if adapter_path is None else str(adapter_path)
     if machines is not None:
         if not machines.leads:
-            follow(machines, _text(path_or_repo), _text(adapter_path))
+            follow(machines, path_or_repo and str(path_or_repo), adapter)
         _check_for_machines(path_or_repo, trust_remote_code)
     is_bundled = path_or_repo is None
     if path_or_repo is None:
@@ -113,7 +114,6 @@ def load(
     if machines is None:
         model, tokenizer = load_model(name, tokenizer_config, adapter_path, trust_remote_code)
     else:
-        adapter = _text(adapter_path)
         model, tokenizer = load_together(machines, name, config, tokenizer_config, adapter)
     if is_bundled:
         model.set_dtype(mx.float32)
@@ -151,10 +151,6 @@ def _find_drafter(model: str) -> str:
     chosen = LOOKUP if found is None else found.option
     logger.info("drafter of %s: %s", model, chosen)
     return chosen
-
-
-def _text(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _check_for_machines(name: str | Path | None, trust_remote_code: bool) -> None:

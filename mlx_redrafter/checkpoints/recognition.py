@@ -25,8 +25,6 @@ from mlx_redrafter.target.model_parts import check_config
 PICKLES = (".bin", ".pt")
 # Values of ``speculators_model_type`` whose drafters load.
 KNOWN_SPECULATORS = (None, "eagle3", "peagle", "recurrent_drafting", "dflash", "dflash2", "dspark")
-# Formats that are not supported, by their name in configs, in small letters and digits alone.
-REFUSED: Mapping[str, str] = {"mlpspeculator": "MLP speculator"}
 
 
 def is_word(drafter: str | Path | None, word: str, does: str = "") -> bool:
@@ -93,9 +91,8 @@ def find_refused(config: Mapping[str, Any]) -> str | None:
     said = [config.get("model_type"), speculator]
     said += architectures if isinstance(architectures, list) else []
     letters = " ".join(re.sub("[^a-z0-9]", "", str(one).lower()) for one in said)
-    for sign, kind in REFUSED.items():
-        if sign in letters:
-            return kind
+    if "mlpspeculator" in letters:
+        return "MLP speculator"
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type.endswith(SIDECAR) and not has_family(config):
         return f"module with multi-token prediction alone (model_type {quote(model_type)})"
