@@ -134,13 +134,10 @@ def find_repository(
         )
     names = repository.sizes
     weights = [pattern for pattern in patterns or () if pattern.endswith(WEIGHTS)]
-    missing = ""
-    if weights and not any(_matches(file, weights) for file in names):
-        missing = weights[0]
-    elif CONFIG in (patterns or ()) and CONFIG not in names:
-        missing = CONFIG
-    if missing:
-        raise CheckpointError(f"no {missing} in {name}{explain_files(names)}")
+    config = [CONFIG] if CONFIG in (patterns or ()) else []
+    for wanted in (weights, config):
+        if wanted and not any(_matches(file, wanted) for file in names):
+            raise CheckpointError(f"no {wanted[0]} in {name}{explain_files(names)}")
     return repository
 
 
