@@ -64,7 +64,7 @@ class DraftNetwork(nn.Module, ABC):
 
     @property
     def num_rows(self) -> int:
-        return self.config.head_rows
+        return self.config.draft_vocab_size or self.config.vocab_size
 
     @property
     def row_ids(self) -> mx.array | None:

@@ -86,10 +86,6 @@ class AssistantConfig:
             raise ConfigError("use_ordered_embeddings needs tie_word_embeddings, got a head apart")
 
     @property
-    def head_rows(self) -> int:
-        return self.vocab_size
-
-    @property
     def summary(self) -> str:
         layers = self.text["num_hidden_layers"]
         return f"Gemma 4 assistant of {layers} layers, hidden_size {self.hidden_size} of its target"

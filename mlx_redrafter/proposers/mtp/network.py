@@ -37,6 +37,7 @@ class MtpConfig:
     values: Mapping[str, Any] = field(repr=False, compare=False)
     # The module uses the target's whole head.
     draft_vocab_size: ClassVar[None] = None
+    captured_layers: ClassVar[tuple[int, ...]] = (FINAL,)
 
     @property
     def summary(self) -> str:
@@ -44,10 +45,6 @@ class MtpConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("model_type", "hidden_size", "vocab_size")}
-
-    @property
-    def head_rows(self) -> int:
-        return self.vocab_size
 
 
 class Blocks(nn.Module):
@@ -93,9 +90,6 @@ class Mtp(AutoregressiveNetwork):
         self.hidden_norm = nn.RMSNorm(hidden, eps=norm.eps)
         self.join = nn.Linear(2 * hidden, hidden, bias=False)
         self.norm = nn.RMSNorm(hidden, eps=norm.eps)
-
-    def captured_layers(self, target: Target) -> Sequence[int]:
-        return (FINAL,)
 
     def __call__(self, features: mx.array, embeddings: mx.array, caches: Sequence[Any]) -> mx.array:
         dtype = self.embedding_norm.weight.dtype

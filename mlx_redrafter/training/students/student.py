@@ -75,7 +75,8 @@ class Student(ABC):
     @property
     def head_rows(self) -> int:
         """Number of tokens that the drafter can propose, V."""
-        return int(self.network.config.head_rows)
+        config = self.network.config
+        return int(config.draft_vocab_size or config.vocab_size)
 
     @property
     def rows(self) -> mx.array | None:
