@@ -15,12 +15,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import CheckpointError, join_shortened, quote
-from mlx_redrafter.proposers.checkpoint import collect_sources, describe_misfits
+from mlx_redrafter.proposers.checkpoint import collect_sources
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.medusa.config import MODEL_TYPE, MedusaConfig
-from mlx_redrafter.proposers.medusa.network import Medusa
 from mlx_redrafter.proposers.stored_config import reading
 
 NameSet = Literal["fasterdecoding", "vllm"]
@@ -51,6 +49,7 @@ _STATED_BY_VLLM = {"num_hidden_layers": "num_layers"}
 class NamedHeads(NamedTuple):
     """The heads of a checkpoint: their shape, its naming convention, and notes for the user.
 
+    Nobody has compared the other tensors with the shape yet.
     ``sources`` are the names in the checkpoint by this package's.
     """
 
@@ -108,15 +107,6 @@ def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
         config = MedusaConfig.from_dict(values)
     else:
         config = _infer_config(values, shapes, sources, num_layers, notes)
-    network = Medusa(config)
-    own_names = {own: _name_in_file(own, name_set) for own in named_parameters(network)}
-    stored = {own: shapes[name] for own, name in sources.items()}
-    if problems := describe_misfits(network, stored, {**own_names, **sources}):
-        raise CheckpointError(
-            f"the tensors do not fit {config.num_heads} Medusa heads of hidden_size "
-            f"{config.hidden_size}, {config.num_layers} blocks and {config.head_rows} tokens: "
-            f"{problems}"
-        )
     return NamedHeads(config, name_set, sources, tuple(notes))
 
 
@@ -129,16 +119,6 @@ def _own_name(bare: str, name_set: NameSet, num_layers: int) -> str | None:
         layer = num_layers if name_set == "vllm" else int(match[2])
         return f"heads.{int(match[1])}.{layer}.weight"
     return None
-
-
-def _name_in_file(own: str, name_set: NameSet) -> str:
-    if own == _TOKEN_IDS[0]:
-        return _TOKEN_IDS[1]
-    _, head, layer, *parts = own.split(".")
-    if name_set == "fasterdecoding":
-        return own.partition(".")[2]
-    is_block = len(parts) == 2
-    return f"blocks.{head}.layers.{layer}.{parts[1]}" if is_block else f"lm_heads.{head}.weight"
 
 
 def _infer_config(
