@@ -72,31 +72,29 @@ class Preparation:
             trust_remote_code=request.trust_remote_code,
         )
         self._target = target = Target(model)
-        self.request = request = _fit_to_context(request, target, reporter)
-        options = request.data_options
+        options, network, limit = request.data_options, request.network, target.context_length
+        if limit is not None and options.sequence_length > limit:
+            reporter.say(f"sequences are cut to the model's context of {limit} tokens")
+            options = replace(options, sequence_length=limit)
         self._writer: PromptWriter | None = None
         if data or prompts:
             self._sources = divide(data, prompts, options)
         else:
             options = replace(options, tokens=options.tokens or SELF_WRITTEN_TOKENS)
-            self.request = request = replace(request, data_options=options)
             self._writer = PromptWriter(target, self._tokenizer)
             self._sources = Sources([], [], [])
         self._encoder = Encoder(self._tokenizer, options.sequence_length, target.vocab_size)
         self.start_fingerprint: str | None = None
         self._special = find_special_tokens(self._tokenizer, target.vocab_size)
-        if request.network.start_from is None:
-            network = choose_slice(request.network, target.vocab_size, len(self._special))
-            self.request = replace(request, network=network)
+        if network.start_from is None:
+            network = choose_slice(network, target.vocab_size, len(self._special))
             self.student = new_student(target, network)
         else:
-            self.student = load_student(
-                request.network.start_from, request.network.head, target, self._tokenizer
-            )
+            self.student = load_student(network.start_from, network.head, target, self._tokenizer)
             if (length := self.student.network.max_length) is not None:
-                network = replace(request.network, length=length)
-                self.request = replace(request, network=network)
+                network = replace(network, length=length)
             self.start_fingerprint = fingerprint_weights(self.student.network)
+        self.request = replace(request, data_options=options, network=network)
         fingerprint = fingerprint_weights(model)
         self.target_facts = {"name": shared_name(request.model), "fingerprint": fingerprint}
         if (tokens := digest_tokens(find_model(request.model))) is not None:
@@ -178,13 +176,3 @@ class Preparation:
             sizes = student.head_rows, target.vocab_size
             token_ids = select_frequent_tokens(corpus.train, self._special, *sizes)
         student.initialise(compute_head_matrix(target), self.request.training.seed, token_ids)
-
-
-def _fit_to_context(
-    request: TrainingRequest, target: Target, reporter: Reporter
-) -> TrainingRequest:
-    options, limit = request.data_options, target.context_length
-    if limit is None or options.sequence_length <= limit:
-        return request
-    reporter.say(f"sequences are cut to the model's context of {limit} tokens")
-    return replace(request, data_options=replace(options, sequence_length=limit))
