@@ -79,8 +79,6 @@ class Reporter(Protocol):
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
         """Report that ``done`` of ``total`` tokens or steps of a stage are done."""
-        ...
 
     def say(self, message: str) -> None:
         """Report a message of one line."""
-        ...

@@ -11,7 +11,7 @@ arXiv 2503.01840). The slots of a SpecFormer draft all levels in parallel. Block
 blocks after some of the positions.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -59,7 +59,6 @@ class AutoregressiveStudent(KvStudent):
     network: AutoregressiveNetwork
 
     def levels(self, network: AutoregressiveNetwork, batch: TrainingBatch) -> Iterator[mx.array]:
-        """Compute the logits of each level; the positions are those of one stretch."""
         embeddings = self.target.modules.embed(batch.following)
         features = network.fuse(batch.states)
         caches = [LevelEntries() for _ in range(network.num_layers)]
@@ -91,17 +90,11 @@ class EagleStudent(AutoregressiveStudent):
 
 
 class MtpStudent(AutoregressiveStudent):
-    """An MTP module; ``values`` is the ``config.json`` of a model with one."""
-
     name = "an MTP module (arXiv 2412.19437)"
     network: Mtp
 
-    def __init__(self, network: Mtp, target: Target, values: Mapping[str, Any]):
-        super().__init__(network, target)
-        self.values = values
-
     def new_network(self) -> Mtp:
-        return Mtp(self.values)
+        return Mtp(self.network.config.values)
 
 
 class SpecFormerStudent(KvStudent):
@@ -109,7 +102,6 @@ class SpecFormerStudent(KvStudent):
     network: SpecFormer
 
     def levels(self, network: SpecFormer, batch: TrainingBatch) -> Iterator[mx.array]:
-        """Compute the logits of each slot; the positions are those of one stretch."""
         cache = LevelEntries()
         cache.begin(next(level_masks(batch.sequences, 1)))
         outputs = network(network.fuse(batch.states), mx.array([]), [cache])

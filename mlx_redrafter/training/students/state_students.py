@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 from numpy.typing import NDArray
 
 from mlx_redrafter.proposers.medusa import network as medusa
@@ -41,8 +42,7 @@ class RecurrentStudent(Student):
     def start_from_head(self, head: mx.array | None) -> None:
         drafter = self.network
         for block in drafter.lm_head[:-1]:
-            block.linear.weight = mx.zeros_like(block.linear.weight)
-            block.linear.bias = mx.zeros_like(block.linear.bias)
+            block.update(tree_map(mx.zeros_like, block.parameters()))
         if head is not None:
             last = drafter.lm_head[-1]
             last.weight = _project_head(np.array(head.astype(mx.float32)), np.array(last.weight))
@@ -91,8 +91,6 @@ def _project_head(head: NDArray[np.float32], random: NDArray[np.float32]) -> mx.
 
 
 class MedusaStudent(Student):
-    """Medusa heads. They begin as the target's head, after blocks that are the identity."""
-
     name = "Medusa heads (arXiv 2401.10774)"
     network: Medusa
 
@@ -104,9 +102,7 @@ class MedusaStudent(Student):
     def start_from_head(self, head: mx.array | None) -> None:
         for *blocks, output in self.network.heads:
             for block in blocks:
-                block.linear.weight = mx.zeros_like(block.linear.weight)
-                if self.network.config.bias:
-                    block.linear.bias = mx.zeros_like(block.linear.bias)
+                block.update(tree_map(mx.zeros_like, block.parameters()))
             if head is not None:
                 output.weight = mx.array(head)
 

@@ -121,7 +121,8 @@ class Student(ABC):
     def levels(self, network: Any, batch: TrainingBatch) -> Iterator[mx.array]:
         """Compute a network's logits after the root, then after each draft but the last.
 
-        Float32, shape (B, V) each; arbitrary where the weight is 0.
+        Float32, shape (B, V) each; arbitrary where the weight is 0. The positions of a drafter that
+        attends to the context are those of one stretch.
         """
 
     def logits(self, network: Any, batch: TrainingBatch) -> mx.array:

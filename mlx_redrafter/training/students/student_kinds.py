@@ -142,7 +142,7 @@ def _new_mtp(target: Target, options: NetworkOptions) -> Student:
         "tie_word_embeddings": True,
         **_layer_sizes(target),
     }
-    return MtpStudent(Mtp(values), target, values)
+    return MtpStudent(Mtp(values), target)
 
 
 def _new_specformer(target: Target, options: NetworkOptions) -> Student:
