@@ -10,7 +10,6 @@ Axes: n tokens of the context, T tokens of a chunk of the prompt.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +43,6 @@ SHORTEST = 1024
 MAX_LAYERS = 8
 # Rows of the vocabulary in a rehearsal, which computes no logits.
 VOCABULARY = 64
-# Keys of the size of the vocabulary in configs.
 VOCABULARY_KEYS = ("vocab_size", "padded_vocab_size")
 # Tokens of the tree whose logits a step keeps in float32, in the widest default plan.
 TREE_TOKENS = 16
@@ -147,21 +145,15 @@ def _remedies(folder: Path, needed: MemoryEstimate, context: Context, limit: int
         parts.append("--drafter lookup")
     else:
         prefix = "--drafter lookup with " if needed.drafter else ""
-        for changes in (_fewer_kv_bits(context), _shorter_contexts(context)):
-            fitting = (
-                name
-                for name, changed in changes
-                if plain._replace(cache=cache_bytes(folder, changed)).total <= limit
-            )
-            parts += [prefix + name for name in islice(fitting, 1)]
+        fewer_bits = [bits for bits in BITS if bits < (context.kv_bits or 16)]
+        coarser = [(f"--kv-bits {bits}", context._replace(kv_bits=bits)) for bits in fewer_bits]
+        for changes in (coarser, _shorter_contexts(context)):
+            for name, changed in changes:
+                if plain._replace(cache=cache_bytes(folder, changed)).total <= limit:
+                    parts.append(prefix + name)
+                    break
     parts += _fewer_bits(folder, plain, limit)
     return f"what would fit: {', or '.join(parts)}" if parts else "use a smaller model"
-
-
-def _fewer_kv_bits(context: Context) -> Iterator[tuple[str, Context]]:
-    for bits in BITS:
-        if context.kv_bits is None or bits < context.kv_bits:
-            yield f"--kv-bits {bits}", context._replace(kv_bits=bits)
 
 
 def _shorter_contexts(context: Context) -> Iterator[tuple[str, Context]]:
