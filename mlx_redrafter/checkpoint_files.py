@@ -30,7 +30,6 @@ from mlx_redrafter.errors import (
 )
 from mlx_redrafter.model_store import find_stored, is_path
 
-# Name of the config in a checkpoint.
 CONFIG_FILE = "config.json"
 # Name of the weights that `write_checkpoint` writes.
 WEIGHTS_FILE = "model.safetensors"
@@ -84,8 +83,7 @@ def find_checkpoint(
         raise CheckpointError(f"cannot read the folder {path}: {reason}") from error
     name = str(path_or_repo)
     is_name = bool(name) and not is_path(name)
-    stored = find_stored(name, patterns) if is_name else None
-    if stored is not None:
+    if is_name and (stored := find_stored(name, patterns)) is not None:
         return stored
     if not is_name or "/" not in name:
         raise CheckpointError(
@@ -241,8 +239,7 @@ def write_checkpoint(
         folder / WEIGHTS_FILE,
         lambda path: mx.save_safetensors(str(path), dict(tensors), metadata={"format": framework}),
     )
-    text = json.dumps(config, indent=2) + "\n"
-    write_text(folder / CONFIG_FILE, text)
+    write_text(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
 def named_parameters(module: nn.Module) -> dict[str, mx.array]:

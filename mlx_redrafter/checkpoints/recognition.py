@@ -21,8 +21,6 @@ from mlx_redrafter.proposers.mtp.families import SIDECAR, has_family
 from mlx_redrafter.proposers.redrafter.config import MODEL_TYPE
 from mlx_redrafter.target.model_parts import check_config
 
-# Endings of files with pickled weights.
-PICKLES = (".bin", ".pt")
 # Values of ``speculators_model_type`` whose drafters load.
 KNOWN_SPECULATORS = (None, "eagle3", "peagle", "recurrent_drafting", "dflash", "dflash2", "dspark")
 
@@ -60,7 +58,7 @@ def recognise(drafter: str | Path, target: str = "") -> tuple[Kind, dict[str, An
         )
     # `load` downloads the weights of a repository after its config has named the kind.
     shapes = read_shapes(folder) if folder.is_dir() and has_weights(folder) else {}
-    pickles = [path for suffix in PICKLES for path in folder.glob(f"*{suffix}")]
+    pickles = [path for name in ("*.bin", "*.pt") for path in folder.glob(name)]
     if folder.is_dir() and not shapes and pickles:
         raise CheckpointError(
             f"expected model*.safetensors in {folder}, found pickled weights; those of drafters "

@@ -45,7 +45,6 @@ MASK_FILE = "mask_embedding.pt"
 PATTERNS = [CONFIG_FILE, *WEIGHTS_PATTERNS, "README.md", MASK_FILE]
 # Name of the tensor with the token ids of a reduced head.
 TOKEN_IDS = "token_ids"
-
 # Name of the offsets from rows of the head to token ids, in files of several publishers.
 OFFSETS = "d2t"
 # Key of a config for the length of a chain and its tokens per step on texts of the target, as
@@ -170,10 +169,7 @@ def collect_sources(
 def check_shapes(
     network: nn.Module, stored: Shapes, folder: str | Path, names: Mapping[str, str]
 ) -> None:
-    """Raise `CheckpointError` unless stored tensors are those of a network, by the network's names.
-
-    The message names them as `describe_misfits` does.
-    """
+    """Raise `CheckpointError` if `describe_misfits` finds problems."""
     if problems := describe_misfits(network, stored, names):
         raise CheckpointError(f"the weights in {folder} do not fit its config.json: {problems}")
 
@@ -231,8 +227,8 @@ def check_finite(network: nn.Module, name: str | Path, names: Mapping[str, str])
         if mx.issubdtype(tensor.dtype, mx.floating)
     }
     finite = to_ints(mx.stack([mx.all(mx.isfinite(tensor)) for tensor in floating.values()]))
-    called = [names.get(own, own) for own in floating]
-    bad = [own for own, is_finite in zip(called, finite, strict=True) if not is_finite]
+    found = zip(floating, finite, strict=True)
+    bad = [names.get(own, own) for own, is_finite in found if not is_finite]
     if bad:
         raise NonFiniteError(
             f"the drafter {name} has NaN or infinite weights in {join_shortened(bad)}; "

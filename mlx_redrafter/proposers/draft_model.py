@@ -61,8 +61,7 @@ class DraftModel:
     def __init__(self, model: nn.Module, tokenizer: Any):
         check_instance("model", model, nn.Module, "a model of mlx-lm")
         self.target = Target(model)
-        others = _other_caches(make_prompt_cache(model))
-        if others:
+        if others := _other_caches(make_prompt_cache(model)):
             raise UnsupportedTargetError(
                 f"expected a draft model whose layers attend to all tokens, found one with caches "
                 f"{others}; use another draft model or a drafter"
@@ -92,14 +91,13 @@ def check_ids(draft: Any, target: Any) -> None:
     if draft is target:
         return
     ours, theirs = ({i: t for t, i in one.get_vocab().items()} for one in (draft, target))
-    different = [i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i)]
-    if different:
-        first = different[0]
-        raise CheckpointError(
-            f"the draft model's token ids are not the target's: id {first} is "
-            f"{ours.get(first)!r} for the draft model and {theirs.get(first)!r} for the target; "
-            "use a draft model of the same family"
-        )
+    for i in sorted(ours.keys() | theirs.keys()):
+        if ours.get(i) != theirs.get(i):
+            raise CheckpointError(
+                f"the draft model's token ids are not the target's: id {i} is {ours.get(i)!r} for "
+                f"the draft model and {theirs.get(i)!r} for the target; use a draft model of the "
+                "same family"
+            )
 
 
 def _other_caches(layers: Sequence[Any]) -> str:
@@ -118,8 +116,7 @@ class ModelDrafting(CachedDrafting):
         self.model = network.target
         self.num_rows = min(vocab_size, network.num_rows)
         layers = self.model.caches.stock(cached or None)
-        others = _other_caches(layers)
-        if others:
+        if others := _other_caches(layers):
             raise UnsupportedTargetError(
                 f"expected KVCache() in the draft model's layers of prompt_cache, found {others}; "
                 "leave these layers out, or make them with make_prompt_cache(draft_model)"

@@ -14,15 +14,8 @@ from mlx_redrafter.checks import check_instance, check_int, check_multiple, chec
 from mlx_redrafter.errors import CheckpointError, ConfigError, first_line
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, StoredConfig
 
-# Attention to all tokens, by its name in configs.
-FULL = "full_attention"
-# Attention to the tokens of a window, by its name in configs.
-SLIDING = "sliding_attention"
-# Kinds of attention that layers have.
-ATTENTION_TYPES = (FULL, SLIDING)
-
-# Keys of numbers that every scaling by YaRN has.
-YARN_NUMBERS = ("factor", "original_max_position_embeddings")
+# Names in configs for attention to all tokens, and to those of a window.
+ATTENTION_TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
 
 C = TypeVar("C")
 N = TypeVar("N")
@@ -129,8 +122,10 @@ def complete_yarn(rope: Any, config: LayerSizes) -> None:
     if not isinstance(rope, YarnRoPE):
         return
     scaling = config.rope_scaling or {}
-    is_given = scaling.get("attention_factor") is not None
-    for key in (*YARN_NUMBERS, "attention_factor") if is_given else YARN_NUMBERS:
+    numbers = ["factor", "original_max_position_embeddings"]
+    if scaling.get("attention_factor") is not None:
+        numbers.append("attention_factor")
+    for key in numbers:
         check_positive(f"rope_scaling {key}", scaling.get(key))
     rope._freqs = _wavelengths(rope.dims, config.rope_theta, scaling)
     rope.mscale = _attention_factor(scaling)

@@ -50,7 +50,6 @@ UNSUPPORTED = {
 }
 # Norms whose mean is below this are stored less one: they start at one, or at zero.
 STORED_LESS_ONE = 0.5
-# Prefix of the first layer's attention.
 ATTENTION = "layers.0.self_attn."
 
 
@@ -61,8 +60,7 @@ def is_block_drafter(config: Mapping[str, Any], shapes: Shapes) -> bool:
     # An EAGLE-3 head has a `hidden_norm` as well, but inside its first layer.
     if {"fc.weight", "hidden_norm.weight"} <= names:
         return True
-    model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type.endswith(ASSISTANT):
+    if str(config.get("model_type")).endswith(ASSISTANT):
         return "target_layer_ids" in config
     said = f"{config.get('speculators_model_type')} {config.get('architectures')}".lower()
     return "dflash" in said or "dspark" in said
