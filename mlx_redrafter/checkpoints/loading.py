@@ -94,7 +94,7 @@ def load(
     adapter = None if adapter_path is None else str(adapter_path)
     if machines is not None:
         if not machines.leads:
-            follow(machines, path_or_repo and str(path_or_repo), adapter)
+            follow(machines, None if path_or_repo is None else str(path_or_repo), adapter)
         _check_for_machines(path_or_repo, trust_remote_code)
     is_bundled = path_or_repo is None
     if path_or_repo is None:
