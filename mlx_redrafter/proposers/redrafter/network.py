@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -37,30 +36,14 @@ MASKED_LOGIT = -50000.0
 MAX_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True)
-class InputTable:
-    """Terms that tokens add to the state, computed before decoding.
-
-    ``rows`` has `Drafter.project_input` of every row of the target's input embedding, shape (V, H).
-    ``sources`` are views of the weights behind it.
-    """
-
-    sources: list[mx.array]
-    rows: mx.array
-
-
 class Drafter(DraftNetwork):
-    """A small RNN that proposes the target's next tokens from its last hidden state.
-
-    `input_lookup` makes the ``input_table``.
-    """
+    """A small RNN that proposes the target's next tokens from its last hidden state."""
 
     config: DrafterConfig
 
     def __init__(self, config: DrafterConfig):
         check_instance("config", config, DrafterConfig, "a DrafterConfig")
         super().__init__(config)
-        self.input_table: InputTable | None = None
         hidden, width = config.hidden_size, config.exit_dim
         if config.has_input_proj:
             self.input_proj = nn.Linear(2 * hidden, width)
@@ -69,7 +52,10 @@ class Drafter(DraftNetwork):
             self.rnn_w = nn.Linear(hidden, hidden, bias=False)
         blocks: list[nn.Module] = [ResBlock(width) for _ in range(config.num_draft_layers)]
         self.lm_head = [*blocks, nn.Linear(width, config.head_rows, bias=False)]
-        # A weight, and the two layers made of it: no parameters, as the name has an underscore.
+        # Made by `input_lookup`: views of weights, and what tokens add to the state, (V, H). These
+        # arrays and those below are no parameters, as the names have underscores.
+        self._input_table: tuple[list[mx.array], mx.array] | None = None
+        # A weight, and the two layers made of it.
         self._split_weights: tuple[mx.array, nn.Module, nn.Module] | None = None
 
     @property
@@ -213,16 +199,16 @@ def input_lookup(drafter: Drafter, target: Target) -> Embed:
         return compute
     modules = drafter.rnn_w, target.modules.embedding
     sources = [array for module in modules for array in named_parameters(module).values()]
-    table = drafter.input_table
-    if table is None or _places(table.sources) != _places(sources):
+    table = drafter._input_table
+    if table is None or _places(table[0]) != _places(sources):
         # Computed at once: threads must not share what is not.
         rows = compute(mx.arange(target.vocab_size))
         mx.eval(rows)
         # Second views of the same memory: MLX gives an array that is changed in place another one.
         views = [array[:] for array in sources]
         mx.eval(views)
-        drafter.input_table = table = InputTable(views, rows)
-    rows = table.rows
+        drafter._input_table = table = views, rows
+    rows = table[1]
     return lambda ids: rows[ids]
 
 
