@@ -18,10 +18,6 @@ from typing import NoReturn
 CODE = 130
 # Seconds that a command has to end.
 PATIENCE = 1.0
-# Line for commands that keep nothing.
-STOPPED = "stopped"
-# Shows the cursor, which a progress bar hides.
-SHOW_CURSOR = "\x1b[?25h"
 
 # Lines that say what is kept of the work under way; the last one counts.
 _kept: list[Callable[[], str]] = []
@@ -107,7 +103,7 @@ def handling(num_signals: int = 1) -> Iterator[None]:
 
 def last_line() -> str:
     """Return the line to say at the end, and forget it."""
-    line = _kept[-1]() if _kept else STOPPED
+    line = _kept[-1]() if _kept else "stopped"
     _kept.clear()
     return line
 
@@ -128,7 +124,8 @@ def leave(code: int) -> NoReturn:
 
 def _end_at_once() -> NoReturn:
     """Say the line and end this process, whatever its main thread does."""
-    cursor = SHOW_CURSOR if os.isatty(2) else ""
+    # A progress bar hides the cursor.
+    cursor = "\x1b[?25h" if os.isatty(2) else ""
     with suppress(OSError):
         os.write(2, f"{cursor}\n{last_line()}\n".encode())
     os._exit(CODE)
