@@ -25,14 +25,10 @@ def check_destination(
     overwrite: bool = False,
     is_folder: bool = True,
 ) -> None:
-    """Raise unless a command may write to a path.
+    """Raise unless a command may write a folder or file.
 
-    Args:
-        path: The folder or file to write.
-        inputs: Files, folders and repositories that the call reads; None is skipped.
-        is_own: Whether the path holds an earlier output of the command and nothing else.
-        overwrite: Whether the user allows to replace other files.
-        is_folder: Whether the path is to be a folder.
+    The call reads the ``inputs``: files, folders and repositories; None is skipped. A path that
+    ``is_own`` holds an earlier output of the command and nothing else.
 
     Raises:
         ConfigError: The path is an input, holds one or is part of one; it holds other files; or it

@@ -44,16 +44,11 @@ def load_or_time(
     is_doubtful: Callable[[Sequence[Mapping[Key, float]]], bool],
     time_rounds: Callable[[], Sequence[Mapping[Key, float]]],
 ) -> Sequence[Mapping[Key, float]]:
-    """Return the stored rounds of a timing, or time and store them.
+    """Return the stored rounds of a timing, or time and store them, in seconds by key.
 
-    Args:
-        what: Description of the timing; its ``repr`` is part of the file's name, like
-            `fingerprint`.
-        modules: Networks that are timed.
-        keys: Names of the times in a round; their ``str`` is stored.
-        is_doubtful: Whether the rounds of the first run leave doubt, so that the next run times
-            more rounds.
-        time_rounds: Function that times at least one round, in seconds by key.
+    The file's name is the `fingerprint` of ``what``, a description by its ``repr``, and of the
+    timed ``modules``. The ``str`` of keys is stored. ``time_rounds`` times at least one round. If
+    the rounds of the first run are doubtful, the next run times more.
     """
     path = _path(what, modules)
     stored = _read(path, keys)

@@ -65,15 +65,9 @@ def sample_posterior_noise(
     kept ones share their probability evenly. The noise after a token is the same whenever it is
     drawn.
 
-    Args:
-        shard: Sampled texts.
-        states: Indices of the tokens before the choices, integer, shape (n,).
-        vocab_size: V.
-        temp: Sampling temperature of the target, above 0.
-        seed: Random seed for the noise that the text does not determine.
-
-    Returns:
-        Noise with ``argmax(log_probs / temp + noise)`` the next token, float32, shape (n, V).
+    ``states`` are indices of the tokens before the choices, integer, shape (n,), and ``temp`` is
+    above 0. The text does not determine all of the noise; the ``seed`` does the rest. With it
+    ``argmax(log_probs / temp + noise)`` is the next token; float32, shape (n, V).
     """
     # Past the end of the texts any noise is right, because no draft is accepted there.
     states = mx.minimum(states, shard.tokens.shape[0] - 2)

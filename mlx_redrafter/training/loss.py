@@ -165,17 +165,10 @@ def divergence(
 
         KL = sum_k p_k (log p_k - log q_k) + p_tail (log p_tail - log q_tail)
 
-    Renormalising the kept tokens instead would train the drafter to rule the others out.
-
-    Args:
-        drafter: The drafter's distribution, shape (...).
-        top_ids: Rows of the head for the kept tokens, distinct, arbitrary for probability 0,
-            (..., k).
-        top_log_probs: The target's natural log-probabilities of the kept tokens, shape (..., k).
-        tail: The target's probability of all other tokens, shape (...).
-
-    Returns:
-        The divergence in nats, shape (...).
+    Renormalising the kept tokens instead would train the drafter to rule the others out. The result
+    is in nats, shape (...). ``top_ids`` are rows of the head for the kept tokens, (..., k),
+    distinct, and arbitrary for probability 0. The target's natural log-probabilities of these are
+    ``top_log_probs``, (..., k), and ``tail`` is its probability of all others, (...).
     """
     log_q, log_q_tail = _log_probs_of_events(drafter, top_ids, top_log_probs)
     kept = mx.sum(mx.exp(top_log_probs) * (top_log_probs - log_q), axis=-1)

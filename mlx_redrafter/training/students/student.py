@@ -103,11 +103,8 @@ class Student(ABC):
     ) -> None:
         """Create the initial weights of a training run. Seeds MLX's global random state.
 
-        Args:
-            head: The target's head as a matrix, shape (all tokens, H), None if it is not one.
-            seed: Random seed for the weights.
-            token_ids: Token id of each row of a reduced head, ascending, int32; None for a full
-                one.
+        ``head`` is the target's as a matrix, shape (all tokens, H), None if it is not one.
+        ``token_ids`` are those of the rows of a reduced head, ascending, int32.
         """
         mx.random.seed(seed)
         self.network = self.new_network()
@@ -145,11 +142,8 @@ class Student(ABC):
     ) -> NDArray[np.int64]:
         """Count the drafts of a chain accepted in a step from each root, int64, shape (p,).
 
-        Args:
-            shard: Texts.
-            roots: Indices of consecutive tokens of one text, none the first one, shape (p,).
-            length: L.
-            temp: Sampling temperature of the text; 0 drafts without Gumbel noise.
+        ``roots`` are indices of consecutive tokens of one text, none the first one, shape (p,). The
+        text was sampled at ``temp``; 0 drafts without Gumbel noise.
         """
         starts = np.array(shard.starts)
         # A drafter that attends to the context needs all of it.
@@ -194,18 +188,11 @@ class Student(ABC):
 def simulate(
     student: Student, shards: Iterable[Shard], length: int, temp: float = 0.0
 ) -> DecodingStats:
-    """Count the steps of decoding all texts with chains; blocks until MLX has evaluated them.
+    """Count the steps of decoding all texts with chains of ``length`` tokens, roots included.
 
-    Args:
-        student: The drafter.
-        shards: Texts, each a prompt and the target's continuation (``is_trained``).
-        length: Number of tokens of a chain, its root included.
-        temp: Sampling temperature of the texts that are not greedy; 0 drafts these texts without
-            Gumbel noise, like decoding with one of mlx-lm's samplers.
-
-    Returns:
-        Counts as if all texts were one; the first token of a text belongs to no step, and only one
-        such token is counted.
+    ``temp`` is the temperature of the texts that are not greedy; 0 drafts them without Gumbel
+    noise, like decoding with one of mlx-lm's samplers. The counts are as if all texts were one: of
+    their first tokens, which belong to no step, one counts. Blocks until MLX has evaluated them.
     """
     total = DecodingStats(num_tokens=1)
     for shard in shards:
