@@ -8,7 +8,6 @@ from typing import Any, Literal
 from mlx_redrafter.checks import check_choice, check_int
 from mlx_redrafter.errors import ConfigError
 
-# Maximum number of beams of a search.
 MAX_BEAM_WIDTH = 64
 # Maximum number of tokens of a beam, root included.
 MAX_BEAM_LENGTH = 16

@@ -17,7 +17,6 @@ from huggingface_hub import constants
 
 from mlx_redrafter.errors import CheckpointError
 
-# Name of the config in a checkpoint.
 CONFIG = "config.json"
 # Endings of files with weights.
 WEIGHTS = (".safetensors", ".bin", ".pt")

@@ -8,7 +8,6 @@ from huggingface_hub.repocard import metadata_load
 
 from mlx_redrafter.checkpoint_files import MAX_JSON_BYTES
 
-# Name of the card in a checkpoint folder.
 CARD_FILE = "README.md"
 
 

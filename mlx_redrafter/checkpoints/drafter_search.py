@@ -27,6 +27,7 @@ from mlx_redrafter.proposers.checkpoint import PATTERNS
 from mlx_redrafter.proposers.mtp.families import has_family, is_sidecar, prefix_of
 from mlx_redrafter.target.model_loading import find_model, make_model
 
+MAX_REASONS = 3
 # Table of drafters that others have published: tab-separated, with a line of headings.
 TABLE = Path(__file__).with_name("drafters.tsv")
 # Names of methods for messages.
@@ -41,8 +42,6 @@ METHODS = {
 AUTO = "auto"
 # Maximum size of a draft model, in sizes of the target; a larger one costs more than it gains.
 MAX_SHARE = 0.2
-# Maximum number of reasons to print.
-MAX_REASONS = 3
 
 
 class PublishedDrafter(NamedTuple):

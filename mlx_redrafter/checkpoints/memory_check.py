@@ -31,6 +31,7 @@ from mlx_redrafter.target.architectures import CONTEXT_LENGTH_KEYS
 from mlx_redrafter.target.model_loading import make_model
 from mlx_redrafter.target.model_parts import LAYER_KEYS
 
+VOCABULARY_KEYS = ("vocab_size", "padded_vocab_size")
 # Share of the memory up to which weights fit without an estimate, which takes a second.
 EASY = 0.25
 # Tokens up to which that holds.
@@ -43,7 +44,6 @@ SHORTEST = 1024
 MAX_LAYERS = 8
 # Rows of the vocabulary in a rehearsal, which computes no logits.
 VOCABULARY = 64
-VOCABULARY_KEYS = ("vocab_size", "padded_vocab_size")
 # Tokens of the tree whose logits a step keeps in float32, in the widest default plan.
 TREE_TOKENS = 16
 # Copies of the float32 logits while they are sampled.

@@ -21,14 +21,13 @@ from mlx_redrafter.checks import parse_line
 from mlx_redrafter.engine.prompt_encoding import encode_chat, encode_prompt
 from mlx_redrafter.errors import ConfigError, DataError
 
+ROLES = ("system", "user", "assistant", "tool", "developer")
 # Line between two documents of a plain text.
 DOCUMENT_SEPARATOR = "<|endoftext|>"
 # Maximum length of a line, in characters; protects the memory from damaged files.
 MAX_LINE_CHARS = 2**24
 # Guess for cutting long texts before they are tokenised; most languages have 2 to 5.
 CHARS_PER_TOKEN = 3
-# Roles of the messages of a chat.
-ROLES = ("system", "user", "assistant", "tool", "developer")
 
 Message = dict[str, Any]
 

@@ -30,26 +30,20 @@ from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training.trainer import Optimiser, choose_batches
 from mlx_redrafter.training.training_request import TrainingRequest
 
-# Maximum number of tokens of a prompt.
 PROMPT_TOKENS = 8
-# Number of tokens of each text that is generated.
 ANSWER_TOKENS = 16
+MIN_TEXTS = 16
+TIMED_STEPS = 2
+MEASURED_TOKENS = 256
 # Number of steps of generating that are not timed, in which MLX may compile.
 UNTIMED = 4
-# Minimum number of texts that are generated.
-MIN_TEXTS = 16
 # Number of tokens of each sequence of the untimed pass before reading is timed.
 WARM_UP_TOKENS = 8
-# Number of timed optimiser steps.
-TIMED_STEPS = 2
-# Number of tokens of a measurement.
-MEASURED_TOKENS = 256
 # Number of tokens of a calibration, which costs more, because it compares many scales.
 CALIBRATED_TOKENS = 64
 
 # Called with the number of stages done, and the number of all stages.
 OnStage = Callable[[int, int], None]
-# Number of stages of the rehearsal.
 NUM_STAGES = 4
 
 

@@ -32,6 +32,7 @@ from mlx_redrafter.training.teacher_cache import pack_sequences, unpack_sequence
 from mlx_redrafter.training.training_request import Reporter
 from mlx_redrafter.training_options import DataOptions
 
+ORIGIN = "the model's own text"
 # Default number of tokens to train on if the model writes all texts.
 SELF_WRITTEN_TOKENS = 1_000_000
 # Maximum number of tokens of a question; longer ones are dropped.
@@ -42,8 +43,6 @@ MEAN_TOKENS = 32
 QUESTION_TEMP = 1.0
 # Maximum number of written questions per kept one.
 MAX_TRIES = 8
-# Origin of the items, for messages.
-ORIGIN = "the model's own text"
 
 
 class PromptWriter:

@@ -22,6 +22,7 @@ from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.loss import IMPOSSIBLE
 from mlx_redrafter.training.teacher_cache import Shard, Split, TeacherCache, pack_sequences
 
+BATCH_SEQUENCES = 8
 # Maximum number of tokens of a pass over texts, so that an interruption waits for a short one.
 MAX_CHUNK_TOKENS = 512
 # Maximum size of the float32 logits of such a pass, in bytes.
@@ -31,8 +32,6 @@ LOGITS_BYTES = 2**28
 TOP_K = 32
 # Number of tokens that closes a shard.
 SHARD_TOKENS = 16384
-# Number of sequences per forward pass.
-BATCH_SEQUENCES = 8
 
 OnTokens = Callable[[int], None]
 
@@ -78,13 +77,10 @@ class TeacherOutputs:
         counts: NDArray[np.int64],
         outputs: TargetOutputs,
     ) -> None:
-        """Keep the outputs of a pass; blocks until MLX has evaluated them.
+        """Keep the outputs of a pass, shape (B, c); blocks until MLX has evaluated them.
 
-        Args:
-            texts: Numbers of the texts of the pass, B of them.
-            begins: Index of the pass's first token in each text, shape (B,).
-            counts: Number of its tokens that belong to the text, without padding, shape (B,).
-            outputs: Outputs of shape (B, c).
+        ``texts`` are the numbers of its texts, B of them, and ``begins`` the indices of its first
+        tokens in them, shape (B,). Of its tokens, ``counts`` are no padding, shape (B,).
         """
         found = _summarise(outputs, self._k)
         offsets = np.arange(outputs.logits.shape[1])

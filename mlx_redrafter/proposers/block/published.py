@@ -34,6 +34,7 @@ from mlx_redrafter.proposers.checkpoint import OFFSETS, collect_sources, resolve
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.stored_config import MAX_COUNT, MAX_DIMENSION, reading
 
+ATTENTION = "layers.0.self_attn."
 # Tensors that are not read: the target's own, and what only training needs.
 LEFT_OUT = re.compile(r"t2d$|verifier_|.*rotary_emb\.inv_freq$")
 # Names of one runtime for tensors that all others name otherwise.
@@ -50,7 +51,6 @@ UNSUPPORTED = {
 }
 # Norms whose mean is below this are stored less one: they start at one, or at zero.
 STORED_LESS_ONE = 0.5
-ATTENTION = "layers.0.self_attn."
 
 
 def is_block_drafter(config: Mapping[str, Any], shapes: Shapes) -> bool:

@@ -25,6 +25,7 @@ from mlx_redrafter.proposers.eagle.config import MODEL_TYPE, EagleConfig
 from mlx_redrafter.proposers.kind import Shapes
 from mlx_redrafter.proposers.layer_sizes import LayerSizes
 
+CAPTURED = "eagle_aux_hidden_state_layer_ids"
 # Tensors that are not read: the target's own, and a mask that only training needs.
 LEFT_OUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 # Projections of which the first layer of a head has one: full attention, and latent attention.
@@ -40,8 +41,6 @@ SAME_KEYS = (
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Key of the object of NVIDIA's and SpecForge's configs that describes the head.
 NESTED = "eagle_config"
-# Key of the captured layers.
-CAPTURED = "eagle_aux_hidden_state_layer_ids"
 
 
 def is_eagle(config: Mapping[str, Any], shapes: Shapes) -> bool:

@@ -35,7 +35,6 @@ _FINAL: Mapping[NameSet, re.Pattern[str]] = {
     "vllm": re.compile(rf"lm_heads\.{_NUMBER}\.weight"),
 }
 _TOKEN_IDS = ("token_ids", "token_map")
-_BASE = "embed_tokens.weight"
 # Our keys by those of published configs, which no tensor may contradict.
 _STATED = {
     "hidden_size": "hidden_size",
@@ -43,7 +42,6 @@ _STATED = {
     "medusa_num_heads": "num_heads",
     "num_heads": "num_heads",
 }
-_STATED_BY_VLLM = {"num_hidden_layers": "num_layers"}
 
 
 class NamedHeads(NamedTuple):
@@ -83,7 +81,7 @@ def heads_of(names: Iterable[str]) -> set[int]:
 
 
 def read_heads(values: Mapping[str, Any], shapes: Shapes) -> NamedHeads:
-    bases = [name for name in shapes if name.endswith(_BASE)]
+    bases = [name for name in shapes if name.endswith("embed_tokens.weight")]
     if bases:
         raise CheckpointError(
             f"expected Medusa heads alone, found {quote(bases[0])} of their base as well: "
@@ -163,7 +161,7 @@ def _infer_config(
 def _check_stated(values: Mapping[str, Any], found: Mapping[str, int], notes: list[str]) -> None:
     """Compare a published config with the tensors; only the number of heads may be larger here."""
     is_vllm = values.get("model_type") == _VLLM_MODEL_TYPE
-    for key, own in (_STATED | _STATED_BY_VLLM if is_vllm else _STATED).items():
+    for key, own in (_STATED | ({"num_hidden_layers": "num_layers"} if is_vllm else {})).items():
         stated = values.get(key, found[own])
         if own == "num_heads" and isinstance(stated, int) and stated < found[own]:
             notes.append(f"config.json says {key} {stated}, the file has {found[own]} heads")

@@ -32,7 +32,6 @@ from mlx_redrafter.proposers.mtp.network import Mtp
 from mlx_redrafter.proposers.quantization import quantize_as_stored
 from mlx_redrafter.target.model_parts import check_config
 
-# Index of the shards of a model.
 INDEX = "model.safetensors.index.json"
 # Endings of the names of scales for quantised K/V entries, which are not read.
 KV_SCALES = (".k_scale", ".v_scale")

@@ -31,6 +31,7 @@ from mlx_redrafter.training.students.state_students import MedusaStudent, Recurr
 from mlx_redrafter.training.students.student import Student
 from mlx_redrafter.training_options import Head, NetworkOptions
 
+LEAST_HEADS = 4
 # Default width of a recurrent drafter's head, unless twice the hidden size is less.
 EXIT_DIM = 1024
 # Default number of a recurrent drafter's residual blocks.
@@ -41,8 +42,6 @@ WIDE = 2048
 HEAD_DIM = 64
 # Width of an attention head for hidden sizes from `WIDE` on.
 WIDE_HEAD_DIM = 128
-# Minimum number of attention heads.
-LEAST_HEADS = 4
 # Width of the MLP relative to the hidden size, as in Llama models.
 MLP_RATIO = 8 / 3
 # The width of the MLP is rounded up to a multiple of this number.
