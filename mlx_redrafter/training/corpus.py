@@ -143,7 +143,14 @@ def build_corpus(
         return [as_prompt_source(item, encoder, options) for item in items]
 
     def report(stage: str, total: int | None) -> OnTokens:
-        return lambda done: reporter.progress(stage, done, total)
+        done = 0
+
+        def on_tokens(count: int) -> None:
+            nonlocal done
+            done += count
+            reporter.progress(stage, done, total)
+
+        return on_tokens
 
     share = sources.generated_share(options)
     given = encode_given(sources.given, encoder, options, 1.0 - share, reporter)

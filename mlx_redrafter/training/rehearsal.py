@@ -112,8 +112,8 @@ def _generate(
     size = min(min(len(tokens), MAX_CHUNK_TOKENS) // BATCH_SEQUENCES, longest)
     starts = range(0, BATCH_SEQUENCES * size + 1, size)
     sequences = [TokenSequence(tokens[a:b], np.arange(size) > 0) for a, b in pairwise(starts)]
-    (begun, before), (ended, count) = times[UNTIMED - 1], times[-1]
-    return sequences, (ended - begun) / (count - before)
+    (begun, _), *timed = times[UNTIMED - 1 :]
+    return sequences, (timed[-1][0] - begun) / sum(count for _, count in timed)
 
 
 def _time_step(

@@ -13,7 +13,6 @@ Axes: B texts, V vocabulary.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,13 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
-from mlx_redrafter.training.teacher import (
-    OnTokens,
-    Teacher,
-    TeacherOutputs,
-    chunk_tokens,
-    report_after,
-)
+from mlx_redrafter.training.teacher import OnTokens, Teacher, TeacherOutputs, chunk_tokens
 from mlx_redrafter.training_options import DataOptions
 
 # Maximum number of texts of a round.
@@ -77,8 +70,8 @@ class TextGenerator:
         round becomes a shard of the teacher's, numbered from ``first``. Shards that exist are read
         instead, so a resumed run must give the same jobs in the same order.
 
-        Seeds MLX's global random state. ``on_tokens`` receives the number of tokens generated so
-        far, without the prompts.
+        Seeds MLX's global random state. ``on_tokens`` receives numbers of generated tokens, without
+        the prompts.
         """
         found: list[TokenSequence] = []
         num_generated, number = 0, 0
@@ -90,12 +83,10 @@ class TextGenerator:
             round_jobs = list(islice(jobs, size))
             if not round_jobs:
                 break
-            report = partial(report_after, num_generated, on_tokens)
-            texts = self._fill_shard(teacher, first, number, round_jobs, options, report)
+            texts = self._fill_shard(teacher, first, number, round_jobs, options, on_tokens)
             found += texts
             num_generated += sum(text.num_trained for text in texts)
             number += 1
-            on_tokens(num_generated)
         return found
 
     def _fill_shard(
@@ -111,6 +102,7 @@ class TextGenerator:
         if teacher.has(first + number):
             texts = teacher.cache.load(teacher.split, first + number).sequences()
             teacher.read_shard(first + number, texts, lambda _: on_tokens(0))
+            on_tokens(sum(text.num_trained for text in texts))
             return texts
         room = [len(job.prompt) + _most_tokens(job, options) for job in jobs]
         kept = TeacherOutputs(self.target, room, teacher.k, teacher.layers)
@@ -138,7 +130,7 @@ class TextGenerator:
                 part,
                 [_most_tokens(job, options) for job in part],
                 self.stop_tokens,
-                partial(report_after, sum(map(len, answers)), on_tokens),
+                on_tokens,
                 None if kept is None else kept.after(first),
             )
         sequences = []
@@ -202,9 +194,9 @@ def answer(
 ) -> list[list[int]]:
     """Generate an answer to each prompt.
 
-    An answer has at most ``most`` tokens, at least 1, its stop token included. ``on_tokens``
-    receives the number of tokens generated so far. ``kept`` receives the outputs at all tokens but
-    the last ones, which no pass reads. Uses MLX's global random state.
+    An answer has at most ``most`` tokens, at least 1, its stop token included. ``kept`` receives
+    the outputs at all tokens but the last ones, which no pass reads. Uses MLX's global random
+    state.
     """
     answers: list[list[int]] = [[] for _ in jobs]
     prompts = [job.prompt for job in jobs]
@@ -214,7 +206,7 @@ def answer(
     is_open = set(rows)
     while is_open:
         outputs = target.compute(tokens[:, None], caches, kept.layers if kept else ())
-        tokens = sample(outputs.logits[:, -1], [jobs[i].temp for i in rows])
+        tokens, count = sample(outputs.logits[:, -1], [jobs[i].temp for i in rows]), len(is_open)
         if kept is not None:
             begins = np.array([len(prompts[i]) + len(answers[i]) - 1 for i in rows])
             kept.write(rows, begins, np.array([int(i in is_open) for i in rows]), outputs)
@@ -229,7 +221,7 @@ def answer(
             tokens = tokens[where]
             for cache in caches:
                 cache.filter(where)
-        on_tokens(sum(map(len, answers)))
+        on_tokens(count)
     return answers
 
 

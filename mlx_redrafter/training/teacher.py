@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -33,11 +32,8 @@ TOP_K = 32
 # Number of tokens that closes a shard.
 SHARD_TOKENS = 16384
 
+# Called with the number of tokens that are done since the last call, after every pass.
 OnTokens = Callable[[int], None]
-
-
-def report_after(before: int, on_tokens: OnTokens, count: int) -> None:
-    on_tokens(before + count)
 
 
 def chunk_tokens(vocab_size: int, num_texts: int) -> int:
@@ -155,22 +151,19 @@ class Teacher:
     layers: Sequence[int]
 
     def read(self, sequences: Sequence[TokenSequence], on_tokens: OnTokens) -> int:
-        """Read texts into shards, numbered from 0, and count these; existing files are kept.
-
-        ``on_tokens`` receives the number of tokens done so far.
-        """
-        done = number = 0
+        """Read texts into shards, numbered from 0, and count these; existing files are kept."""
+        number = 0
         for number, group in enumerate(group_by_tokens(sequences, SHARD_TOKENS), 1):
-            self.read_shard(number - 1, group, partial(report_after, done, on_tokens))
-            done += sum(map(len, group))
-            on_tokens(done)
+            self.read_shard(number - 1, group, on_tokens)
         return number
 
     def read_shard(
         self, number: int, sequences: Sequence[TokenSequence], on_tokens: OnTokens
     ) -> None:
         """Read the texts of one shard, unless its files exist."""
-        if not (self.has(number) and self.cache.has(self.split, number, self.layers)):
+        if self.has(number) and self.cache.has(self.split, number, self.layers):
+            on_tokens(sum(map(len, sequences)))
+        else:
             shard = read_sequences(self.target, sequences, self.k, self.layers, on_tokens)
             self.save(number, shard)
 
@@ -203,15 +196,11 @@ def read_sequences(
     layers: Sequence[int] = (),
     on_tokens: OnTokens = lambda count: None,
 ) -> Shard:
-    """Compute hidden states, inputs of layers and most probable next tokens at every token.
-
-    ``on_tokens`` receives the number of tokens done, after every pass.
-    """
+    """Compute hidden states, inputs of layers and most probable next tokens at every token."""
     outputs = TeacherOutputs(target, [len(one) for one in sequences], k, layers)
     # Batches of similar length: shorter sequences are padded on the right, and no token before the
     # padding attends to it.
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-    done = 0
     for first in range(0, len(order), BATCH_SEQUENCES):
         rows = order[first : first + BATCH_SEQUENCES]
         lengths = np.array([len(sequences[row]) for row in rows])
@@ -224,6 +213,5 @@ def read_sequences(
             tokens = mx.array(padded[:, begin : begin + chunk])
             found = target.compute(tokens, cache, layers)
             outputs.write(rows, np.full(len(rows), begin), lengths - begin, found)
-            on_tokens(done)
-        done += int(lengths.sum())
+            on_tokens(int(np.clip(lengths - begin, 0, chunk).sum()))
     return outputs.make_shard(sequences)

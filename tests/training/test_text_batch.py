@@ -43,8 +43,7 @@ def test_greedy_texts_are_those_of_mlx_lm(name):
     counts: list[int] = []
     jobs = [GenerationJob(prompt, 0.0) for prompt in prompts]
     found = answer(Target(model), jobs, most, [STOP], counts.append)
-    assert counts == sorted(counts)
-    assert counts[-1] == sum(map(len, found))
+    assert sum(counts) == sum(map(len, found))
     for prompt, text, longest in zip(prompts, found, most, strict=True):
         assert len(text) == longest or text[-1] == STOP
         steps = generate_step(mx.array(prompt), model, max_tokens=len(text))
@@ -66,7 +65,7 @@ def test_every_pass_can_be_interrupted():
     texts = [TokenSequence(np.ones(90, np.int32), np.ones(90, np.bool_)) for _ in range(20)]
     read: list[int] = []
     read_sequences(target, texts, 4, (), read.append)
-    assert read == [0, 0, 720, 720, 1440], "of 8 texts at once, 64 tokens of each"
+    assert read == [512, 208, 512, 208, 360], "of 8 texts at once, 64 tokens of each"
 
 
 def test_every_text_has_its_own_temperature():
@@ -147,7 +146,7 @@ def test_no_more_than_the_asked_tokens_are_written(tmp_path):
         texts = generator.answer(teacher, jobs, options, total, seen.append)
         count = sum(int(text.is_trained.sum()) for text in texts)
         assert total <= count < total + 5 * options.answer_tokens
-        assert seen[-1] == count
+        assert sum(seen) == count
 
 
 # Noise that a sampled text may have been sampled with
