@@ -95,12 +95,6 @@ class BlockConfig(LayerSizes):
         super().__post_init__()
         check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_COUNT)
         check_captured_layers(self.captured_layers)
-        self._check_block()
-        self._check_layers()
-        self._check_link()
-        self._check_numbers()
-
-    def _check_block(self) -> None:
         check_int("first_slot", self.first_slot, 0, 1)
         check_int("block_size", self.block_size, 1 + self.first_slot, MAX_COUNT)
         check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
@@ -108,6 +102,9 @@ class BlockConfig(LayerSizes):
             check_int("num_target_layers", self.num_target_layers, 1, MAX_DIMENSION)
             most = max(self.captured_layers)
             check_int("each of captured_layers", most, 0, self.num_target_layers)
+        self._check_layers()
+        self._check_link()
+        self._check_numbers()
 
     def _check_layers(self) -> None:
         count = self.num_hidden_layers

@@ -159,9 +159,6 @@ class _Sizes:
             )
         return shape[axis]
 
-    def has(self, name: str) -> bool:
-        return name in self.shapes
-
     @property
     def is_gated(self) -> bool:
         width = self.axis(ATTENTION + "q_proj.weight", 0)
@@ -169,12 +166,12 @@ class _Sizes:
 
     @property
     def is_sandwich(self) -> bool:
-        return self.has("layers.0.pre_feedforward_layernorm.weight")
+        return "layers.0.pre_feedforward_layernorm.weight" in self.shapes
 
     def layers(self) -> dict[str, Any]:
         num_heads = self.axis(ATTENTION + "o_proj.weight", 1) // self.head
         names = ("token_ids", "lm_head.weight")
-        rows = next((self.axis(name, 0) for name in names if self.has(name)), self.vocab)
+        rows = next((self.axis(name, 0) for name in names if name in self.shapes), self.vocab)
         is_reduced = rows != self.vocab
         return {
             "hidden_size": self.hidden,
@@ -185,33 +182,33 @@ class _Sizes:
             "vocab_size": self.vocab,
             "num_hidden_layers": self.num_layers,
             "draft_vocab_size": rows if is_reduced else None,
-            "has_embedding": self.has("embed_tokens.weight"),
-            "has_head": is_reduced or self.has("lm_head.weight"),
+            "has_embedding": "embed_tokens.weight" in self.shapes,
+            "has_head": is_reduced or "lm_head.weight" in self.shapes,
             "layer_type": "gemma4" if self.is_sandwich else "qwen3",
-            "attention_bias": self.has(ATTENTION + "q_proj.bias"),
+            "attention_bias": ATTENTION + "q_proj.bias" in self.shapes,
             "is_gated": self.is_gated,
-            "has_values": self.has(ATTENTION + "v_proj.weight"),
-            "has_sinks": self.has(ATTENTION + "attention_sink_bias"),
+            "has_values": ATTENTION + "v_proj.weight" in self.shapes,
+            "has_sinks": ATTENTION + "attention_sink_bias" in self.shapes,
         }
 
     def link(self, config: PublishedValues) -> dict[str, Any]:
         fields: dict[str, Any] = {"link": "none"}
-        if self.has("markov_head.markov_w1.weight"):
+        if "markov_head.markov_w1.weight" in self.shapes:
             rank = self.axis("markov_head.markov_w1.weight", 1)
             kinds = {"gate_proj": "gated", "joint_proj": "recurrent"}
-            found = [k for name, k in kinds.items() if self.has(f"markov_head.{name}.weight")]
+            found = [k for name, k in kinds.items() if f"markov_head.{name}.weight" in self.shapes]
             fields = {"link": found[0] if found else "vanilla", "rank": rank}
-        elif self.has("candidate_selector.predecessor_codebook"):
+        elif "candidate_selector.predecessor_codebook" in self.shapes:
             rank = self.axis("candidate_selector.predecessor_codebook", 1)
             count = config.integer("selector_top_k", MAX_DIMENSION, 16)
             fields = {"link": "selector", "rank": rank, "num_candidates": count}
         kernel = "layers.0.attention_conv.base_kernel"
-        if self.has(kernel):
+        if kernel in self.shapes:
             taps = self.axis(kernel, 1)
             projected = self.axis("layers.0.attention_conv.kernel_projection.weight", 0)
             fields |= {"conv_taps": taps, "conv_groups": projected // (2 * taps)}
         confidence = "confidence_head.proj.weight"
-        if self.has(confidence):
+        if confidence in self.shapes:
             reads = self.axis(confidence, 1) > self.hidden
             fields |= {"has_confidence": True, "confidence_reads_token": reads}
         return fields
@@ -301,7 +298,7 @@ def _taps(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
 
 def _block(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
     size, slot = config.integer("block_size", MAX_DIMENSION), first_slot_of(config)
-    is_dspark = sizes.has("markov_head.markov_w1.weight")
+    is_dspark = "markov_head.markov_w1.weight" in sizes.shapes
     counts_drafts = config.packaging != "speculators" and not config.flag("dspark_bonus_anchor")
     if slot and is_dspark and counts_drafts:
         size += 1  # DeepSpec counts drafts, others count entries
@@ -311,7 +308,7 @@ def _block(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
 
 def _scales(config: PublishedValues, sizes: _Sizes) -> dict[str, Any]:
     scale = config.number("input_embedding_scale", 1.0)
-    if sizes.is_sandwich and sizes.has("embed_tokens.weight"):
+    if sizes.is_sandwich and "embed_tokens.weight" in sizes.shapes:
         scale *= sizes.hidden**0.5
     return {
         "embed_scale": scale,
