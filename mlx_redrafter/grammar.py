@@ -236,10 +236,9 @@ def _limits() -> LLParserLimits:
 def _convert(name: str, text: str, **options: Any) -> str:
     convert = getattr(_guidance().LLMatcher, name)
     try:
-        source: str = convert(text, **options)
+        return convert(text, **options)
     except ValueError as error:  # too deep, a number out of range, half of a surrogate pair
         raise _refusal(str(error)) from error
-    return source
 
 
 def _refusal(message: str) -> ConfigError:

@@ -147,10 +147,7 @@ def write_drafter(
 def collect_sources(
     names: Iterable[str], own_name: Callable[[str], str | None]
 ) -> tuple[dict[str, str], list[str]]:
-    """Map this package's names of tensors to those in a checkpoint.
-
-    Also return the names for which ``own_name`` returns None.
-    """
+    """Map own names of tensors to those in a checkpoint; also return names without an own one."""
     sources: dict[str, str] = {}
     others = []
     for name in names:

@@ -7,7 +7,7 @@ Files are not trusted: errors in a file are reported with its name and line.
 - All other names: plain text. Lines ``<|endoftext|>`` divide the text into documents.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,7 @@ class Encoder:
         """Encode all replies as one sequence, or several if the template rewrites earlier turns."""
         tokens: list[int] = []
         is_trained: list[bool] = []
+        stops = self.tokenizer.eos_token_ids
         for turn, message in enumerate(item.messages):
             if message["role"] != "assistant":
                 continue
@@ -240,7 +241,9 @@ class Encoder:
                 tokens, is_trained = [], []
             pairs = enumerate(zip(prompt, full, strict=False))
             start = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(full)))
-            end = self._end_of_reply(full, start)
+            # After the reply's stop token; a template may add a line break there.
+            ends = (i + 1 for i, token in enumerate(full) if i >= start and token in stops)
+            end = next(ends, len(full))
             is_trained = [*is_trained, *[False] * (start - len(tokens)), *[True] * (end - start)]
             is_trained += [False] * (len(full) - end)
             tokens = full
@@ -252,11 +255,6 @@ class Encoder:
         kept = np.array(is_trained[: self.sequence_length], dtype=np.bool_)
         if kept.any():
             yield TokenSequence(self._sequence(tokens, 0, origin).tokens, kept)
-
-    def _end_of_reply(self, tokens: Sequence[int], start: int) -> int:
-        """Find the index after the reply's stop token; a template may add a line break there."""
-        stops = self.tokenizer.eos_token_ids
-        return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in stops), len(tokens))
 
     def _apply_template(self, messages: list[Message], origin: str, opens: bool) -> list[int]:
         """Encode messages, and the opening of a reply if ``opens``."""

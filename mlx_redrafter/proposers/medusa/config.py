@@ -16,8 +16,6 @@ MODEL_TYPE = "redrafter_medusa"
 # Number of ranks of a head whose accuracies are stored.
 MAX_RANKS = 32
 
-Tree = Literal["dynamic", "static"]
-
 
 @dataclass(frozen=True)
 class MedusaConfig(StoredConfig):
@@ -42,7 +40,7 @@ class MedusaConfig(StoredConfig):
     num_layers: int
     bias: bool = True
     draft_vocab_size: int | None = None
-    tree: Tree = "dynamic"
+    tree: Literal["dynamic", "static"] = "dynamic"
     rank_accuracies: tuple[tuple[float, ...], ...] | None = None
     inverse_temperature: float = INVERSE_TEMPERATURE
     coupling_weight: float = COUPLING_WEIGHT
