@@ -7,7 +7,7 @@ So they measure drafting as in decoding, which continues text of the target.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,8 +84,13 @@ def divide(data: Sequence[Item], prompts: Sequence[Item], options: DataOptions) 
     """
     rng = np.random.default_rng(options.seed)
     max_chars = CHARS_PER_TOKEN * options.sequence_length
-    given = [i for item in data for i in _split_item(item, max_chars) if not _is_prompt(i)]
-    asked = [*prompts, *(item for item in data if _is_prompt(item))]
+    given: list[Item] = []
+    asked = [*prompts]
+    for item in data:
+        if isinstance(item, Document):
+            given += [Document(piece, item.origin) for piece in split_text(item.text, max_chars)]
+        else:
+            (given if item.is_answered else asked).append(item)
     given = [given[i] for i in rng.permutation(len(given))]
     asked = [asked[i] for i in rng.permutation(len(asked))]
     pool = asked or given
@@ -111,18 +116,6 @@ def limit_held_out(options: DataOptions) -> int:
 def _describe_start(item: Item) -> str:
     """Render what the target continues if an item is a prompt."""
     return json.dumps(item.text if isinstance(item, Document) else item.asked, sort_keys=True)
-
-
-def _is_prompt(item: Item) -> bool:
-    return isinstance(item, Chat) and not item.is_answered
-
-
-def _split_item(item: Item, max_chars: int) -> Iterator[Item]:
-    if isinstance(item, Document):
-        for piece in split_text(item.text, max_chars):
-            yield Document(piece, item.origin)
-    else:
-        yield item
 
 
 def build_corpus(
