@@ -162,17 +162,15 @@ class Preparation:
                 "expected the target to continue held-out prompts, found only empty continuations; "
                 "give other prompts"
             )
+        student, token_ids = self.student, None
         if self.start_fingerprint is None:
-            self._initialise(corpus)
-        self.student.leave_target()
+            if student.network.row_ids is not None:
+                sizes = student.head_rows, self._target.vocab_size
+                token_ids = select_frequent_tokens(corpus.train, self._special, *sizes)
+            head = compute_head_matrix(self._target)
+            student.initialise(head, self.request.training.seed, token_ids)
+        student.leave_target()
         return corpus
 
     def _teacher(self, split: Split, k: int) -> Teacher:
         return Teacher(self._target, self.cache, split, k, self.student.layers)
-
-    def _initialise(self, corpus: Corpus) -> None:
-        student, target, token_ids = self.student, self._target, None
-        if student.network.row_ids is not None:
-            sizes = student.head_rows, target.vocab_size
-            token_ids = select_frequent_tokens(corpus.train, self._special, *sizes)
-        student.initialise(compute_head_matrix(target), self.request.training.seed, token_ids)

@@ -7,9 +7,8 @@ begins a text or, without one, after random tokens.
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +71,7 @@ class PromptWriter:
         wanted = count_prompts(options)
         longest = QUESTION_TOKENS if self.stop_tokens else SHORTEST_BEGINNING + NUM_BEGINNINGS
         generator = TextGenerator(self.target, self.stop_tokens, options.seed + 2)
-        jobs = self._jobs(options.seed)
+        rng, vocab_size = np.random.default_rng(options.seed), self.target.vocab_size
         # The text of a template may be longer than a sequence, and the context is longer still.
         room = min(len(self.prefix) + longest, self.target.context_length or sys.maxsize)
         length = max(options.sequence_length, room)
@@ -88,7 +87,8 @@ class PromptWriter:
             # As many as are missing, if as many of them are of use as of the earlier ones.
             size = math.ceil((wanted - len(found)) * (num_written + 1) / (len(found) + 1))
             size = min(size, generator.round_size)
-            round_jobs = list(islice(jobs, size))
+            begins = (list(self.prefix) or [int(rng.integers(vocab_size))] for _ in range(size))
+            round_jobs = [GenerationJob(begin, QUESTION_TEMP) for begin in begins]
             if not path.exists():
                 texts = generator.generate_round(round_jobs, options, number, report)
                 save_arrays(path, pack_sequences(texts))
@@ -107,11 +107,6 @@ class PromptWriter:
             )
         held_out = min(limit_held_out(options), len(items) // 2)
         return Sources([], items[held_out:], items[:held_out])
-
-    def _jobs(self, seed: int) -> Iterator[GenerationJob]:
-        rng, size = np.random.default_rng(seed), self.target.vocab_size
-        while True:
-            yield GenerationJob(list(self.prefix) or [int(rng.integers(size))], QUESTION_TEMP)
 
     def _read(self, tokens: list[int]) -> Item | None:
         """Read a written prompt; None if it is empty or does not end."""
