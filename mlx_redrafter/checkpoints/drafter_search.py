@@ -171,10 +171,12 @@ class DrafterSearch:
         for folder in self._folders():
             if (reason := self._declaration(folder)) is not None:
                 yield FoundDrafter(repository_of(folder), str(folder), "", reason)
-        folder = self.model.folder
-        if folder is not None and _has_module(folder, self.model.config):
-            reason = "it is in the model's own files"
-            yield FoundDrafter(mtp.WORD, mtp.WORD, mtp.NAME, reason)
+        folder, config = self.model.folder, self.model.config
+        if folder is not None and has_family(config) and not is_sidecar(config):
+            prefix = prefix_of(config)
+            if any(name.startswith(prefix) for name in read_shapes(folder)):
+                reason = "it is in the model's own files"
+                yield FoundDrafter(mtp.WORD, mtp.WORD, mtp.NAME, reason)
 
     def _folders(self) -> Iterator[Path]:
         """Yield the folders that may hold a drafter: in the stores, beside, and bundled ones."""
@@ -262,14 +264,6 @@ def _is_model(folder: Path, attends_to_all: bool = False) -> bool:
         return kind is draft_model and (not attends_to_all or can_draft(folder.name, config))
     except RedrafterError:
         return False
-
-
-def _has_module(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether a model's own files hold an MTP module."""
-    if not has_family(config) or is_sidecar(config):
-        return False
-    prefix = prefix_of(config)
-    return any(name.startswith(prefix) for name in read_shapes(folder))
 
 
 def _weight_bytes(folder: Path) -> int:
