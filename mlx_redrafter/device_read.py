@@ -5,7 +5,7 @@ No other module of the decoding step reads arrays, or waits for them.
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -39,11 +39,6 @@ def as_rows(values: mx.array) -> npt.NDArray[np.float32]:
     """View a float32 array of shape (n, m) where it is, without a copy."""
     with waiting():
         return np.asarray(values)
-
-
-def entries(rows: npt.NDArray[np.float32], row: int, columns: Sequence[int]) -> list[float]:
-    """Read entries of one row of a view from `as_rows`."""
-    return cast("list[float]", rows[row, list(columns)].tolist())
 
 
 def wait_for(arrays: Any) -> None:

@@ -7,7 +7,7 @@ from math import exp, log
 from operator import itemgetter
 
 from mlx_redrafter.decoding.sampling import MIN_FACTOR, GumbelNoise
-from mlx_redrafter.device_read import as_rows, entries
+from mlx_redrafter.device_read import as_rows
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.lookup.chances import Chances, Child, match_feature, share_feature
@@ -118,7 +118,7 @@ class DraftTree:
             return zip(tokens, log_probs, strict=True)
         params, rows = self._noise
         allowed = tokens[: _num_allowed(log_probs, params)]
-        temp, noise = max(params.temp, MIN_FACTOR), entries(rows, depth, allowed)
+        temp, noise = max(params.temp, MIN_FACTOR), rows[depth, list(allowed)].tolist()
         found = zip(log_probs, noise, allowed, strict=False)
         scores = sorted(((one / temp + more, token) for one, more, token in found), reverse=True)
         most = scores[0][0]
