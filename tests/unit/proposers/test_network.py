@@ -106,30 +106,30 @@ def test_a_table_says_what_the_drafter_computes_though_weights_change_in_place(
     ]
     weights = list(named_parameters(drafter))
     _check(drafter, target)
-    assert drafter.input_table is not None
+    assert drafter._input_table is not None
     assert list(named_parameters(drafter)) == weights, "the table is none"
     for number, change in enumerate(changes):
-        before = drafter.input_table
+        before = drafter._input_table
         change()
         target = Target(model)
         _check(drafter, target)
         if not (number in (1, 5) and dtype == mx.float32):  # the dtype that it has
-            assert drafter.input_table is not before
-        before = drafter.input_table
+            assert drafter._input_table is not before
+        before = drafter._input_table
         network.input_lookup(drafter, target)
-        assert drafter.input_table is before
+        assert drafter._input_table is before
 
 
 def test_there_is_none_where_it_would_be_large_or_saves_nothing(monkeypatch, drafter, target):
     monkeypatch.setattr(network, "MAX_BYTES", 4 * VOCAB_SIZE * HIDDEN_SIZE - 1)
     _check(drafter, target)
-    assert drafter.input_table is None
+    assert drafter._input_table is None
     drafter.set_dtype(mx.float16)
     _check(drafter, target)
-    assert drafter.input_table is not None
+    assert drafter._input_table is not None
     plain = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, rnn=False)
     _check(plain, target)
-    assert plain.input_table is None
+    assert plain._input_table is None
 
 
 def _embed(tokens: mx.array) -> mx.array:
