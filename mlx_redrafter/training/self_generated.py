@@ -25,6 +25,7 @@ from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.teacher import OnTokens, Teacher, TeacherOutputs, chunk_tokens
+from mlx_redrafter.training.teacher_cache import unpack_sequences
 from mlx_redrafter.training_options import DataOptions
 
 # Maximum number of texts of a round.
@@ -99,15 +100,16 @@ class TextGenerator:
         on_tokens: OnTokens,
     ) -> list[TokenSequence]:
         """Generate the texts of a shard, or read those of an earlier run."""
-        if teacher.has(first + number):
-            texts = teacher.cache.load(teacher.split, first + number).sequences()
+        cache, split = teacher.cache, teacher.split
+        if cache.has(split, first + number):  # which may lack the inputs of layers
+            texts = unpack_sequences(cache.load(split, first + number).arrays())
             teacher.read_shard(first + number, texts, lambda _: on_tokens(0))
             on_tokens(sum(text.num_trained for text in texts))
             return texts
         room = [len(job.prompt) + _most_tokens(job, options) for job in jobs]
         kept = TeacherOutputs(self.target, room, teacher.k, teacher.layers)
         texts = self.generate_round(jobs, options, number, on_tokens, kept)
-        teacher.save(first + number, kept.make_shard(texts))
+        cache.save(split, first + number, kept.make_shard(texts), teacher.layers)
         return texts
 
     def generate_round(

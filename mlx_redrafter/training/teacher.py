@@ -161,18 +161,11 @@ class Teacher:
         self, number: int, sequences: Sequence[TokenSequence], on_tokens: OnTokens
     ) -> None:
         """Read the texts of one shard, unless its files exist."""
-        if self.has(number) and self.cache.has(self.split, number, self.layers):
+        if all(self.cache.has(self.split, number, layers) for layers in ((), self.layers)):
             on_tokens(sum(map(len, sequences)))
         else:
             shard = read_sequences(self.target, sequences, self.k, self.layers, on_tokens)
-            self.save(number, shard)
-
-    def has(self, number: int) -> bool:
-        """Return whether there is a shard, which may lack the inputs of layers."""
-        return self.cache.has(self.split, number)
-
-    def save(self, number: int, shard: Shard) -> None:
-        self.cache.save(self.split, number, shard, self.layers)
+            self.cache.save(self.split, number, shard, self.layers)
 
 
 def group_by_tokens(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -75,9 +75,6 @@ class Shard:
 
     def texts(self) -> Iterator[Shard]:
         return (self.text(start, end) for start, end in pairwise(to_ints(self.starts)))
-
-    def sequences(self) -> list[TokenSequence]:
-        return unpack_sequences(self.arrays())
 
 
 class TeacherCache:
@@ -145,10 +142,7 @@ class TeacherCache:
 
     def num_shards(self, split: Split) -> int:
         """Count the shards, which are numbered from 0 without gaps."""
-        number = 0
-        while self.has(split, number):
-            number += 1
-        return number
+        return next(number for number in count() if not self.has(split, number))
 
 
 def pack_sequences(sequences: Sequence[TokenSequence]) -> Arrays:
@@ -173,16 +167,16 @@ def find_draftable_steps(shard: Shard, length: int) -> NDArray[np.bool_]:
     counts if all tokens from the root to this draft are in the same sequence and trained.
     """
     is_trained, starts = np.array(shard.is_trained), np.array(shard.starts)
-    count = len(is_trained)
+    size = len(is_trained)
     sequence = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     # The padding past the end is another sequence, so that no step reaches into it.
     sequence = np.concatenate([sequence, np.full(length, -1)])
     trained = np.concatenate([is_trained, np.zeros(length, dtype=np.bool_)])
-    reaches = np.ones(count, dtype=np.bool_)
+    reaches = np.ones(size, dtype=np.bool_)
     steps = []
     for ahead in range(1, length + 1):
-        reaches = reaches & trained[ahead : ahead + count]
-        reaches = reaches & (sequence[ahead : ahead + count] == sequence[:count])
+        reaches = reaches & trained[ahead : ahead + size]
+        reaches = reaches & (sequence[ahead : ahead + size] == sequence[:size])
         if ahead > 1:
             steps.append(reaches)
     return np.stack(steps, axis=1)
