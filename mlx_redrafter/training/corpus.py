@@ -173,10 +173,9 @@ def encode_given(
         found = list(encoder.encode(item))
         num_lost += isinstance(item, Chat) and not found
         for sequence in found:
-            if total >= budget:
-                break
-            total += sequence.num_trained
-            given.append(sequence)
+            if total < budget:
+                total += sequence.num_trained
+                given.append(sequence)
         if total >= budget:
             break
     if num_lost:

@@ -86,9 +86,8 @@ def load_student(path_or_repo: str, head: Head, target: Target, tokenizer: Any) 
     found = LINKED.get(network.config.link, "dspark")
     if found != head:
         raise ConfigError(f"expected a drafter for --head {head}, found one for --head {found}")
-    for part in (network.get("embed_tokens"), network.get("lm_head")):
-        if part is not None:
-            part.freeze()
+    for name in {"embed_tokens", "lm_head"} & network.keys():
+        network[name].freeze()
     return BlockStudent(network, target)
 
 
