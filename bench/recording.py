@@ -101,14 +101,13 @@ class Recording:
         try:
             for key, fixed in FIXED.items():
                 found, expected = before[key], self.result[key]
-                compared = fixed or expected
-                different = [name for name in compared if found.get(name) != expected[name]]
-                if different:
-                    name = different[0]
-                    raise ConfigError(
-                        f"{path} was measured with {name} {found.get(name)!r}, now it is "
-                        f"{expected[name]!r}; resume with the same settings or choose another file"
-                    )
+                for name in fixed or expected:
+                    if found.get(name) != expected[name]:
+                        raise ConfigError(
+                            f"{path} was measured with {name} {found.get(name)!r}, now it is "
+                            f"{expected[name]!r}; resume with the same settings or choose another "
+                            "file"
+                        )
             runs, sittings = before.pop("runs"), [*before["sittings"], self._sitting]
             is_known = all(set(values) == names for values in runs)
         except (AttributeError, KeyError, TypeError) as error:

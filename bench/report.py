@@ -5,12 +5,13 @@ The page, of `bench speed`, is Markdown to publish.
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, zip_longest
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from mlx_redrafter.bench.runs import AUTO, PLAIN, STOCK, STOCK_DRAFT, TimedRun, repetition
 from mlx_redrafter.bench.timing import MedianEstimate, estimate
+from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.errors import DataError
 from mlx_redrafter.memory_sizes import format_bytes
 
@@ -95,27 +96,20 @@ def _row(
 ) -> Row:
     timed = [run for run in runs if run.is_timed]
     pairs = [(stock[run.turn], run) for run in timed if run.turn in stock]
-    steps = sum(run.steps for run in runs)
-    verified = sum(run.num_verified for run in runs)
+    counts = zip_longest(*(run.accepted_counts for run in runs), fillvalue=0)
+    stats = DecodingStats(accepted_counts=list(map(sum, counts)))
+    steps, verified = stats.steps, sum(run.num_verified for run in runs)
     return Row(
         arm=name,
         speedup=ratios((b.prompt, a.seconds_per_token, b.seconds_per_token) for a, b in pairs),
         tokens_per_second=ratios((run.prompt, 1.0, run.seconds_per_token) for run in timed),
         prompt_speedup=ratios((b.prompt, a.prompt_seconds, b.prompt_seconds) for a, b in pairs),
         tokens_per_step=sum(len(run.tokens) - 1 for run in runs) / steps if steps else None,
-        acceptance_rate_by_depth=_acceptance(runs),
+        acceptance_rate_by_depth=stats.acceptance_rate_by_depth,
         nodes_per_step=verified / steps if steps and verified else None,
         repeated=sum(repetition(run.tokens) for run in runs) / max(1, len(runs)),
         num_texts=len(runs),
     )
-
-
-def _acceptance(runs: Sequence[TimedRun]) -> list[float]:
-    steps = sum(run.steps for run in runs)
-    deepest = max((len(run.accepted_counts) for run in runs), default=0)
-    return [
-        sum(sum(run.accepted_counts[depth:]) for run in runs) / steps for depth in range(1, deepest)
-    ]
 
 
 def ratios(pairs: Iterable[tuple[Hashable, float, float]]) -> MedianEstimate | None:

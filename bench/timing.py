@@ -40,9 +40,7 @@ class MedianEstimate:
         return "" if self.count < 2 else f"{self.low:{form}} to {self.high:{form}} ({kind})"
 
 
-def estimate(
-    samples: Sequence[float], texts: Sequence[Hashable] | None = None, seed: int = 0
-) -> MedianEstimate:
+def estimate(samples: Sequence[float], texts: Sequence[Hashable] | None = None) -> MedianEstimate:
     """Compute the median of at least one sample, with its bootstrap interval or the range.
 
     ``texts`` names the text of each sample; by default every sample has its own. Repeats of a text
@@ -55,19 +53,19 @@ def estimate(
     if len(by_text) < MIN_TEXTS:
         low, high = values.min(), values.max()
     else:
-        low, high = np.quantile(_resample(list(by_text.values()), seed), [0.025, 0.975])
+        low, high = np.quantile(_resample(list(by_text.values())), [0.025, 0.975])
     first, third = np.quantile(values, [0.25, 0.75])
     quartiles = float(first), float(third)
     median, count = float(np.median(values)), len(values)
     return MedianEstimate(median, float(low), float(high), quartiles, count, len(by_text))
 
 
-def _resample(by_text: Sequence[Sequence[float]], seed: int) -> NDArray[np.float64]:
+def _resample(by_text: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     """Compute the medians of resamples of texts, each with the samples of one text."""
     table = np.full((len(by_text), max(map(len, by_text))), np.nan)
     for row, samples in zip(table, by_text, strict=True):
         row[: len(samples)] = samples
-    draws = np.random.default_rng(seed).integers(len(table), size=(RESAMPLES, len(table)))
+    draws = np.random.default_rng(0).integers(len(table), size=(RESAMPLES, len(table)))
     drawn = table[draws].reshape(RESAMPLES, -1)
     # Texts with fewer samples than others leave NaN; the plain median is faster.
     median = np.nanmedian if np.isnan(table).any() else np.median

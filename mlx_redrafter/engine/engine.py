@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -331,30 +332,23 @@ class Engine:
             drafting = proposer.open(target, ids, options.couple, own)
         is_free = not logits_processors and masks is None
         chain = None if is_free else ProcessorChain(logits_processors, ids, masks)
-        on_close = self._conclusion(policy, options.couple)
+        on_close = partial(self._conclude, policy, options.couple)
         return SequenceDecoder(
             target, cache, token_sampler, request, drafting, policy, chain, on_close
         )
 
-    def _conclusion(
-        self, policy: DraftPolicy | None, couple: bool
-    ) -> Callable[[DecodingStats], None]:
-        """Return a function that keeps the estimates of a sequence's policy when it ends."""
-        memory = self.memory
-
-        def conclude(stats: DecodingStats) -> None:
-            if not isinstance(policy, AdaptivePolicy):
-                return
-            state = policy.conclude()
-            stats.shapes = policy.shapes()
-            if couple and policy.is_used:
-                memory.policy = state
-            if couple:
-                memory.keep()
-            if state.ratios.are_low:
-                doubt_times(self.target, self._network, memory.timed)
-
-        return conclude
+    def _conclude(self, policy: DraftPolicy | None, couple: bool, stats: DecodingStats) -> None:
+        """Keep the estimates of a sequence's policy when it ends."""
+        if not isinstance(policy, AdaptivePolicy):
+            return
+        state = policy.conclude()
+        stats.shapes = policy.shapes()
+        if couple and policy.is_used:
+            self.memory.policy = state
+        if couple:
+            self.memory.keep()
+        if state.ratios.are_low:
+            doubt_times(self.target, self._network, self.memory.timed)
 
     def _share(self, options: GenerationOptions) -> Scheduler:
         scheduler, proposer = Scheduler(self.target), self.proposer

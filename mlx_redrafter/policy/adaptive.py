@@ -173,7 +173,7 @@ class Planner:
         looks_up = matches and not self.explorer.is_plain
         lookup = self._look_up(matches, count) if looks_up else None
         if lookup is None:
-            self.state.budget.pay_lookups(seconds)
+            self.state.budget.lookups -= seconds
         self.newest = lookup or self.explorer.choose(self.learner.guard.allows_drafts)
         self._in_flight.append(self.newest)
         return self.newest
@@ -203,7 +203,7 @@ class Planner:
         start = self._clock()
         if self.learner.learn(self._best.rate):
             self._best = self._find_best()
-            self.state.budget.pay_learning(self._clock() - start)
+            self.state.budget.learning -= self._clock() - start
 
     def _select(
         self, candidates: Sequence[Candidates], count: int, is_early: bool
