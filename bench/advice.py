@@ -164,8 +164,7 @@ class Recommendation:
     """The command to use for a model, and the reasons.
 
     Attributes:
-        speedup: Speed relative to plain decoding: a number, the words of those who measured it, or
-            None if nobody has.
+        speedup: Speed by that of plain decoding: a number, the words of who measured it, or None.
         source: Whose figure that is, or why there is none.
         limits: Sentences that say when drafting will not pay.
     """

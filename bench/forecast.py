@@ -56,8 +56,7 @@ class Forecast:
         training: Time of training a drafter; None if it was not measured.
         notes: Assumptions and findings, one sentence each.
         is_narrow: Whether the chip's kernels read quantised weights once per token.
-        gain: Predicted speed with the drafter at hand relative to plain decoding, if its tokens per
-            step are known.
+        gain: Predicted speed with the drafter at hand relative to plain decoding, if known.
     """
 
     plain: float

@@ -128,8 +128,7 @@ class LoadWatch:
         """Estimate the mean number of other programs' running threads since the start.
 
         The load average of the time before decays by a factor of e per minute, and this process
-        counts by its processor time. None in the first seconds, and if the system has no load
-        average.
+        counts by its processor time. None in the first seconds, and without a load average.
         """
         start, cpu_start, before = self._began
         seconds, now = time.perf_counter() - start, load_averages()

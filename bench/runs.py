@@ -164,8 +164,7 @@ def run_together(
 ) -> list[tuple[TimedRun, str]]:
     """Time texts that are decoded together, each from the start of all of them.
 
-    ``stream`` yields numbers of texts with their responses, one per token. Return times and text of
-    every turn.
+    ``stream`` yields numbers of texts with their responses, one per token.
     """
     start = time.perf_counter()
     texts: list[list[tuple[float, int, str]]] = [[] for _ in turns]

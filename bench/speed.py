@@ -117,10 +117,9 @@ Work = Mapping[Setting, Sequence[Sequence[Turn]]]
 def measure_speed(
     work: Work, compared: Comparison, recording: Recording, on_progress: OnProgress
 ) -> list[Row]:
-    """Decode all batches with all methods, in interleaved runs.
+    """Decode all batches with all methods, as `decode_in_turns` does.
 
-    Batches that the recording already has are not repeated. Return a row per setting and method,
-    and one per category if there are several.
+    Return a row per setting and method, and one per category if there are several.
     """
     parts = []
     for setting, batches in work.items():

@@ -90,10 +90,7 @@ def sweep(
     cool_down: float = 0.0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Point]:
-    """Measure every plan of the grid, ``repeats`` times per prompt.
-
-    Turns that the recording already has are not repeated.
-    """
+    """Measure every plan of the grid, ``repeats`` times per prompt; see `decode_in_turns`."""
     plans, parts = grid.plans, []
     rounds = [(prompt, repeat) for repeat in range(repeats) for prompt in prompts]
     for temp in grid.temps:

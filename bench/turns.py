@@ -65,8 +65,7 @@ def decode_in_turns(
 ) -> None:
     """Decode every batch with every method; each batch starts with another method.
 
-    Batches that the recording already has are not repeated. ``prepare`` is called before the first
-    one, if any is missing.
+    Batches that the recording has are not repeated. If any is missing, ``prepare`` is called first.
     """
     missing = [[one for one in part.batches if not recording.has(one[0].key)] for part in parts]
     total = sum(len(part.batches) for part in parts)

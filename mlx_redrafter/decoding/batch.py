@@ -40,8 +40,7 @@ _IDLE = mx.array([0], dtype=mx.int32)
 class Batch(Lane):
     """A `Lane` of several sequences of a target, each in a slot of its own.
 
-    Slots come in powers of two, and grow and shrink with the number of sequences. A policy decides
-    how much they draft.
+    Slots come in powers of two, as many as sequences need. A policy decides how much these draft.
     """
 
     def __init__(self, target: Target):
@@ -126,8 +125,10 @@ class Batch(Lane):
         layers = next((one.layers for one in inputs if one.layers), ())
         outputs = self._target.verify_batch(trees, self.cache, layers)
         for sequence, one in inputs.items():
-            if not isinstance(one, TokenTree):
-                self._commit(sequence, one, outputs)
+            if not isinstance(one, TokenTree):  # a root, and the end of the prompt before it
+                sequence.cache.commit(range(one.size))
+                if one.size > 1 and outputs.states is not None:
+                    read_states(sequence, outputs.states[self._number(sequence), : one.size - 1])
         outputs = self._process(inputs, outputs)
         inputs = {one: drafts for one, drafts in inputs.items() if one.outbox.error is None}
         found: dict[SequenceDecoder, Part] = {}
@@ -160,13 +161,6 @@ class Batch(Lane):
             except Exception as error:
                 sequence.outbox.fail(error)
         return found
-
-    def _commit(self, sequence: SequenceDecoder, tokens: mx.array, outputs: TargetOutputs) -> None:
-        """Keep a root, and the end of the prompt before it."""
-        num_tokens = tokens.shape[0]
-        sequence.cache.commit(range(num_tokens))
-        if num_tokens > 1 and outputs.states is not None:
-            read_states(sequence, outputs.states[self._number(sequence), : num_tokens - 1])
 
     def _process(self, inputs: Inputs, outputs: TargetOutputs) -> TargetOutputs:
         """Apply the logits processors and grammars of the sequences that have any."""

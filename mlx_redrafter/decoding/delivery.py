@@ -29,8 +29,7 @@ class Request:
         prompt: Token ids, at least one.
         stop_tokens: Token ids that end the sequence.
         max_tokens: Maximum number of tokens to yield, -1 for no limit.
-        ends_with_context: Whether that is the room in the target's context, rather than a number
-            that somebody asked for.
+        ends_with_context: Whether that is the room in the target's context, not a given number.
         prefill_step_size: Maximum number of prompt tokens per forward pass.
         chunk_size: Function that returns a smaller number, or not, for the prompt tokens
             processed so far; such a prompt shares no passes. None for none.
@@ -102,8 +101,7 @@ class DecodingStats:
         num_tokens: Tokens yielded, stop token included.
         accepted_counts: Number of steps by accepted drafts: at index a, those that accepted a.
         num_verified: Nodes verified in all steps, roots included.
-        shapes: Steps by kind, plain decoding first, once the sequence has ended; empty with a
-            fixed plan.
+        shapes: Steps by kind, plain first, once the sequence has ended; empty with a fixed plan.
     """
 
     num_tokens: int = 0

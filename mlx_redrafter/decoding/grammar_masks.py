@@ -1,8 +1,7 @@
 """Masks of the tokens that a grammar allows after every node of a tree.
 
 A grammar may begin at a marker within the text. The marker is a text, as in mlx-lm, since a model
-may spell it in several ways. A token may also end beyond the marker; it is allowed if the grammar
-allows the rest of it.
+may spell it in several ways. A token may also end beyond the marker if the grammar allows the rest.
 
 Axes: N nodes, V vocabulary.
 """
@@ -102,8 +101,7 @@ class GrammarMasks:
     ) -> None:
         """Fill in the rows of a node, at which the text ends, and of all nodes below it.
 
-        ``on_complete`` fills in a node which completes the grammar, and all below it. By default
-        the text ends there.
+        ``on_complete`` does so for a node that completes the grammar, where else the text ends.
         """
         if self._has_failed:
             nodes.rows[root] = self._nothing
@@ -155,11 +153,10 @@ class TokenBytes:
         ]
         for i in range(1, len(marker)):
             rest = marker[i:]
-            at = bisect_left(self._sorted, (rest, -1))
-            while at < len(self._sorted) and self._sorted[at][0].startswith(rest):
-                if len(self._sorted[at][0]) > len(rest):
-                    found.append(self._sorted[at][1])
-                at += 1
+            # From behind the rest itself to a character behind all of Latin-1.
+            first = bisect_left(self._sorted, (rest, len(self.texts)))
+            end = bisect_left(self._sorted, (f"{rest}\u0100", 0))
+            found += [token for _, token in self._sorted[first:end]]
         return found
 
 
@@ -245,10 +242,9 @@ class LateMasks:
     def _mask_without(self, forbidden: Sequence[int]) -> bytes:
         # As long as the matchers' masks, which have room for more tokens than there are.
         some = next(iter(self._matchers.values()))
-        mask = bytearray(b"\xff" * len(some.compute_bitmask()))
-        for token in forbidden:
-            mask[token // 8] &= ~(1 << token % 8) & 0xFF
-        return bytes(mask)
+        allowed = np.ones(8 * len(some.compute_bitmask()), dtype=bool)
+        allowed[list(forbidden)] = False
+        return np.packbits(allowed, bitorder="little").tobytes()
 
     def _text_of(self, token: int) -> str:
         texts = self._vocabulary.texts

@@ -248,13 +248,8 @@ def accept(tree: TokenTree, chosen: mx.array) -> Accepted:
     text is the target's whatever the tree. This is sample-then-match; for drafts that do not depend
     on the target's noise no lossless rule accepts more.
 
-    Args:
-        tree: The verified drafts.
-        chosen: The target's token after every node, integer, shape (N,).
-
-    Returns:
-        `Accepted`, all int32. The path has shape (L,), junk after ``num_accepted + 1`` nodes, as
-        have its tokens; the other arrays have shape (1,).
+    ``chosen`` has the target's token after every node, integer, shape (N,). The result is int32:
+    the path and its tokens of shape (L,), junk after ``num_accepted + 1`` nodes, the others (1,).
     """
     chosen = chosen.astype(mx.int32)
     if tree.is_chain and tree.size > 1:
@@ -325,8 +320,7 @@ def sample_roots(
 ) -> Results:
     """Sample after a root, or after those of G sequences, and dispatch that.
 
-    The outputs have rows of G roots. The host looks for NaN itself, which saves the device an
-    operation.
+    The outputs have rows of G roots. The host looks for NaN, which saves the device an operation.
     """
     log_probs, tokens, normalisers = choose(sampler, outputs.logits, None, noise, 1)
     packed = tokens

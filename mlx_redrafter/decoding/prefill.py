@@ -84,8 +84,7 @@ def prefill(
     They are one, or several that `may_share` and have one proposer or none. Those that share passes
     may keep up to `MAX_END` tokens for the first step of a batch; they wait still. ``limit``
     returns the maximum number of tokens of the next chunk, all sequences together. An error of one
-    goes to its outbox. Blocks until MLX has computed each chunk, and yields the sequences that need
-    no other one.
+    goes to its outbox. Blocks until MLX has computed each chunk, and yields those that are done.
     """
     waiting = list(sequences)
     for done in _prefill_together(sequences, limit):

@@ -44,13 +44,10 @@ class Proposer(Protocol):
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> Drafting:
-        """Begin a sequence.
+        """Begin a sequence of a target.
 
-        Args:
-            target: The model that decodes it.
-            prompt: Token ids.
-            couple_noise: Whether to rank drafts with the noise that the target will sample with.
-            cached: mlx-lm caches of the proposer from a prompt cache; [] without one.
+        ``couple_noise`` is whether to rank drafts with the noise that the target will sample with.
+        ``cached`` has the proposer's own mlx-lm caches of a prompt cache; [] without one.
         """
 
 
@@ -82,8 +79,7 @@ class Drafting(Protocol):
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
         Empty if it finds nothing; None for a network, which always proposes something. It uses the
-        tokens that the host has read, and never waits. Drafts of less than ``least`` need not be
-        found.
+        tokens that the host has read, and never waits. Drafts below ``least`` need not be found.
         """
 
     def propose(
@@ -94,8 +90,7 @@ class Drafting(Protocol):
         Its arrays may not be computed yet, and its ``tokens`` wait for them. The plan's beams are
         no longer than `Proposer.max_length`. The noise is that of the target's choices after nodes
         of each depth below L. The tree is rooted in ``flight.root``, has at most ``plan.num_nodes``
-        nodes, depths below ``plan.shape.length`` and distinct siblings; None if there is nothing to
-        propose.
+        nodes, depths below ``plan.shape.length`` and distinct siblings; None for no drafts.
         """
 
     def skip(self, flight: Pass, /) -> None:
@@ -160,8 +155,7 @@ class DraftPolicy(Protocol):
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """Return the nodes of a tree to verify, as a tree; the root alone to decode plainly.
 
-        The policy may wait for the drafts. Shadow drafts may still be computed, so that a wait
-        delays the next step.
+        The policy may wait for the drafts; a wait for shadow drafts delays the next step.
         """
 
     def select_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:

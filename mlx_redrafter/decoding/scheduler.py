@@ -61,8 +61,7 @@ class Scheduler:
     def step_all(self) -> list[SequenceDecoder]:
         """Run the next forward pass, or step if only one has begun; return the ready sequences.
 
-        There may be none after a chunk of a prompt. One that is finished, cancelled or in error has
-        left the batch.
+        There may be none after a chunk of a prompt. Those that have ended have left the batch.
         """
         self.advance()
         return [one for one in chain(*self._arrivals, self._begun) if one.is_ready]

@@ -55,8 +55,7 @@ class Place(NamedTuple):
 class SequenceDecoder:
     """A sequence being decoded, with drafts or without; its tokens are the same.
 
-    Without a drafting and a policy it is decoded plainly. ``on_close`` gets the counts when it
-    ends, for whatever reason.
+    Without a drafting and a policy it is decoded plainly. ``on_close`` gets the counts at its end.
 
     Attributes:
         place: Its cache, which may be a slot of a batch, and its policy there.

@@ -35,9 +35,7 @@ Estimates = tuple[PolicyState | None, dict[int, PolicyState]]
 class StateFile:
     """File of the estimates for a model and a drafter on this machine.
 
-    Args:
-        networks: The model, and the networks of the drafter.
-        kind: Word for a drafter without networks, which tells it from others.
+    ``networks`` are the model and those of the drafter; ``kind`` names a drafter without networks.
     """
 
     def __init__(self, networks: Sequence[nn.Module], kind: str = ""):
@@ -98,8 +96,7 @@ class LearnedState:
 
     Attributes:
         lookup: Prompt lookup, whose acceptance rates all texts share.
-        policy: Estimates of the last text with an adaptive policy; the next one begins with
-            them.
+        policy: Estimates of the last text with an adaptive policy, for the next one.
         batches: The same for batches, by number of slots.
         timed: Step times measured so far, or read from the file of an earlier run.
         passes: Compiled passes of the target; None without any.

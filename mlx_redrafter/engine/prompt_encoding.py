@@ -153,7 +153,6 @@ def check_prompt(prompt: list[int], num_cached: int, target: Target) -> None:
 def limit_text(max_tokens: int, room: int) -> int:
     """Return the maximum length of a text that ends with the context at the latest.
 
-    ``max_tokens`` is -1 for no other limit; ``room`` is the number of tokens that the prompt leaves
-    of the context.
+    ``max_tokens`` is -1 for no other limit; ``room`` is what the prompt leaves of the context.
     """
     return max_tokens if 0 < max_tokens <= room else room

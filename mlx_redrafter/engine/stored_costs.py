@@ -1,7 +1,6 @@
 """Costs of steps by their parts: timed on this machine, once, in rounds over all kinds of steps.
 
-Whole steps are timed, because the host's work counts if a forward pass is short. The user's cache
-folder stores the rounds.
+Whole steps are timed, because the host's work counts if a forward pass is short.
 """
 
 from __future__ import annotations

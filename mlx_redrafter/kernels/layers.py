@@ -1,7 +1,6 @@
 """Layers with matrices, and the use of `small_t` in them.
 
-A layer uses the kernel only while the target verifies a tree. Prefill and plain decoding keep the
-kernels of mlx-lm.
+A layer uses the kernel only while the target verifies a tree.
 
 Axes: T rows of inputs, K inputs, N outputs.
 """

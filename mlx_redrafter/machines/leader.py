@@ -1,8 +1,7 @@
 """Rank 0's connection to the other ranks: what they are to do, pass by pass.
 
 Before each pass, rank 0 sends what the others are to do: values that the host knows. What it may
-not know yet, the tokens, goes over the group, as one gather. Operations on caches wait for the next
-pass and go with it.
+not know yet, the tokens, goes over the group, as one gather. Operations on caches go with a pass.
 
 Axes: N nodes of a tree with padding.
 """

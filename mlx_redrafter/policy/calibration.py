@@ -165,8 +165,7 @@ class ScoredDrafts:
     """The best drafts of one step, and the tokens that follow them.
 
     The host reads the tree on first use, which may wait for the device. ``is_early`` is whether the
-    next step to be observed comes before these drafts. ``probabilities`` is the newest result of
-    `score`, empty before.
+    next step to be observed comes before these drafts. ``probabilities`` are those of `score`.
     """
 
     def __init__(self, plan: DraftPlan, tree: TokenTree, is_early: bool = False):

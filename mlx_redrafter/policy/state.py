@@ -154,12 +154,8 @@ class Learner:
     ) -> None:
         """Learn from the cost of a step, at once: what is verified next depends on it.
 
-        Args:
-            step: The step.
-            choice: The choice that it was made for.
-            num_tokens: Its tokens; their mean over the sequences of a batch.
-            least: Tokens for which its cost was paid: those of the slowest sequence.
-            in_row: Whether a plain step comes after it.
+        ``num_tokens`` is the mean over the sequences of a batch, and ``least`` the number of the
+        slowest one, for which the cost was paid. ``in_row`` is whether a plain step comes next.
         """
         plan, kind, state = step.plan, step.num_nodes, self.state
         timed = self._costs.timed(plan, kind, choice.waits)

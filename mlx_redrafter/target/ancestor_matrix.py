@@ -43,8 +43,7 @@ class BranchStates(NamedTuple):
         state: States before the roots, shape (B, H, V, K).
         keys: Shape (B, H, N, K).
         updates: Shape (B, H, N, V).
-        log_decays: Natural logarithm of G, the product of the gates of a node and its ancestors,
-            shape (B, H, 1, N).
+        log_decays: Natural logarithm of G, shape (B, H, 1, N).
     """
 
     state: mx.array
@@ -146,14 +145,9 @@ def _log_decays(
 ) -> tuple[mx.array, mx.array]:
     """Compute the logarithms of the products of gates, and the quotients of these products.
 
-    Args:
-        log_gates: Shape (B, H, N, 1).
-        ancestors: Shape (B, N, N).
-        inputs: Arrays whose NaN or infinity spoils descendants, shape (B, H, N, any).
-
-    Returns:
-        Logarithms of shape (B, H, 1, N), NaN for spoiled nodes, and quotients of shape
-        (B, H, N, N), 0 for spoiled nodes and for nodes that are not ancestors.
+    NaN or infinity in ``inputs``, shape (B, H, N, any), spoils descendants. Logarithms of shape
+    (B, H, 1, N) are NaN for spoiled nodes, and quotients of shape (B, H, N, N) are 0 for these and
+    for nodes that are not ancestors.
     """
     for x in inputs:
         log_gates = log_gates + 0.0 * x.sum(axis=-1, keepdims=True)

@@ -33,8 +33,7 @@ T = TypeVar("T")
 class Scoped(Generic[T]):
     """A value of a context variable inside a ``with`` block.
 
-    A class, because every token enters two of these blocks, and one made by contextlib costs more
-    than twice the time.
+    A class, because every token enters two of these blocks, and contextlib's take twice the time.
     """
 
     def __init__(self, variable: ContextVar[T | None], value: T):
@@ -59,8 +58,7 @@ class TreePositions:
 
     Attributes:
         nodes: Position of every node, int32, shape (B, N).
-        spans: Positions that the nodes of each tree may have; None in a pass that MLX compiles for
-            any length.
+        spans: Positions that the nodes of each tree may have; None in a pass for any length.
     """
 
     nodes: mx.array

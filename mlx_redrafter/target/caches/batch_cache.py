@@ -5,8 +5,7 @@ Axes: B slots, N nodes of each slot's tree.
 A slot holds one sequence: its committed K/V entries come first, the entries of its tree follow.
 Sequences accept different paths, so nothing is padded or rolled. Each pass writes, at the places of
 each sequence, the accepted entries that are not in place yet and the entries of the new tree, with
-one update per buffer. No mask lets anything attend to an idle slot, nor to what another sequence
-has left in a slot.
+one update per buffer. No mask lets anything attend to idle slots or to what others have left.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ class BatchLayer:
         self._reach = reach
         # Number of entries of a slot in the buffers.
         self._capacity = 0
-        # Buffers of the keys, the values and what belongs to them, shape (B, H, capacity + SCRATCH,
-        # D).
+        # Buffers of keys, values and what belongs to them, shape (B, H, capacity + SCRATCH, D).
         self._buffers: list[mx.array] = []
         # The same of the newest trees, shape (B, H, N, D).
         self._fresh: list[mx.array] = []

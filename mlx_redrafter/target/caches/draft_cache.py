@@ -112,15 +112,10 @@ class DraftLineage:
 
 @dataclass
 class NextPass:
-    """The next forward pass, shared by all layers.
+    """The next forward pass, shared by all layers."""
 
-    Attributes:
-        mask: Entries that the beams of a level attend to; None for a pass over committed tokens.
-        given: Mask that the model got last.
-        window: Number of tokens in the window of that mask; None without one.
-    """
-
-    mask: DraftMask | None = None
+    mask: DraftMask | None = None  # None for a pass over committed tokens
+    # Mask that the model got last, and the number of tokens in its window; None without one.
     given: mx.array | str | None = None
     window: int | None = None
 

@@ -2,8 +2,7 @@
 
 The class holds the states of one sequence or of several, one row each. A pass over trees writes no
 state. Instead, the hook of the layer provides a function for the state after paths of the trees.
-The cache calls it for the accepted paths, and for the path at which a sequence ends; `tree_pass`
-keeps it until then.
+The cache calls it for accepted paths and the end of a sequence; `tree_pass` keeps it until then.
 """
 
 from typing import Any

@@ -41,8 +41,7 @@ class TreeCache:
         has_buckets: Whether trees attend to whole buckets of K/V entries.
         history: The newest passes.
         unread: Path that `follow` has committed, until `commit` gets its nodes.
-        needs_notice: Whether the cache, or its copy on other machines, must know of every pass
-            before the next one.
+        needs_notice: Whether the cache, or a copy elsewhere, must know each pass before the next.
     """
 
     needs_notice: ClassVar[bool] = False

@@ -2,8 +2,7 @@
 
 A pass knows which K/V entries its nodes attend to. A state of a recurrent layer cannot be
 shortened. So each pass records, for every layer with a state, the state before the pass and a
-function for the state after paths of its trees. `History` keeps the passes that a sequence may
-still have to go back to.
+function for the state after paths of its trees. `History` keeps passes to go back to.
 
 Axes: B sequences, N nodes of each tree, P nodes of the longest path, S entries of each sequence, K
 accepted entries that are not in place.
