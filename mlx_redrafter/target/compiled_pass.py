@@ -23,7 +23,7 @@ from functools import partial
 from itertools import chain, islice
 from operator import is_
 from typing import Any, NamedTuple, Protocol, cast
-from weakref import ref
+from weakref import proxy
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -113,8 +113,8 @@ class CompiledPasses:
         self.fault: str | None = None
         self.is_first_use = self._is_warming_up = False
         self.passes: dict[PassKind, _CompiledPass] = {}
-        # The target in use, which holds this object, too.
-        self.target: ref[TreeTarget] | None = None
+        # Proxy of the target in use, which holds this object, too.
+        self.target: TreeTarget | None = None
         self._uses: Counter[tuple[Any, ...]] = Counter()
         self._weights: list[mx.array] = []
 
@@ -131,7 +131,7 @@ class CompiledPasses:
         A model's first one blocks until MLX has compared it with its operations. Return the outputs
         of ``process_trees``, None left out; None if no compiled pass serves.
         """
-        self.target = ref(target)
+        self.target = proxy(target)
         use = _use(tree, cache, captured, cache.bound)
         self.is_first_use = use not in self._uses
         self._uses[use] += USES if self._is_warming_up else 1
@@ -180,7 +180,7 @@ class CompiledPasses:
     def _compile(self, kind: PassKind, loan: _Loan) -> bool:
         """Prepare a compiled pass; false if the model has a fault."""
         self.is_first_use = True
-        compiled = _CompiledPass(ref(self), kind)
+        compiled = _CompiledPass(proxy(self), kind)
         if not self.passes:
             self.fault = compiled.find_fault(loan)
             if self.fault is not None:
@@ -248,13 +248,11 @@ class _Loan:
         return [places, tree.tokens, tree.parents, tree.depths, tree.ancestors, *self.arrays]
 
 
-# Passes that hold what refers to them.
-Owner = ref[CompiledPasses]
 Build = Callable[[list[mx.array]], list[mx.array]]
 
 
 class _CompiledPass:
-    """A compiled pass.
+    """A compiled pass, which has a proxy of those that hold it.
 
     Attributes:
         run: Function of `_Loan.inputs` that returns the outputs.
@@ -262,7 +260,7 @@ class _CompiledPass:
             by class of what gives its arrays after a path.
     """
 
-    def __init__(self, owner: Owner, kind: PassKind):
+    def __init__(self, owner: CompiledPasses, kind: PassKind):
         self.returned: list[Any] = []
         self._build = partial(_build_pass, owner, kind, self.returned)
         self.run: Build = mx.compile(partial(_trace, owner, self._build))
@@ -282,17 +280,9 @@ class _CompiledPass:
         return None
 
 
-def _target_of(owner: Owner) -> TreeTarget:
-    passes = owner()
-    assert passes is not None
-    assert passes.target is not None
-    target = passes.target()
-    assert target is not None
-    return target
-
-
-def _trace(owner: Owner, build: Build, inputs: list[mx.array]) -> list[mx.array]:
-    return with_products(_target_of(owner).model, build, inputs)
+def _trace(owner: CompiledPasses, build: Build, inputs: list[mx.array]) -> list[mx.array]:
+    assert owner.target is not None
+    return with_products(owner.target.model, build, inputs)
 
 
 def with_products(model: nn.Module, build: Build, inputs: list[mx.array]) -> list[mx.array]:
@@ -323,7 +313,7 @@ class _MatrixProduct(nn.Linear):
 
 
 def _build_pass(
-    owner: Owner, kind: PassKind, returned: list[Any], inputs: list[mx.array]
+    owner: CompiledPasses, kind: PassKind, returned: list[Any], inputs: list[mx.array]
 ) -> list[mx.array]:
     """Build a pass of a kind from `_Loan.inputs`, and fill `_CompiledPass.returned`."""
     places, tokens, parents, depths, ancestors, *arrays = inputs
@@ -335,7 +325,8 @@ def _build_pass(
     positions = TreePositions((step.length + depths)[None], None)
     # Padding nodes are embedded as token 0.
     nodes = mx.maximum(tokens, 0)[None]
-    found = _target_of(owner).process_trees(nodes, positions, layers, kind.captured)
+    assert owner.target is not None
+    found = owner.target.process_trees(nodes, positions, layers, kind.captured)
     outputs = [one for one in found if one is not None]
     returned.clear()
     records = iter(step.records)

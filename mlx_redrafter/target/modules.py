@@ -165,16 +165,14 @@ class TargetModules:
     @cached_property
     def _head_matrix(self) -> Callable[[mx.array], mx.array]:
         """The LM head without the model's scale and limit of logits."""
-        state = mx.random.normal((1, self.parts.hidden_size), key=mx.random.key(0)).astype(
-            self.dtype
-        )
+        size = self.parts.hidden_size
+        state = mx.random.normal((1, size), key=mx.random.key(0)).astype(self.dtype)
         expected = self.logits(state).astype(mx.float32)
         for module in self._model.modules():
-            if not _is_matrix(module, (expected.shape[-1], self.parts.hidden_size)):
-                continue
-            head: Callable[[mx.array], mx.array] = getattr(module, "as_linear", module)
-            if _correlation(head(state), expected) > MIN_CORRELATION:
-                return head
+            if _is_matrix(module, (expected.shape[-1], size)):
+                head: Callable[[mx.array], mx.array] = getattr(module, "as_linear", module)
+                if _correlation(head(state), expected) > MIN_CORRELATION:
+                    return head
         raise UnsupportedTargetError(
             "expected a model whose logits come from one matrix, found another; use a drafter with "
             "a head of its own"

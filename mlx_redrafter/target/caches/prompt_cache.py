@@ -112,16 +112,12 @@ def _check_rows(number: int, layer: Any, example: Any) -> None:
                 f"model's are {expected[1]} of size {expected[3]}; {ADVICE}"
             )
         # A ring and a chunk hold the last tokens only.
-        first = getattr(layer, "start_position", 0)
-        if (
-            not isinstance(layer.offset, int)
-            or not isinstance(first, int)
-            or not (
-                0 <= min(layer.offset - first, getattr(layer, "max_size", layer.offset)) <= num_rows
-            )
-        ):
+        offset, first = layer.offset, getattr(layer, "start_position", 0)
+        are_ints = isinstance(offset, int) and isinstance(first, int)
+        most = getattr(layer, "max_size", offset)
+        if not are_ints or not 0 <= min(offset - first, most) <= num_rows:
             raise ConfigError(
-                f"prompt_cache says that layer {number} holds {layer.offset!r} tokens, but has "
+                f"prompt_cache says that layer {number} holds {offset!r} tokens, but has "
                 f"{num_rows} entries of {name}; {ADVICE}"
             )
 
