@@ -49,28 +49,18 @@ THIS_MACHINE = "this machine"
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that the advice is about, and a drafter for it.
-
-    Attributes:
-        folder: Folder with its weights; None if they are not on this machine.
-        drafter: The user's drafter, or the one that was found on this machine; None without one.
-        refusal: Reason why the user's drafter does not fit the model; None if it fits.
-        found: The drafter that was found; None if the user named one.
-        repository: Repository to download the found drafter from; None if it is on this machine.
-        notes: Drafters that cannot be used, each with the reason.
-        can_draft: Whether the model attends to all tokens, so that a copy of it could draft.
-    """
+    """The model that the advice is about, and a drafter for it."""
 
     name: str
     shape: ModelShape
-    folder: Path | None
+    folder: Path | None  # folder with its weights; None if they are not on this machine
     is_bundled: bool = False
-    drafter: str | None = None
-    refusal: str | None = None
-    found: FoundDrafter | None = None
-    repository: Repository | None = None
-    notes: Sequence[str] = ()
-    can_draft: bool = False
+    drafter: str | None = None  # the user's, or the one found on this machine; None without one
+    refusal: str | None = None  # why the user's drafter does not fit the model; None if it fits
+    found: FoundDrafter | None = None  # the drafter that was found; None if the user named one
+    repository: Repository | None = None  # to download that from; None if it is on this machine
+    notes: Sequence[str] = ()  # drafters that cannot be used, each with the reason
+    can_draft: bool = False  # whether it attends to all tokens, so that a copy of it could draft
 
     @property
     def usable_drafter(self) -> str | None:
@@ -161,19 +151,14 @@ def _refuse(drafter: str, subject: Subject) -> str | None:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The command to use for a model, and the reasons.
-
-    Attributes:
-        speedup: Speed by that of plain decoding: a number, the words of who measured it, or None.
-        source: Whose figure that is, or why there is none.
-        limits: Sentences that say when drafting will not pay.
-    """
+    """The command to use for a model, and the reasons."""
 
     command: str
+    # Speed by that of plain decoding: a number, the words of who measured it, or None.
     speedup: float | str | None
-    source: str
+    source: str  # whose figure that is, or why there is none
     reasons: Sequence[str]
-    limits: Sequence[str]
+    limits: Sequence[str]  # sentences that say when drafting will not pay
 
     @property
     def gain(self) -> str:

@@ -54,20 +54,13 @@ FITTED = Parameters(base=1.0613, fixed=3.939, draft=1.0632, row=1.1883, cliff=37
 
 @dataclass(frozen=True)
 class Question:
-    """A pair and a chip to predict for.
-
-    Attributes:
-        num_parameters: Parameters of the target that a token reads.
-        bits: Bits of the target's weights: 32, 16, 8 or 4.
-        drafter_parameters: Parameters read per level of drafting: all but embeddings.
-        plain: Measured milliseconds of a plain step; None predicts them from the bandwidth.
-    """
+    """A pair and a chip to predict for."""
 
     chip: Chip
-    num_parameters: float
-    bits: int
-    drafter_parameters: float
-    plain: float | None = None
+    num_parameters: float  # of the target that a token reads
+    bits: int  # of the target's weights: 32, 16, 8 or 4
+    drafter_parameters: float  # read per level of drafting: all but embeddings
+    plain: float | None = None  # measured milliseconds of a plain step; None predicts them
 
     def __post_init__(self) -> None:
         check_choice("bits", self.bits, BYTES)

@@ -47,25 +47,15 @@ TIMING_PROMPT = list(range(1, 9))
 
 @dataclass(frozen=True)
 class Forecast:
-    """Expected speed of a model on a machine.
+    """Expected speed of a model on a machine; speeds are relative to plain decoding."""
 
-    Attributes:
-        plain: Seconds of a plain step.
-        shape: Name of the fastest draft shape with a recurrent drafter.
-        speedup: Speed with it relative to plain decoding, with Apple's tokens per step.
-        training: Time of training a drafter; None if it was not measured.
-        notes: Assumptions and findings, one sentence each.
-        is_narrow: Whether the chip's kernels read quantised weights once per token.
-        gain: Predicted speed with the drafter at hand relative to plain decoding, if known.
-    """
-
-    plain: float
-    shape: str
-    speedup: float
-    training: Timetable | None
-    notes: Sequence[str]
-    is_narrow: bool = False
-    gain: float | None = None
+    plain: float  # seconds of a plain step
+    shape: str  # name of the fastest draft shape with a recurrent drafter
+    speedup: float  # with that shape and Apple's tokens per step
+    training: Timetable | None  # time of training a drafter; None if it was not measured
+    notes: Sequence[str]  # assumptions and findings, one sentence each
+    is_narrow: bool = False  # whether the chip's kernels read quantised weights once per token
+    gain: float | None = None  # predicted speed with the drafter at hand, if known
 
 
 @dataclass(frozen=True)

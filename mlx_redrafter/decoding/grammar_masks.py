@@ -216,7 +216,9 @@ class LateMasks:
 
     def _read(self, search: Search, token: int) -> tuple[Search, GrammarMasks | None]:
         """Read a token of the free text; return the masks of the grammar that it begins."""
-        after, segments = TextStateMachine.split(search, self._text_of(token))
+        texts = self._vocabulary.texts
+        text = texts[token] if token < len(texts) else ""
+        after, segments = TextStateMachine.split(search, text)
         marker, rest = segments[-1]
         if marker == FREE:
             return after, None
@@ -230,7 +232,7 @@ class LateMasks:
         if pending not in self._free_rows:
             forbidden = [] if self._grammar.may_end_before else list(self._vocabulary.ends)
             for token in self._beyond:
-                _, segments = TextStateMachine.split(search, self._text_of(token))
+                _, segments = TextStateMachine.split(search, self._vocabulary.texts[token])
                 marker, rest = segments[-1]
                 if marker != FREE:
                     tokens = self._vocabulary.tokenize(rest)
@@ -245,10 +247,6 @@ class LateMasks:
         allowed = np.ones(8 * len(some.compute_bitmask()), dtype=bool)
         allowed[list(forbidden)] = False
         return np.packbits(allowed, bitorder="little").tobytes()
-
-    def _text_of(self, token: int) -> str:
-        texts = self._vocabulary.texts
-        return texts[token] if token < len(texts) else ""
 
 
 Masks = GrammarMasks | LateMasks

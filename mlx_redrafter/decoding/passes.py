@@ -35,19 +35,12 @@ Accepted = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 
 
 class Outcome(NamedTuple):
-    """The outcome of a pass, as the host has read it.
+    """The outcome of a pass, as the host has read it."""
 
-    Attributes:
-        rows: Node indices of the accepted path.
-        tokens: Accepted drafts, and the bonus token if there is one.
-        bonus: The target's own token after them, `NOT_A_NUMBER` or `NOT_A_TOKEN`.
-        best: `best_rows` of the logits, of Z numbers; empty unless the drafting asks for them.
-    """
-
-    rows: Sequence[int]
-    tokens: list[int]
-    bonus: int
-    best: list[int]
+    rows: Sequence[int]  # node indices of the accepted path
+    tokens: list[int]  # accepted drafts, and the bonus token if there is one
+    bonus: int  # the target's own token after them, `NOT_A_NUMBER` or `NOT_A_TOKEN`
+    best: list[int]  # `best_rows` of the logits, of Z numbers; empty unless the drafting asks
 
 
 @dataclass(frozen=True, eq=False)

@@ -119,19 +119,12 @@ class JointDrafting(Protocol):
 
 
 class Step(NamedTuple):
-    """Result of one step, passed to `DraftPolicy.observe`.
+    """Result of one step, passed to `DraftPolicy.observe`."""
 
-    Attributes:
-        plan: Plan of its drafts; None if nothing was drafted.
-        num_nodes: Nodes verified, root included.
-        tokens: Accepted drafts and the target's own token after them.
-        seconds: Time since the previous outcome; None if the caller kept the decoder waiting.
-    """
-
-    plan: DraftPlan | None
-    num_nodes: int
-    tokens: list[int]
-    seconds: float | None
+    plan: DraftPlan | None  # of its drafts; None if nothing was drafted
+    num_nodes: int  # nodes verified, root included
+    tokens: list[int]  # accepted drafts and the target's own token after them
+    seconds: float | None  # since the previous outcome; None if the caller kept the decoder waiting
 
 
 class DraftPolicy(Protocol):

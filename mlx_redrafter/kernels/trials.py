@@ -71,16 +71,14 @@ class KernelTrial(ABC, Generic[Equal]):
     """A trial of the kernel for one shape of matrices or of attention, run by its constructor.
 
     Attributes:
-        max_time: Maximum time of a kernel that qualifies, as a share of the time of MLX's.
-        reference: Name of the kernel of MLX whose bits count.
         num_layers: Number of layers with the shape.
         equal: Variant or range with the bits of MLX's kernel, or None.
         times: Times by T; empty if ``equal`` is None.
         failure: Reason not to use the kernel, or None.
     """
 
-    max_time: ClassVar[float]
-    reference: ClassVar[str]
+    max_time: ClassVar[float]  # of a kernel that qualifies, as a share of the time of MLX's
+    reference: ClassVar[str]  # name of the kernel of MLX whose bits count
 
     def __init__(self, shape: object, num_layers: int, modules: Collection[nn.Module] = ()):
         self.shape = shape
@@ -156,8 +154,7 @@ def _seconds(build: Results) -> float:
 class ProductTrial(KernelTrial[AnyVariant]):
     """A trial of the kernel's variants for layers whose matrices have one shape."""
 
-    # Maximum share of MLX's time; the margin keeps timing noise from deciding.
-    max_time = 0.95
+    max_time = 0.95  # less than 1, so that timing noise does not decide
     reference = "MLX's kernel for one row"
     shape: AnyShape
 
@@ -214,8 +211,7 @@ def _random_inputs(shape: AnyShape) -> mx.array:
 class AttentionTrial(KernelTrial[int]):
     """A trial for a shape of attention; ``equal`` is the maximum number of keys with equal bits."""
 
-    # Maximum share of MLX's time: 1, with a margin for timing noise.
-    max_time = 1.05
+    max_time = 1.05  # 1, with a margin for timing noise
     reference = "MLX's attention for one token"
     shape: AttentionShape
 

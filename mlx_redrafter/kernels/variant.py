@@ -46,22 +46,15 @@ MANY_INPUTS = 16
 
 @dataclass(frozen=True)
 class Variant:
-    """An order of additions over weights of one format.
+    """An order of additions over weights of one format."""
 
-    Attributes:
-        bits: Bits of a weight.
-        group_size: Weights that share a scale and a bias.
-        dtype: Name of the dtype of inputs, scales, biases and outputs.
-        order: Name of MLX's one-row kernel with this order. "qmv_fast" gives a lane two
-            consecutive packs of weights, "qmv" one. With 2 bits both give one.
-        mode: "affine", or "mxfp4", which has no biases.
-    """
-
-    bits: int
-    group_size: int
-    dtype: str
+    bits: int  # of a weight
+    group_size: int  # weights that share a scale and a bias
+    dtype: str  # name of the dtype of inputs, scales, biases and outputs
+    # Name of MLX's one-row kernel with this order. "qmv_fast" gives a lane two consecutive packs of
+    # weights, "qmv" one. With 2 bits both give one.
     order: Order = "qmv_fast"
-    mode: str = "affine"
+    mode: str = "affine"  # or "mxfp4", which has no biases
 
     @property
     def values(self) -> int:
@@ -119,17 +112,11 @@ class MatrixShape:
 
 @dataclass(frozen=True)
 class DenseVariant:
-    """An order of additions of MLX's kernel ``gemv``.
+    """An order of additions of MLX's kernel ``gemv``."""
 
-    Attributes:
-        dtype: Name of the dtype of inputs, weights and outputs.
-        lanes: Lanes of a SIMD group that share an output.
-        groups: SIMD groups that share an output.
-    """
-
-    dtype: str
-    lanes: int = 32
-    groups: int = 1
+    dtype: str  # name of the dtype of inputs, weights and outputs
+    lanes: int = 32  # lanes of a SIMD group that share an output
+    groups: int = 1  # SIMD groups that share an output
 
     @property
     def block(self) -> int:

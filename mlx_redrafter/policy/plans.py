@@ -90,21 +90,13 @@ def checked(
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step by its parts.
+    """Seconds of a step by its parts; those of drafting are by width, none for prompt lookup."""
 
-    Attributes:
-        plain: A step of plain decoding.
-        verify: A step that verifies N nodes and drafts nothing, by N.
-        first: Drafting without its levels, by width.
-        level: Each level of drafts, by width. Both are empty for prompt lookup.
-        wait: Additional cost if the host reads the drafts before the target verifies them.
-    """
-
-    plain: float
-    verify: Mapping[int, float]
-    first: Mapping[int, float] = field(default_factory=dict)
-    level: Mapping[int, float] = field(default_factory=dict)
-    wait: float = 0.0
+    plain: float  # a step of plain decoding
+    verify: Mapping[int, float]  # a step that verifies N nodes and drafts nothing, by N
+    first: Mapping[int, float] = field(default_factory=dict)  # drafting without its levels
+    level: Mapping[int, float] = field(default_factory=dict)  # each level of drafts
+    wait: float = 0.0  # additional, if the host reads the drafts before the target verifies them
 
     def cheapest_size(self, num_nodes: int) -> int:
         """Return the number of nodes, at least ``num_nodes``, with the lowest cost.
@@ -127,21 +119,13 @@ class StepCosts:
 
 
 class Choice(NamedTuple):
-    """Choice for one step, and what is expected of it.
+    """Choice for one step, and what is expected of it."""
 
-    Attributes:
-        plan: Plan of the drafts; None for plain decoding.
-        num_nodes: Number of nodes to verify; None to choose it by the drafts' probabilities.
-        tokens: Expected tokens, the target's own one included.
-        seconds: Expected cost.
-        waits: Whether the host waited for the drafts.
-    """
-
-    plan: DraftPlan | None = None
-    num_nodes: int | None = None
-    tokens: float = 1.0
-    seconds: float = 1.0
-    waits: bool = False
+    plan: DraftPlan | None = None  # of the drafts; None for plain decoding
+    num_nodes: int | None = None  # to verify; None to choose it by the drafts' probabilities
+    tokens: float = 1.0  # expected, the target's own one included
+    seconds: float = 1.0  # expected cost
+    waits: bool = False  # whether the host waited for the drafts
 
     @property
     def rate(self) -> float:

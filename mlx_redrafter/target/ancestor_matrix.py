@@ -37,19 +37,12 @@ MAX_NUMBER = 1e30
 
 
 class BranchStates(NamedTuple):
-    """The states of one layer along the branches of a tree.
+    """The states of one layer along the branches of a tree."""
 
-    Attributes:
-        state: States before the roots, shape (B, H, V, K).
-        keys: Shape (B, H, N, K).
-        updates: Shape (B, H, N, V).
-        log_decays: Natural logarithm of G, shape (B, H, 1, N).
-    """
-
-    state: mx.array
-    keys: mx.array
-    updates: mx.array
-    log_decays: mx.array
+    state: mx.array  # before the roots, shape (B, H, V, K)
+    keys: mx.array  # shape (B, H, N, K)
+    updates: mx.array  # shape (B, H, N, V)
+    log_decays: mx.array  # natural logarithm of G, shape (B, H, 1, N)
 
     def array_after(self, paths: Paths) -> mx.array:
         """Compute the states after paths, shape (B, H, V, K)."""

@@ -56,21 +56,14 @@ CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "block
 
 @dataclass(frozen=True)
 class Architecture:
-    """Facts about one model file of mlx-lm.
+    """Facts about one model file of mlx-lm."""
 
-    Attributes:
-        ropes: Supported kinds of rope scaling.
-        hidden: Path of the module whose output enters the LM head.
-        embedding: Path of the input embedding.
-        methods: Hooks for methods other than a rope's, by module name and method name.
-        functions: Hooks for functions of the model file.
-    """
-
-    ropes: tuple[str, ...] = ALL_ROPES
-    hidden: str = "model"
-    embedding: str = "model.embed_tokens"
+    ropes: tuple[str, ...] = ALL_ROPES  # supported kinds of rope scaling
+    hidden: str = "model"  # path of the module whose output enters the LM head
+    embedding: str = "model.embed_tokens"  # path of the input embedding
+    # Hooks for methods other than a rope's, by module name and method name.
     methods: Mapping[tuple[str, str], Hook] = field(default_factory=dict)
-    functions: Mapping[str, Hook] = field(default_factory=dict)
+    functions: Mapping[str, Hook] = field(default_factory=dict)  # hooks for those of the model file
 
 
 # Paths of model files that name their parts as GPT-2 does.

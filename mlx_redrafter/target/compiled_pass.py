@@ -68,19 +68,12 @@ class TreeTarget(Protocol):
 
 
 class EntriesKind(NamedTuple):
-    """A layer with K/V entries, as a pass is compiled for it.
+    """A layer with K/V entries, as a pass is compiled for it."""
 
-    Attributes:
-        num_entries: S.
-        num_rows: Number of entries in the buffer.
-        start: Position of the buffer's first entry, as an index into those of all buffers.
-        window: Number of tokens in the layer's window; None without one.
-    """
-
-    num_entries: int
-    num_rows: int
-    start: int
-    window: int | None
+    num_entries: int  # S
+    num_rows: int  # number of entries in the buffer
+    start: int  # position of the buffer's first entry, as an index into those of all buffers
+    window: int | None  # number of tokens in the layer's window; None without one
 
 
 # Kind of a layer: an int is the number of arrays of a state, None a layer that is never used, a

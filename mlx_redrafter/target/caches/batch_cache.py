@@ -31,26 +31,18 @@ Floor = Callable[[], int]
 
 @dataclass(eq=False)
 class Slot:
-    """A slot as the cache of its sequence; the batch runs the forward passes.
-
-    Attributes:
-        own: The sequence's own cache, which is empty meanwhile; None if the slot is idle.
-        length: Number of committed tokens; 0 if the slot is idle.
-        floor: Its sequence's `Floor`.
-        end: Position behind its last entry, of a tree or committed.
-        is_new: Whether its sequence has come since the newest pass of the batch, in which it may
-            have been before it left and came again: all its entries are in place.
-        is_blank: Whether no sequence has been here.
-    """
+    """A slot as the cache of its sequence; the batch runs the forward passes."""
 
     batch: BatchCache
     number: int
-    own: TreeCache | None = None
-    length: int = 0
+    own: TreeCache | None = None  # the sequence's own cache, empty meanwhile; None for an idle slot
+    length: int = 0  # number of committed tokens; 0 if the slot is idle
     floor: Floor = int  # returns 0
-    end: int = 0
+    end: int = 0  # position behind the last entry, of a tree or committed
+    # Whether its sequence has come since the newest pass of the batch, in which it may have been
+    # before it left and came again: all its entries are in place.
     is_new: bool = True
-    is_blank: bool = True
+    is_blank: bool = True  # whether no sequence has been here
 
     def commit(self, path: Sequence[int]) -> None:
         self.batch.commit(self.number, path)

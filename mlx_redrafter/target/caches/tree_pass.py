@@ -29,24 +29,17 @@ Move = tuple[Sequence[int], int]
 
 @dataclass(eq=False)
 class Layout:
-    """Entries of one size of buffers, with the entries of a tree behind the committed ones.
-
-    Args:
-        trees: The trees.
-        starts: Position of each root, int32, shape (B, 1).
-        num_rows: S.
-        first: Position of the first entry, an int or an int32 array of shape ().
-        capacity: Size of buffers in which new entries have overwritten old ones: the entry of
-            position p has the place p modulo the capacity. None if all entries are in order.
-        num_before: Number of entries before the root, if it is one for all sequences and the host
-            knows it: then the mask takes fewer operations.
-    """
+    """Entries of one size of buffers, with the entries of a tree behind the committed ones."""
 
     trees: TreeBatch
-    starts: mx.array
-    num_rows: int
-    first: int | mx.array = 0
+    starts: mx.array  # position of each root, int32, shape (B, 1)
+    num_rows: int  # S
+    first: int | mx.array = 0  # position of the first entry, an int or an int32 array of shape ()
+    # Size of buffers in which new entries have overwritten old ones: the entry of position p has
+    # the place p modulo the capacity. None if all entries are in order.
     capacity: int | None = None
+    # Number of entries before the root, if it is one for all sequences and the host knows it: then
+    # the mask takes fewer operations.
     num_before: int | None = None
     _masks: dict[tuple[str, int], mx.array] = field(default_factory=dict)
 
@@ -206,15 +199,10 @@ class StateRecord:
 
 
 class NewRows(NamedTuple):
-    """Rows of the states after a pass that sequences take over.
+    """Rows of the states after a pass that sequences take over."""
 
-    Attributes:
-        rows: Row of each sequence, int32, shape (B,).
-        is_new: Whether a sequence takes over a row or keeps its state, bool, shape (B,).
-    """
-
-    rows: mx.array
-    is_new: mx.array
+    rows: mx.array  # row of each sequence, int32, shape (B,)
+    is_new: mx.array  # whether a sequence takes over a row or keeps its state, bool, shape (B,)
 
 
 class Places(NamedTuple):
