@@ -280,10 +280,7 @@ def advise(
     cost: TrainingCost,
     chip: Chip | None = None,
 ) -> Sections:
-    """Write the advice: sentences by headline.
-
-    ``chip`` is the machine's, None if no figures are known for it.
-    """
+    """Write the advice, sentences by headline; ``chip`` is None if no figures are known for it."""
     sections: dict[str, Sequence[str]] = {
         "Recommended": [recommended.command, recommended.gain, *recommended.reasons],
         "When drafting will not pay": recommended.limits,

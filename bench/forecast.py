@@ -60,12 +60,9 @@ class Forecast:
 
 @dataclass(frozen=True)
 class SimulatedDrafter:
-    """A drafter whose config says how many tokens per step its chains have yielded.
+    """A drafter whose config says how many tokens per step its chains have yielded."""
 
-    A chain has ``length`` tokens, root included.
-    """
-
-    length: int
+    length: int  # tokens of a chain, root included
     tokens_per_step: float
     num_bytes: int
 
@@ -113,10 +110,7 @@ def measure_forecast(
     cost: TrainingCost,
     on_stage: Callable[[int, int], None] | None = None,
 ) -> Forecast:
-    """Measure on this machine, and with ``on_stage`` also rehearse training.
-
-    Blocks until MLX has evaluated every step.
-    """
+    """Measure on this machine, and with ``on_stage`` also rehearse training; blocks meanwhile."""
     target = Target(model)
     costs = step_costs(target, None)
     times = {1: costs.plain, **costs.verify}

@@ -57,10 +57,7 @@ LINKS = {
 
 @dataclass(frozen=True)
 class SplitModel:
-    """A model on N machines with the same chip.
-
-    Raise `ConfigError` if there is no such link, or the chip has none.
-    """
+    """A model on N machines with the same chip; `ConfigError` if that lacks the link."""
 
     shape: ModelShape
     chip: Chip

@@ -108,10 +108,7 @@ def arm_name(plan: DraftPlan) -> str:
 
 
 def reference_arm(settings: CommonSettings) -> str:
-    """Name the method whose texts all others must equal.
-
-    With sampling that is this package's plain decoding: stock mlx-lm draws other random numbers.
-    """
+    """Name the method whose texts all others must equal, the reference of `summarise`."""
     return STOCK if settings.temp == 0 else PLAIN
 
 

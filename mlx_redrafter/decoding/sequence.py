@@ -188,10 +188,7 @@ class SequenceDecoder:
             self.commit()
 
     def commit(self) -> None:
-        """Read the newest pass, commit what it accepted, and put its tokens into the outbox.
-
-        Logits that are NaN raise NonFiniteError.
-        """
+        """Read the newest pass, commit what it accepted, and put its tokens into the outbox."""
         last = self.last
         if last is None or last is self.committed:
             return

@@ -91,10 +91,7 @@ class MemoryGuard:
         return must_end
 
     def watching(self, on_progress: ProgressCallback) -> ProgressCallback:
-        """Return a callback for the chunks of a prompt that also reads the memory.
-
-        The returned callback raises `ResourceError` if the memory is used up.
-        """
+        """Return the callback behind a check that raises `ResourceError` if memory is used up."""
 
         def watch(done: int, total: int) -> None:
             if done < total and self._is_spent():

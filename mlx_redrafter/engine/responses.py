@@ -151,10 +151,7 @@ class ResponseStream(Iterator[GenerationResponse], AbstractContextManager["Respo
             self._sequence.close()
 
     def read_ready(self) -> Iterator[GenerationResponse | None]:
-        """Yield the responses, and None while the next one needs another step of the scheduler.
-
-        The caller calls `Scheduler.advance` meanwhile.
-        """
+        """Yield the responses, and None while the next one waits for a `Scheduler.advance`."""
         sequence, scheduler = self._sequence, self._scheduler
         assert scheduler is not None, "only a text with a scheduler can wait for others"
         self._responder()

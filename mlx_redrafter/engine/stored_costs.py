@@ -208,10 +208,7 @@ def builds_kernels() -> bool:
 
 
 def warm_up(setting: Setting) -> None:
-    """Run all kinds of steps, greedily and at a temperature, so that no text waits for kernels.
-
-    Stops after MAX_WARM_UP.
-    """
+    """Run all kinds of steps, greedily and at a temperature, so that no text waits for kernels."""
     start = time.perf_counter()
 
     def is_enough(schedule: _Schedule) -> bool:
@@ -251,8 +248,7 @@ def _run(
 def blank_cache(target: Target, length: int, quantisation: Quantisation | None = None) -> TreeCache:
     """Create a cache with K/V entries of zeros in place of ``length`` tokens.
 
-    `TreeCache.trim_to` shortens the cache. Layers with a state hold that after one token. Blocks
-    until MLX has made the entries.
+    Layers with a state hold that after one token. Blocks until MLX has made the entries.
     """
     cache = target.caches.new(quantisation=quantisation)
     mx.eval(target.advance(mx.array([0], dtype=mx.int32), cache).logits)

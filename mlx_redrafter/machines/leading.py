@@ -176,10 +176,7 @@ class LedModules(TargetModules):
 
 
 class LeadingTarget(Target):
-    """A target whose passes run on all ranks.
-
-    Drafters, samplers and policies are on rank 0 alone.
-    """
+    """A target whose passes run on all ranks; drafters, samplers and policies are on rank 0."""
 
     def __init__(self, model: nn.Module, leader: Leader):
         # Each rank would compare bits, and compile, for itself.

@@ -122,10 +122,7 @@ def replaced_output(output: mx.array) -> Scoped[mx.array]:
 
 
 def install(point: HookPoint) -> None:
-    """Route the calls of a method or function through a hook, unless it is installed already.
-
-    A module's class becomes a subclass with the same name.
-    """
+    """Route the calls of a method or function through a hook, unless it is installed already."""
     owner, name, hook = point
     if isinstance(owner, ModuleType):
         function = getattr(owner, name)

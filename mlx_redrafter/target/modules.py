@@ -86,9 +86,8 @@ class TargetModules:
     def embed_input(self, tokens: mx.array, normed: bool = True) -> mx.array:
         """Look up the inputs of the first layer, from ids of shape (n,) to shape (n, H).
 
-        ``normed=False`` leaves out a norm of embeddings, but no scale.
-
-        The first call blocks until MLX has computed those of some tokens.
+        ``normed=False`` leaves out a norm of embeddings, but no scale. The first call blocks until
+        MLX has computed those of some tokens.
         """
         term, factor = self.entry
         rows = self.embed(tokens)
