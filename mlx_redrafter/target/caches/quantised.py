@@ -67,9 +67,7 @@ class QuantisingCache(TreeCache):
 
     def takes(self, tree: TokenTree) -> bool:
         """Reject a tree with nodes on both sides of the length at which quantization starts."""
-        if not self._is_due:
-            return True
-        return self.length + tree.max_depth < self._quantisation.start
+        return not self._is_due or self.length + tree.max_depth < self._quantisation.start
 
     def trim_to(self, length: int) -> None:
         super().trim_to(length)

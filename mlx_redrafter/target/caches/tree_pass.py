@@ -408,8 +408,5 @@ class History:
 
     def state(self, number: int, length: int, slot: int = 0) -> State | None:
         """Return the state of a layer after ``length`` tokens; None if no pass has it."""
-        for visit in reversed(self.visits[slot]):
-            state = visit.state(number, length)
-            if state is not None:
-                return state
-        return None
+        states = (visit.state(number, length) for visit in reversed(self.visits[slot]))
+        return next((state for state in states if state is not None), None)
