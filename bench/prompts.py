@@ -187,10 +187,9 @@ def _as_prompt(values: Any, path: Path, number: int) -> Prompt:
         values = {"text": values}
     if not isinstance(values, dict):
         raise ConfigError(f"{place}: expected an object or a string, got {type(values).__name__}")
-    turns = values.get("turns")
-    text = (
-        turns[0] if isinstance(turns, list) and turns else values.get("prompt", values.get("text"))
-    )
+    text, turns = values.get("prompt", values.get("text")), values.get("turns")
+    if isinstance(turns, list) and turns:
+        text = turns[0]
     if not isinstance(text, str) or not text:
         raise ConfigError(f'{place}: expected a text in "turns", "prompt" or "text"')
     name = values.get("question_id", values.get("id", number))

@@ -11,10 +11,10 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_redrafter.decoding.delivery import DecodingStats
 from mlx_redrafter.decoding.protocols import Proposer
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.engine.generation import stream_generate
-from mlx_redrafter.engine.responses import GenerationResponse
 from mlx_redrafter.machines.leading import target_of
 
 STOCK = "mlx-lm"
@@ -176,26 +176,17 @@ def run_together(
     found = []
     for number, (turn, text) in enumerate(zip(turns, texts, strict=True)):
         times, tokens, pieces = zip(*text, strict=True)
+        stats = getattr(last[number], "stats", DecodingStats())  # stock mlx-lm has no counts
         run = turn.run(
             name,
             prompt_seconds=times[0] - start,
             decode_seconds=times[-1] - times[0],
             tokens=list(tokens),
-            **_counts_of(last[number]),
+            accepted_counts=list(stats.accepted_counts),
+            num_verified=stats.num_verified,
         )
         found.append((run, "".join(pieces)))
     return found
-
-
-def _counts_of(response: Any) -> dict[str, Any]:
-    """Return the counts of a text's steps by the last response; stock mlx-lm has none."""
-    if not isinstance(response, GenerationResponse):
-        return {}
-    stats = response.stats
-    return {
-        "accepted_counts": list(stats.accepted_counts),
-        "num_verified": stats.num_verified,
-    }
 
 
 def repetition(tokens: Sequence[int], size: int = 4) -> float:

@@ -63,11 +63,9 @@ class Responder:
     """Makes responses of a sequence's tokens, one after the other."""
 
     def __init__(self, sequence: SequenceDecoder, tokenizer: TokenizerWrapper):
-        self.num_tokens = 0
         self._sequence = sequence
         self._detokenizer = tokenizer.detokenizer
         self._num_prompt = len(sequence.request.prompt)
-        self._num_before = sequence.cache.length + self._num_prompt
         self._start = time.perf_counter()
         self._prompt_tps = 0.0
         self._guard = MemoryGuard()
@@ -75,21 +73,20 @@ class Responder:
     def respond(self, token: Token) -> GenerationResponse:
         """Make the response of the next token, the last one if memory is used up."""
         stats, detokenizer = self._sequence.delivery.stats, self._detokenizer
-        limit = self._sequence.target.context_length
-        self.num_tokens += 1
-        if self.num_tokens == 1:
+        limit, count = self._sequence.target.context_length, stats.num_tokens
+        if count == 1:
             now = time.perf_counter()
             self._prompt_tps, self._start = self._num_prompt / (now - self._start), now
         if token.finish_reason == "length" and self._sequence.request.ends_with_context:
             logger.warning("the text ends where the model's context of %d tokens does", limit)
-        elif limit is not None and self._num_before + self.num_tokens == limit + 1:
+        elif limit is not None and self._sequence.outbox.end_of_prompt + count == limit + 1:
             logger.warning(
                 "the text is now longer than the model's context of %d tokens; "
                 "what follows may be poor",
                 limit,
             )
         finish_reason = token.finish_reason
-        if finish_reason is None and self._guard.ends_text(self.num_tokens):
+        if finish_reason is None and self._guard.ends_text(count):
             finish_reason = "length"
         if finish_reason != "stop":
             detokenizer.add_token(token.id)
@@ -102,8 +99,8 @@ class Responder:
             from_draft=token.is_draft,
             prompt_tokens=self._num_prompt,
             prompt_tps=self._prompt_tps,
-            generation_tokens=self.num_tokens,
-            generation_tps=self.num_tokens / (time.perf_counter() - self._start),
+            generation_tokens=count,
+            generation_tps=count / (time.perf_counter() - self._start),
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=finish_reason,
             steps=stats.steps,
