@@ -71,9 +71,6 @@ class TrainingCost:
         return self.work.given + self.work.generated
 
     def predict(self, shape: ModelShape, chip: Chip) -> Timetable:
-        return Timetable.of(self.work, self._pace(shape, chip), None)
-
-    def _pace(self, shape: ModelShape, chip: Chip) -> Pace:
         at_once = BATCH_SEQUENCES * chunk_tokens(shape.vocab_size, BATCH_SEQUENCES)
         weights = self.num_weights
         positions = self.request.training.batch_tokens
@@ -88,13 +85,14 @@ class TrainingCost:
 
         optimiser = 2 * COPIES_IN_MEMORY * 4 * weights / bandwidth
         measuring = drafting(FORWARD)
-        return Pace(
+        pace = Pace(
             generating=_pass_seconds(shape, chip, ROUND_SIZE) / ROUND_SIZE,
             reading=_pass_seconds(shape, chip, at_once) / at_once,
             step=ANCHOR_SHARE * positions * drafting(STEP) + optimiser,
             measuring=measuring,
             calibration=CALIBRATION_MEASUREMENTS * measuring,
         )
+        return Timetable.of(self.work, pace, None)
 
 
 def _pass_seconds(shape: ModelShape, chip: Chip, tokens: int) -> float:
