@@ -68,7 +68,7 @@ class TokenSampler(ABC):
         """Return the target's token after each node, integer, shape (N,).
 
         The natural log-probabilities, after logits processors, have shape (N, V), and the depths of
-        the nodes, int32, shape (N,); None for roots alone. All of them are below ``num_levels``.
+        the nodes, int32, shape (N,); None for roots alone. All depths are below ``num_levels``.
         """
 
     def commit(self, num_choices: mx.array | int) -> None:  # noqa: B027
