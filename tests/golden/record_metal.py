@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -15,13 +15,20 @@ from mlx_redrafter.kernels.variant import (
     DENSE_ORDERS,
     DTYPES,
     GROUP_SIZES,
+    ORDERS,
     PACKS,
     AnyVariant,
     DenseVariant,
-    MatrixShape,
     Variant,
 )
 
+VARIANTS = [
+    Variant(number, group_size, dtype, order)
+    for number, group_size, dtype, order in product(PACKS, GROUP_SIZES, DTYPES, ORDERS)
+    if (number, order) != (2, "qmv")  # the same as its "qmv_fast"
+] + [Variant(4, 32, dtype, order, mode="mxfp4") for dtype, order in product(DTYPES, ORDERS)]
+DENSE_VARIANTS = [DenseVariant(dtype, *order) for dtype, order in product(DTYPES, DENSE_ORDERS)]
+ATTENTION_VARIANTS = [AttentionVariant(size, dtype) for size, dtype in product(HEAD_SIZES, DTYPES)]
 COMPILED = range(2, MAX_ROWS + 1)
 # The constants that depend on the number of rows.
 OWN = re.compile(r"ROWS = \d+; TILE = \d+; ")
@@ -29,20 +36,19 @@ OWN = re.compile(r"ROWS = \d+; TILE = \d+; ")
 
 def record_small_t() -> str:
     """The kernel `small_t` for quantised matrices."""
-    return numbered({one: [metal_source(one, rows).body for rows in COMPILED] for one in _small()})
+    return numbered({one: [metal_source(one, rows).body for rows in COMPILED] for one in VARIANTS})
 
 
 def record_dense() -> str:
     """The kernel `small_t` for matrices that are not quantised."""
-    variants = [DenseVariant(dtype, *order) for dtype, order in product(DTYPES, DENSE_ORDERS)]
-    return numbered({one: [dense_source(one, rows).body for rows in COMPILED] for one in variants})
+    sources = {one: [dense_source(one, rows).body for rows in COMPILED] for one in DENSE_VARIANTS}
+    return numbered(sources)
 
 
 def record_tree_attention() -> str:
     """The constants of every variant, and the body that all have in common."""
     heads, bodies = [], set()
-    for size, dtype in product(HEAD_SIZES, DTYPES):
-        variant = AttentionVariant(size, dtype)
+    for variant in ATTENTION_VARIANTS:
         head, _, body = attention_source(variant).partition("\n\n")
         constants = " ".join(head.partition("//")[0].split())
         heads.append(f"// {variant}: {constants}\n")
@@ -76,14 +82,6 @@ def numbered(sources: Mapping[AnyVariant, Sequence[str]]) -> str:
         heads.append(f"// {variant}, body {number}: {others}\n")
     texts = [f"// body {number}\n{body}\n" for body, number in bodies.items()]
     return "".join([*texts, *(f"// {one}\n" for one in tiles), *heads])
-
-
-def _small() -> Iterator[Variant]:
-    for bits, group_size, dtype in product(PACKS, GROUP_SIZES, DTYPES):
-        fast = MatrixShape(bits, group_size, dtype, Variant(bits, group_size, dtype).block, 8)
-        yield from fast.variants()
-    for dtype in DTYPES:
-        yield from MatrixShape(4, 32, dtype, 512, 8, "mxfp4").variants()
 
 
 def _constants(head: str) -> str:

@@ -22,6 +22,7 @@ import typer
 from mlx_redrafter.kernels.small_t import source_of
 from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
 from mlx_redrafter.kernels.variant import METAL_TYPES, AnyVariant
+from tests.golden.record_metal import ATTENTION_VARIANTS, DENSE_VARIANTS, VARIANTS
 from tests.kernels.emulator import kinds
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, found none")
@@ -186,8 +187,7 @@ def _reported(output: str, name: str) -> Usage:
 
 def main() -> None:
     """Compile and print a line per variant."""
-    from tests.kernels.stand_in import ATTENTION_VARIANTS
-    from tests.kernels.test_small_t import DENSE_VARIANTS, LAUNCHED, VARIANTS
+    from tests.kernels.test_small_t import LAUNCHED
 
     found: list[Usage] = []
     with TemporaryDirectory() as folder:

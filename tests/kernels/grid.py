@@ -15,10 +15,11 @@ import typer
 from mlx_redrafter.kernels.metal_source import MAX_ROWS
 from mlx_redrafter.kernels.tree_attention import attention_source
 from mlx_redrafter.kernels.variant import AnyVariant, DenseVariant
+from tests.golden.record_metal import ATTENTION_VARIANTS, DENSE_VARIANTS, VARIANTS
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import FUSED, ROUNDED, SIMD_ORDERS
-from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated, run_emulated
-from tests.kernels.test_small_t import DENSE_VARIANTS, VARIANTS, different_rows
+from tests.kernels.stand_in import emulated, run_emulated
+from tests.kernels.test_small_t import different_rows
 from tests.kernels.test_tree_attention import different_nodes
 
 COMPILED = range(2, MAX_ROWS + 1)

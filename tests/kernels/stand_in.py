@@ -18,12 +18,11 @@ from mlx_redrafter.kernels.tree_attention import (
     AttentionVariant,
     attention_source,
 )
-from mlx_redrafter.kernels.variant import DTYPES, LANES, AnyVariant, DenseShape, MatrixShape
+from mlx_redrafter.kernels.variant import LANES, AnyVariant, DenseShape, MatrixShape
+from tests.golden.record_metal import ATTENTION_VARIANTS
 from tests.helpers.cli import Result, run
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import Kernels
-
-ATTENTION_VARIANTS = [AttentionVariant(size, dtype) for size in HEAD_SIZES for dtype in DTYPES]
 
 
 def emulated(pairs: Iterable[tuple[AnyVariant, int]], **options: Any) -> Kernels:

@@ -20,16 +20,14 @@ from mlx_redrafter.kernels.trials import AttentionTrial, ProductTrial
 from mlx_redrafter.kernels.variant import (
     DENSE_ORDERS,
     DTYPES,
-    GROUP_SIZES,
     MANY,
-    ORDERS,
     PACKS,
     AnyVariant,
     DenseShape,
     DenseVariant,
     Variant,
 )
-from tests.golden.record_metal import RECORDS
+from tests.golden.record_metal import DENSE_VARIANTS, RECORDS, VARIANTS
 from tests.kernels.emulator import (
     FUSED,
     ROUNDED,
@@ -39,15 +37,6 @@ from tests.kernels.emulator import (
 )
 from tests.kernels.stand_in import emulated, run_emulated
 
-VARIANTS = [
-    Variant(number, group_size, dtype, order)
-    for number in PACKS
-    for group_size in GROUP_SIZES
-    for dtype in DTYPES
-    for order in ORDERS
-    if (number, order) != (2, "qmv")  # the same as its "qmv_fast"
-] + [Variant(4, 32, dtype, order, mode="mxfp4") for dtype in DTYPES for order in ORDERS]
-DENSE_VARIANTS = [DenseVariant(dtype, *order) for dtype in DTYPES for order in DENSE_ORDERS]
 # What the tests compare: of weights that are rarely seen, a sample.
 COMMON = (4, 8)
 SAMPLE: list[AnyVariant] = [

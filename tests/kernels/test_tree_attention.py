@@ -9,10 +9,11 @@ import pytest
 from mlx_redrafter.kernels.small_t import as_integers
 from mlx_redrafter.kernels.tree_attention import AttentionVariant, attention_source
 from mlx_redrafter.kernels.variant import DTYPES
+from tests.golden.record_metal import ATTENTION_VARIANTS
 from tests.helpers.oracles import node_paths
 from tests.kernels.attention_emulator import AttentionKernels
 from tests.kernels.emulator import FUSED, SIMD_ORDERS
-from tests.kernels.stand_in import ATTENTION_VARIANTS, emulated_attention
+from tests.kernels.stand_in import emulated_attention
 
 # A branch from the root, one from its middle, and nodes that stand apart from their parents.
 PARENTS = [0, 0, 1, 2, 1]
