@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_redrafter.checkpoint_files import named_parameters
 from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import trainer as trainer_module
@@ -32,6 +31,7 @@ from mlx_redrafter.training.teacher_cache import TeacherCache
 from mlx_redrafter.training.trainer import Trainer
 from mlx_redrafter.training.training_request import STATE_FOLDER, TrainingRequest
 from mlx_redrafter.training_options import RECIPES, Head, NetworkOptions, Recipe, TrainingOptions
+from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import ROOT, shared_model, tiny_llama
 from tests.training.pieces import random_texts
 
@@ -87,11 +87,6 @@ def _stop_at(*steps: int) -> Callable[[TrainingProgress], None]:
     return check
 
 
-def _same(first: Student, second: Student) -> bool:
-    a, b = named_parameters(first.network), named_parameters(second.network)
-    return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
-
-
 def _assert_close(first: Student, second: Student, atol: float) -> None:
     pairs = (tree_flatten(one.network.parameters()) for one in (first, second))
     for (name, a), (_, b) in zip(*pairs, strict=True):
@@ -120,7 +115,7 @@ def test_interrupted_and_resumed_is_the_same_as_undisturbed(setup, tmp_path, hea
             setup.trainer(tmp_path / "parts", head=head).run(_stop_at(step), _ignore)
     trainer = setup.trainer(tmp_path / "parts", head=head)
     assert trainer.progress.step == 7
-    assert _same(trainer.run(_ignore, _ignore), expected)
+    assert_same_weights(trainer.run(_ignore, _ignore).network, expected.network)
     states = [tmp_path / name / STATE_FOLDER / STATE_FILE for name in ("whole", "parts")]
     first, second = (load_arrays(path)[0] for path in states)
     assert first.keys() == second.keys()
@@ -135,7 +130,8 @@ def test_interrupted_and_resumed_is_the_same_as_undisturbed(setup, tmp_path, hea
 def test_a_finished_run_is_not_trained_again(setup, tmp_path):
     expected = setup.trainer(tmp_path).run(_ignore, _ignore)
     steps: list[TrainingProgress] = []
-    assert _same(setup.trainer(tmp_path).run(steps.append, _ignore), expected)
+    found = setup.trainer(tmp_path).run(steps.append, _ignore)
+    assert_same_weights(found.network, expected.network)
     assert not steps
 
 
