@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -206,21 +207,15 @@ def test_a_cache_belongs_to_one_text_at_a_time(model, text, start):
 
 
 def test_of_threads_that_want_one_cache_one_gets_it(model, start):
-    cache = make_prompt_cache(model)
-    barrier = threading.Barrier(4)
-    results: list[Any] = []
+    cache, barrier = make_prompt_cache(model), threading.Barrier(4)
 
-    def work() -> None:
+    def work(_: int) -> Any:
         barrier.wait()
         try:
-            results.append(start(max_tokens=9, prompt_cache=cache))
+            return start(max_tokens=9, prompt_cache=cache)
         except ConfigError as error:
-            results.append(error)
+            return error
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(work, range(4)))
     assert sum(isinstance(one, ConfigError) for one in results) == 3
-    assert len(results) == 4
