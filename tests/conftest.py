@@ -21,6 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_redrafter import load
 from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
+from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 from tests.helpers.costs import fix_costs
 from tests.helpers.models import ABSENT, SHARED, random_drafter, shared_model
 

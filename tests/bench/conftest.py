@@ -10,7 +10,6 @@ from mlx_redrafter.bench import forecast, turns
 from mlx_redrafter.checkpoint_files import named_parameters, write_checkpoint
 from mlx_redrafter.engine import engine
 from mlx_redrafter.proposers.checkpoint import save_drafter
-from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 from tests.helpers.models import fast_tokenizer, random_drafter, tiny_llama
 
 

@@ -26,6 +26,7 @@ from mlx_redrafter.checkpoints.drafter_search import DrafterSearch
 from mlx_redrafter.cli.model_options import choose_drafter
 from mlx_redrafter.errors import CheckpointError
 from mlx_redrafter.training.duration import Pace
+from tests.helpers.models import change_config
 
 # From the config.json of Llama-3.1-8B.
 LLAMA_8B = {
@@ -282,9 +283,7 @@ def _models(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     model, copy = folder / "Tiny", folder / "Tiny-4bit"
     for one in (copy, model):
         shutil.copytree(find_bundled("target"), one)
-    config = json.loads((copy / "config.json").read_text())
-    config["quantization"] = {"bits": 4, "group_size": 64}
-    (copy / "config.json").write_text(json.dumps(config))
+    change_config(copy, quantization={"bits": 4, "group_size": 64})
     with (model / "model.safetensors").open("ab") as file:
         file.write(b"0")
     return model, copy
@@ -319,5 +318,5 @@ def test_advice_names_a_copy(tmp_path, llama, monkeypatch, cli):
     told = cli("advise", tmp_path / "Tiny", "--chip", "M4 Pro").out
     assert f"--model {tmp_path / 'Tiny'} --drafter {tmp_path / 'Tiny-4bit'} --prompt" in told
     assert "Tiny-4bit (a copy of the model in 4 bits; predicted 1." in told
-    (llama / "config.json").write_text(json.dumps({**LLAMA_8B, **WINDOWED}))
+    change_config(llama, **WINDOWED)
     assert "smaller copy" not in cli("advise", llama, "--chip", "M4 Pro").out

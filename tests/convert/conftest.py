@@ -8,7 +8,6 @@ import pytest
 from mlx_redrafter.convert import selftest
 from mlx_redrafter.proposers.fit import ReadSequence
 from mlx_redrafter.target.target import Target
-from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 
 _TEXTS: dict[tuple[int, ...], list[ReadSequence]] = {}
 

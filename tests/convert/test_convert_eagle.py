@@ -1,6 +1,5 @@
 """EAGLE heads through the converter: pickles and safetensors, what it says of them and refuses."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from mlx_redrafter.proposers.fit import Prediction, ReadSequence  # noqa: E402
 from mlx_redrafter.target.target import Target  # noqa: E402
 from tests.convert.handmade import convert  # noqa: E402
 from tests.helpers.equality import assert_same_weights  # noqa: E402
-from tests.helpers.models import layer_inputs  # noqa: E402
+from tests.helpers.models import change_config, layer_inputs  # noqa: E402
 from tests.helpers.published_eagle import LAYOUTS, write_head  # noqa: E402
 
 TARGET = find_bundled("target")
@@ -55,13 +54,11 @@ def test_a_converted_head_is_the_published_one(name, tmp_path):
 
 def test_inspection_names_the_kind_and_the_target(tmp_path):
     write_head(tmp_path, LAYOUTS["speculators"])
-    config = read_config(tmp_path)
-    config["speculators_config"] = {"verifier": {"name_or_path": "org/model"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    change_config(tmp_path, speculators_config={"verifier": {"name_or_path": "org/model"}})
     inspection = inspect_checkpoint(tmp_path)
     assert inspection.kind == "EAGLE-3 head, with speculators' names, for 'org/model'"
     assert "embed_tokens.weight" in inspection.notes[0]
-    (tmp_path / "config.json").write_text(json.dumps({**config, "fc_norm": True}))
+    change_config(tmp_path, fc_norm=True)
     refused = inspect_checkpoint(tmp_path)
     assert refused.config is None
     assert "exclude each other" in refused.notes[0]

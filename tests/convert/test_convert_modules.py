@@ -25,7 +25,7 @@ from tests.convert import handmade
 from tests.golden.block_layouts import LAYOUTS, tensors
 from tests.helpers.block import LINKS, block_config, random_block
 from tests.helpers.equality import assert_same_weights
-from tests.helpers.models import layer_inputs, tiny_llama
+from tests.helpers.models import change_config, layer_inputs, tiny_llama
 from tests.helpers.mtp import MIMO_PREFIX, family_config, module_tensors, write
 from tests.unit.proposers.test_mtp import BAD_TENSORS, changed, own_folder
 
@@ -95,9 +95,8 @@ def test_out_of_a_models_own_files(stories, tmp_path, monkeypatch, cli):
     assert drafted == plain
     with pytest.raises(CheckpointError, match="hidden_size 32 does not match the target's 64"):
         convert(out, tmp_path / "other", target=stories.folder)
-    values = read_config(out)
-    values["conversion"]["target"] = "a/b\nlicense: mit"
-    (out / "config.json").write_text(json.dumps(values))
+    stated = read_config(out)["conversion"]
+    change_config(out, conversion={**stated, "target": "a/b\nlicense: mit"})
     convert(out, tmp_path / "other")
     assert "license" not in (tmp_path / "other" / "README.md").read_text()
 
@@ -214,8 +213,7 @@ def test_what_a_block_drafter_cannot_have_is_refused(tmp_path, cli):
     with pytest.raises(ConfigError, match="is not for a block drafter"):
         convert(source, tmp_path / "out", rnn_activation="silu")
     assert "mask_token_id" in cli("convert", source).out
-    broken = {**read_config(source), "num_hidden_layers": 7}
-    (source / "config.json").write_text(json.dumps(broken))
+    change_config(source, num_hidden_layers=7)
     assert "cannot be converted" in inspect_checkpoint(source).kind
 
 

@@ -4,7 +4,6 @@ A drafter and Medusa heads are fitted to stories260k within seconds, so acceptan
 modest. Medusa heads are also read from files.
 """
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -37,8 +36,7 @@ from tests.convert import handmade
 from tests.convert.fitted import fit_drafter, fit_medusa
 from tests.convert.handmade import convert, refusal
 from tests.helpers.equality import tokens
-from tests.helpers.models import random_drafter, shared_path
-from tests.helpers.recurrent_search import expand
+from tests.helpers.models import change_config, expand, random_drafter, shared_path
 
 pytestmark = pytest.mark.usefixtures("texts_are_kept")
 TEXT = "text/tinystories-train.txt"
@@ -92,8 +90,7 @@ def test_the_recurrence_is_the_one_that_the_target_accepts_most(
     convert_fitted, fitted, stories, tmp_path
 ):
     wrong = shutil.copytree(fitted, tmp_path / "wrong")
-    values = read_config(wrong)
-    (wrong / "config.json").write_text(json.dumps({**values, "rnn_activation": "identity"}))
+    change_config(wrong, rnn_activation="identity")
     conversion = convert(wrong, tmp_path / "right", target=stories.folder)
     assert conversion.config.rnn_activation == "silu"
     assert conversion.provenance["notes"][-1].endswith("; used other recurrence")

@@ -1,14 +1,13 @@
 """Models for the command line."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Trained
-from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 from tests.helpers.hostile import build_yard
+from tests.helpers.models import change_config
 
 TEMPLATE = (
     "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] }}"
@@ -21,9 +20,7 @@ def chat_folder(stories: Trained, tmp_path_factory: pytest.TempPathFactory) -> P
     """stories260k with a chat template."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(stories.folder, folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] = TEMPLATE
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    change_config(folder, "tokenizer_config.json", chat_template=TEMPLATE)
     return folder
 
 

@@ -14,6 +14,7 @@ from mlx_redrafter.engine import prompt_encoding
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ResourceError
 from tests.helpers.cli import Cli, Result
+from tests.helpers.models import change_config
 
 Chat = Callable[..., Result]
 
@@ -64,9 +65,8 @@ def test_a_chat_goes_on_at_the_end_of_its_context(chat_folder, tmp_path, chat, m
     """Three times the context: the oldest turns go, the system's message stays."""
     model = tmp_path / "model"
     shutil.copytree(chat_folder, model)
-    config = json.loads((model / "config.json").read_text())
     context = 96
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+    change_config(model, max_position_embeddings=context)
     seen: list[int] = []
     encode = prompt_encoding.encode_chat
 

@@ -5,7 +5,6 @@ on stdout; the folder that it ran in is as before, names and bytes.
 """
 
 import hashlib
-import json
 import os
 import resource
 import shutil
@@ -27,6 +26,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import load_or_time
 from tests.helpers.cli import Cli, commands
 from tests.helpers.hostile import COMMANDS, make_call, run_call
+from tests.helpers.models import change_config
 
 NOBODY = 65534
 
@@ -114,12 +114,7 @@ def test_calls_made_at_random_end_well(yard, tmp_path, untouched, monkeypatch, f
 
 def config(name: str = "config.json", /, **values: Any) -> Callable[[Path], None]:
     """Change values of a JSON file."""
-
-    def change(folder: Path) -> None:
-        path = folder / name
-        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-    return change
+    return lambda folder: change_config(folder, name, **values)
 
 
 def text(name: str, text: str | bytes) -> Callable[[Path], None]:

@@ -3,7 +3,8 @@
 Axes: V vocabulary, H hidden size, D exit_dim.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import MODEL_REMAPPING
 from transformers import PreTrainedTokenizerBase
 
+from mlx_redrafter.draft_plan import DraftShape
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
-from mlx_redrafter.proposers.redrafter.network import Drafter
+from mlx_redrafter.proposers.redrafter.network import Drafter, RecurrentLevels
+from mlx_redrafter.proposers.search import Expansion, Rank, search_all
 from mlx_redrafter.target.architectures import SUPPORTED
 from mlx_redrafter.target.target import Target
 
@@ -44,6 +47,12 @@ def shared_path(name: str) -> Path:
 def shared_model(name: str) -> Path:
     """Folder of a trained model beside the repository; skips the test where there is none."""
     return shared_path(f"models/{name}")
+
+
+def change_config(folder: Path, name: str = "config.json", /, **values: Any) -> None:
+    """Change values of a JSON file."""
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def tiny_sizes(name: str, vocab_size: int, context: int = 512) -> dict[str, Any]:
@@ -131,6 +140,23 @@ def random_drafter(
     mx.eval(drafter.parameters())
     drafter.eval()
     return drafter
+
+
+def expand(
+    drafter: Drafter,
+    embed: Callable[[mx.array], mx.array],
+    hidden: mx.array,
+    root: mx.array,
+    shape: DraftShape,
+    rank: Rank | None = None,
+) -> Expansion:
+    """Search after one root, given its hidden state, shape (H,), and the target's embedding."""
+
+    def project_input(ids: mx.array) -> mx.array:
+        return drafter.project_input(embed(ids))
+
+    levels = RecurrentLevels(drafter, project_input, hidden[None], root, rank is not None)
+    return search_all(levels, shape, rank).alone
 
 
 class ByteTokenizer:

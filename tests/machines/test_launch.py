@@ -18,6 +18,7 @@ from mlx_redrafter.bench.lab.ranks import LIMIT, free_ports, preloaded
 from mlx_redrafter.checkpoints.bundled import find_bundled
 from mlx_redrafter.engine.conversation import Conversation
 from mlx_redrafter.machines.line import LOST
+from tests.helpers.models import change_config
 from tests.models.tiny_models import build, flat_parameters, tiny_config
 
 pytestmark = pytest.mark.timeout(600)  # ranks have a limit of their own
@@ -51,8 +52,7 @@ def _wait_for(text: str, output: Path) -> None:
 
 def test_a_chat_on_two_ranks_until_ctrl_c(tmp_path):
     folder = store_tiny(tmp_path / "tiny")
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    change_config(folder, "tokenizer_config.json", chat_template=TEMPLATE)
     conversation = Conversation(Engine(*load(folder)[:2], None), None, {})
     options = {"max_tokens": 12, "temp": 0.0}
     expected = ["".join(r.text for r in conversation.ask(one, **options)) for one in MESSAGES]

@@ -18,6 +18,7 @@ from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.model_parts import find_parts
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
+from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import layer_inputs
 from tests.models import tiny_models, trees
@@ -128,7 +129,7 @@ def test_generated_tokens_and_cache(model_type, has_few_shapes, monkeypatch):
         compile_passes(monkeypatch, uses=2)
     model = build(tiny_config(model_type, main_rope(model_type)))
     stock_cache = make_prompt_cache(model)
-    stock = trees.stock_tokens(model, NUM_TOKENS, stock_cache)
+    stock = ids(stock_tokens(model, PROMPT, NUM_TOKENS, prompt_cache=stock_cache))
 
     target = Target(model)
     cache = target.caches.new()

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -105,12 +105,6 @@ def read_by_stock(
         how = quantisation
         maybe_quantize_kv_cache(cache, how.start, how.group_size, how.bits)
     return logits
-
-
-def stock_tokens(model: nn.Module, num_tokens: int, cache: list[Any]) -> list[int]:
-    """What stock mlx-lm generates after `PROMPT`, greedily."""
-    steps = generate_step(mx.array(PROMPT), model, max_tokens=num_tokens, prompt_cache=cache)
-    return [int(token) for token, _ in steps]
 
 
 def rows_of(cache: Any) -> tuple[mx.array, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.calling import calling_engine
-from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 from tests.server.serving import UNLIMITED, Served, make_engine, serving
 
 

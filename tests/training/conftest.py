@@ -15,7 +15,7 @@ from mlx_redrafter.training import (
     TrainingResult,
     train_drafter,
 )
-from tests.helpers.cli import Cli, cli  # noqa: F401  (a fixture)
+from tests.helpers.cli import Cli
 from tests.helpers.models import shared_model, shared_path, tiny_llama
 from tests.training.pieces import Silent
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step
 
 from mlx_redrafter.device_read import to_ints
 from mlx_redrafter.engine.prompt_encoding import encode_user_turn
@@ -27,6 +26,7 @@ from mlx_redrafter.training.self_generated import GenerationJob, answer, sample
 from mlx_redrafter.training.self_written import QUESTION_TOKENS, PromptWriter, count_prompts
 from mlx_redrafter.training.teacher import read_sequences
 from mlx_redrafter.training.teacher_cache import Shard, unpack_sequences
+from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.models import tiny_llama
 from tests.training.conftest import small_request
 from tests.training.pieces import MODELS, Silent, WordTokenizer
@@ -46,8 +46,7 @@ def test_greedy_texts_are_those_of_mlx_lm(name):
     assert sum(counts) == sum(map(len, found))
     for prompt, text, longest in zip(prompts, found, most, strict=True):
         assert len(text) == longest or text[-1] == STOP
-        steps = generate_step(mx.array(prompt), model, max_tokens=len(text))
-        assert text == [int(token) for token, _ in steps]
+        assert text == ids(stock_tokens(model, prompt, len(text)))
 
 
 def test_every_pass_can_be_interrupted():

@@ -16,9 +16,8 @@ from mlx_redrafter.draft_plan import DraftPlan, DraftShape
 from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
 from mlx_redrafter.trees.tree import NO_TOKEN, Drafts, TokenTree, TreeBatch, ancestor_mask
 from tests.helpers.drafts import scored
-from tests.helpers.models import random_drafter
+from tests.helpers.models import expand, random_drafter
 from tests.helpers.oracles import ancestors, tree_paths
-from tests.helpers.recurrent_search import expand
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=40))

@@ -24,6 +24,7 @@ from mlx_redrafter.checkpoints.identity import REPOSITORY, Identity, digest_toke
 from mlx_redrafter.checkpoints.memory_check import TREE_TOKENS, Context, estimate_memory
 from mlx_redrafter.errors import CheckpointError, ResourceError
 from mlx_redrafter.model_store import find_stored, is_complete, repository_of, stored_models
+from tests.helpers.models import change_config
 from tests.models.tiny_models import build, tiny_config
 
 JSON = st.recursive(
@@ -51,8 +52,7 @@ def _cached(cache: Path, name: str, source: Path, **changes: object) -> Path:
     shutil.copytree(source, folder)
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text("abc")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    change_config(folder, **changes)
     return folder
 
 
@@ -162,9 +162,7 @@ def test_a_bundled_drafter_is_for_its_model_alone(cache, tmp_path, monkeypatch):
         return None if found is None else found.path
 
     def made_for(tokens: str | None) -> None:
-        config = json.loads((drafter / "config.json").read_text())
-        config["target"] = {"name": "org/Tiny-Instruct", "tokens": tokens}
-        (drafter / "config.json").write_text(json.dumps(config))
+        change_config(drafter, target={"name": "org/Tiny-Instruct", "tokens": tokens})
 
     made_for("none")
     assert model("org/Tiny-Instruct") is None, "a model of this name with other tokens"

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +33,7 @@ from mlx_redrafter.trees.tree import Drafts, TokenTree
 from tests.helpers.flights import flight_of
 from tests.helpers.models import tiny_llama, tiny_qwen3, wrapped_tokenizer
 from tests.helpers.oracles import assert_scores, paths_of
+from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
 
 PLAN = DraftPlan(DraftShape(4, 16), 16)
 
@@ -435,13 +435,7 @@ def test_a_shared_cache_holds_the_text_in_the_end():
     for length in (len(PROMPT) + 5, len(PROMPT) + 4, len(PROMPT) + 2):
         drafting.trim_to(length)
         text = [*PROMPT, 30, 31, 32, 33, 34][:length]
-        expected = make_prompt_cache(model)
-        model(mx.array([text]), cache=expected)
-        for layer, reference in zip(cached, expected, strict=True):
-            assert layer.offset == length
-            for rows, truth in zip(layer.state[:2], reference.state[:2], strict=True):
-                found, wanted = np.array(rows)[..., :length, :], np.array(truth)[..., :length, :]
-                np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+        assert_same_rows(cached, prefilled(model, text))
 
 
 def test_equal_ids_fit_whatever_the_size_of_the_head():

@@ -21,9 +21,8 @@ from mlx_redrafter.proposers.search import Expansion, build_tree, merge_beams
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers import oracles
-from tests.helpers.models import random_drafter, tiny_llama
+from tests.helpers.models import expand, random_drafter, tiny_llama
 from tests.helpers.oracles import paths_of, tree_paths
-from tests.helpers.recurrent_search import expand
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from tests.helpers.torch_heads import Recurrent  # noqa: E402

@@ -4,12 +4,12 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_redrafter import generate
 from mlx_redrafter.checkpoint_files import named_parameters, read_tensors
@@ -31,9 +31,10 @@ from mlx_redrafter.proposers.specformer import load as load_specformer
 from mlx_redrafter.target.hooks import FINAL
 from mlx_redrafter.target.target import Target
 from tests.helpers.flights import drafts_after_any_steps, flight_of
-from tests.helpers.models import layer_inputs, tiny_llama, wrapped_tokenizer
+from tests.helpers.models import change_config, layer_inputs, tiny_llama, wrapped_tokenizer
 from tests.helpers.oracles import node_paths
 from tests.models.tiny_models import build, tiny_config
+from tests.unit.target.test_tree_cache import assert_same_rows
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -105,11 +106,8 @@ def test_a_shared_cache_holds_the_pairs_of_the_text_in_the_end(tmp_path):
     eagle(eagle.fuse(states), target.modules.embed(mx.array(text[1:])), expected)
     for length in (8, 7, 5):
         drafting.trim_to(length)
-        for layer, reference in zip(cached, expected, strict=True):
-            assert layer.offset == length - 1
-            for rows, truth in zip(layer.state[:2], reference.state[:2], strict=True):
-                found, wanted = rows[..., : length - 1, :], truth[..., : length - 1, :]
-                assert mx.allclose(found, wanted, atol=TOLERANCE).item()
+        trim_prompt_cache(expected, expected[0].offset - (length - 1))
+        assert_same_rows(cached, expected)
 
 
 def test_layer_ids_mean_outputs_where_specforge_writes_them(tmp_path):
@@ -119,7 +117,7 @@ def test_layer_ids_mean_outputs_where_specforge_writes_them(tmp_path):
         ({CAPTURED: [1, 3, 4]}, (1, 3, 4)),  # inputs by speculators
     ):
         write_head(tmp_path, LAYOUTS["EAGLE-3"])
-        _change(tmp_path, **values)
+        change_config(tmp_path, **values)
         assert load_eagle(tmp_path).config.captured_layers == layers
     # A file that names none means some of the target's.
     write_head(tmp_path, LAYOUTS["speculators"])
@@ -139,11 +137,6 @@ def test_the_state_after_the_last_layer_is_its_output_before_the_norm():
     assert mx.array_equal(model.model.norm(last), normed).item()
 
 
-def _change(folder: Path, **values: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
-
-
 def test_contradicting_configs_are_refused(tmp_path):
     for values, message in (
         ({"hidden_size": 64}, r"fc.weight' has shape \[32, 96\], expected \[64, 192\]"),
@@ -161,7 +154,7 @@ def test_contradicting_configs_are_refused(tmp_path):
         ({"speculators_model_type": "peagle"}, "expected mask_token_id in the config.json"),
     ):
         write_head(tmp_path, LAYOUTS["EAGLE-3"])
-        _change(tmp_path, **values)
+        change_config(tmp_path, **values)
         with pytest.raises(CheckpointError, match=message):
             load_eagle(tmp_path)
     for config, message in (

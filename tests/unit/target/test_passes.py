@@ -10,7 +10,6 @@ import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_redrafter import Engine, load
@@ -30,6 +29,7 @@ from mlx_redrafter.target.hooks import FINAL, install_in_attention
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
 from tests.helpers.costs import stop_clock
+from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
 from tests.helpers.models import tiny_llama
 from tests.models import trees
@@ -165,7 +165,7 @@ def test_other_bits_are_a_fault(monkeypatch):
 def test_first_uses_are_not_timed(monkeypatch):
     compile_passes(monkeypatch, uses=3)
     target = new_target("llama")
-    stock = trees.stock_tokens(target.model, 20, make_prompt_cache(target.model))
+    stock = ids(stock_tokens(target.model, PROMPT, 20))
     seconds: list[float | None] = []
     monkeypatch.setattr(FixedPolicy, "observe", lambda _, step: seconds.append(step.seconds))
     text = sequence_of(target, PROMPT, ScriptedDrafts(stock), max_tokens=20)
@@ -382,8 +382,8 @@ def test_a_text_has_few_shapes(monkeypatch, shape, num_texts, most):
     for prompt in PROMPTS[:num_texts]:
         tokens = tokenizer.encode(prompt)
         *_, last = found = list(engine.stream(tokens, max_tokens=120, **shape))
-        stock = generate_step(mx.array(tokens), model, max_tokens=len(found))
-        assert [response.token for response in found] == [int(token) for token, _ in stock]
+        stock = stock_tokens(model, tokens, len(found))
+        assert [response.token for response in found] == ids(stock)
         num_steps += last.stats.steps
     assert num_steps > 50
     assert 1 <= len(shapes) <= most
