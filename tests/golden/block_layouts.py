@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.helpers.published_heads import Shapes, layer_shapes
+
 Floats = NDArray[np.float32]
 Config = dict[str, Any]
 
@@ -30,7 +32,7 @@ class Layout(NamedTuple):
     """A drafter as published, and the packages that read it, the one to follow first."""
 
     config: Config
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Shapes
     references: tuple[str, ...]
 
 
@@ -50,7 +52,6 @@ MIXED = ["full_attention", "sliding_attention"]
 BOUNDED: Config = {"layer_types": SLIDING, "sliding_window": WINDOW}
 SLIDING_LAYERS: Config = {**BOUNDED, "use_sliding_window": True}
 MIXED_LAYERS: Config = {**SLIDING_LAYERS, "layer_types": MIXED}
-Shapes = dict[str, tuple[int, ...]]
 
 
 def per_layer(shapes: Shapes) -> Shapes:
@@ -60,20 +61,11 @@ def per_layer(shapes: Shapes) -> Shapes:
 
 def backbone(taps: int = 2) -> Shapes:
     """Return the shapes of Qwen 3's decoder layers and of what reads the target."""
-    layer = {
-        "self_attn.q_proj": (HEADS * HEAD_SIZE, HIDDEN),
-        **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (GROUPS * HEAD_SIZE, HIDDEN)),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_SIZE),
-        **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (HEAD_SIZE,)),
-        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (WIDTH, HIDDEN)),
-        "mlp.down_proj": (HIDDEN, WIDTH),
-        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (HIDDEN,)),
-    }
     return {
         "fc.weight": (HIDDEN, taps * HIDDEN),
         "hidden_norm.weight": (HIDDEN,),
         "norm.weight": (HIDDEN,),
-        **per_layer({f"{name}.weight": shape for name, shape in layer.items()}),
+        **layer_shapes(LAYER, HIDDEN),
     }
 
 
