@@ -85,17 +85,19 @@ on_cpu = pytest.mark.skipif(
 
 VOCAB_SIZE, HIDDEN_SIZE = 512, 64
 HALVES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
-BITS = {"4-bit": 4, "8-bit": 8}
+BITS = {"4-bit": 4, "8-bit": 8, "4-bit float16": 4}
 
 
 @pytest.fixture(scope="module", params=[*HALVES, *BITS])
 def target(request: pytest.FixtureRequest, stories: Trained) -> nn.Module:
     """stories260k in another number format."""
     model, _, _ = load(stories.folder)
-    if request.param in HALVES:
-        model.set_dtype(HALVES[request.param])
-    else:
+    dtype = request.param.split(" ")[-1]
+    if dtype in HALVES:
+        model.set_dtype(HALVES[dtype])
+    if request.param in BITS:
         quantize_wide(model, bits=BITS[request.param])
+        assert isinstance(model.layers[0].self_attn.q_proj, nn.QuantizedLinear)
     mx.eval(model.parameters())
     return model
 
@@ -123,16 +125,6 @@ def test_greedy_text(target, stories, drafter_dtype):
 def test_sampled_text(target, stories):
     drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
     _compare(target, stories, drafter, 24, temp=1.0, top_p=0.95, seed=1)
-
-
-@on_cpu
-def test_quantised_half_precision(stories):
-    model, _, _ = load(stories.folder)
-    model.set_dtype(mx.float16)
-    quantize_wide(model, bits=4)
-    assert isinstance(model.layers[0].self_attn.q_proj, nn.QuantizedLinear)
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE, dtype=mx.float16)
-    _compare(model, stories, drafter, 8)
 
 
 @on_cpu
