@@ -2,10 +2,9 @@
 
 import getpass
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +19,7 @@ from mlx_redrafter.bench.report import page
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ConfigError, DataError, RedrafterError, ResourceError
 from tests.bench.commands import run
+from tests.helpers.fake_hub import serving_http
 from tests.server.serving import KEY, serving
 
 
@@ -116,15 +116,8 @@ def _answering(body: bytes, status: int = 200) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving_http(Handler) as address:
+        yield f"{address}/v1"
 
 
 def _stream(*events: Any) -> bytes:

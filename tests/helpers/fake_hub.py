@@ -18,6 +18,20 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PIECE = 2**20
 
 
+@contextmanager
+def serving_http(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Answer requests on a free port; yield the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 class FakeHub:
     """Repositories by name, each a folder; ``fetched`` are files as ``org/name/file``."""
 
@@ -34,17 +48,8 @@ class FakeHub:
     @contextmanager
     def serving(self) -> Iterator["FakeHub"]:
         """Answer requests on a free port."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self.address = f"http://127.0.0.1:{server.server_port}"
-        poll = {"poll_interval": 0.01}
-        thread = Thread(target=server.serve_forever, kwargs=poll, daemon=True)
-        thread.start()
-        try:
+        with serving_http(_handler(self)) as self.address:
             yield self
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
     def info(self, name: str) -> dict[str, Any]:
         """Describe a repository, as ``/api/models/NAME`` does."""
