@@ -194,6 +194,31 @@ def wrapped_tokenizer(vocab_size: int, eos_token_ids: set[int] | None = None) ->
     return wrapper
 
 
+class ChatTokenizer(ByteTokenizer):
+    """A tokenizer with a chat template, which shows tools and the beginning of an answer.
+
+    It shortens all messages but the last one to ``kept`` characters.
+    """
+
+    chat_template: Any = "in Python"
+    kept: int | None = None
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:  # type: ignore[override]
+        *earlier, last = [f"[{one['role'][0].upper()}]{one['content']}" for one in messages]
+        tools = [tool["function"]["name"] for tool in options.get("tools") or ()]
+        texts = [text[: self.kept] for text in earlier]
+        return "".join([*tools, *texts, last, "[A]", options.get("tone", "")])
+
+
+def chat_tokenizer(kept: int | None = None, **wrapping: Any) -> TokenizerWrapper:
+    """A `ChatTokenizer` of 64 tokens, none an end, in mlx-lm's wrapper with these arguments."""
+    tokenizer = ChatTokenizer(64)
+    tokenizer.kept = kept
+    wrapper = TokenizerWrapper(tokenizer, **wrapping)
+    wrapper._eos_token_ids = set()
+    return wrapper
+
+
 def fast_tokenizer() -> TokenizerWrapper:
     """A byte-level tokenizer of 264 tokens; some are several signs of JSON, 0 is the end."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.worker import Worker
-from tests.helpers.models import ByteTokenizer, random_drafter, tiny_llama
+from tests.helpers.models import chat_tokenizer, random_drafter, tiny_llama
 
 VOCAB_SIZE = 64
 KEY = "secret"
@@ -37,18 +36,6 @@ CITY: dict[str, Any] = {
 }
 
 
-class ChatTokenizer(ByteTokenizer):
-    """A tokenizer with a chat template, which shows the tools."""
-
-    chat_template: Any = "in Python"
-
-    def apply_chat_template(self, messages: Any, **options: Any) -> str:  # type: ignore[override]
-        """All messages, and the beginning of an answer."""
-        texts = [f"[{one['role'][0].upper()}]{one['content']}" for one in messages]
-        tools = [tool["function"]["name"] for tool in options.get("tools") or ()]
-        return "".join([*tools, *texts, "[A]", options.get("tone", "")])
-
-
 def make_engine(context: int = 512, **wrapping: Any) -> Engine:
     """A random model with a random drafter.
 
@@ -56,9 +43,7 @@ def make_engine(context: int = 512, **wrapping: Any) -> Engine:
         context: Context of the model.
         **wrapping: Arguments of mlx-lm's ``TokenizerWrapper``.
     """
-    tokenizer = TokenizerWrapper(ChatTokenizer(VOCAB_SIZE), **wrapping)
-    tokenizer._eos_token_ids = set()
-    model = tiny_llama(seed=4, context=context)
+    model, tokenizer = tiny_llama(seed=4, context=context), chat_tokenizer(**wrapping)
     return Engine(model, tokenizer, random_drafter(VOCAB_SIZE, 32))
 
 

@@ -15,7 +15,6 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_redrafter import Engine, Lookup, generate, memory_sizes, stream_generate
 from mlx_redrafter.engine import memory_guard
@@ -27,7 +26,7 @@ from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
 from tests.helpers.equality import tokens
-from tests.helpers.models import ROOT, ByteTokenizer, random_drafter, tiny_llama, wrapped_tokenizer
+from tests.helpers.models import ROOT, chat_tokenizer, random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config
 
 VOCAB_SIZE = 64
@@ -187,30 +186,10 @@ def test_threads_that_have_ended_do_not_abort_the_process():
 ASKED = ["HOW ARE YOU", "AND YOU", "HOW ARE YOU"]
 
 
-class ChatTokenizer(ByteTokenizer):
-    """A tokenizer with a chat template that shortens earlier messages to ``kept`` characters."""
-
-    chat_template: Any = "in Python"
-
-    def __init__(self, kept: int | None = None):
-        super().__init__(VOCAB_SIZE)
-        self.kept = kept
-
-    def apply_chat_template(self, messages: Any, **_: Any) -> str:  # type: ignore[override]
-        *earlier, last = [f"[{one['role'][0].upper()}]{one['content']}" for one in messages]
-        return "".join(text[: self.kept] for text in earlier) + last + "[A]"
-
-
-def _tokenizer(kept: int | None = None) -> TokenizerWrapper:
-    wrapper = TokenizerWrapper(ChatTokenizer(kept))
-    wrapper._eos_token_ids = set()
-    return wrapper
-
-
 def _prompt(conversation: Conversation, text: str, kept: int | None = None) -> list[int]:
     """Encode a conversation with one more message of the user."""
     asked = [*conversation.messages, {"role": "user", "content": text}]
-    return encode_chat(_tokenizer(kept), asked)
+    return encode_chat(chat_tokenizer(kept), asked)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -234,7 +213,7 @@ def test_answers_of_models_with_states(model_type, kept):
 def _assert_plain_answers(
     model: nn.Module, drafter: Any, kept: int | None, sampling: dict[str, Any]
 ) -> None:
-    conversation = Conversation(Engine(model, _tokenizer(kept), drafter), "BE GOOD")
+    conversation = Conversation(Engine(model, chat_tokenizer(kept), drafter), "BE GOOD")
     for text in ASKED:
         plain = tokens(model, _prompt(conversation, text, kept), max_tokens=14, **sampling)
         before = conversation.messages[:]
@@ -246,7 +225,7 @@ def _assert_plain_answers(
 
 
 def test_only_what_is_new_is_read(model):
-    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
+    conversation = Conversation(Engine(model, chat_tokenizer(), "lookup"))
     read: list[int] = []
     options: dict[str, Any] = {"prompt_progress_callback": lambda done, total: read.append(total)}
     for text in ASKED:
@@ -257,7 +236,8 @@ def test_only_what_is_new_is_read(model):
 
 @pytest.mark.parametrize("drafter", ["lookup", "network"])
 def test_a_turn_drafts_from_the_turns_before_it(model, monkeypatch, drafter):
-    engine, begun = Engine(model, _tokenizer(), DRAFTERS[drafter](model)), list[Contexts]()
+    engine = Engine(model, chat_tokenizer(), DRAFTERS[drafter](model))
+    begun: list[Contexts] = []
     init: Any = LookupDrafting.__init__
     begin = lambda *args: begun.append(args[1]) or init(*args)  # noqa: E731
     monkeypatch.setattr(LookupDrafting, "__init__", begin)
@@ -286,7 +266,7 @@ def test_contexts_that_another_thread_adds_to_leave_a_text_as_it_is(model, monke
 
 
 def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model):
-    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
+    conversation = Conversation(Engine(model, chat_tokenizer(), "lookup"))
     answer = conversation.ask(ASKED[0], max_tokens=50)
     text = "".join(next(answer).text for _ in range(5))
     answer.close()  # type: ignore[attr-defined]
@@ -297,7 +277,7 @@ def test_an_answer_that_is_left_goes_on_as_far_as_it_was_read(model):
 
 @pytest.mark.parametrize("num_kept", [0, 2])
 def test_a_chat_whose_messages_were_taken_away_reads_what_is_left(model, num_kept):
-    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
+    conversation = Conversation(Engine(model, chat_tokenizer(), "lookup"))
     while conversation.num_left_out < 3:
         list(conversation.ask("TELL ME MORE OF THIS, PLEASE", max_tokens=40))
     del conversation.messages[num_kept:]
@@ -307,7 +287,7 @@ def test_a_chat_whose_messages_were_taken_away_reads_what_is_left(model, num_kep
 
 
 def test_a_second_answer_leaves_the_first_one_alone(model):
-    conversation = Conversation(Engine(model, _tokenizer(), None))
+    conversation = Conversation(Engine(model, chat_tokenizer(), None))
     list(conversation.ask("HELLO", max_tokens=8))
     plain = tokens(model, _prompt(conversation, "AND YOU"), max_tokens=20)
     first = conversation.ask("AND YOU", max_tokens=20)
@@ -321,7 +301,7 @@ def test_a_second_answer_leaves_the_first_one_alone(model):
 
 
 def test_what_is_refused_changes_nothing(model):
-    conversation = Conversation(Engine(model, _tokenizer(), "lookup"))
+    conversation = Conversation(Engine(model, chat_tokenizer(), "lookup"))
     list(conversation.ask(ASKED[0], max_tokens=8))
     before = list(conversation.messages)
     with pytest.raises(ConfigError, match="max_tokens"):
