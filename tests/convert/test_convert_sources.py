@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -223,16 +224,11 @@ def test_inspection_describes_without_values_and_says_why_not(tmp_path):
 
 def test_a_hub_repository_keeps_its_name(tmp_path, monkeypatch):
     snapshot = write(tmp_path / "snapshot", handmade.tensors(), CONFIG)
-    asked: list[tuple[str, list[str]]] = []
-
-    def download(repo: str, patterns: list[str], *_: object) -> Path:
-        asked.append((repo, patterns))
-        return snapshot
-
+    download = Mock(return_value=snapshot)
     monkeypatch.setattr("mlx_redrafter.hub.fetch", download)
     conversion = convert_drafter("org/drafter", tmp_path / "out", FLOAT32)
     assert conversion.provenance["source"] == "org/drafter"
     # First what tells whether it is a model with a module, of which no more would be fetched.
-    first, rest = asked
+    first, rest = (call.args[:2] for call in download.call_args_list)
     assert first == ("org/drafter", ["config.json", "model.safetensors.index.json"])
     assert rest == ("org/drafter", ["*.json", "*.safetensors", "*.bin", "*.pt"])

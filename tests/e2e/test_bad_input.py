@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx_lm
@@ -151,14 +152,12 @@ UNFIT: dict[str, tuple[Damage, str, int, str]] = {
 
 @pytest.mark.parametrize("name", [*UNUSABLE, *UNFIT])
 def test_what_cannot_be_used_is_one_line(yard, cli, monkeypatch, name):
-    def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("the target's weights were read")
-
     damage, words, code, parts = (UNUSABLE | UNFIT)[name]
     damage(yard)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff"))
     if name in UNFIT:
-        monkeypatch.setattr(mlx_lm, "load", fail)
+        error = AssertionError("the target's weights were read")
+        monkeypatch.setattr(mlx_lm, "load", Mock(side_effect=error))
     refused(cli, yard, *GENERATE, *shlex.split(words), codes=(code,), parts=parts)
 
 
@@ -206,10 +205,7 @@ def test_debug_shows_the_traceback(cli):
     ],
 )
 def test_an_error_of_the_system_says_what_is_known(cli, monkeypatch, error, message):
-    def fail(**_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("mlx_redrafter.cli.main.app", fail)
+    monkeypatch.setattr("mlx_redrafter.cli.main.app", Mock(side_effect=error))
     found = cli("generate")
     assert (found.code, found.err) == (1, f"error: {message}\n")
 

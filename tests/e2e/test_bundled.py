@@ -5,6 +5,7 @@ import re
 import socket
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -51,10 +52,6 @@ def _stock_text(pair: Pair, max_tokens: int) -> str:
     return mlx_lm.generate(pair.model, pair.tokenizer, PROMPT, max_tokens=max_tokens)
 
 
-def _refuse(*_: object) -> None:
-    raise AssertionError("something was to be fetched")
-
-
 def _dtypes(module: nn.Module) -> set[mx.Dtype]:
     tensors: list[tuple[str, Any]] = tree_flatten(module.parameters())  # type: ignore[assignment]
     return {tensor.dtype for _, tensor in tensors if mx.issubdtype(tensor.dtype, mx.floating)}
@@ -63,8 +60,9 @@ def _dtypes(module: nn.Module) -> set[mx.Dtype]:
 @pytest.mark.parametrize("drafting", [[], ["--drafter", "none"]], ids=str)
 def test_text_is_stock_mlx_lms(pair, cli, monkeypatch, tmp_path, drafting):
     """In any folder, and without a network."""
-    monkeypatch.setattr(socket.socket, "connect", _refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", _refuse)
+    refuse = Mock(side_effect=AssertionError("something was to be fetched"))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.chdir(tmp_path)
     result = cli("generate", "-p", PROMPT, "-m", 60, "--stats", *drafting)
     assert (result.code, result.out) == (0, _stock_text(pair, 60) + "\n")

@@ -10,9 +10,10 @@ from typing import Any
 import mlx_lm
 import pytest
 
-from mlx_redrafter.engine import prompt_encoding
+from mlx_redrafter.engine import conversation
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.errors import ResourceError
+from tests.helpers.calls import at_call
 from tests.helpers.cli import Cli, Result
 from tests.helpers.models import change_config
 
@@ -67,16 +68,11 @@ def test_a_chat_goes_on_at_the_end_of_its_context(chat_folder, tmp_path, chat, m
     shutil.copytree(chat_folder, model)
     context = 96
     change_config(model, max_position_embeddings=context)
-    seen: list[int] = []
-    encode = prompt_encoding.encode_chat
 
-    def watch(*args: Any, **options: Any) -> list[int]:
-        tokens = encode(*args, **options)
-        assert args[1][0] == {"role": "system", "content": "Be good"}
-        seen.append(len(tokens))
-        return tokens
+    def check(tokenizer: Any, messages: list[Any], *_: Any, **options: Any) -> None:
+        assert messages[0] == {"role": "system", "content": "Be good"}
 
-    monkeypatch.setattr("mlx_redrafter.engine.conversation.encode_chat", watch)
+    at_call(monkeypatch, conversation, "encode_chat", check)
     lines = [*["Tell me of a cat and a dog"] * 9, "x" * 4000, "Hi"]
     found = chat(lines, "-m", 60, "--system-prompt", "Be good", command=("chat", model))
     assert found.code == 0
@@ -89,14 +85,11 @@ def test_a_chat_goes_on_at_the_end_of_its_context(chat_folder, tmp_path, chat, m
 
 
 def test_a_message_beyond_the_memory_loses_no_other(tmp_path, chat, monkeypatch):
-    stream = Engine.stream
-
-    def refusing(engine: Engine, prompt: Any, **options: Any) -> Any:
+    def refuse(engine: Engine, prompt: Any, **_: Any) -> None:
         if len(prompt) > 60:
             raise ResourceError("the prompt does not fit into memory")
-        return stream(engine, prompt, **options)
 
-    monkeypatch.setattr(Engine, "stream", refusing)
+    at_call(monkeypatch, Engine, "stream", refuse)
     file = tmp_path / "chat.jsonl"
     found = chat(["Who is Tim", "word " * 60, f"/save {file}"], "-m", 8, "--drafter", "lookup")
     assert found.code == 0

@@ -16,6 +16,7 @@ from mlx_redrafter.decoding.sequence import SequenceDecoder
 from mlx_redrafter.engine import engine
 from mlx_redrafter.target.caches.quantised import QuantisingCache
 from tests.conftest import Trained
+from tests.helpers.calls import at_call
 from tests.helpers.equality import ids, stock_tokens
 
 PROMPTS = ["-p", "Once upon a time", "-p", "Lily"]
@@ -55,13 +56,9 @@ def test_equal_texts(words, cli, options):
 
 
 def test_quantised_rows_from_the_first_token_on(cli, monkeypatch):
-    lengths, quantise = [], QuantisingCache._quantise
-
-    def watch(cache: QuantisingCache) -> None:
-        lengths.append(cache.length)
-        quantise(cache)
-
-    monkeypatch.setattr(QuantisingCache, "_quantise", watch)
+    lengths: list[int] = []
+    note = lambda cache: lengths.append(cache.length)  # noqa: E731
+    at_call(monkeypatch, QuantisingCache, "_quantise", note)
     result = cli("check", "-m", 24, *PROMPTS, "--kv-bits", 8)
     assert (result.code, result.out.count("equal: 24 tokens")) == (0, 2)
     assert len(lengths) == 2

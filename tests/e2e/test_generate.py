@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx_lm
@@ -281,10 +282,7 @@ def test_version_help_and_interrupts(cli, plain, monkeypatch):
     nothing = cli()
     assert (nothing.code, nothing.err) == (2, "")
     assert "Usage: redrafter-mlx" in nothing.out
-
-    def interrupt(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
+    interrupt = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("mlx_redrafter.engine.generation.stream_generate", interrupt)
     assert plain()[:2] == (130, "")
 

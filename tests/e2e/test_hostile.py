@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy.ma  # noqa: F401  (numpy imports it late, when a test may have no right to)
@@ -377,16 +378,13 @@ HUB_ERRORS = [
 
 @pytest.mark.parametrize("error", HUB_ERRORS, ids=lambda error: type(error).__name__)
 def test_offline(cli, yard, monkeypatch, error):
-    def fail(*args: object, **kwargs: object) -> None:
-        raise error
-
-    monkeypatch.setattr(hub.HfApi, "model_info", fail)
+    monkeypatch.setattr(hub.HfApi, "model_info", Mock(side_effect=error))
     for option in ("--model", "--drafter"):
         line = refused(cli, yard, "generate", "-p", "Hi", option, "org/name", codes=(1,))
         assert "check the name and the network, or give a folder" in line
     refused(cli, yard, "convert", "org/name", "new", codes=(1,))
 
-    monkeypatch.setattr(publication.HfApi, "create_repo", fail)
+    monkeypatch.setattr(publication.HfApi, "create_repo", Mock(side_effect=error))
     result = cli(*CONVERT, "--upload-repo", "org/name")
     last = result.err.splitlines()[-1]
     assert result.code == 1

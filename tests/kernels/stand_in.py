@@ -6,6 +6,7 @@ Axes: N nodes of a tree, S committed tokens, D head size.
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -112,11 +113,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
 
 def refuse_to_compile(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
     """Let a compiler take no kernel of `small_t` or `tree_attention`."""
-
-    def refuse(*args: object) -> None:
-        raise RuntimeError("[metal::Device] Unable to build metal library from source\nerror: x")
-
-    monkeypatch.setattr(module, "_kernel", refuse)
+    error = "[metal::Device] Unable to build metal library from source\nerror: x"
+    monkeypatch.setattr(module, "_kernel", Mock(side_effect=RuntimeError(error)))
 
 
 def check_kernels(

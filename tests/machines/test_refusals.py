@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -118,11 +119,9 @@ def test_other_versions_are_named():
 
 
 def test_machines_that_cannot_connect_are_an_error_of_one_line(monkeypatch, capfd):
-    def init() -> None:
-        raise RuntimeError("[ring] Couldn't bind socket (error: 98)")
-
+    error = RuntimeError("[ring] Couldn't bind socket (error: 98)")
     monkeypatch.setenv("MLX_RANK", "0")
-    monkeypatch.setattr(mx.distributed, "init", init)
+    monkeypatch.setattr(mx.distributed, "init", Mock(side_effect=error))
     assert main(["generate", "-p", "x"]) == 2
     assert capfd.readouterr().err.startswith("error: MLX cannot connect the machines: [ring] Coul")
     (port,) = free_ports(1)

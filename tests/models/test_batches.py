@@ -24,6 +24,7 @@ from mlx_redrafter.target.caches.batch_cache import BatchCache
 from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.tree_cache import parts_of
 from mlx_redrafter.target.target import Target
+from tests.helpers.calls import at_call
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.few_shapes import use_few_shapes
 from tests.models import tiny_models, trees
@@ -235,10 +236,8 @@ def test_buckets(monkeypatch, model_type):
 def test_quantised_entries(monkeypatch, model_type, start):
     """Texts join the batch once their entries are quantised."""
     poison_what_texts_leave(monkeypatch)
-    passes, expect = [], BatchCache.expect
-    monkeypatch.setattr(
-        BatchCache, "expect", lambda cache, trees: passes.append(trees) or expect(cache, trees)
-    )
+    passes: list[Any] = []
+    at_call(monkeypatch, BatchCache, "expect", lambda cache, trees: passes.append(trees))
     target = Target(build(tiny_models.wide_config(model_type)))
     decode_together(model_type, target, Quantisation(8, tiny_models.GROUP_SIZE, start))
     assert passes
@@ -270,13 +269,8 @@ def test_poison_spoils_the_text_of_its_slot_alone(model_type):
 
 
 def test_texts_that_begin_together_get_their_slots_at_once(monkeypatch):
-    sizes, resize = [], BatchCache.resize
-
-    def noted(cache: BatchCache, slots: Any, num_slots: int, num_rows: int) -> None:
-        sizes.append(num_slots)
-        resize(cache, slots, num_slots, num_rows)
-
-    monkeypatch.setattr(BatchCache, "resize", noted)
+    sizes: list[int] = []
+    at_call(monkeypatch, BatchCache, "resize", lambda cache, slots, size, _: sizes.append(size))
     target = Target(build(tiny_config("llama")))
     scheduler = Scheduler(target)
     scheduler.begin([sequence_of(target, [3, 4 + i], max_tokens=2) for i in range(5)])

@@ -20,6 +20,7 @@ from mlx_redrafter.errors import ConfigError, UnsupportedTargetError
 from mlx_redrafter.generation_options import GenerationOptions, Quantisation
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.trees.tree import TokenTree
+from tests.helpers.calls import at_call
 from tests.helpers.costs import stop_clock
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
@@ -100,14 +101,12 @@ def test_texts_and_the_caches_after_them(monkeypatch, model, drafter, bits, star
 
 def test_no_tree_has_nodes_on_both_sides_of_the_start(monkeypatch, model):
     start, trees = STARTS[-1], []
-    verify = Target.verify
 
-    def watch(target: Target, tree: TokenTree, cache: Any, layers: Any) -> Any:
+    def note(target: Target, tree: TokenTree, cache: Any, layers: Any) -> None:
         kinds = {type(layer) for layer in cache.stock}
         trees.append((cache.length, cache.length + tree.max_depth, kinds))
-        return verify(target, tree, cache, layers)
 
-    monkeypatch.setattr(Target, "verify", watch)
+    at_call(monkeypatch, Target, "verify", note)
     options = options_of(4, start)
     stock = stock_tokens(model, PROMPT, NUM_TOKENS, **options)
     drafter = Scripted(ids(stock), VOCAB_SIZE, accuracy=0.8)

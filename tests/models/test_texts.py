@@ -28,6 +28,7 @@ from mlx_redrafter.target.caches.recurrent import RecurrentCache
 from mlx_redrafter.target.caches.sliding import SlidingCache
 from mlx_redrafter.target.caches.tree_cache import parts_of
 from mlx_redrafter.target.target import Target
+from tests.helpers.calls import at_call
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import Scored, assert_same_tokens, ids, stock_tokens, stream, tokens
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
@@ -268,14 +269,13 @@ def test_a_text_that_is_closed_in_the_middle(monkeypatch, name, count, policy):
 
 def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, number: int) -> None:
     """Interrupt after ``number`` calls of a method."""
-    calls, method = itertools.count(), getattr(owner, name)
+    calls = itertools.count()
 
-    def call(self: Any, *args: Any) -> Any:
+    def stop(*_: Any) -> None:
         if next(calls) == number:
             raise KeyboardInterrupt
-        return method(self, *args)
 
-    patch.setattr(owner, name, call)
+    at_call(patch, owner, name, stop)
 
 
 def assert_interrupted(

@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -18,6 +19,7 @@ from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.policy.adaptive import Explorer
 from mlx_redrafter.policy.plans import LONGEST, SHORTEST, WIDEST, Choice
 from tests.golden.record_fixed_shapes import load_once
+from tests.helpers.calls import at_call
 from tests.helpers.equality import batch_texts
 from tests.helpers.memory import peak_of
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
@@ -39,13 +41,8 @@ def _prompts(count: int) -> list[list[int]]:
 def _watch_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the tokens of forward passes from now on."""
     shapes: list[tuple[int, ...]] = []
-    process = type(MODEL).__call__
-
-    def watched(self: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
-        shapes.append(tokens.shape)
-        return process(self, tokens, *rest, **options)
-
-    monkeypatch.setattr(type(MODEL), "__call__", watched)
+    note = lambda model, tokens, *_, **options: shapes.append(tokens.shape)  # noqa: E731
+    at_call(monkeypatch, type(MODEL), "__call__", note)
     return shapes
 
 
@@ -166,13 +163,9 @@ def _responses(ready: Iterator[Any], shared: Any) -> Iterator[Any]:
 
 def test_a_progress_callback_that_raises_in_a_shared_prefill_ends_its_own_text():
     engine = Engine(MODEL, TOKENIZER, None)
-
-    def fail(done: int, total: int) -> None:
-        raise OSError("disk full")
-
     prompts, shared = [[5, 9] * 20, [7, 3] * 20, [8, 2] * 20], engine.share()
     expected = [engine.generate(prompt, max_tokens=9) for prompt in prompts]
-    notes = [None, fail, None]
+    notes = [None, Mock(side_effect=OSError("disk full")), None]
     streams = [
         engine.stream(
             prompt, max_tokens=9, shared=shared, prompt_progress_callback=note
@@ -248,16 +241,14 @@ def test_a_text_that_is_never_alone_leaves_the_estimates_of_one_that_was():
 def test_texts_cancelled_while_they_begin_end(monkeypatch):
     engine, calls = Engine(MODEL, TOKENIZER, None), 0
     stream = engine.stream_batch([[5] * 40, [6] * 40], max_tokens=8, prefill_step_size=8)
-    process = type(MODEL).__call__
 
-    def counted(*given: Any, **options: Any) -> mx.array:
+    def count(*_: Any, **options: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             stream.cancel()
-        return process(*given, **options)
 
-    monkeypatch.setattr(type(MODEL), "__call__", counted)
+    at_call(monkeypatch, type(MODEL), "__call__", count)
     assert (list(stream), calls) == ([], 3)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -15,6 +16,7 @@ from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
+from tests.helpers.calls import at_call
 from tests.helpers.drafts import Scripted
 from tests.helpers.equality import batch_tokens, ids, stock_tokens
 from tests.helpers.few_shapes import compile_passes
@@ -44,24 +46,15 @@ def at_event(patch: pytest.MonkeyPatch, number: int, do: Callable[[], object]) -
     """Do something when the host builds a pass or reads an array for the n-th time."""
     count = 0
 
-    def happen() -> None:
+    def happen(*_: Any) -> None:
         nonlocal count
         count += 1
         if count == number:
             do()
 
-    def watch(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def watched(*args: Any) -> Any:
-            happen()
-            return original(*args)
-
-        patch.setattr(owner, name, watched)
-
     for name in ("advance", "verify", "verify_batch", "process_chunk", "compute"):
-        watch(Target, name)
-    watch(device_read, "waiting")
+        at_call(patch, Target, name, happen)
+    at_call(patch, device_read, "waiting", happen)
 
 
 def cancel_elsewhere(stream: ResponseStream) -> None:
@@ -159,15 +152,11 @@ def test_turns_on_one_cache_go_on_where_a_reader_left(kind):
 def test_an_error_in_the_middle_of_a_pass_ends_its_text_and_no_other(monkeypatch, kind):
     drafter, shape = KINDS[kind]
     engine, num_failed = _engine(drafter), 0
-
-    def fail() -> None:
-        raise OSError("unplugged")
-
     for number in range(1, 30, 3):
         cache, found = engine.new_prompt_cache(), list[int]()
         stream = engine.stream(PROMPTS[0], prompt_cache=cache, max_tokens=NUM_TOKENS, **shape)
         with monkeypatch.context() as patch, suppress(OSError):
-            at_event(patch, number, fail)
+            at_event(patch, number, Mock(side_effect=OSError("unplugged")))
             found.extend(response.token for response in stream)
         num_failed += len(found) < NUM_TOKENS
         assert found == EXPECTED[0][: len(found)]
@@ -212,14 +201,8 @@ def test_a_sampler_that_fails_while_its_text_rests_ends_no_other(kind, fault):
 def test_no_pass_follows_an_unread_path_of_quantised_entries_or_a_batch(monkeypatch):
     """With compiled passes in use for a text with K/V entries of its own."""
     compile_passes(monkeypatch, uses=1)
-    followed = []
-    follow = TreeCache.follow
-
-    def counted(cache: TreeCache, *args: mx.array) -> None:
-        followed.append(type(cache))
-        follow(cache, *args)
-
-    monkeypatch.setattr(TreeCache, "follow", counted)
+    followed: list[type] = []
+    at_call(monkeypatch, TreeCache, "follow", lambda cache, *_: followed.append(type(cache)))
     model = tiny_llama(seed=5, vocab_size=VOCAB_SIZE, head_size=32)
     drafter, shape = KINDS["trees"]
     engine, plain = (Engine(model, wrapped_tokenizer(VOCAB_SIZE), one) for one in (drafter, None))

@@ -27,6 +27,7 @@ from mlx_redrafter.proposers.mtp import load as load_mtp
 from mlx_redrafter.target.target import Target
 from tests.helpers import equality
 from tests.helpers.block import LINKS, block_config, random_block
+from tests.helpers.calls import at_call
 from tests.helpers.equality import ids, stock_tokens, tokens
 from tests.helpers.medusa import fitted_medusa, random_medusa, with_static_tree
 from tests.helpers.models import tiny_llama, tiny_qwen3
@@ -139,8 +140,7 @@ def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]], vocab_size: i
             bonus[one, other] = BONUS
     table, coming = mx.array(bonus), [*PROMPT, *texts[0][1:]]
     first, following = _Levels.first, _Levels.following
-    surround, logits = BlockNetwork.surround, BlockNetwork.logits
-    ahead: list[int] = []
+    logits, ahead = BlockNetwork.logits, list[int]()
 
     def to_rows(levels: Any, found: mx.array, before: mx.array) -> mx.array:
         ids = levels.to_token_ids(mx.arange(found.shape[-1]))
@@ -154,9 +154,8 @@ def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]], vocab_size: i
     def following_tipped(levels: Any, beams: Any, tokens: mx.array, depth: int) -> mx.array:
         return to_rows(levels, following(levels, beams, tokens, depth), tokens)
 
-    def reading(network: BlockNetwork, drafting: Any, flight: Pass) -> Any:
+    def note(network: BlockNetwork, drafting: Any, flight: Pass) -> None:
         ahead[:] = coming[flight.length + len(flight.rows) + 1 :]
-        return surround(network, drafting, flight)
 
     def scoring(network: BlockNetwork, outputs: mx.array, target: Target) -> mx.array:
         found = logits(network, outputs, target)
@@ -166,7 +165,7 @@ def tip(patch: pytest.MonkeyPatch, texts: Sequence[Sequence[int]], vocab_size: i
 
     patch.setattr(_Levels, "first", first_tipped)
     patch.setattr(_Levels, "following", following_tipped)
-    patch.setattr(BlockNetwork, "surround", reading)
+    at_call(patch, BlockNetwork, "surround", note)
     patch.setattr(BlockNetwork, "logits", scoring)
 
 

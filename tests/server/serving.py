@@ -15,9 +15,9 @@ import pytest
 
 from mlx_redrafter.engine.engine import Engine
 from mlx_redrafter.generation_options import GenerationOptions
-from mlx_redrafter.server.job import Job
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.worker import Worker
+from tests.helpers.calls import at_call
 from tests.helpers.models import chat_tokenizer, random_drafter, tiny_llama
 
 VOCAB_SIZE = 64
@@ -89,13 +89,7 @@ class Served:
 
     def slow_down(self, patch: pytest.MonkeyPatch, seconds: float) -> None:
         """Let each step of a text take some seconds, so that clients can do something meanwhile."""
-        step = self.worker._step
-
-        def slowly(job: Job) -> None:
-            step(job)
-            time.sleep(seconds)
-
-        patch.setattr(self.worker, "_step", slowly)
+        at_call(patch, self.worker, "_step", lambda _: time.sleep(seconds))
 
     def wait_for(self, **gauges: int) -> None:
         """Wait until gauges of the worker have these values."""

@@ -21,6 +21,7 @@ from mlx_redrafter.server.protocols.openai_chat import read as read_chat
 from mlx_redrafter.server.protocols.openai_completions import read as read_completion
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.tools import read_tools
+from tests.helpers.calls import at_call
 from tests.server.serving import (
     DEFAULTS,
     KEY,
@@ -263,15 +264,13 @@ def test_a_full_queue_and_lost_clients(strict, monkeypatch):
 
 def test_a_client_that_vanishes_while_its_prompt_is_read(strict, monkeypatch):
     """The prompt has 30 chunks of 16 tokens; most of them are never read."""
-    chunks = []
-    process_chunk = prefill.process_chunk
+    chunks: list[SequenceDecoder] = []
 
-    def slowly(sequence: SequenceDecoder, most: int | None = None) -> None:
-        process_chunk(sequence, most)
-        chunks.append(most)
+    def wait(sequence: SequenceDecoder, *_: Any) -> None:
+        chunks.append(sequence)
         time.sleep(0.1)
 
-    monkeypatch.setattr(prefill, "process_chunk", slowly)
+    at_call(monkeypatch, prefill, "process_chunk", wait)
     with closing(strict.begin(prompt="VWXYZ" * 96, stream=False)):
         wait_until(lambda: len(chunks) > 0)
     strict.wait_until_idle()
@@ -307,14 +306,12 @@ class Panic(BaseException):
 @pytest.mark.parametrize("kind", [RuntimeError, Panic])
 def test_a_request_that_fails_in_the_worker(served, monkeypatch, caplog, kind):
     expected = served.send(PATH, {**TEXT, "max_tokens": 200})
-    stream = served.engine.stream
 
-    def fail(prompt: list[int], **options: Any) -> Any:
+    def fail(prompt: list[int], **options: Any) -> None:
         if options["seed"] == 13:
             raise kind("no memory at /secret")
-        return stream(prompt, **options)
 
-    monkeypatch.setattr(served.engine, "stream", fail)
+    at_call(monkeypatch, served.engine, "stream", fail)
     with closing(served.begin(max_tokens=200)) as other:
         status, reply = served.send(PATH, {**TEXT, "seed": 13})
         assert (status, reply["error"]["type"]) == (500, "server_error")
@@ -326,14 +323,13 @@ def test_a_request_that_fails_in_the_worker(served, monkeypatch, caplog, kind):
 
 
 def test_a_panic_in_a_step_ends_its_texts_and_not_the_worker(served, monkeypatch, caplog):
-    step, panics = Scheduler._step_begun, [Panic("a bug at /secret")]
+    panics = [Panic("a bug at /secret")]
 
     def fail(scheduler: Scheduler, active: Any) -> None:
         if active and panics:
             raise panics.pop()
-        step(scheduler, active)
 
-    monkeypatch.setattr(Scheduler, "_step_begun", fail)
+    at_call(monkeypatch, Scheduler, "_step_begun", fail)
     status, reply = served.send(PATH, TEXT)
     assert (status, reply["error"]["code"]) == (500, "failed")
     assert "secret" not in reply["error"]["message"]

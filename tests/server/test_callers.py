@@ -26,6 +26,7 @@ from mlx_redrafter.server.listening import Server
 from mlx_redrafter.server.protocols import service
 from mlx_redrafter.server.refusals import Refusal
 from mlx_redrafter.server.worker import Worker
+from tests.helpers.calls import at_call
 from tests.server.serving import KEY, answer_on, make_engine, sent, serving
 
 TEXT = {"prompt": "A", "max_tokens": 2}
@@ -193,15 +194,14 @@ def test_long_prompts_are_not_encoded_whole(quick):
 
 def test_no_prompt_waits_for_a_long_one(quick, monkeypatch):
     """The encoding of a large body lasts until the small one has its answer."""
-    fit, is_answered, began = service.fit, threading.Event(), threading.Event()
+    is_answered, began = threading.Event(), threading.Event()
 
-    def slowly(request: Any, *rest: Any) -> Any:
+    def wait(request: Any, *_: Any) -> None:
         if len(request.prompts[0]) > 1000:
             began.set()
             assert is_answered.wait(60)
-        return fit(request, *rest)
 
-    monkeypatch.setattr(service, "fit", slowly)
+    at_call(monkeypatch, service, "fit", wait)
     with ThreadPoolExecutor(1) as clients:
         large = clients.submit(quick.send, PATH, {"prompt": "A" * 300_000})
         assert began.wait(60)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError
 from mlx_redrafter.generation_options import GenerationOptions
 from mlx_redrafter.server.limits import Limits
 from mlx_redrafter.server.models import Model, Models
+from tests.helpers.calls import at_call
 from tests.helpers.models import random_drafter, tiny_llama
 from tests.server.serving import DEFAULTS, Served, begin, make_engine, serving, wait_until
 
@@ -31,12 +33,9 @@ def _other(seed: int) -> Engine:
     return Engine(tiny_llama(seed=seed), one.tokenizer, "lookup")
 
 
-def _missing() -> Engine:
-    raise CheckpointError("no such folder: /secret")
-
-
 def _models(*names: str) -> list[Model]:
-    loads = {"second": lambda: _other(7), "third": lambda: _other(8), "missing": _missing}
+    missing = Mock(side_effect=CheckpointError("no such folder: /secret"))
+    loads = {"second": lambda: _other(7), "third": lambda: _other(8), "missing": missing}
     return [Model(name, loads[name]) for name in names]
 
 
@@ -101,15 +100,14 @@ def test_a_model_whose_request_is_prepared_keeps_its_memory(monkeypatch):
     pytest.importorskip("starlette")
     from mlx_redrafter.server.protocols import service
 
-    fit, begun, goes_on = service.fit, threading.Event(), threading.Event()
+    begun, goes_on = threading.Event(), threading.Event()
 
-    def slowly(request: Any, *given: Any) -> Any:
+    def wait(request: Any, *_: Any) -> None:
         if request.model == "tiny":
             begun.set()
             assert goes_on.wait(60)
-        return fit(request, *given)
 
-    monkeypatch.setattr(service, "fit", slowly)
+    at_call(monkeypatch, service, "fit", wait)
     others = _models("second")
     with serving(make_engine(), Limits(max_model_bytes=1), others=others) as served:
 

@@ -27,6 +27,7 @@ from mlx_redrafter.server.protocols.openai_chat import read
 from mlx_redrafter.server.protocols.openai_completions import read as read_prompt
 from mlx_redrafter.server.replies import Reply
 from mlx_redrafter.server.worker import Worker
+from tests.helpers.calls import at_call
 from tests.server.serving import Served, make_engine
 
 MESSAGES: list[Any] = [{"role": "user", "content": "HOW ARE YOU"}]
@@ -199,12 +200,8 @@ def test_prompts_that_wait_together_share_their_passes(monkeypatch):
     loaded = LoadedModel(engine, defaults, PrefixStore(0))
     prompts = [f"{i} TIMES THE CAT SAT ON THE OLD MAT, AND SO ON" for i in range(4)]
     expected = [engine.generate(prompt, max_tokens=4) for prompt in prompts]
-    shapes, kind = list[tuple[int, ...]](), cast(Any, type(one.target.model))
-    process, found = kind.__call__, {prompt: "" for prompt in prompts}
-
-    def watched(model: Any, tokens: mx.array, *rest: Any, **options: Any) -> mx.array:
-        shapes.append(tokens.shape)
-        return process(model, tokens, *rest, **options)
+    shapes, found = list[tuple[int, ...]](), {prompt: "" for prompt in prompts}
+    note = lambda model, tokens, *_, **options: shapes.append(tokens.shape)  # noqa: E731
 
     def submit(prompt: str) -> None:
         def receive(*parts: Part | None) -> None:
@@ -213,7 +210,7 @@ def test_prompts_that_wait_together_share_their_passes(monkeypatch):
         request, _ = read_prompt({"prompt": prompt}, defaults)
         worker.submit(Job(loaded, request, [engine.tokenizer.encode(prompt)], receive))
 
-    monkeypatch.setattr(kind, "__call__", watched)
+    at_call(monkeypatch, type(one.target.model), "__call__", note)
     for prompt in prompts:
         submit(prompt)
     while sum(map(len, found.values())) < 16:

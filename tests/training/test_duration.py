@@ -20,7 +20,6 @@ from mlx_redrafter.training import (
     new_student,
     rehearsal,
     resources,
-    teacher,
 )
 from mlx_redrafter.training.duration import Pace, Timetable, Workload, format_time
 from mlx_redrafter.training.rehearsal import rehearse
@@ -33,8 +32,8 @@ from mlx_redrafter.training.resources import (
     estimate,
 )
 from mlx_redrafter.training.self_generated import CACHE_STEP, ROUND_BYTES, ROUND_SIZE
-from mlx_redrafter.training.teacher_cache import Shard
 from mlx_redrafter.training_options import RECIPES
+from tests.helpers.calls import at_call
 from tests.helpers.models import tiny_llama
 
 REQUEST = TrainingRequest(
@@ -193,18 +192,15 @@ def test_what_is_timed_is_like_the_run(target, monkeypatch):
     """Texts are read that are as long as can be, and more tokens are written than begin texts."""
     read: list[list[int]] = []
     written: list[tuple[int, int]] = []
-    generate_round = rehearsal.TextGenerator.generate_round
 
-    def read_sequences(target: Target, sequences: list[Any], *options: Any) -> Shard:
+    def note_texts(target: Target, sequences: list[Any], *_: Any) -> None:
         read.append([len(one) for one in sequences])
-        return teacher.read_sequences(target, sequences, *options)
 
-    def generate(generator: Any, jobs: Any, options: DataOptions, *others: Any) -> Any:
+    def note_jobs(generator: Any, jobs: Any, options: DataOptions, *_: Any) -> None:
         written.append((len(jobs), options.answer_tokens))
-        return generate_round(generator, jobs, options, *others)
 
-    monkeypatch.setattr(rehearsal, "read_sequences", read_sequences)
-    monkeypatch.setattr(rehearsal.TextGenerator, "generate_round", generate)
+    at_call(monkeypatch, rehearsal, "read_sequences", note_texts)
+    at_call(monkeypatch, rehearsal.TextGenerator, "generate_round", note_jobs)
     student = new_student(target, NetworkOptions("eagle"))
     rehearse(REHEARSED, target, student, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], 10**6, lambda *_: None)
     assert written == [(128, 16)]

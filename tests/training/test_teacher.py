@@ -1,7 +1,6 @@
 """The teacher cache against direct forward passes, and caches that must be refused."""
 
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,10 +10,10 @@ from mlx_redrafter.errors import CheckpointError, NonFiniteError
 from mlx_redrafter.target.hooks import captured
 from mlx_redrafter.target.target import Target
 from mlx_redrafter.training import teacher
-from mlx_redrafter.training.data import TokenSequence
 from mlx_redrafter.training.files import fingerprint_weights
 from mlx_redrafter.training.teacher import Teacher, read_sequences
-from mlx_redrafter.training.teacher_cache import Shard, TeacherCache
+from mlx_redrafter.training.teacher_cache import TeacherCache
+from tests.helpers.calls import at_call
 from tests.helpers.models import layer_inputs, tiny_llama
 from tests.training.pieces import MODELS, random_texts
 
@@ -74,12 +73,7 @@ def test_no_shard_is_read_twice(tmp_path, monkeypatch):
     first = cache.path("train", 0).read_bytes()
     cache.path("train", 1).unlink()
     calls: list[int] = []
-
-    def counted(target: Target, sequences: list[TokenSequence], *options: Any) -> Shard:
-        calls.append(len(sequences))
-        return read_sequences(target, sequences, *options)
-
-    monkeypatch.setattr(teacher, "read_sequences", counted)
+    at_call(monkeypatch, teacher, "read_sequences", lambda _, texts, *__: calls.append(len(texts)))
     with_states.read(sequences, lambda n: None)
     assert len(calls) == 1
     assert cache.path("train", 0).read_bytes() == first

@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx_lm
@@ -146,13 +147,9 @@ def test_a_run_that_was_interrupted_is_continued_with_resume_alone(train, out, c
     assert "continue it with --resume" in _refusal(train())
     other = _refusal(cli("train", "--out", out, "--resume", "--epochs", 2))
     assert "was begun with epochs 400, not 2" in other
-
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
     second = ("--out", out.with_name("second"))
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, "build_corpus", interrupt)
+        patch.setattr(preparation, "build_corpus", Mock(side_effect=KeyboardInterrupt))
         assert train(*second, "--answer-tokens", 24, "--epochs", 1).code == 130
     begun = (second[1] / "run.json").read_bytes()
     again = _refusal(train(*second, "--answer-tokens", 32))

@@ -19,6 +19,7 @@ from mlx_redrafter.errors import CheckpointError, ConfigError, NonFiniteError
 from mlx_redrafter.generation_options import SamplingParams
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
+from tests.helpers.calls import at_call
 from tests.helpers.equality import assert_same_weights
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -48,18 +49,9 @@ def test_round_trip(folder):
 def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
     """Otherwise a power cut may leave an empty file in place of both."""
     calls: list[tuple[str, int]] = []
-    sync, replace = os.fsync, os.replace
-
-    def noting_sync(descriptor: int) -> None:
-        sync(descriptor)
-        calls.append(("sync", os.fstat(descriptor).st_ino))
-
-    def noting_replace(source: Path, destination: Path) -> None:
-        calls.append(("replace", os.stat(source).st_ino))
-        replace(source, destination)
-
-    monkeypatch.setattr("os.fsync", noting_sync)
-    monkeypatch.setattr("os.replace", noting_replace)
+    for name, word in ("fsync", "sync"), ("replace", "replace"):
+        note = lambda file, *_, word=word: calls.append((word, os.stat(file).st_ino))  # noqa: E731
+        at_call(monkeypatch, os, name, note)
     checkpoint_files.write_checkpoint(tmp_path, {"model_type": "x"}, {"a": mx.ones(2)})
     inodes = [(tmp_path / name).stat().st_ino for name in ("model.safetensors", "config.json")]
     own = tmp_path.stat().st_ino  # a move is on the disk once the folder is

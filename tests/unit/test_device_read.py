@@ -12,6 +12,7 @@ import pytest
 from mlx_redrafter import Engine
 from mlx_redrafter.decoding import passes
 from tests.conftest import Trained
+from tests.helpers.calls import at_call
 
 READS = ["item", "tolist", "__int__", "__float__", "__bool__", "__index__", "__array__"]
 READS += ["__buffer__", "__dlpack__", "__iter__", "__contains__", "__repr__"]
@@ -25,15 +26,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     log: list[str] = []
 
     def record(owner: Any, name: str, event: str) -> None:
-        original = getattr(owner, name, None)
-        if original is None:
-            return
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            log.append(event)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, wrapper)
+        if hasattr(owner, name):
+            at_call(monkeypatch, owner, name, lambda *_, **options: log.append(event))
 
     for name in READS:
         record(mx.array, name, f"read by {name}")
@@ -104,16 +98,14 @@ def test_a_batch_reads_what_is_dispatched_and_nothing_made_of_it(
 ):
     """MLX would compute a part of an array behind all that is dispatched meanwhile."""
     graphs: list[str] = []
+
+    def draw(values: mx.array) -> None:
+        graph = io.StringIO()
+        mx.export_to_dot(graph, values)
+        graphs.append(graph.getvalue())
+
     for name in ("to_ints", "to_floats", "to_rows"):
-        read = getattr(passes, name)
-
-        def watched(values: mx.array, read: Any = read) -> Any:
-            graph = io.StringIO()
-            mx.export_to_dot(graph, values)
-            graphs.append(graph.getvalue())
-            return read(values)
-
-        monkeypatch.setattr(passes, name, watched)
+        at_call(monkeypatch, passes, name, draw)
     shape = {"beam_width": 2, "tree_nodes": 4} if has_drafter else {}
     drafter = stories.drafter if has_drafter else None
     engine = Engine(stories.model, stories.tokenizer, drafter)

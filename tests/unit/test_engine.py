@@ -25,6 +25,7 @@ from mlx_redrafter.errors import ConfigError, ResourceError
 from mlx_redrafter.proposers.draft_model import DraftModel
 from mlx_redrafter.proposers.lookup import Contexts
 from mlx_redrafter.proposers.lookup.lookup import LookupDrafting
+from tests.helpers.calls import at_call
 from tests.helpers.equality import tokens
 from tests.helpers.models import ROOT, chat_tokenizer, random_drafter, tiny_llama, wrapped_tokenizer
 from tests.models.tiny_models import build, tiny_config
@@ -108,8 +109,7 @@ def test_an_engine_that_is_closed_while_a_text_is_opened_ends_it(model, monkeypa
     """To open a text may have steps timed, for seconds; then nobody would end it."""
     engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), "lookup")
     name = "_share" if is_batch else "_open"
-    original = getattr(engine, name)
-    monkeypatch.setattr(engine, name, lambda *args: engine.close() or original(*args))
+    at_call(monkeypatch, engine, name, lambda *_: engine.close())
     text: Any = engine.stream_batch([PROMPT]) if is_batch else engine.stream(PROMPT)
     assert list(text) == []
 
@@ -238,9 +238,7 @@ def test_only_what_is_new_is_read(model):
 def test_a_turn_drafts_from_the_turns_before_it(model, monkeypatch, drafter):
     engine = Engine(model, chat_tokenizer(), DRAFTERS[drafter](model))
     begun: list[Contexts] = []
-    init: Any = LookupDrafting.__init__
-    begin = lambda *args: begun.append(args[1]) or init(*args)  # noqa: E731
-    monkeypatch.setattr(LookupDrafting, "__init__", begin)
+    at_call(monkeypatch, LookupDrafting, "__init__", lambda *args: begun.append(args[1]))
     one, other = Conversation(engine), Conversation(engine)
     for text in ASKED:
         list(one.ask(text, max_tokens=8))
@@ -253,13 +251,7 @@ def test_a_turn_drafts_from_the_turns_before_it(model, monkeypatch, drafter):
 
 
 def test_contexts_that_another_thread_adds_to_leave_a_text_as_it_is(model, monkeypatch):
-    grow: Any = LookupDrafting._grow
-
-    def disturbed(one: LookupDrafting, *args: Any) -> Any:
-        one.contexts.add(7)
-        return grow(one, *args)
-
-    monkeypatch.setattr(LookupDrafting, "_grow", disturbed)
+    at_call(monkeypatch, LookupDrafting, "_grow", lambda drafting, *_: drafting.contexts.add(7))
     options = {"beam_width": 2, "beam_length": 4, "tree_nodes": 8, "history": Contexts()}
     text = tokens(model, PROMPT, "lookup", max_tokens=40, **options)
     assert text == tokens(model, PROMPT, max_tokens=40)

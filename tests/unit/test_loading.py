@@ -18,6 +18,7 @@ from mlx_redrafter.proposers import redrafter
 from mlx_redrafter.proposers.checkpoint import Checkpoint
 from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter.precision import quantised_copy
+from tests.helpers.calls import at_call
 from tests.helpers.cli import run
 from tests.helpers.models import random_drafter
 
@@ -48,9 +49,7 @@ def test_what_drafts_for_a_float32_model_is_in_float32_too(tmp_path, is_precise)
 
 def test_options_reach_mlx_lm(stories, monkeypatch):
     seen: dict[str, Any] = {}
-    stock: Any = mlx_lm.load
-    record = lambda path, **more: seen.update(more) or stock(path, **more)  # noqa: E731
-    monkeypatch.setattr(mlx_lm, "load", record)
+    at_call(monkeypatch, mlx_lm, "load", lambda path, **options: seen.update(options))
     load(stories.folder, tokenizer_config={"eos_token": "<s>"})
     assert seen["tokenizer_config"] == {"trust_remote_code": False, "eos_token": "<s>"}
     assert seen["trust_remote_code"] is False

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -23,6 +24,7 @@ from mlx_redrafter.policy.plans import SIZES
 from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.target.caches.tree_cache import TreeCache
 from mlx_redrafter.target.target import Target
+from tests.helpers.calls import at_call
 from tests.helpers.few_shapes import compile_passes
 from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
 
@@ -139,19 +141,15 @@ def test_another_drafter_or_dtype_is_timed_anew(pair, folder, monkeypatch):
 
 def test_times_that_use_shows_to_be_too_long_are_measured_again_by_later_runs(folder, monkeypatch):
     """A machine that was busy all the while it was timed, so that no turn differs from another."""
-    model, runs = tiny_llama(vocab_size=VOCAB_SIZE), []
-
-    def busy(*_: object) -> list[dict[Kind, float]]:
-        runs.append(len(runs))
-        return [{kind: 100 * seconds for kind, seconds in _timed().items()}]
-
+    model = tiny_llama(vocab_size=VOCAB_SIZE)
+    busy = Mock(return_value=[{kind: 100 * seconds for kind, seconds in _timed().items()}])
     monkeypatch.setattr(stored_costs, "time_steps", busy)
     monkeypatch.setattr(mlx_redrafter.engine.engine, "step_costs", stored_costs.step_costs)
     for run in range(4):
         engine = Engine(model, wrapped_tokenizer(VOCAB_SIZE), random_drafter(VOCAB_SIZE, 32))
         for _ in range(2):
             engine.generate([5, 6, 7], max_tokens=60)
-            assert len(runs) == 1 + run, "not in a run that has timed"
+            assert busy.call_count == 1 + run, "not in a run that has timed"
     (path,) = folder.glob("*.json")
     assert json.loads(path.read_text())["runs"] == 4 < MOST_RUNS
 
@@ -289,18 +287,15 @@ def test_drafts_that_would_be_right_leave_all_shapes_at_one_context(monkeypatch)
 def test_steps_after_a_long_context_are_timed_without_processing_it(monkeypatch):
     """And leave the model alone."""
     monkeypatch.setattr(stored_costs, "MAX_ROUNDS", 1)
-    model, lengths, tokens = tiny_llama(), [], mx.array([[3, 1, 4, 1, 5]])
-    before = model(tokens)
+    model, lengths, tokens = tiny_llama(), list[tuple[int, int]](), mx.array([[3, 1, 4, 1, 5]])
+    before, target = model(tokens), Target(model)
 
-    class Watched(type(model)):  # type: ignore[misc]
-        def __call__(self, tokens: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-            lengths.append((tokens.shape[1], kwargs["cache"][0].offset))
-            return super().__call__(tokens, *args, **kwargs)  # type: ignore[no-any-return]
+    def note(model: Any, tokens: mx.array, *_: Any, cache: Any, **options: Any) -> None:
+        lengths.append((tokens.shape[1], cache[0].offset))
 
-    target, stock = Target(model), type(model)
-    model.__class__ = Watched
-    stored_costs.time_steps(stored_costs.Setting(target, random_drafter(64, 32), 4000))
-    model.__class__ = stock
+    with monkeypatch.context() as patch:
+        at_call(patch, type(model), "__call__", note)
+        stored_costs.time_steps(stored_costs.Setting(target, random_drafter(64, 32), 4000))
     assert max(tokens for tokens, _ in lengths) == SIZES[-1]
     assert {offset >= 4000 for tokens, offset in lengths if tokens > 1} == {True}
     assert mx.array_equal(model(tokens), before)

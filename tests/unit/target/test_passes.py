@@ -28,6 +28,7 @@ from mlx_redrafter.target.few_shapes import BUCKET, bucket
 from mlx_redrafter.target.hooks import FINAL, install_in_attention
 from mlx_redrafter.target.target import Target, TargetOutputs
 from mlx_redrafter.trees.tree import TokenTree
+from tests.helpers.calls import at_call
 from tests.helpers.costs import stop_clock
 from tests.helpers.equality import ids, stock_tokens
 from tests.helpers.few_shapes import compile_passes, use_few_shapes
@@ -367,18 +368,16 @@ def test_a_text_has_few_shapes(monkeypatch, shape, num_texts, most):
     use_few_shapes(monkeypatch, BUCKET)
     model, tokenizer, drafter = load()
     engine = Engine(model, tokenizer, drafter)
-    stock_attention, num_steps = mx.fast.scaled_dot_product_attention, 0
-    shapes: set[tuple[Any, ...]] = set()
+    num_steps, shapes = 0, set[tuple[Any, ...]]()
     masks: dict[int, mx.array] = {}
 
-    def attend(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
+    def note(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> None:
         mask = options.get("mask")
         if q.shape[2] > 1 and isinstance(mask, mx.array):  # verifies a tree
             shapes.add((q.shape, k.shape, mask.shape, mask.dtype))
             masks[id(mask)] = mask
-        return stock_attention(q, k, v, **options)
 
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)
+    at_call(monkeypatch, mx.fast, "scaled_dot_product_attention", note)
     for prompt in PROMPTS[:num_texts]:
         tokens = tokenizer.encode(prompt)
         *_, last = found = list(engine.stream(tokens, max_tokens=120, **shape))
