@@ -9,7 +9,7 @@ from unittest.mock import create_autospec
 import openai
 import pytest
 
-from mlx_redrafter import Engine, Grammar, stream_generate
+from mlx_redrafter import Engine, Grammar, generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from mlx_redrafter.server.call_reader import ToolCall
 from mlx_redrafter.server.parts import Answer, TokenLogprob
@@ -33,10 +33,7 @@ def test_reasoning_and_calls(streams):
     """The model is random, so its markers are what it writes anyway."""
     engine = make_engine()
     prompt = encode_chat(engine.tokenizer, MESSAGES, {"tools": TOOLS})
-    responses = stream_generate(
-        engine.target.model, engine.tokenizer, prompt, drafter=None, max_tokens=30
-    )
-    text = "".join(one.text for one in responses)
+    text = generate(engine.target.model, engine.tokenizer, prompt, drafter=None, max_tokens=30)
     marks = [text[i : i + 3] for i in (4, 10, 16, 22)]
     assert [text.index(mark) for mark in marks] == [4, 10, 16, 22]
     engine = make_engine(tool_call_start=marks[2], tool_call_end=marks[3], tool_parser=_parse)

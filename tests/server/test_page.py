@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from mlx_redrafter import stream_generate
+from mlx_redrafter import generate
 from mlx_redrafter.engine.prompt_encoding import encode_chat
 from tests.server.serving import KEY, Served
 
@@ -186,10 +186,7 @@ def tiny(open_page: Open, served: Served) -> Any:
 def _expected(served: Served, messages: list[dict[str, str]]) -> str:
     engine = served.engine
     prompt = encode_chat(engine.tokenizer, messages)
-    model, tokenizer = engine.target.model, engine.tokenizer
-    return "".join(
-        one.text for one in stream_generate(model, tokenizer, prompt, drafter=None, max_tokens=40)
-    )
+    return generate(engine.target.model, engine.tokenizer, prompt, drafter=None, max_tokens=40)
 
 
 def test_a_chat_has_the_texts_of_the_library(tiny, served):
