@@ -23,7 +23,7 @@ from mlx_redrafter.proposers.checkpoint import save_drafter
 from mlx_redrafter.proposers.redrafter.network import Drafter
 from tests.helpers.cli import cli  # noqa: F401  (a fixture)
 from tests.helpers.costs import fix_costs
-from tests.helpers.models import ABSENT, SHARED, random_drafter, shared_model
+from tests.helpers.models import ABSENT, SHARED, random_drafter, shared_model, tiny_llama
 
 # Step times of tiny models are of no use to the user who runs the tests.
 CACHE = Path(tempfile.mkdtemp(prefix="redrafter-tests-"))
@@ -65,6 +65,12 @@ def stories() -> Trained:
 @pytest.fixture(scope="session")
 def babyllama() -> Trained:
     return _load("babyllama-tok105")
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A small random model."""
+    return tiny_llama(seed=4)
 
 
 @pytest.fixture(scope="session")

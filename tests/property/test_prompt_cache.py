@@ -22,17 +22,12 @@ from mlx_redrafter.engine.responses import ResponseStream
 from mlx_redrafter.errors import ConfigError
 from tests.helpers.drafts import RandomShapes, Scripted, use_policy
 from tests.helpers.equality import assert_same_tokens, ids, stock_tokens, stream, tokens
-from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.helpers.models import random_drafter, wrapped_tokenizer
 from tests.unit.target.test_tree_cache import assert_same_rows, prefilled
 
 VOCAB_SIZE = 64
 PROMPT = [5, 17, 3, 60]
 DRAFTS = ["none", "random", "mostly right", "mostly right beams", "mostly right of any shape"]
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return tiny_llama(seed=4)
 
 
 @pytest.fixture(scope="module")

@@ -40,11 +40,6 @@ DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return tiny_llama(seed=4)
-
-
 @pytest.fixture(params=DRAFTERS)
 def engine(model: nn.Module, request: pytest.FixtureRequest, monkeypatch: Any) -> Engine:
     monkeypatch.setattr("mlx_redrafter.proposers.draft_model.check_ids", lambda *_: None)

@@ -29,11 +29,6 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return tiny_llama(seed=4)
-
-
-@pytest.fixture(scope="module")
 def stock(model: nn.Module) -> list[Scored]:
     return stock_tokens(model, PROMPT, 64)
 
