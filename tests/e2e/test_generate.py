@@ -24,6 +24,7 @@ from mlx_redrafter.proposers.redrafter import precision
 from tests.conftest import Trained
 from tests.helpers.cli import Cli, Result
 from tests.helpers.equality import ids, stock_tokens
+from tests.helpers.models import change_tensors
 
 PROMPT = "Once upon a time"
 FIELDS: dict[str, Any] = {
@@ -83,9 +84,7 @@ def test_one_token_has_no_speed(drafted, plain):
 def test_half_precision_on_a_cpu_is_told(stories, tmp_path, cli):
     half = tmp_path / "half"
     shutil.copytree(stories.folder, half)
-    tensors = mx.load(str(half / "model.safetensors"))
-    cast = {name: tensor.astype(mx.float16) for name, tensor in tensors.items()}
-    mx.save_safetensors(str(half / "model.safetensors"), cast, {"format": "mlx"})
+    change_tensors(half, lambda tensors: {k: t.astype(mx.float16) for k, t in tensors.items()})
     for folder, is_told in ((half, "cpu" in str(mx.default_device())), (stories.folder, False)):
         result = cli("generate", folder, "--prompt", PROMPT, "-m", 2)
         assert ("mlx_lm.convert --dtype float32" in result.err) == is_told, result.err

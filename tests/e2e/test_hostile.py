@@ -27,7 +27,7 @@ from mlx_redrafter.errors import RedrafterError
 from mlx_redrafter.measured import load_or_time
 from tests.helpers.cli import Cli, commands
 from tests.helpers.hostile import COMMANDS, make_call, run_call
-from tests.helpers.models import change_config
+from tests.helpers.models import change_config, change_tensors
 
 NOBODY = 65534
 
@@ -140,14 +140,7 @@ def gone(name: str) -> Callable[[Path], None]:
 
 
 def tensors(**changes: mx.array) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        tensors: Any = mx.load(str(path))
-        whole = {name: mx.array(tensor) for name, tensor in tensors.items()}
-        mx.eval(whole)
-        mx.save_safetensors(str(path), {**whole, **changes})
-
-    return change
+    return lambda folder: change_tensors(folder, lambda tensors: {**tensors, **changes})
 
 
 HUGE = 2**40

@@ -55,6 +55,17 @@ def change_config(folder: Path, name: str = "config.json", /, **values: Any) -> 
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
+def change_tensors(
+    folder: Path, change: Callable[[dict[str, mx.array]], dict[str, mx.array]]
+) -> None:
+    """Change the tensors of a checkpoint."""
+    path = str(folder / "model.safetensors")
+    tensors: Any = mx.load(path)
+    changed = change(tensors)
+    mx.eval(changed)  # before the file is written anew
+    mx.save_safetensors(path, changed, {"format": "mlx"})
+
+
 def tiny_sizes(name: str, vocab_size: int, context: int = 512) -> dict[str, Any]:
     """Config of a tiny model of the kind of Llama."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

@@ -21,7 +21,7 @@ from mlx_redrafter.proposers.quantization import quantize_drafter
 from mlx_redrafter.proposers.redrafter.config import DrafterConfig
 from tests.helpers.calls import at_call
 from tests.helpers.equality import assert_same_weights
-from tests.helpers.models import random_drafter, tiny_llama, wrapped_tokenizer
+from tests.helpers.models import change_tensors, random_drafter, tiny_llama, wrapped_tokenizer
 
 
 @pytest.fixture
@@ -228,19 +228,6 @@ def test_token_ids_that_would_break_a_tree_are_refused(tmp_path):
             load_drafter(tmp_path)
 
 
-def _save_with(
-    drafter: Drafter,
-    folder: Path,
-    change: Callable[[dict[str, Any]], dict[str, Any]],
-    **config: Any,
-) -> None:
-    """Save a drafter, and change its tensors and config on the disk."""
-    save_drafter(drafter, folder, config)
-    tensors: Any = mx.load(str(folder / "model.safetensors"))
-    mx.save_safetensors(str(folder / "new.safetensors"), change(dict(tensors)))
-    (folder / "new.safetensors").replace(folder / "model.safetensors")
-
-
 def test_every_tensor_that_does_not_fit_is_named(tmp_path):
     def change(tensors: dict[str, Any]) -> dict[str, Any]:
         del tensors["rnn_u.bias"]
@@ -248,7 +235,9 @@ def test_every_tensor_that_does_not_fit_is_named(tmp_path):
         tensors["surprise"] = mx.zeros((1,))
         return tensors
 
-    _save_with(random_drafter(VOCAB_SIZE, HIDDEN_SIZE), tmp_path, change)
+    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
+    save_drafter(drafter, tmp_path)
+    change_tensors(tmp_path, change)
     with pytest.raises(CheckpointError) as caught:
         load_drafter(tmp_path)
     message = str(caught.value)
@@ -256,12 +245,12 @@ def test_every_tensor_that_does_not_fit_is_named(tmp_path):
     assert "'surprise' of shape [1] is unexpected" in message
     assert "lm_head.1.weight' has shape [64, 5], expected [64, 64]" in message
     # A long list of them is cut, and a tensor that Apple's code does not use is none of them.
-    drafter = random_drafter(VOCAB_SIZE, HIDDEN_SIZE)
-    _save_with(drafter, tmp_path, dict, num_draft_layers=64)
+    save_drafter(drafter, tmp_path, {"num_draft_layers": 64})
     with pytest.raises(CheckpointError, match=r"lm_head\.\d+.* and \d+ more") as caught:
         load_drafter(tmp_path)
     assert len(str(caught.value)) < 1200
-    _save_with(drafter, tmp_path, lambda tensors: {**tensors, "emb_norm.weight": mx.ones((32,))})
+    save_drafter(drafter, tmp_path)
+    change_tensors(tmp_path, lambda tensors: {**tensors, "emb_norm.weight": mx.ones((32,))})
     _assert_same_drafter(load_drafter(tmp_path), drafter)
 
 

@@ -20,7 +20,7 @@ from mlx_redrafter.proposers.quantization import quantization_of
 from mlx_redrafter.proposers.redrafter.precision import quantised_copy
 from tests.helpers.calls import at_call
 from tests.helpers.cli import run
-from tests.helpers.models import random_drafter
+from tests.helpers.models import change_tensors, random_drafter
 
 
 def test_a_drafter_that_is_faster_in_8_bits_is_returned_so(stories, drafter_folder, monkeypatch):
@@ -38,9 +38,9 @@ def test_what_drafts_for_a_float32_model_is_in_float32_too(tmp_path, is_precise)
     folder = tmp_path / "target"
     shutil.copytree(find_bundled("target"), folder)
     if is_precise:
-        weights = mx.load(str(folder / "model.safetensors"))
-        precise = {name: tensor.astype(mx.float32) for name, tensor in weights.items()}
-        mx.save_safetensors(str(folder / "model.safetensors"), precise)
+        change_tensors(
+            folder, lambda tensors: {k: t.astype(mx.float32) for k, t in tensors.items()}
+        )
     _, _, drafter = load(folder, drafter=find_bundled("drafter"))
     assert {tensor.dtype for _, tensor in tree_flatten(drafter.parameters())} == {
         mx.float32 if is_precise else mx.float16
