@@ -1,11 +1,13 @@
 """Fixtures that several tests share. Models are loaded once; tests must not change them."""
 
+import gc
 import os
 
 # Nothing is downloaded, and the command line sees the same.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +67,14 @@ def stories() -> Trained:
 @pytest.fixture(scope="session")
 def babyllama() -> Trained:
     return _load("babyllama-tok105")
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Free only what no other object refers to."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,9 @@
 """Several models: loaded at their first request, unloaded if others need the memory."""
 
 import asyncio
-import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -124,32 +122,16 @@ def test_a_model_whose_request_is_prepared_keeps_its_memory(monkeypatch):
             assert [first.result(), second.result()] == [200, 200]
 
 
-def test_a_model_that_is_unloaded_at_once_serves_its_request():
+def test_a_model_that_is_unloaded_at_once_serves_its_request(monkeypatch):
     (model,) = _models("second")
     models = Models([model], DEFAULTS, Limits())
-    load = model.load
-
-    def load_and_forget() -> Engine:
-        threading.Timer(0.05, lambda: setattr(model, "loaded", None)).start()
-        return load()
-
-    model.load = load_and_forget
-    models._make_room = _wait  # type: ignore[method-assign]
+    forget = threading.Timer(0.05, setattr, (model, "loaded", None))
+    at_call(monkeypatch, model, "load", forget.start)
+    monkeypatch.setattr(models, "_make_room", lambda _: asyncio.sleep(0.3))
     assert asyncio.run(models.open("second"))[1].engine is not None
 
 
-async def _wait(_: object) -> None:
-    await asyncio.sleep(0.3)
-
-
-@pytest.fixture
-def _no_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 def test_an_unloaded_model_leaves_the_memory(streams):
     """Also the first one in use, and while its last client keeps the connection."""

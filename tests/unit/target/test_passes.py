@@ -1,6 +1,5 @@
 """Passes over a model: states of layers, few shapes, compiled ones, and those that come early."""
 
-import gc
 from contextlib import closing
 from typing import Any
 from weakref import ref
@@ -133,18 +132,15 @@ def test_buffers_are_updated_in_place(monkeypatch, paths):
     assert memory.update_large_buffers(paths).holds
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_a_target_is_freed_with_its_last_name(monkeypatch):
     compile_passes(monkeypatch, uses=1)
     target = new_target("qwen3_5")
     verify_growing(target, 2)
     assert target.compiled.passes
     model = ref(target.model)
-    gc.disable()
-    try:
-        del target
-        assert model() is None
-    finally:
-        gc.enable()
+    del target
+    assert model() is None
 
 
 def test_other_bits_are_a_fault(monkeypatch):
