@@ -19,6 +19,7 @@ from mlx_redrafter.engine.stored_costs import step_costs
 from mlx_redrafter.errors import ConfigError
 from mlx_redrafter.proposers.assistant import load as load_assistant
 from mlx_redrafter.proposers.block.network import BlockNetwork
+from mlx_redrafter.proposers.draft_network import NetworkDrafting
 from mlx_redrafter.proposers.eagle.config import EagleConfig
 from mlx_redrafter.proposers.eagle.network import Eagle
 from mlx_redrafter.proposers.kv_drafting import _Levels
@@ -231,20 +232,8 @@ def test_long_texts_keep_windows_bounded():
 def test_the_policy_never_asks_for_more_than_the_heads_reach(monkeypatch):
     model, heads = target_of("llama"), random_medusa(VOCAB_SIZE, num_heads=2)
     asked: list[int] = []
-    original = heads.open
-
-    def spy(*args: Any) -> Any:
-        drafting = original(*args)
-        propose = drafting.propose
-
-        def note(flight: Any, plan: Any, noise: Any) -> Any:
-            asked.append(plan.shape.length)
-            return propose(flight, plan, noise)
-
-        drafting.propose = note  # type: ignore[method-assign]
-        return drafting
-
-    monkeypatch.setattr(heads, "open", spy)
+    note = lambda drafting, flight, plan, noise: asked.append(plan.shape.length)  # noqa: E731
+    at_call(monkeypatch, NetworkDrafting, "propose", note)
     monkeypatch.setattr(engine, "step_costs", step_costs)  # the real ones, whose plans are longer
     tokens(model, PROMPT, heads, max_tokens=60)
     assert len(asked) > 20
