@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, create_autospec
+from unittest.mock import DEFAULT, Mock, create_autospec
 
 import mlx.core as mx
 import numpy as np
@@ -105,18 +105,11 @@ def test_an_earlier_conversion_and_an_empty_folder_are_replaced(source):
 
 
 def test_failures_keep_the_earlier_output(source, monkeypatch):
-    out, rename, calls = source.parent / "out", os.rename, []
+    out, full = source.parent / "out", OSError("disk full")
     convert(source, out)
     before = contents(out)
-
-    def fail_once(*paths: object) -> None:
-        calls.append(paths)
-        if len(calls) == 2:
-            raise OSError("disk full")
-        rename(*paths)  # type: ignore[arg-type]
-
-    fail = Mock(side_effect=OSError("disk full"))
-    broken = {"conversion.render_card": fail, "publication.os.rename": fail_once}
+    rename = Mock(wraps=os.rename, side_effect=[DEFAULT, full, *[DEFAULT] * 9])
+    broken = {"conversion.render_card": Mock(side_effect=full), "publication.os.rename": rename}
     for name, function in broken.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"mlx_redrafter.convert.{name}", function)
@@ -124,7 +117,7 @@ def test_failures_keep_the_earlier_output(source, monkeypatch):
                 convert(source, out, dtype="float32")
         assert contents(out) == before
         assert files(out.parent) == ["out", "source"]
-    assert len(calls) > 1
+    assert rename.call_count > 1
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
