@@ -20,6 +20,7 @@ from mlx_redrafter.cli.bench_output import parse_count, parse_ints, parse_shapes
 from mlx_redrafter.draft_plan import DraftPlan
 from mlx_redrafter.errors import CheckpointError, ConfigError
 from tests.bench.commands import run, run_lab
+from tests.helpers.calls import at_call
 from tests.helpers.models import shared_path
 
 pytestmark = pytest.mark.usefixtures("no_timing")
@@ -104,15 +105,13 @@ def test_every_method_after_a_power_cut(folders, prompts, tmp_path, monkeypatch)
         "throughput", "--model", target, "--drafter", drafter, "--prompts", prompts, "-m", 6,
         "--batch-sizes", "1,3", "--shapes", "2x3", "--rounds", 1, "-o", out,
     )  # fmt: skip
-    decode = speed._decode_by_stock
 
     def break_down(settings, batch):
         if len(batch) == 3:
             raise RuntimeError("power cut")
-        return decode(settings, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(speed, "_decode_by_stock", break_down)
+        at_call(patch, speed, "_decode_by_stock", break_down)
         with pytest.raises(RuntimeError, match="power cut"):
             run(*options)
     before = json.loads(out.read_text())["runs"]
