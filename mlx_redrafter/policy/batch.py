@@ -17,9 +17,9 @@ import numpy as np
 
 from mlx_redrafter.decoding.protocols import DraftPolicy, Step
 from mlx_redrafter.draft_plan import DraftPlan
-from mlx_redrafter.policy.adaptive import FIRST, AdaptivePolicy, Planner
+from mlx_redrafter.policy.adaptive import AdaptivePolicy, Planner
 from mlx_redrafter.policy.calibration import MEMORY, ScoredDrafts
-from mlx_redrafter.policy.plans import SIZES, Choice, FixedPolicy, StepCosts
+from mlx_redrafter.policy.plans import SIZES, FixedPolicy, StepCosts
 from mlx_redrafter.policy.state import PolicyState
 from mlx_redrafter.trees.tree import TokenTree
 
@@ -88,7 +88,7 @@ class BatchPolicy:
         # Number of slots that it decides for.
         self._size = 0
         # Steps of the members that the host has read since the last decision.
-        self.steps: list[tuple[MemberPolicy, Step]] = []
+        self._steps: list[tuple[MemberPolicy, Step]] = []
         self.plan: DraftPlan | None = None
         self.count = 1
         self.selected: dict[MemberPolicy, TokenTree] = {}
@@ -127,11 +127,15 @@ class BatchPolicy:
             selected = self.current().select(drafts, self.count)
             self.selected = dict(zip(found, selected, strict=True))
 
+    def observe(self, member: MemberPolicy, step: Step) -> None:
+        """Note a step of a member that was chosen for it."""
+        self._steps.append((member, step))
+
     def current(self) -> Planner:
         """Return the planner for the present number of slots."""
         size = max(1, self.num_slots())
         if self._planner is None or self._size != size:
-            self._planner, self._size, self.steps = self._begin(size), size, []
+            self._planner, self._size, self._steps = self._begin(size), size, []
         return self._planner
 
     def _begin(self, size: int) -> Planner:
@@ -149,7 +153,7 @@ class BatchPolicy:
         costs = batch_costs(self.costs(), size, self.is_joint)
         planner = Planner(costs, state, max_length=self.max_length)
         if not is_timed:  # plain steps are timed before drafts are trusted
-            planner.explorer.switch = FIRST * [Choice()]
+            planner.explorer.begin_plain()
         if before is not None:  # for the sequences that are left
             planner.learner.guard.take_over(before.learner.guard)
         return planner
@@ -160,7 +164,7 @@ class BatchPolicy:
         A sequence whose drafts are good or bad must not stand for all of them. The guard counts the
         tokens that the slowest one has over all steps with a network's drafts, or a lookup's.
         """
-        steps, self.steps = self.steps, []
+        steps, self._steps = self._steps, []
         if steps and self._planner is not None:
             largest = max([step for _, step in steps], key=attrgetter("num_nodes"))
             num_tokens = sum([len(step.tokens) for _, step in steps]) / len(steps)
@@ -214,6 +218,6 @@ class MemberPolicy:
     def observe(self, step: Step) -> None:
         if self._num_chosen:  # the last step of a sequence is observed without having been chosen
             self._num_chosen -= 1
-            self._batch.steps.append((self, step))
+            self._batch.observe(self, step)
         if self.drafts:
             self._batch.current().learner.observe_tokens(self.drafts, step.tokens)
