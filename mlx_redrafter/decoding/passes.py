@@ -241,8 +241,13 @@ def accept(tree: TokenTree, chosen: mx.array) -> Accepted:
     text is the target's whatever the tree. This is sample-then-match; for drafts that do not depend
     on the target's noise no lossless rule accepts more.
 
-    ``chosen`` has the target's token after every node, integer, shape (N,). The result is int32:
-    the path and its tokens of shape (L,), junk after ``num_accepted + 1`` nodes, the others (1,).
+    Args:
+        tree: The verified drafts.
+        chosen: The target's token after every node, integer, shape (N,).
+
+    Returns:
+        `Accepted`, all int32. The path has shape (L,), junk after ``num_accepted + 1`` nodes, as
+        have its tokens; the other arrays have shape (1,).
     """
     chosen = chosen.astype(mx.int32)
     if tree.is_chain and tree.size > 1:

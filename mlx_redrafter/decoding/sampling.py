@@ -50,10 +50,13 @@ class TokenSampler(ABC):
     def noise(
         self, position: int, num_levels: int, further: mx.array | None = None, furthest: int = 0
     ) -> GumbelNoise | None:
-        """Return the noise of the choices after nodes of L levels, if it is known beforehand.
+        """Return the noise of the choices after nodes of each depth, if it is known beforehand.
 
-        There are ``position`` and ``further`` tokens before the root. The latter, int32, shape
-        (1,), is at most ``furthest``, and not used if that is 0.
+        Args:
+            position: Position of the root, the number of tokens before it, or its minimum.
+            num_levels: Levels of the tree, the root's included, L.
+            further: Distance of the root from there, int32, shape (1,), unless ``furthest`` is 0.
+            furthest: Upper bound of ``further``.
         """
         return None
 
@@ -67,8 +70,11 @@ class TokenSampler(ABC):
     ) -> mx.array:
         """Return the target's token after each node, integer, shape (N,).
 
-        The natural log-probabilities, after logits processors, have shape (N, V), and the depths of
-        the nodes, int32, shape (N,); None for roots alone. All depths are below ``num_levels``.
+        Args:
+            log_probs: Natural log-probabilities after logits processors, shape (N, V).
+            depths: Depth of each node, int32, shape (N,); None for roots alone.
+            noise: Result of `noise`.
+            num_levels: Bound above all depths, L.
         """
 
     def commit(self, num_choices: mx.array | int) -> None:  # noqa: B027
@@ -108,9 +114,11 @@ class GumbelNoise(NamedTuple):
         A drafter that ranks tokens with the noise of the target proposes what the target would
         sample, rather than what is most probable (drafter-invariant coupling, arXiv 2408.07978).
 
-        The drafter's natural log-probabilities and the result have shape (W, n). The depth is that
-        of all nodes, or of each, int32, shape (W,). ``token_ids`` are those of the columns, shape
-        (n,) or (W, n), None for the first tokens in order. The noise has a weight of 0 to 1.
+        Args:
+            log_probs: The drafter's natural log-probabilities, shape (W, n), as is the result.
+            depth: Depth of the nodes, or of each of them, int32, shape (W,).
+            token_ids: Token ids of the columns, (n,) or (W, n); None for the first tokens in order.
+            weight: Weight of the noise, 0 to 1.
         """
         rows = self.values[depth]
         if token_ids is None:

@@ -188,7 +188,10 @@ class SequenceDecoder:
             self.commit()
 
     def commit(self) -> None:
-        """Read the newest pass, commit what it accepted, and put its tokens into the outbox."""
+        """Read the newest pass, commit what it accepted, and put its tokens into the outbox.
+
+        Logits that are NaN raise NonFiniteError.
+        """
         last = self.last
         if last is None or last is self.committed:
             return

@@ -3,7 +3,8 @@
 A step yields the tokens of the pass before the one that it dispatches. So the host reads them while
 the device drafts what may follow, or computes the next token in plain decoding. If a compiled pass
 can follow a path that nobody has read, the host dispatches that pass first. If a policy reads the
-drafts' probabilities, or a lookup waits for the outcome, the device waits for the host.
+drafts' probabilities, or a lookup waits for the outcome, the device is idle while the host builds
+the next pass.
 """
 
 import time
