@@ -44,10 +44,13 @@ class Proposer(Protocol):
     def open(
         self, target: Target, prompt: Sequence[int], couple_noise: bool, cached: Sequence[Any]
     ) -> Drafting:
-        """Begin a sequence of a target.
+        """Begin a sequence.
 
-        ``couple_noise`` is whether to rank drafts with the noise that the target will sample with.
-        ``cached`` has the proposer's own mlx-lm caches of a prompt cache; [] without one.
+        Args:
+            target: The model that decodes it.
+            prompt: Token ids.
+            couple_noise: Whether to rank drafts with the noise that the target will sample with.
+            cached: mlx-lm caches of the proposer from a prompt cache; [] without one.
         """
 
 
@@ -79,7 +82,8 @@ class Drafting(Protocol):
         """Return the probabilities of the drafts that prompt lookup would propose now, best first.
 
         Empty if it finds nothing; None for a network, which always proposes something. It uses the
-        tokens that the host has read, and never waits. Drafts below ``least`` need not be found.
+        tokens that the host has read, and never waits. Drafts of less than ``least`` need not be
+        found.
         """
 
     def propose(
@@ -90,7 +94,8 @@ class Drafting(Protocol):
         Its arrays may not be computed yet, and its ``tokens`` wait for them. The plan's beams are
         no longer than `Proposer.max_length`. The noise is that of the target's choices after nodes
         of each depth below L. The tree is rooted in ``flight.root``, has at most ``plan.num_nodes``
-        nodes, depths below ``plan.shape.length`` and distinct siblings; None for no drafts.
+        nodes, depths below ``plan.shape.length`` and distinct siblings; None if there is nothing to
+        propose.
         """
 
     def skip(self, flight: Pass, /) -> None:
@@ -119,12 +124,19 @@ class JointDrafting(Protocol):
 
 
 class Step(NamedTuple):
-    """Result of one step, passed to `DraftPolicy.observe`."""
+    """Result of one step, passed to `DraftPolicy.observe`.
 
-    plan: DraftPlan | None  # of its drafts; None if nothing was drafted
-    num_nodes: int  # nodes verified, root included
-    tokens: list[int]  # accepted drafts and the target's own token after them
-    seconds: float | None  # since the previous outcome; None if the caller kept the decoder waiting
+    Attributes:
+        plan: Plan of its drafts; None if nothing was drafted.
+        num_nodes: Nodes verified, root included.
+        tokens: Accepted drafts and the target's own token after them.
+        seconds: Time since the previous outcome; None if the caller kept the decoder waiting.
+    """
+
+    plan: DraftPlan | None
+    num_nodes: int
+    tokens: list[int]
+    seconds: float | None
 
 
 class DraftPolicy(Protocol):
@@ -148,7 +160,8 @@ class DraftPolicy(Protocol):
     def select(self, plan: DraftPlan, tree: TokenTree) -> TokenTree:
         """Return the nodes of a tree to verify, as a tree; the root alone to decode plainly.
 
-        The policy may wait for the drafts; a wait for shadow drafts delays the next step.
+        The policy may wait for the drafts. Shadow drafts may still be computed, so that a wait
+        delays the next step.
         """
 
     def select_early(self, plan: DraftPlan, tree: TokenTree) -> TokenTree | None:

@@ -33,7 +33,8 @@ T = TypeVar("T")
 class Scoped(Generic[T]):
     """A value of a context variable inside a ``with`` block.
 
-    A class, because every token enters two of these blocks, and contextlib's take twice the time.
+    A class, because every token enters two of these blocks, and one made by contextlib costs more
+    than twice the time.
     """
 
     def __init__(self, variable: ContextVar[T | None], value: T):
@@ -58,7 +59,8 @@ class TreePositions:
 
     Attributes:
         nodes: Position of every node, int32, shape (B, N).
-        spans: Positions that the nodes of each tree may have; None in a pass for any length.
+        spans: Positions that the nodes of each tree may have; None in a pass that MLX compiles for
+            any length.
     """
 
     nodes: mx.array
@@ -122,7 +124,10 @@ def replaced_output(output: mx.array) -> Scoped[mx.array]:
 
 
 def install(point: HookPoint) -> None:
-    """Route the calls of a method or function through a hook, unless it is installed already."""
+    """Route the calls of a method or function through a hook, unless it is installed already.
+
+    A module's class becomes a subclass with the same name.
+    """
     owner, name, hook = point
     if isinstance(owner, ModuleType):
         function = getattr(owner, name)

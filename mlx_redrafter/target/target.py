@@ -153,12 +153,16 @@ class Target:
     def verify(
         self, tree: TokenTree, cache: TreeCache, layers: Sequence[int] = ()
     ) -> TargetOutputs:
-        """Process all nodes of a tree at once; `TreeCache.commit` keeps K/V entries of some.
+        """Process all nodes of a tree at once.
 
-        A node attends to its ancestors and all committed tokens. Node n has the position
-        ``cache.length + depths[n]``. ``layers`` are those whose inputs to capture, which
-        `TargetModules.watch` has hooked. The number of layers stands for the last one's output, and
-        `FINAL` for that output after the norm.
+        A node attends to its ancestors and all committed tokens.
+
+        Args:
+            tree: N nodes. Node n has the position ``cache.length + depths[n]``.
+            cache: Cache that gets the nodes' K/V entries; `TreeCache.commit` keeps some of them.
+            layers: Layers whose inputs to capture. `TargetModules.watch` must have hooked them. The
+                number of layers stands for the last one's output, `FINAL` for that output after
+                the norm.
         """
         step = cache.expect(tree)
         if self.compiled.are_used:
