@@ -266,7 +266,7 @@ def test_a_client_that_vanishes_while_its_prompt_is_read(strict, monkeypatch):
     """The prompt has 30 chunks of 16 tokens; most of them are never read."""
     chunks: list[SequenceDecoder] = []
 
-    def wait(sequence: SequenceDecoder, *_: Any) -> None:
+    def wait(sequence: SequenceDecoder, *_: Any, **options: Any) -> None:
         chunks.append(sequence)
         time.sleep(0.1)
 
