@@ -83,9 +83,11 @@ class Optimiser:
     def restore(self, arrays: Arrays) -> None:
         state: Any = tree_unflatten(list(arrays.items()))
         self.network.update(state["weights"])
-        self.adam.state.update(state["optimiser"])
+        self.adam.state = state["optimiser"]
         self.average.update(state["average"])
-        mx.eval(self.network.state, self.adam.state, self.average)
+        compiled = [self.network.state, self.adam.state, self.average]
+        self._apply = self._compile(self._apply_gradient, compiled)
+        mx.eval(compiled)
 
     def _num_parts(self, batch: TrainingBatch) -> int:
         if self.stretch > 1:
