@@ -139,7 +139,7 @@ def _reference(target: Target, student: Student, weights: Any) -> Any:
     if name in ("Drafter", "Medusa"):
         is_medusa = name == "Medusa"
         return torch_heads.medusa(weights) if is_medusa else torch_heads.recurrent(weights, frozen)
-    sizes = student.values if name == "Mtp" else layer_arguments(network.config)  # type: ignore[attr-defined]
+    sizes = network.config.values if name == "Mtp" else layer_arguments(network.config)
     layer = torch_heads.Layer(
         sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["rope_theta"]
     )
