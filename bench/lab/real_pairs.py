@@ -16,7 +16,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,26 +108,32 @@ class Methods:
             for name in ("plain", "default", *self.plans)
         }
 
-    def decode(self, prompt: list[int], max_tokens: int, temp: float, seed: int, shift: int) -> Any:
-        """Return the speed of every method that is left; all must write the same text."""
+    def names(self, shift: int) -> list[str]:
+        """Return the methods that are left, beginning with another one for each shift."""
         names = [name for name in self._engines if name in ("plain", "default", *self.plans)]
         shift %= len(names)
+        return names[shift:] + names[:shift]
+
+    def decode(
+        self, prompt: list[int], max_tokens: int, temp: float, seed: int, names: Sequence[str]
+    ) -> tuple[dict[str, float], list[int]]:
+        """Return the speeds of methods, in tokens/s after the first, and the text of them all."""
         speeds: dict[str, float] = {}
-        texts: dict[str, list[int]] = {}
-        for name in names[shift:] + names[:shift]:
-            times, texts[name] = [], []
+        texts: list[list[int]] = []
+        for name in names:
+            times, text = [], []
             for response in self._engines[name].stream(
                 prompt, max_tokens=max_tokens, temp=temp, seed=seed, **self.plans.get(name, {})
             ):
                 times.append(time.perf_counter())
-                texts[name].append(response.token)
+                text.append(response.token)
             if len(times) < 2:
                 raise RedrafterError("a text of one token has no speed: take its prompt out")
             speeds[name] = (len(times) - 1) / (times[-1] - times[0])
-        for name, text in texts.items():
-            if text != texts["plain"]:
-                raise RedrafterError(f"the text of {name} differs from plain decoding")
-        return speeds
+            texts.append(text)
+            if text != texts[0]:
+                raise RedrafterError(f"the texts of {names[0]} and {name} differ")
+        return speeds, texts[0]
 
     def _engine(self, drafter: Any) -> Engine:
         return Engine(self.model, self.tokenizer, drafter, LearnedState(timed=self._timed))
@@ -142,10 +148,11 @@ def measure(pair: Mapping[str, Any], folder: Path, temp: float, texts: int, toke
         methods.tokenizer.encode(prompt.text)
         for prompt in select_prompts(read_prompts(folder / pair["prompts"]), texts)
     ]
-    methods.decode(prompts[0], WARM_UP, temp, 0, 0)
+    methods.decode(prompts[0], WARM_UP, temp, 0, methods.names(0))
     methods.forget()
     for number, prompt in enumerate(prompts):
-        result.speeds.append(methods.decode(prompt, tokens, temp, number + 1, number))
+        names = methods.names(number)
+        result.speeds.append(methods.decode(prompt, tokens, temp, number + 1, names)[0])
         if (number + 1) % HEAT == 0 and len(methods.plans) > HEAT:
             total = {
                 name: sum(one[name] / one["plain"] for one in result.speeds)

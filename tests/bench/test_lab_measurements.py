@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_redrafter import load
-from mlx_redrafter.bench.lab import memory, real_pairs
+from mlx_redrafter.bench.lab import first_texts, memory, real_pairs
 from mlx_redrafter.bench.lab.memory import Peaks, measure_memory
 from mlx_redrafter.bench.runs import (
     PLAIN,
@@ -112,3 +112,15 @@ def test_real_pairs_keep_results_and_slow_shapes_leave(pairs, tmp_path, capsys):
     real_pairs.run(pairs, out, [0.0, 1.0], 5.0, ["a"], **options)
     assert [path.read_text() for path in files] == before
     assert shown.splitlines()[-1] == capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_first_text_of_a_process(pairs, capsys):
+    pair = json.loads(pairs.read_text())[1]
+    first_texts.decode(pair, pairs.parent, 0.0, 6, 0)  # learns from three texts
+    assert capsys.readouterr().out == ""
+    first_texts.decode(pair, pairs.parent, 0.0, 6, 1)
+    speeds = json.loads(capsys.readouterr().out)
+    assert speeds.keys() > {"plain", "default"}
+    assert len(speeds) == 2 + len(real_pairs.SHAPES)
+    found = first_texts.summarise([{"plain": 2.0, "default": 3.0, "a": 4.0, "b": 1.0}])
+    assert found.startswith("1.50 of plain (1.50 to 1.50); 0.75 of a (0.75 to 0.75); a has 2.00")
